@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Makes .venv from a lock file: requirements/install.sh [cpu|cuda]
+# Locks are complete, so pip resolves nothing: what was tested together is what is installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+profile=${1:-cpu}
+python=${PYTHON:-python3.11}
+command -v "$python" >/dev/null || python=python3
+"$python" - <<'PY' || { echo "rlcore: the $profile lock needs Python 3.11; '$python' is another version: set PYTHON=/path/to/python3.11" >&2; exit 2; }
+import sys; sys.exit(sys.version_info[:2] != (3, 11))
+PY
+stamp=$(cat requirements/"$profile".lock requirements/dev.lock pyproject.toml | sha256sum | cut -c1-16)
+[ "$(cat .venv/.rlcore-stamp 2>/dev/null || true)" = "$profile-$stamp" ] && exit 0
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=(.venv/bin/python -m pip --disable-pip-version-check install -q --no-deps)
+torch=$(grep '^torch==' requirements/"$profile".lock)
+if ! "${pip[@]}" "$torch" 2>/tmp/rlcore-pip.$$; then
+  if [ -z "${RLCORE_TORCH_INDEX:-}" ]; then
+    cat /tmp/rlcore-pip.$$ >&2
+    echo "rlcore: $torch is not in the configured package index: set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for this build, and run again" >&2
+    exit 2
+  fi
+  "${pip[@]}" --index-url "$RLCORE_TORCH_INDEX" "$torch"
+fi
+rm -f /tmp/rlcore-pip.$$
+"${pip[@]}" -r requirements/"$profile".lock 2> >(grep -v "^WARNING: Location" >&2)
+"${pip[@]}" -r requirements/dev.lock 2> >(grep -v "^WARNING: Location" >&2)
+"${pip[@]}" --no-build-isolation -e .
+echo "$profile-$stamp" > .venv/.rlcore-stamp

@@ -1,0 +1,1 @@
+"""rlcore: asynchronous actor-learner reinforcement learning of language models."""

@@ -1,0 +1,26 @@
+"""Errors that a user caused and can mend. Everything else is a bug and may raise what it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """One sentence naming the config key, the value and what would be accepted. The command exits with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @classmethod
+    def choice(cls, key: str, value: object, choices: Iterable[object], why: str = "") -> UserError:
+        """The standard sentence for a value outside its choices."""
+        listed = ", ".join(str(c) for c in choices)
+        return cls(f"{key}={value!s} is not accepted{': ' + why if why else ''}; choose one of: {listed}.")
+
+
+class DeadlineExceeded(RuntimeError):
+    """A wait ran out. The message says what was waited for, for how long, and which key sets the limit."""
+
+
+class StageError(RuntimeError):
+    """A stage of the loop failed for good (an actor died too often, a loss was NaN): ends the run cleanly, exit code 1."""
