@@ -69,17 +69,25 @@ class WeightTransport(Protocol):
         """Actor side. Raises if the payload does not hold exactly the manifest's names, shapes and dtype."""
 
 
-Reduce = Callable[["torch.Tensor"], "torch.Tensor"]  # sum over data-parallel ranks; identity on one rank
+class Reduce(Protocol):
+    """Reductions over data-parallel ranks. Every rank makes the same calls in the same order, whatever its data."""
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise sum over the ranks."""
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a correction wants computed. The learner computes the union and nothing more."""
 
-    topk: bool = False  # the learner's own top k and its log-probs on the actor's top k
+    topk: bool = False  # the learner's own top k and its log-probs on the actor's top k: of p_new if `new`, else p_ref
     new: bool = False  # p_new over the whole batch before the backward pass of every step
     batch_stats: bool = False  # statistics over the whole batch before the backward pass
     safe_set_rho: float | None = None  # constrain the learner's log-probs (DVP)
+    short_circuit: bool = False  # PPO's ratio is p_new / SG(p_new), so its clip never binds (TIS-adjusted, RAPID)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,43 @@
+"""The five hooks of a correction, each the identity. A correction overrides those it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from rlcore.interfaces import Corrected, Needs, Reduce
+from rlcore.types import SamplingSpec, StepTensors
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BaseCorrection:
+    """Implements `rlcore.interfaces.Correction` as the identity.
+
+    `weighs` says that the correction multiplies the objective by an importance ratio towards the learner's policy: two
+    of those at once would correct the same mismatch twice, so the pipeline refuses them.
+    """
+
+    name: ClassVar[str]
+    weighs: bool = False
+    needs: Needs = Needs()
+
+    def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
+        """Hook 1: the distribution the actor samples from. Raises UserError where the constraint cannot be added."""
+        return sampling
+
+    def select(self, rewards: Sequence[float], keep: int) -> list[int] | None:
+        """Hook 3: indices of one finished group's samples to keep, ascending; None keeps all."""
+        return None
+
+    def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor | None:
+        """Hook 4: advantages [B,T] in place of the algorithm's; None keeps those."""
+        return None
+
+    def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
+        """Hook 5: weights multiplied, masks intersected, metrics of this correction added under plain names."""
+        return current
+
+    def check(self, sampling: SamplingSpec) -> None:
+        """Raise UserError when this correction cannot work with what the actors sample from and store."""

@@ -1,0 +1,1 @@
+"""Advantages, policy losses, KL, aggregation: pure tensor functions."""
