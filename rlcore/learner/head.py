@@ -1,0 +1,247 @@
+"""One pass over hidden states and the LM head: log-probs, entropy, top k and safe set without `[N, V]` in float32.
+
+Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and the softmax's row
+statistics survive; the backward pass recomputes the chunk's logits. Two `[chunk, V]` float32 buffers are all that is
+ever held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.types import TokenScores
+
+FILL = -1.0e4  # log-prob outside a safe set: finite, representable in bfloat16, and exp of it is exactly 0 in float32
+_BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What the head pass computes besides log p and entropy.
+
+    temperature: divides the logits, as the actor does. topk: number of own top entries (0: none).
+    safe_set_rho: None, or DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}.
+    entropy_grad: whether gradients flow through the entropy. chunk: positions per chunk.
+    """
+
+    temperature: float = 1.0
+    topk: int = 0
+    safe_set_rho: float | None = None
+    entropy_grad: bool = False
+    chunk: int = 1024
+
+
+class _Buffers:
+    """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk, V] float32."""
+
+    def __init__(self, rows: int, weight: Tensor, *, both: bool) -> None:
+        shape, device = (rows, weight.shape[0]), weight.device
+        self.z = torch.empty(shape, dtype=torch.float32, device=device)
+        self.e = torch.empty_like(self.z) if both else self.z
+        self.low = None if weight.dtype == torch.float32 else torch.empty(shape, dtype=weight.dtype, device=device)
+
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """`z[:n] = hidden @ weight.T / temperature`, the product in the model's dtype, the result float32."""
+        z = self.z[: hidden.shape[0]]
+        if self.low is None:
+            return torch.addmm(z, hidden, weight.t(), beta=0.0, alpha=1.0 / temperature, out=z)
+        low = torch.mm(hidden, weight.t(), out=self.low[: hidden.shape[0]])
+        return torch.mul(low, 1.0 / temperature, out=z)
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Result tensors of a pass over N positions; the optional ones exist when asked for."""
+
+    logp: Tensor
+    entropy: Tensor
+    top: Tensor  # [N, 1] row maximum of the tempered logits
+    total: Tensor  # [N, 1] sum of exp(logit - top), over the safe set if there is one
+    topk_ids: Tensor | None = None
+    topk_logp: Tensor | None = None
+    at_ids: Tensor | None = None
+    inside: Tensor | None = None
+    coverage: Tensor | None = None
+
+    @classmethod
+    def empty(cls, n: int, k: int, ids: Tensor | None, safe: bool, device: torch.device) -> _Outputs:
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        out = cls(new(n), new(n), new(n, 1), new(n, 1))
+        if k:
+            out.topk_ids, out.topk_logp = new(n, k, dtype=torch.int64), new(n, k)
+        if ids is not None:
+            out.at_ids = new(*ids.shape)
+        if safe:
+            out.inside, out.coverage = new(n, dtype=torch.bool), new(n)
+        return out
+
+
+def _keep_safe(e: Tensor, rho: float) -> Tensor:
+    """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which is 1), in place."""
+    return torch.nn.functional.threshold_(e, _below(rho), 0.0)
+
+
+def _below(rho: float) -> float:
+    """The largest float32 below `rho`: `threshold_` zeroes what is not greater, the safe set keeps equality."""
+    return float(torch.nextafter(torch.tensor(rho, dtype=torch.float32), torch.tensor(0.0)))
+
+
+def _maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """Row maxima [n, 1], and for a later top k the maxima [n, nb] of blocks: block j holds columns j, j + nb, ..."""
+    n, v = z.shape
+    nb = v // _BLOCK
+    if k == 0 or nb <= 4 * k:
+        return z.amax(dim=1, keepdim=True), None
+    blocks = z[:, : nb * _BLOCK].view(n, _BLOCK, nb).amax(dim=1)
+    top = blocks.amax(dim=1, keepdim=True)
+    if nb * _BLOCK < v:
+        top = torch.maximum(top, z[:, nb * _BLOCK :].amax(dim=1, keepdim=True))
+    return top, blocks
+
+
+def _topk_columns(z: Tensor, blocks: Tensor | None, k: int) -> Tensor:
+    """Columns [n, k] of the exact top k: the k blocks of largest maxima hold it, so few candidates are ranked."""
+    if blocks is None:
+        return z.topk(k, dim=1).indices
+    n, v = z.shape
+    nb = v // _BLOCK
+    best = blocks.topk(k, dim=1).indices
+    columns = (best.unsqueeze(2) + torch.arange(_BLOCK, device=z.device) * nb).view(n, -1)
+    left_over = torch.arange(nb * _BLOCK, v, device=z.device).expand(n, -1)
+    columns = torch.cat([columns, left_over], dim=1)
+    return columns.gather(1, z.gather(1, columns).topk(k, dim=1).indices)
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """sum_v a[n, v] * b[n, v] without a temporary of that size."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
+
+
+def _score_chunk(
+    out: _Outputs, s: slice, z: Tensor, e: Tensor, targets: Tensor, ids: Tensor | None, k: int, rho: float | None
+) -> None:
+    """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are overwritten."""
+    out.top[s], blocks = _maxima(z, k)
+    z.sub_(out.top[s])  # shifted first: entropy and log-probs then lose nothing to cancellation
+    torch.exp(z, out=e)
+    total = e.sum(dim=1)
+    if rho is not None and out.coverage is not None:
+        everything, total = total, _keep_safe(e, rho).sum(dim=1)
+        out.coverage[s] = total / everything
+    out.total[s] = total.unsqueeze(1)
+    log_total = total.log().unsqueeze(1)
+    out.entropy[s] = log_total.squeeze(1) - _row_dot(e, z) / total
+
+    def at(columns: Tensor) -> Tensor:
+        values = z.gather(1, columns) - log_total
+        return values if rho is None else values.masked_fill_(e.gather(1, columns) == 0.0, FILL)
+
+    out.logp[s] = at(targets.unsqueeze(1)).squeeze(1)
+    if out.inside is not None:
+        out.inside[s] = e.gather(1, targets.unsqueeze(1)).squeeze(1) > 0.0
+    if out.topk_ids is not None and out.topk_logp is not None:
+        columns = _topk_columns(z, blocks, k)
+        out.topk_ids[s], out.topk_logp[s] = columns, at(columns)
+    if ids is not None and out.at_ids is not None:
+        out.at_ids[s] = at(ids.clamp_min(0)).masked_fill_(ids < 0, 0.0)
+
+
+class _HeadFunction(torch.autograd.Function):
+    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage); gradients through logp and entropy."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
+        n, rho = hidden.shape[0], spec.safe_set_rho
+        k = min(spec.topk, weight.shape[0])
+        out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
+        buffers = _Buffers(min(spec.chunk, n), weight, both=True)
+        for start in range(0, n, spec.chunk):
+            s = slice(start, min(start + spec.chunk, n))
+            z = buffers.logits(hidden[s], weight, spec.temperature)
+            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], None if ids is None else ids[s], k, rho)
+        ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
+        ctx.spec = spec
+        extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
+        ctx.mark_non_differentiable(*(t for t in extras if t is not None))
+        ctx.set_materialize_grads(False)
+        return (out.logp, out.entropy, *extras)
+
+    @staticmethod
+    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Any) -> tuple:
+        hidden, weight, targets, top, total, entropy, inside = ctx.saved_tensors
+        spec: HeadSpec = ctx.spec
+        g_entropy = g_entropy if spec.entropy_grad else None
+        if g_logp is None and g_entropy is None:
+            return None, None, None, None, None
+        g = torch.zeros_like(entropy) if g_logp is None else g_logp
+        if inside is not None:
+            g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
+        n = hidden.shape[0]
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        buffers = _Buffers(min(spec.chunk, n), weight, both=g_entropy is not None)
+        for start in range(0, n, spec.chunk):
+            s = slice(start, min(start + spec.chunk, n))
+            z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
+            ge = None if g_entropy is None else g_entropy[s]
+            dz = _d_logits(z, buffers.e[: len(z)], total[s], entropy[s], g[s], ge, targets[s], spec)
+            dz = dz.to(weight.dtype)
+            torch.mm(dz, weight, out=d_hidden[s])
+            if dz.dtype == torch.float32:
+                d_weight.addmm_(dz.t(), hidden[s])
+            else:
+                d_weight.add_(torch.mm(dz.t(), hidden[s]))
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
+
+
+def _d_logits(
+    z: Tensor, e: Tensor, total: Tensor, entropy: Tensor, g: Tensor, ge: Tensor | None, targets: Tensor, spec: HeadSpec
+) -> Tensor:
+    """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place of `z` or `e`.
+
+    z: [n, V] shifted tempered logits; e: scratch, `z` itself when no gradient goes through the entropy.
+    """
+    scale = 1.0 / (spec.temperature * total)  # [n, 1]: p / T = e * scale
+    torch.exp(z, out=e)
+    if spec.safe_set_rho is not None:
+        _keep_safe(e, spec.safe_set_rho)
+    if ge is None:
+        dz = e.mul_(-g.unsqueeze(1) * scale)
+    else:
+        z.sub_((total.log().squeeze(1) - entropy).unsqueeze(1))  # log p + H
+        z.mul_(-ge.unsqueeze(1) * scale).sub_(g.unsqueeze(1) * scale)
+        dz = z.mul_(e)
+    return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / spec.temperature)
+
+
+def head_pass(
+    hidden: Tensor, weight: Tensor, targets: Tensor, spec: HeadSpec, ids: Tensor | None = None
+) -> TokenScores:
+    """Scores of N positions.
+
+    hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same dtype.
+    targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @ weight.T / temperature`.
+    Gradients flow to `hidden` and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP)
+    they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant FILL.
+    """
+    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
+    return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
+
+
+class Head(nn.Module):
+    """Holds the LM-head weight as its own parameter, so that ZeRO-3's hooks gather it around this pass."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
+        """The fields of TokenScores in order, as a tuple: DeepSpeed's hooks do not look into dataclasses."""
+        s = head_pass(hidden, self.weight, targets, spec, ids)
+        return s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage
