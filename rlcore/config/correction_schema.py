@@ -2,68 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_serializer,
+    model_validator,
+)
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """Unknown keys are refused, infinities too; values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Tis(Strict):
-    cap: float = Field(2.0, gt=0)
+    cap: float = Field(default=2.0, gt=0, description="C: weights are min(p_ref/p_inf, C)")
     level: Literal["token", "sequence"] = "token"
-    adjusted: bool = Field(False, description="min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
+    adjusted: bool = Field(default=False, description="min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
 
 
 class Mis(Strict):
-    low: float = Field(0.5, ge=0)
-    high: float = Field(2.0, gt=0)
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=2.0, gt=0)
     level: Literal["token", "sequence", "geometric"] = "token"
 
 
 class IcePop(Strict):
-    low: float = Field(0.5, ge=0)
-    high: float = Field(5.0, gt=0)
+    low: float = Field(default=0.5, ge=0)
+    high: float = Field(default=5.0, gt=0)
 
 
 class Veto(Strict):
-    threshold: float = Field(1e-4, gt=0, lt=1)
+    threshold: float = Field(default=1e-4, gt=0, lt=1)
 
 
 class Jackpot(Strict):
     mode: Literal["mask", "reweight", "both"] = "both"
     target: Literal["ref", "new"] = "ref"
-    lam: float = Field(1.0, gt=0)
-    c1: float = Field(3.0, gt=0)
-    c2: float = Field(3.0, gt=0)
+    lam: float = Field(default=1.0, gt=0)
+    c1: float = Field(default=3.0, gt=0)
+    c2: float = Field(default=3.0, gt=0)
     alpha_hat: Literal["bernoulli", "expected"] = "expected"
     missing: Literal["zero", "bound"] = "zero"
     tail: Literal["none", "residual"] = "residual"
-    short_circuit: bool = Field(False, description="switch the inner PPO clip off, as TIS-adjusted does")
+    short_circuit: bool = Field(default=False, description="switch the inner PPO clip off, as TIS-adjusted does")
 
 
 class Ais(Strict):
-    cap: float = Field(5.0, gt=0)
-    delta: float = Field(0.02, gt=0)
-    gamma: float = Field(1.2, gt=0)
-    beta: float = Field(1.0, ge=0)
-    eps: float = Field(1e-6, gt=0)
+    cap: float = Field(default=5.0, gt=0)
+    delta: float = Field(default=0.02, gt=0)
+    gamma: float = Field(default=1.2, gt=0)
+    beta: float = Field(default=1.0, ge=0)
+    eps: float = Field(default=1e-6, gt=0)
 
 
 class Dvp(Strict):
-    rho: float = Field(exp(-13.0), gt=0, lt=1)
+    rho: float = Field(default=exp(-13.0), gt=0, lt=1)
 
 
 class Rapid(Strict):
-    eta: float = Field(2.0, gt=0)
+    eta: float = Field(default=2.0, gt=0)
     leave_one_out: bool = False
 
 
 class CorrectionsConfig(Strict):
-    """Keys present are on; `names` keeps the order in which the run named them."""
+    """Keys present are on, and apply in the order in which the run named them (kept through YAML and back)."""
 
     tis: Tis | None = None
     mis: Mis | None = None
@@ -73,9 +84,29 @@ class CorrectionsConfig(Strict):
     ais: Ais | None = None
     dvp: Dvp | None = None
     rapid: Rapid | None = None
-    none: dict[str, Any] | None = Field(None, description="present when a run says correction=none")
+    none: dict[str, Any] | None = Field(
+        default=None, max_length=0, description="present when a run says correction=none"
+    )
+
+    _order: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, data: Any, handler: ModelWrapValidatorHandler[CorrectionsConfig]) -> CorrectionsConfig:
+        config = handler(data)
+        if isinstance(data, Mapping):
+            config._order = tuple(name for name in data if getattr(config, name) is not None)
+        return config
+
+    @model_serializer(mode="plain")
+    def _in_order(self) -> dict[str, Any]:
+        return {"none": {}} if self._order == ("none",) else self.chosen()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name the run gave, "none" included, in order."""
+        return self._order
 
     def chosen(self) -> dict[str, dict[str, Any]]:
-        """name -> plain keyword arguments, in the order in which they were named."""
-        ordered = [n for n in self.model_fields_set if n != "none" and getattr(self, n) is not None]
-        return {n: getattr(self, n).model_dump() for n in ordered}
+        """name -> plain keyword arguments, in the order in which they were named; empty for none."""
+        return {name: getattr(self, name).model_dump() for name in self._order if name != "none"}

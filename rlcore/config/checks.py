@@ -1,0 +1,239 @@
+"""Settings that do not go together, refused before anything starts. Pure functions of a `RunConfig`."""
+
+from __future__ import annotations
+
+from math import isclose
+
+from rlcore.config.schema import ActorConfig, RunConfig
+from rlcore.errors import UserError
+
+RATIO_WEIGHTS = ("tis", "mis", "icepop", "jackpot", "ais", "rapid")  # each turns p_inf into p_ref or p_new by itself
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "group_mean")  # compare a sample with the others of its group
+
+
+def check(config: RunConfig) -> RunConfig:
+    """The same configuration, or UserError for the first combination that makes no sense."""
+    for rule in RULES:
+        rule(config)
+    return config
+
+
+def _refuse(when: bool, sentence: str) -> None:
+    if when:
+        raise UserError(sentence)
+
+
+def _model(c: RunConfig) -> None:
+    m = c.model
+    _refuse(
+        m.path is None and m.fresh is None,
+        "model.path=null needs model.fresh: choose model=tiny or give model.path=FOLDER.",
+    )
+    if m.fresh is not None:
+        f = m.fresh
+        _refuse(
+            f.heads % f.kv_heads != 0,
+            f"model.fresh.heads={f.heads} must be a multiple of model.fresh.kv_heads={f.kv_heads}.",
+        )
+        _refuse(f.head_dim % 2 != 0, f"model.fresh.head_dim={f.head_dim} must be even: rotary positions turn pairs.")
+    _refuse(
+        c.rollout.max_new_tokens >= m.max_len,
+        f"rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt: it must stay below "
+        f"model.max_len={m.max_len}.",
+    )
+
+
+def _rollout(c: RunConfig) -> None:
+    r, dvp = c.rollout, c.correction.dvp
+    cut = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
+    if dvp is not None:
+        _refuse(
+            cut["min_p"] and not isclose(r.min_p, dvp.rho),
+            f"rollout.min_p={r.min_p} contradicts correction.dvp.rho={dvp.rho}: DVP sets min-p itself, so leave "
+            "rollout.min_p=0.",
+        )
+        cut["min_p"] = False
+    instead = "" if dvp else ", or prune on both sides with correction=[dvp,...]"
+    for name, on in cut.items():
+        _refuse(
+            on,
+            f"rollout.{name}={getattr(r, name)} cuts tokens off for the actor and not for the learner, so every ratio "
+            f"would be biased by the kept mass: leave rollout.{name} off{instead}.",
+        )
+
+
+def _corrections(c: RunConfig) -> None:
+    names = c.correction.names
+    shown = f"correction=[{','.join(names)}]"
+    _refuse("none" in names and len(names) > 1, f"{shown} contradicts itself: none stands alone.")
+    weights = [n for n in names if n in RATIO_WEIGHTS]
+    _refuse(
+        len(weights) > 1,
+        f"{shown} would correct the same ratio {len(weights)} times ({' and '.join(weights)} each weigh by it): "
+        f"keep one of {', '.join(weights)}.",
+    )
+    for name in ("mis", "icepop"):
+        band = getattr(c.correction, name)
+        if band is not None:
+            _refuse(
+                band.low > band.high,
+                f"correction.{name}.low={band.low} must not exceed correction.{name}.high={band.high}.",
+            )
+    jackpot, tis = c.correction.jackpot, c.correction.tis
+    _refuse(
+        jackpot is not None and c.rollout.logprobs_k < 1,
+        f"rollout.logprobs_k={c.rollout.logprobs_k} gives correction=jackpot nothing to estimate Z from: it needs at "
+        "least 1 (the paper has 20).",
+    )
+    for key, on in {
+        "correction.tis.adjusted": tis is not None and tis.adjusted,
+        "correction.jackpot.short_circuit": jackpot is not None and jackpot.short_circuit,
+    }.items():
+        _refuse(
+            on and c.algorithm.loss != "ppo",
+            f"{key}=true switches PPO's inner clip off, which algorithm.loss={c.algorithm.loss} does not have: use "
+            "algorithm.loss=ppo.",
+        )
+
+
+def _rapid(c: RunConfig) -> None:
+    if c.correction.rapid is None:
+        return
+    a = c.algorithm
+    _refuse(
+        a.loss != "reinforce",
+        f"algorithm.loss={a.loss} clips or weighs by a ratio that correction=rapid already carries in its sequence "
+        "weight: use algorithm=rapid (loss=reinforce).",
+    )
+    _refuse(
+        a.advantage != "group_mean",
+        f"algorithm.advantage={a.advantage} would be replaced by correction=rapid's own importance-weighted advantage: "
+        "use algorithm=rapid (advantage=group_mean).",
+    )
+
+
+def _algorithm(c: RunConfig) -> None:
+    a, n = c.algorithm, c.rollout.samples_per_prompt
+    kept = n
+    if a.keep_best is not None:
+        kept = a.keep_best
+        _refuse(
+            kept >= n,
+            f"algorithm.keep_best={kept} keeps everything: it must be below rollout.samples_per_prompt={n}.",
+        )
+    _refuse(
+        a.advantage in GROUP_ADVANTAGES and kept < 2,
+        f"algorithm.advantage={a.advantage} compares the samples of a group, and "
+        f"{'algorithm.keep_best' if a.keep_best else 'rollout.samples_per_prompt'}={kept} leaves one: use 2 or more, "
+        "or algorithm.advantage=reinforce.",
+    )
+    _refuse(
+        a.overlong_buffer >= c.rollout.max_new_tokens,
+        f"algorithm.overlong_buffer={a.overlong_buffer} must be below "
+        f"rollout.max_new_tokens={c.rollout.max_new_tokens}.",
+    )
+
+
+def _schedule(c: RunConfig) -> None:
+    s = c.schedule
+    _refuse(
+        s.on_publish == "in_flight" and s.max_staleness == 0,
+        "schedule.on_publish=in_flight is pointless with schedule.max_staleness=0, since nothing is in flight when "
+        "weights are published: use on_publish=finish, or max_staleness=1 or more.",
+    )
+    _refuse(
+        s.max_uses > 1 and s.sampling != "uniform",
+        f"schedule.max_uses={s.max_uses} needs schedule.sampling=uniform: {s.sampling} takes every group once.",
+    )
+
+
+def _actors(c: RunConfig) -> None:
+    for label, actor in c.actor.items():
+        key = f"actor.{label}"
+        _sparse_section(key, actor)
+        _quantisation(key, actor)
+        _refuse(
+            (actor.kind == "draft") != (actor.draft_path is not None),
+            f"{key}.draft_path={actor.draft_path} does not go with {key}.kind={actor.kind}: a draft actor needs "
+            "a model folder there, no other kind has one.",
+        )
+        _refuse(
+            actor.num_gpus > 0
+            and actor.num_gpus != actor.tensor_parallel
+            and (actor.tensor_parallel > 1 or actor.num_gpus > 1),
+            f"{key}.num_gpus={actor.num_gpus:g} must equal {key}.tensor_parallel={actor.tensor_parallel}: an engine "
+            "spreads over exactly the GPUs it holds.",
+        )
+        _refuse(
+            actor.max_batched_tokens is not None and actor.max_batched_tokens < actor.max_num_seqs,
+            f"{key}.max_batched_tokens={actor.max_batched_tokens} must be at least {key}.max_num_seqs="
+            f"{actor.max_num_seqs}: every running sequence takes one token a step.",
+        )
+
+
+def _sparse_section(key: str, actor: ActorConfig) -> None:
+    _refuse(
+        (actor.kind == "sparse") != (actor.sparse is not None),
+        f"{key}.kind={actor.kind} {'needs' if actor.kind == 'sparse' else 'takes no'} {key}.sparse section: choose "
+        "actor=sparse for both.",
+    )
+    if actor.sparse is not None:
+        _refuse(
+            (actor.sparse.blocks is None) == (actor.sparse.share is None),
+            f"{key}.sparse.blocks={actor.sparse.blocks} and {key}.sparse.share={actor.sparse.share}: give exactly "
+            "one of the two, the budget in pages or as a share of the context.",
+        )
+
+
+def _quantisation(key: str, actor: ActorConfig) -> None:
+    on_cpu = actor.num_gpus == 0
+    _refuse(
+        actor.fp8_kv_cache and (on_cpu or actor.kind != "fp8"),
+        f"{key}.fp8_kv_cache=true needs {key}.kind=fp8 and a GPU: CPUs have no FP8 kernels (set {key}.num_gpus=1).",
+    )
+    _refuse(
+        actor.rounding != "none" and not on_cpu,
+        f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus={actor.num_gpus:g} has the "
+        "real thing: use rounding=none with kind=fp8.",
+    )
+    _refuse(
+        actor.kind == "fp8" and on_cpu and actor.rounding == "none",
+        f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, or {key}.num_gpus=1.",
+    )
+
+
+def _learner(c: RunConfig) -> None:
+    learner = c.learner
+    _refuse(
+        learner.attention == "flash_attention_2" and learner.num_gpus == 0,
+        "learner.attention=flash_attention_2 needs a GPU: set learner.num_gpus=1 or learner.attention=sdpa.",
+    )
+    _refuse(
+        learner.num_gpus > 1,
+        f"learner.num_gpus={learner.num_gpus:g} is per rank, and a rank drives one GPU: raise learner.ranks instead.",
+    )
+    _refuse(
+        learner.ranks > c.schedule.groups_per_step,
+        f"learner.ranks={learner.ranks} leaves ranks without data: a group is never split, so schedule.groups_per_step="
+        f"{c.schedule.groups_per_step} must be at least as large.",
+    )
+
+
+def _transport(c: RunConfig) -> None:
+    without = [f"actor.{label}" for label, actor in c.actor.items() if actor.num_gpus == 0]
+    if c.learner.num_gpus == 0:
+        without.insert(0, "learner")
+    _refuse(
+        c.cluster.transport == "nccl" and bool(without),
+        f"cluster.transport=nccl joins GPUs, and {' and '.join(without)} has num_gpus=0: use object_store or disk.",
+    )
+
+
+def _evaluation(c: RunConfig) -> None:
+    _refuse(
+        c.task.name in c.evaluation.tasks,
+        f"evaluation.tasks.{c.task.name} repeats the training task, which is evaluated anyway: give it another label.",
+    )
+
+
+RULES = (_model, _rollout, _corrections, _rapid, _algorithm, _schedule, _actors, _learner, _transport, _evaluation)
