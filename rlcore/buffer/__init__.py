@@ -1,0 +1,5 @@
+"""The replay buffer: admission, ledger, storage and sampling of groups, as plain Python without Ray or torch."""
+
+from rlcore.buffer.store import Missing, ReplayBuffer
+
+__all__ = ["Missing", "ReplayBuffer"]
