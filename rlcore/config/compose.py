@@ -157,7 +157,7 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
             loader = GlobalHydra.instance().config_loader()
             parts = loader.compute_defaults_list("config", overrides=[*selected, *extra], run_mode=RunMode.RUN).defaults
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as e:
-        raise UserError(f"{' '.join(selected) or 'The configuration'} does not compose: {one_line(e)}") from e
+        raise UserError(f"{' '.join(selected) or 'The configuration'} does not compose: {one_line(e)}.") from e
     OmegaConf.set_struct(cfg, False)
     files = groups(config_dir)
     for group in LABELLED:
@@ -231,7 +231,7 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override]) -> None:
             else:
                 OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as e:
-            raise UserError(f"{word} does not fit: {one_line(e)}") from e
+            raise UserError(f"{word} does not fit: {one_line(e)}.") from e
 
 
 def _checked(cfg: DictConfig, selected: dict[str, Any]) -> RunConfig:
@@ -243,7 +243,7 @@ def _checked(cfg: DictConfig, selected: dict[str, Any]) -> RunConfig:
             raise UserError(f"{missing[0]} has no default{where}: give {missing[0]}=VALUE{_more(missing)}.")
         data = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
-        raise UserError(f"A value of the configuration cannot be resolved: {one_line(e)}") from e
+        raise UserError(f"A value of the configuration cannot be resolved: {one_line(e)}.") from e
     return check(validate(data))
 
 
@@ -251,7 +251,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise UserError(f"{path} cannot be read as a run's configuration: {one_line(e)}") from e
+        raise UserError(f"{path} cannot be read as a run's configuration: {one_line(e)}.") from e
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a run's configuration: it holds no keys.")
     return data

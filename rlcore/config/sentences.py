@@ -24,8 +24,8 @@ def validate(data: Any) -> RunConfig:
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message without its line breaks and its indented dumps."""
-    return " ".join(str(error).split())
+    """A library's message on one line, without OmegaConf's dump of where it was and without a full stop."""
+    return " ".join(str(error).partition("\n    full_key:")[0].split()).rstrip(".")
 
 
 def closest(word: str, choices: Iterable[str], prefix: str = "") -> str:

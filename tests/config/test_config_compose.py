@@ -1,0 +1,150 @@
+"""Composition: every option and experiment is valid, order and selection count, a saved configuration is itself."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rlcore.config.compose import LABELLED, from_yaml, groups, load, to_yaml
+from rlcore.errors import UserError
+
+MANDATORY = {  # what a user must give for the options that have no default
+    "path": ["model.path=folder"],
+    "gsm8k": ["task.args.train_path=train.jsonl"],
+    "math": ["task.args.train_path=train.jsonl"],
+    "file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
+    "ray": ["cluster.address=head:6379"],
+    "draft": ["actor.draft.draft_path=folder"],
+    "draft_frozen": ["actor.draft.draft_path=folder"],
+    "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
+}
+COMPANIONS = {"correction=rapid": ["algorithm=rapid"]}
+OPTIONS = [(group, option) for group, options in groups().items() for option in options]
+
+
+def run(*words, config_dir=None):
+    return load(["run_dir=runs/x", *words], config_dir)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_and_experiment_is_a_valid_run(group, option):
+    word = f"{group}={option}"
+    config = run(word, *MANDATORY.get(option, []), *COMPANIONS.get(word, []))
+    assert config.run_dir == "runs/x"
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_says_what_it_is(group, option):
+    lines = groups()[group][option].read_text().splitlines()
+    assert any(line.startswith("# ") and not line.startswith("# @") for line in lines)
+
+
+@pytest.mark.parametrize("option", sorted(MANDATORY))
+def test_a_missing_mandatory_value_is_named(option):
+    group = next(g for g, o in OPTIONS if o == option)
+    with pytest.raises(UserError, match=MANDATORY[option][0].split("=")[0]):
+        run(f"{group}={option}")
+
+
+def test_corrections_keep_the_order_of_selection_also_through_yaml(tmp_path):
+    for names in (["dvp", "mis", "veto"], ["veto", "dvp", "mis"], ["mis", "veto", "dvp"]):
+        config = run(f"correction=[{','.join(names)}]")
+        assert list(config.correction.chosen()) == names
+        (tmp_path / "config.yaml").write_text(to_yaml(config))
+        again = from_yaml(tmp_path / "config.yaml")
+        assert list(again.correction.chosen()) == names
+        assert again == config
+
+
+def test_correction_none_and_the_empty_list_choose_nothing():
+    assert run("correction=none").correction.chosen() == {}
+    assert run("correction=[]").correction.chosen() == {}
+    assert run("correction=none").correction.names == ("none",)
+
+
+def test_one_actor_or_a_fleet():
+    assert list(run("actor=fp8").actor) == ["fp8"]
+    fleet = run("actor=[fp8,bf16]", "actor.bf16.count=2").actor
+    assert list(fleet) == ["fp8", "bf16"]
+    assert (fleet["bf16"].count, fleet["fp8"].count) == (2, 1)
+    assert run("+actor.cheap.rounding=int4").actor["cheap"].rounding == "int4"
+
+
+def test_an_experiment_does_not_bring_back_what_the_user_deselected():
+    config = run("experiment=large_batch_jackpot", "correction=tis", "actor=fp8")
+    assert list(config.correction.chosen()) == ["tis"]
+    assert list(config.actor) == ["fp8"]
+
+
+def test_words_win_over_an_experiment_and_an_experiment_over_its_base():
+    config = run("experiment=quickstart_on_policy", "schedule.groups_per_step=8", "task=arithmetic")
+    assert config.schedule.max_staleness == 0
+    assert config.schedule.groups_per_step == 8
+    assert config.task.name == "arithmetic"
+    assert config.learner.lr == run("experiment=quickstart").learner.lr
+
+
+def test_keys_the_schema_knows_need_no_plus():
+    config = run("learner.betas=[0.5,0.6]", "model.system_prompt='be brief: ${now}'".replace("${now}", "1"))
+    assert config.learner.betas == (0.5, 0.6)
+    assert config.model.system_prompt == "be brief: 1"
+
+
+def test_a_group_may_be_put_elsewhere():
+    config = run("task@evaluation.tasks.words=gsm8k", "evaluation.tasks.words.args.train_path=held.jsonl")
+    assert config.evaluation.tasks["words"].name == "gsm8k"
+    assert config.task.name == "digits"
+
+
+def test_a_users_own_folder_adds_options(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    mine = "# @package _global_\n# Mine.\ndefaults:\n  - quickstart\n  - override /correction: [mis]\n  - _self_\nseed: 7\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(mine)
+    config = run("experiment=mine", config_dir=tmp_path)
+    assert config.seed == 7 and list(config.correction.chosen()) == ["mis"]
+    with pytest.raises(UserError, match="experiment=mine"):
+        run("experiment=mine")
+
+
+def _started(folder, *words):
+    config = load([f"run_dir={folder}", *words])
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return config
+
+
+def test_resume_starts_from_the_saved_configuration(tmp_path):
+    started = _started(
+        tmp_path, "experiment=fp8_ais", "learner.lr=3e-5", "model.system_prompt='a ${b} c'".replace("${", "\\${")
+    )
+    resumed = load([f"run_dir={tmp_path}", "resume=auto", "schedule.steps=99", "logging=quiet"])
+    assert resumed.resume == "auto" and resumed.schedule.steps == 99 and resumed.logging.wandb == "disabled"
+    untouched = {"schedule", "logging", "resume"}
+    assert resumed.model_dump(exclude=untouched) == started.model_dump(exclude=untouched)
+    assert started.model.system_prompt == "a ${b} c"
+
+
+def test_a_requeued_command_resumes_and_a_different_one_is_refused(tmp_path):
+    words = ["experiment=fp8_ais", "learner.lr=3e-5", "resume=auto"]
+    first = _started(tmp_path, *words)  # nothing to resume: composed anew
+    assert load([f"run_dir={tmp_path}", *words]) == first
+    with pytest.raises(UserError, match=r"learner\.lr=0\.0002.*3e-05"):
+        load([f"run_dir={tmp_path}", "experiment=fp8_ais", "resume=auto"])
+
+
+def test_without_resume_a_saved_configuration_does_not_count(tmp_path):
+    _started(tmp_path, "learner.lr=3e-5")
+    assert load([f"run_dir={tmp_path}"]).learner.lr != 3e-5
+
+
+def test_help_lists_everything_and_loads_nothing_heavy():
+    code = (
+        "import sys; from rlcore.config import help, compose; print(help.text());"
+        "compose.load(['run_dir=x', 'experiment=quickstart']);"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for word in ["experiment=NAME", "large_batch_jackpot", "learner.lr: float = 0.0002", "schedule.max_staleness"]:
+        assert word in done.stdout
+    assert {group for group, _ in OPTIONS} >= {*LABELLED, "model", "task", "experiment"}

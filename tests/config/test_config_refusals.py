@@ -1,0 +1,101 @@
+"""What is refused, and that the sentence names the key, the value and the choices."""
+
+import pytest
+
+from rlcore.config.compose import from_yaml, load
+from rlcore.errors import UserError
+
+REFUSED = [  # words; parts that the sentence must hold
+    (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
+    (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, tiny"]),
+    (["experiment=nope"], ["experiment=nope", "quickstart"]),
+    (["model=[tiny,small]"], ["model=[tiny,small]", "only actor and correction take a list"]),
+    (["correction=dvp,mis"], ["correction=[dvp,mis]"]),
+    (["actor={a:1}"], ["actor={a:1}", "bf16, draft, fp8, sparse"]),
+    (["~model"], ["~model", "path, small, tiny"]),
+    (["~learner.lrr"], ["~learner.lrr"]),
+    (["learner.zero_stge=2"], ["learner.zero_stge=2", "perhaps learner.zero_stage is meant"]),
+    (["algorithm.lr=1"], ["algorithm.lr=1", "perhaps learner.lr is meant"]),
+    (["actor.bf16.knd=fp8"], ["actor.bf16.knd=fp8", "perhaps actor.bf16.kind is meant"]),
+    (["correction.tis.caps=3"], ["correction.tis.caps=3", "perhaps correction.tis.cap is meant"]),
+    (["learner.zero_stage=4"], ["learner.zero_stage=4", "0, 1, 2, 3"]),
+    (["actor.bf16.kind=fp9"], ["actor.bf16.kind=fp9", "bf16, fp8, sparse, draft"]),
+    (["learner.lr=fast"], ["learner.lr=fast", "number"]),
+    (["learner.lr=-1"], ["learner.lr=-1", "greater than 0"]),
+    (["learner.lr=inf"], ["learner.lr=", "finite"]),
+    (["schedule.steps=true"], ["schedule.steps=true", "integer"]),
+    (["schedule.steps=2.5"], ["schedule.steps=2.5", "integer"]),
+    (["rollout.stop=x"], ["rollout.stop=x", "array"]),
+    (["seed.x=1"], ["seed"]),
+    (["evaluation=3"], ["evaluation=3"]),
+    (["word"], ["word", "key=value"]),
+    (["hydra.run.dir=x"], ["hydra.run.dir=x"]),
+    (["model.system_prompt=${oc.env:RLCORE_NO_SUCH}"], ["RLCORE_NO_SUCH"]),
+    (["model.path=null", "model.fresh=null"], ["model.path", "model.fresh"]),
+    (["model.fresh.heads=3"], ["model.fresh.heads=3", "kv_heads=2"]),
+    (["rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.max_len=128"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "kept mass", "dvp"]),
+    (["rollout.top_k=5", "correction=dvp"], ["rollout.top_k=5", "kept mass"]),
+    (["rollout.min_p=0.1"], ["rollout.min_p=0.1", "kept mass"]),
+    (["rollout.min_p=0.1", "correction=dvp"], ["rollout.min_p=0.1", "correction.dvp.rho"]),
+    (["correction=[none,tis]"], ["none stands alone"]),
+    (["correction=[tis,veto,mis]"], ["correction=[tis,veto,mis]", "tis and mis", "same ratio"]),
+    (["correction=[jackpot,ais]"], ["jackpot and ais"]),
+    (["correction=mis", "correction.mis.low=3"], ["correction.mis.low=3", "correction.mis.high=2"]),
+    (["correction.mis.low=1"], ["correction.mis.low=1", "correction=[tis]"]),
+    (["actor.fp8.count=2"], ["actor.fp8.count=2", "actor=[bf16]"]),
+    (["correction=jackpot", "rollout.logprobs_k=0"], ["rollout.logprobs_k=0", "jackpot"]),
+    (["correction.tis.adjusted=true", "algorithm=gspo"], ["correction.tis.adjusted", "algorithm.loss=gspo"]),
+    (["correction=rapid"], ["algorithm.loss=ppo", "rapid"]),
+    (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
+    (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
+    (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
+    (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"]),
+    (["algorithm.overlong_buffer=64"], ["algorithm.overlong_buffer=64", "rollout.max_new_tokens"]),
+    (["schedule.max_staleness=0"], ["on_publish=in_flight", "max_staleness=0"]),
+    (["schedule.max_uses=2"], ["schedule.max_uses=2", "uniform"]),
+    (["actor.bf16.kind=sparse"], ["actor.bf16.kind=sparse", "actor.bf16.sparse"]),
+    (["actor.bf16.sparse={blocks:4}"], ["actor.bf16.kind=bf16", "actor.bf16.sparse"]),
+    (["actor=sparse", "actor.sparse.sparse.share=0.5"], ["blocks=8", "share=0.5"]),
+    (["actor.bf16.kind=draft"], ["actor.bf16.draft_path"]),
+    (["actor.bf16.draft_path=x"], ["actor.bf16.draft_path=x", "kind=bf16"]),
+    (["actor=fp8", "actor.fp8.rounding=none"], ["actor.fp8.kind=fp8", "int8"]),
+    (["actor=fp8", "actor.fp8.num_gpus=1"], ["actor.fp8.rounding=fp8", "rounding=none"]),
+    (["actor=fp8", "actor.fp8.fp8_kv_cache=true"], ["actor.fp8.fp8_kv_cache"]),
+    (["actor.bf16.num_gpus=2"], ["actor.bf16.num_gpus=2", "tensor_parallel=1"]),
+    (["actor.bf16.max_batched_tokens=64"], ["actor.bf16.max_batched_tokens=64", "max_num_seqs=256"]),
+    (["learner.attention=flash_attention_2"], ["learner.attention=flash_attention_2", "learner.num_gpus"]),
+    (["learner.num_gpus=2"], ["learner.num_gpus=2", "learner.ranks"]),
+    (["learner.ranks=2", "schedule.groups_per_step=1"], ["learner.ranks=2", "schedule.groups_per_step=1"]),
+    (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
+    (["+task@evaluation.tasks.digits=arithmetic"], ["evaluation.tasks.digits"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda v: " ".join(v) if v and "=" in v[0] else None)
+def test_refused_in_one_sentence(words, parts):
+    with pytest.raises(UserError) as caught:
+        load(["run_dir=x", *words])
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+    for part in parts:
+        assert part in sentence, sentence
+
+
+def test_run_dir_is_required():
+    with pytest.raises(UserError, match="run_dir"):
+        load([])
+
+
+def test_several_mistakes_are_all_named():
+    with pytest.raises(UserError, match=r"schedule\.steps=y .*also wrong: learner\.lr"):
+        load(["run_dir=x", "learner.lr=x", "schedule.steps=y"])
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "a: [", "model: {}", b"\xff\xfe\x00"])
+def test_an_unreadable_saved_configuration_is_refused(tmp_path, content):
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError):
+        from_yaml(file)
