@@ -1,0 +1,31 @@
+"""True prompt lengths of the requests in a step, read from vLLM's model runner. Imports nothing of vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+PROMPT_LEN = "prompt_len"  # key of SamplingParams.extra_args
+
+
+class PromptLengths:
+    """Prompt lengths by row of the runner's batch.
+
+    vLLM's own count stays the prompt's through preemption and re-computation. A request that was resubmitted with part
+    of its response as the prompt says its true length itself: `SamplingParams(extra_args={"prompt_len": P})`.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+
+    def __call__(self, rows: int) -> torch.Tensor:
+        """[rows] int64 on the CPU; 0 for the padding rows of a captured graph."""
+        lengths = [self._length(r) for r in self._runner.input_batch.req_ids[:rows]]
+        return torch.tensor(lengths + [0] * (rows - len(lengths)), dtype=torch.int64)
+
+    def _length(self, request_id: str) -> int:
+        state = self._runner.requests[request_id]
+        params = state.sampling_params
+        given = (params.extra_args or {}).get(PROMPT_LEN) if params is not None else None
+        return int(state.num_prompt_tokens if given is None else given)

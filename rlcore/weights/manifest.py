@@ -1,0 +1,88 @@
+"""What a publish promises, and the checks that all of it arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rlcore.types import WeightManifest
+from rlcore.weights.checksum import sample_names, tensor_checksum
+
+
+class ArrivalError(RuntimeError):
+    """Weights that arrived are not the ones that were published. The message names the tensors."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'float32' for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def make_manifest(
+    version: int, tensors: Mapping[str, torch.Tensor], *, full: bool, seed: int, sample: int = 8
+) -> WeightManifest:
+    """The manifest of one publish.
+
+    `tensors`: Hugging Face names, tied weights once, one dtype. `full`: checksum every tensor (at start and after a
+    resume), else `sample` of them, chosen by (seed, version) so that every name has its turn.
+    Raises ValueError for no tensors, mixed dtypes or a tied weight under two names.
+    """
+    if not tensors:
+        raise ValueError("nothing to publish: no tensors")
+    dtypes = {dtype_name(t.dtype) for t in tensors.values()}
+    if len(dtypes) > 1:
+        raise ValueError(f"published tensors must share one dtype, got {', '.join(sorted(dtypes))}")
+    names = tuple(tensors)
+    _refuse_tied(tensors)
+    chosen = list(names) if full else sample_names(names, sample, seed=seed + version)
+    return WeightManifest(
+        version=version,
+        names=names,
+        shapes=tuple(tuple(t.shape) for t in tensors.values()),
+        dtype=dtypes.pop(),
+        checksums={n: tensor_checksum(tensors[n]) for n in chosen},
+        full=full or len(chosen) == len(names),
+    )
+
+
+def _refuse_tied(tensors: Mapping[str, torch.Tensor]) -> None:
+    seen: dict[tuple[int, torch.Size], str] = {}
+    for name, t in tensors.items():
+        if t.numel() == 0:
+            continue
+        other = seen.setdefault((t.data_ptr(), t.shape), name)
+        if other != name:
+            raise ValueError(f"{name} and {other} share one storage: publish a tied weight once")
+
+
+def verify_tensors(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ArrivalError unless `tensors` has exactly the manifest's names, shapes and dtype."""
+    problems = [f"{n} is missing" for n in manifest.names if n not in tensors]
+    promised = set(manifest.names)
+    problems += [f"{n} was not announced" for n in tensors if n not in promised]
+    for name, shape in zip(manifest.names, manifest.shapes, strict=True):
+        if (t := tensors.get(name)) is None:
+            continue
+        if tuple(t.shape) != shape:
+            problems.append(f"{name} has shape {tuple(t.shape)}, announced {shape}")
+        if dtype_name(t.dtype) != manifest.dtype:
+            problems.append(f"{name} is {dtype_name(t.dtype)}, announced {manifest.dtype}")
+    _raise(manifest, problems)
+
+
+def verify_checksums(manifest: WeightManifest, held: Mapping[str, int]) -> None:
+    """Raise ArrivalError unless `held` (what an engine computed) agrees with every checksum of the manifest."""
+    problems = []
+    for name, expected in manifest.checksums.items():
+        if name not in held:
+            problems.append(f"{name} has no checksum")
+        elif held[name] != expected:
+            problems.append(f"{name} differs from what was published")
+    _raise(manifest, problems)
+
+
+def _raise(manifest: WeightManifest, problems: list[str]) -> None:
+    if problems:
+        shown = "; ".join(problems[:5]) + ("" if len(problems) <= 5 else f"; and {len(problems) - 5} more")
+        raise ArrivalError(f"weights of version {manifest.version} did not arrive whole: {shown}")
