@@ -1,0 +1,121 @@
+"""Run checkpoints: written beside, checksummed, fsynced, renamed; a half-written one is never chosen.
+
+    checkpoints/step_000010/learner/         DeepSpeed's sharded state, optimizer, scheduler, RNG
+                            buffer/          ledger, payloads, groups in flight
+                            controller.json  progress, prompt cursor
+                            MANIFEST.json    every file's size and BLAKE2b digest; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import UserError
+
+MANIFEST = "MANIFEST.json"
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to write into; a leftover of an earlier attempt is removed."""
+    folder = root / f".partial-{name_of(step)}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: int) -> Path:
+    """Seal `folder` as the checkpoint of `step` and drop all but the `keep` newest. Returns its final path."""
+    (folder / "controller.json").write_text(json.dumps(state, indent=1))
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    listing = {}
+    for path in files:
+        listing[str(path.relative_to(folder))] = [path.stat().st_size, _digest(path)]
+        _fsync(path)
+    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": listing}, indent=1))
+    for path in [folder / MANIFEST, *{p.parent for p in files}, folder]:
+        _fsync(path)
+    final = root / name_of(step)
+    if final.exists():  # the same step once more, after a resume: the old one stays valid until the rename
+        stale = root / f".stale-{name_of(step)}"
+        shutil.rmtree(stale, ignore_errors=True)
+        final.rename(stale)
+        folder.rename(final)
+        shutil.rmtree(stale)
+    else:
+        folder.rename(final)
+    _fsync(root)
+    for old in sorted(root.glob("step_*"))[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def problem_with(folder: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None if every file is as it was written."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError) as e:
+        return f"its manifest cannot be read ({type(e).__name__})"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != digest:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose every file is intact; those passed over are named through `note`."""
+    for folder in sorted(root.glob("step_*"), reverse=True):
+        problem = problem_with(folder)
+        if problem is None:
+            return folder
+        note(f"checkpoint {folder.name} is passed over: {problem}")
+    return None
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """The controller's part of a checkpoint."""
+    return dict(json.loads((folder / "controller.json").read_text()))
+
+
+def require(path: str) -> Path:
+    """A checkpoint folder named by a user: itself, or the newest valid one of a run directory. Raises UserError."""
+    folder = Path(path)
+    if (folder / MANIFEST).is_file():
+        problem = problem_with(folder)
+        if problem:
+            raise UserError(f"checkpoint={path} cannot be used: {problem}.")
+        return folder
+    found = newest_valid(folder / "checkpoints", lambda _: None)
+    if found is None:
+        raise UserError(f"checkpoint={path} holds no valid checkpoint: give a run directory or one of its checkpoints.")
+    return found
+
+
+def _digest(path: Path) -> str:
+    h = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            h.update(block)
+    return h.hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

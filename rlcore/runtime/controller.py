@@ -1,0 +1,381 @@
+"""The loop. Holds references, counts and versions; no tensors, no trajectories.
+
+    task            consumes                     produces                      waits for, unblocked by
+    feed            room in the buffer           requests to rollout actors    room: a publish, a taken batch, a drop
+    learn           a ready batch                optimizer steps, publishes    a batch: arrivals through the scorer
+    publish         the learner's new weights    proven versions on actors     actors' arrival proofs
+    watch           heartbeats                   replacements                  cluster.heartbeat_s
+
+Schedules are three settings of this one loop: H = steps_per_publish, eta = max_staleness, on_publish. A schedule with
+eta = 0 is synchronous: prompts are admitted in waves when nothing is in flight, and a publish is awaited before the
+next wave, so that a run depends on nothing but its seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlcore.errors import DeadlineExceeded
+from rlcore.interfaces import Reporter
+from rlcore.runtime.cluster import call
+from rlcore.runtime.evaluation import Evaluator
+from rlcore.runtime.fleet import Fleet, Publication
+from rlcore.runtime.prompts import PromptSource
+from rlcore.runtime.requests import RequestMaker
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The schedule, as plain numbers."""
+
+    steps: int
+    groups_per_step: int
+    steps_per_publish: int  # H
+    max_staleness: int  # eta
+    eval_every: int
+    checkpoint_every: int
+    checkpoint_at_end: bool
+    wait_data_timeout_s: float
+    publish_timeout_s: float
+    step_timeout_s: float
+    heartbeat_s: float
+    request_timeout_s: float
+    samples_per_step: int
+    wire_dtype: str
+    verify_full: bool
+    run_seed: int
+
+    @property
+    def total_groups(self) -> int:
+        """Groups the whole plan consumes; none beyond them is generated."""
+        return self.steps * self.groups_per_step
+
+    @property
+    def synchronous(self) -> bool:
+        return self.max_staleness == 0
+
+    @property
+    def phase_steps(self) -> int:
+        """Steps of one update phase: p_ref is fixed at its start. One rollout phase per publish when synchronous."""
+        return self.steps_per_publish if self.synchronous else 1
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the loop has done: the controller's part of a run checkpoint."""
+
+    step: int = 0  # optimizer steps done = learner version
+    published: int = -1  # version proven on every healthy actor
+    evaluated: int = -1  # last step whose evaluation was started
+    seconds: float = 0.0  # of training, over all sessions
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Seconds of the current step, by what they were spent on."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - start
+
+
+class Controller:
+    """Runs the four tasks until the plan's steps are done, a stop is asked for, or one of them fails."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        fleet: Fleet,
+        buffer: Any,
+        scorer: Any,
+        learners: list[Any],
+        prompts: PromptSource,
+        requests: RequestMaker,
+        evaluator: Evaluator,
+        reporter: Reporter,
+        save: Callable[[Controller], Any],
+        progress: Progress | None = None,
+    ) -> None:
+        self.plan, self.fleet, self.buffer, self.scorer, self.learners = plan, fleet, buffer, scorer, learners
+        self.prompts, self.requests, self.evaluator, self.reporter = prompts, requests, evaluator, reporter
+        self._save = save
+        self.progress = progress or Progress()
+        self.stop_requested = False
+        self._publishing: asyncio.Task[dict[str, float]] | None = None
+        self._publish_parts: dict[str, float] = {}
+        self._evals: dict[str, float] = {}  # results for the next row
+        self._arrived_tokens = 0.0
+        self._row_at = time.monotonic()
+        self._gate = asyncio.Event()  # synchronous schedules: open while generation, and only generation, may start
+        self._admitting = asyncio.Lock()  # an admission is whole or not at all in a checkpoint
+        self._live: dict[int, float] = {}  # group id -> deadline of its arrival (monotonic)
+
+    # ---- the tasks ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Train to the end of the plan. Any task's failure ends all of them and is raised."""
+        await self._start()
+        background = [asyncio.create_task(self._feed()), asyncio.create_task(self._watch())]
+        learn = asyncio.create_task(self._learn())
+        try:
+            done, _ = await asyncio.wait([learn, *background], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await learn
+        finally:
+            for task in [learn, *background, self._publishing]:
+                if task is not None:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, Exception):
+                        await task
+
+    async def _start(self) -> None:
+        """Publish the learner's weights with a full arrival check, and hand in-flight groups of a resume out again."""
+        await self._publish(full=True)
+        await self._publish_done()
+        in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
+        if in_flight:
+            self.reporter.note(f"{len(in_flight)} groups were in flight at the checkpoint: handed out again")
+            self._hand_out({g: prompt_id for g, (prompt_id, _) in in_flight.items()})
+        if self.progress.evaluated < self.progress.step and self.evaluator.wants(self.progress.step, self.plan.steps):
+            await self._evaluate()
+            if self.plan.synchronous:
+                self._evals = await self.evaluator.collect(wait=True)
+        self._row_at = time.monotonic()
+        self._gate.set()
+
+    async def _feed(self) -> None:
+        """Admit prompts wherever the bound leaves room."""
+        plan = self.plan
+        while True:
+            await self._gate.wait()
+            await self._buffer_call(
+                self.buffer.wait_room.remote(plan.heartbeat_s, plan.synchronous, plan.total_groups), "room in the buffer"
+            )
+            async with self._admitting:
+                if not self._gate.is_set():
+                    continue
+                await self._reissue_overdue()
+                room = await self._buffer_call(
+                    self.buffer.wait_room.remote(0.0, plan.synchronous, plan.total_groups), "room in the buffer"
+                )
+                if room:
+                    items = [self.prompts.next() for _ in range(room)]
+                    prompt_ids = [i.prompt_id for i in items]
+                    ids = await self._buffer_call(self.buffer.admit.remote(prompt_ids), "an admission")
+                    self._hand_out(dict(zip(ids, prompt_ids)))
+
+    def _hand_out(self, groups: dict[int, str]) -> None:
+        deadline = time.monotonic() + self.plan.request_timeout_s
+        self._live.update(dict.fromkeys(groups, deadline))
+        self.fleet.assign({g: self.requests.group(g, prompt_id) for g, prompt_id in groups.items()})
+
+    async def _reissue_overdue(self) -> None:
+        """Groups that an actor or the scorer lost without a word are handed out again; nothing waits for ever."""
+        in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
+        self._live = {g: d for g, d in self._live.items() if g in in_flight}
+        self.fleet.forget(set(self._live))
+        overdue = {g: in_flight[g][0] for g, d in self._live.items() if d < time.monotonic()}
+        if overdue:
+            self.reporter.note(f"{len(overdue)} groups did not arrive within rollout.request_timeout_s: handed out again")
+            self._hand_out(overdue)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.plan.heartbeat_s)
+            await self.fleet.watch()
+
+    async def _learn(self) -> None:
+        plan, progress = self.plan, self.progress
+        while progress.step < plan.steps and not self.stop_requested:
+            phase = list(range(progress.step, min(progress.step + plan.phase_steps, plan.steps)))
+            clocks = Clocks()
+            with clocks.measure("wait_data"):
+                if not await self._wait_ready(phase):
+                    break
+            stats = await self._begin_phase(phase, clocks)
+            for step in phase:
+                await self._one_step(step, stats[step], clocks)
+                clocks = Clocks()
+        if self.stop_requested or self.plan.checkpoint_at_end:
+            await self._checkpoint()
+
+    async def _one_step(self, step: int, stats: dict[str, float], clocks: Clocks) -> None:
+        plan, progress = self.plan, self.progress
+        if plan.synchronous and step + 1 == self._phase_end(step):
+            self._gate.clear()
+        with clocks.measure("learn"):
+            metrics = await self._learner_call("train_step", step, what=f"optimizer step {step + 1}")
+        await self._buffer_call(self.buffer.commit.remote(step), "a commit")
+        progress.step = step + 1
+        await self.buffer.set_versions.remote(progress.published, progress.step)
+        last = progress.step == plan.steps
+        if progress.step % plan.steps_per_publish == 0 or last or self.stop_requested:
+            with clocks.measure("publish"):
+                await self._publish(full=False)
+                if plan.synchronous or last:
+                    await self._publish_done()
+        await self._evaluate_if_due(last)
+        await self._report(metrics | stats | self._evals, clocks)
+        self._evals = {}
+        if plan.checkpoint_every and progress.step % plan.checkpoint_every == 0 and not last:
+            await self._checkpoint()
+        self._gate.set()
+
+    def _phase_end(self, step: int) -> int:
+        phase = self.plan.phase_steps
+        return min((step // phase + 1) * phase, self.plan.steps)
+
+    def request_stop(self) -> None:
+        """End after the current step, with a checkpoint."""
+        self.stop_requested = True
+
+    async def save_parts(self, learner_folder: str, buffer_folder: str) -> None:
+        """Have learner and buffer write their parts of a run checkpoint."""
+        await self._learner_call("save", learner_folder, what="the learner to write its checkpoint")
+        await self._buffer_call(self.buffer.save.remote(buffer_folder), "the buffer to write its journal")
+
+    # ---- parts of a step ------------------------------------------------------------------------------------------
+
+    async def _wait_ready(self, steps: list[int]) -> bool:
+        """True when the batches of `steps` are there, False when a stop was asked for first."""
+        deadline = time.monotonic() + self.plan.wait_data_timeout_s
+        while not await self._buffer_call(
+            self.buffer.wait_ready.remote(steps, self.plan.heartbeat_s), "a training batch"
+        ):
+            if time.monotonic() > deadline:
+                lacking = await self._buffer_call(self.buffer.waiting_for.remote(steps[0]), "the buffer's state")
+                raise DeadlineExceeded(
+                    f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
+                )
+            if self.stop_requested:
+                return False
+        return True
+
+    async def _begin_phase(self, steps: list[int], clocks: Clocks) -> dict[int, dict[str, float]]:
+        """Take the batches of a phase, deal whole groups to the ranks by tokens, have p_ref computed."""
+        shares: list[dict[int, list[int]]] = [{} for _ in self.learners]
+        stats: dict[int, dict[str, float]] = {}
+        for step in steps:
+            groups, stats[step] = await self._buffer_call(self.buffer.take.remote(step), "a training batch")
+            for share, dealt in zip(shares, deal(groups, len(self.learners))):
+                share[step] = dealt
+        if self.plan.samples_per_step:
+            samples = await self._buffer_call(self.buffer.samples.remote(steps[0], self.plan.samples_per_step), "samples")
+            decoded = await call(
+                self.scorer.decode.remote(samples), timeout_s=60, what="samples to be decoded", key="logging.samples_per_step"
+            )
+            self.reporter.samples(steps[0] + 1, decoded)
+        with clocks.measure("begin"):
+            await self._learner_call("begin_phase", what="an update phase to begin", per_rank=[
+                (share, self.plan.step_timeout_s) for share in shares
+            ])
+        return stats
+
+    async def _publish(self, *, full: bool) -> None:
+        """Gather the weights and start giving them to the actors; returns when the learner may go on."""
+        await self._publish_done()
+        plan, version = self.plan, self.progress.step
+        manifest, handle = await self._learner_call(
+            "publish", version, plan.wire_dtype, full or plan.verify_full, plan.run_seed, what=f"weights of version {version}"
+        )
+        publication = Publication(manifest, handle)
+        self._publishing = asyncio.create_task(self._deliver(publication))
+
+    async def _deliver(self, publication: Publication) -> dict[str, float]:
+        start = time.monotonic()
+        parts = await self.fleet.publish(publication)
+        self.progress.published = publication.manifest.version
+        await self._buffer_call(
+            self.buffer.set_versions.remote(self.progress.published, self.progress.step), "a version to be noted"
+        )
+        return {"time/publish_s": time.monotonic() - start, **{f"time/publish_{k}": v for k, v in parts.items()}}
+
+    async def _publish_done(self) -> None:
+        if self._publishing is not None:
+            self._publish_parts = await self._publishing
+            self._publishing = None
+
+    async def _evaluate_if_due(self, last: bool) -> None:
+        """Results go into the row being written when they are there; `eval/policy_version` says whose they are."""
+        due = self.evaluator.wants(self.progress.step, self.plan.steps)
+        self._evals |= await self.evaluator.collect(wait=due or last)
+        if due:
+            await self._evaluate()
+            self._evals |= await self.evaluator.collect(wait=self.plan.synchronous or last)
+
+    async def _evaluate(self) -> None:
+        self.progress.evaluated = self.progress.step
+        await self.evaluator.start(self.progress.published)
+
+    async def _checkpoint(self) -> None:
+        await self._publish_done()
+        async with self._admitting:
+            await self._save(self)
+
+    async def _report(self, metrics: dict[str, float], clocks: Clocks) -> None:
+        if self._publishing is not None and self._publishing.done():
+            await self._publish_done()
+        now = time.monotonic()
+        step_s, self._row_at = now - self._row_at, now
+        self.progress.seconds += step_s
+        counts = await self._buffer_call(self.buffer.metrics.remote(), "the buffer's counts")
+        arrived = counts["buffer/arrived_tokens"]
+        learn_s = clocks.parts.get("learn", 0.0) + clocks.parts.get("begin", 0.0)
+        row = {
+            "step": self.progress.step,
+            "policy_version": self.progress.step,
+            **metrics,
+            **counts,
+            **self._publish_parts,
+            "time/step_s": step_s,
+            "time/wait_data_s": clocks.parts.get("wait_data", 0.0),
+            "time/learn_s": learn_s,
+            "time/publish_s": clocks.parts.get("publish", 0.0) + self._publish_parts.get("time/publish_s", 0.0),
+            "time/total_s": self.progress.seconds,
+            "throughput/rollout_tokens_per_s": (arrived - self._arrived_tokens) / step_s,
+            "throughput/train_tokens_per_s": metrics.get("train/tokens", 0.0) / max(learn_s, 1e-9),
+            "rollout/replacements": self.fleet.replacements,
+        }
+        self._arrived_tokens, self._publish_parts = arrived, {}
+        self.reporter.row(row)
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    async def _buffer_call(self, ref: Any, what: str) -> Any:
+        return await call(ref, timeout_s=self.plan.publish_timeout_s, what=what, key="schedule.publish_timeout_s")
+
+    async def _learner_call(
+        self, method: str, *args: Any, what: str, per_rank: list[tuple[Any, ...]] | None = None
+    ) -> Any:
+        """The same method on every rank; rank 0's answer."""
+        refs = [
+            getattr(learner, method).remote(*(per_rank[i] if per_rank else args)) for i, learner in enumerate(self.learners)
+        ]
+        answers = await asyncio.gather(
+            *(call(r, timeout_s=self.plan.step_timeout_s, what=what, key="schedule.step_timeout_s") for r in refs)
+        )
+        return answers[0]
+
+
+def deal(groups: list[tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Split (group id, tokens) into `ranks` lists of whole groups with near-equal tokens, longest first."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for group_id, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
+        place = loads.index(min(loads))
+        shares[place].append(group_id)
+        loads[place] += tokens
+    return [sorted(share) for share in shares]

@@ -1,0 +1,187 @@
+"""From the typed configuration to the plain arguments of each stage. The only reader of config below the commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.config.schema import ActorConfig, RunConfig
+from rlcore.runtime.controller import Plan
+from rlcore.runtime.evaluation import EvalPlan
+from rlcore.types import SamplingSpec
+
+
+def sampling(config: RunConfig) -> SamplingSpec:
+    """What actors are asked to sample from, before corrections constrain it."""
+    r = config.rollout
+    return SamplingSpec(
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        max_new_tokens=r.max_new_tokens,
+        stop=tuple(r.stop),
+        logprobs_k=r.logprobs_k,
+    )
+
+
+def needed(config: RunConfig) -> tuple[float, float]:
+    """(CPUs, GPUs) that the roles ask for together."""
+    actors = config.actor.values()
+    cpus = sum(a.count * a.num_cpus for a in actors) + config.learner.ranks * config.learner.num_cpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + config.learner.ranks * config.learner.num_gpus
+    return cpus, gpus
+
+
+def plan(config: RunConfig) -> Plan:
+    s = config.schedule
+    return Plan(
+        steps=s.steps,
+        groups_per_step=s.groups_per_step,
+        steps_per_publish=s.steps_per_publish,
+        max_staleness=s.max_staleness,
+        eval_every=config.evaluation.every,
+        checkpoint_every=config.checkpoint.every,
+        checkpoint_at_end=config.checkpoint.at_end,
+        wait_data_timeout_s=s.wait_data_timeout_s,
+        publish_timeout_s=s.publish_timeout_s,
+        step_timeout_s=s.step_timeout_s,
+        heartbeat_s=config.cluster.heartbeat_s,
+        request_timeout_s=config.rollout.request_timeout_s,
+        samples_per_step=config.logging.samples_per_step,
+        wire_dtype=wire_dtype(config),
+        verify_full=config.cluster.verify_weights == "full",
+        run_seed=config.seed,
+    )
+
+
+def evaluation(config: RunConfig) -> EvalPlan:
+    e = config.evaluation
+    return EvalPlan(e.every, e.at_start, e.prompts, e.samples, e.greedy, e.temperature, e.timeout_s)
+
+
+def learner_device(config: RunConfig) -> str:
+    return "cuda" if config.learner.num_gpus else "cpu"
+
+
+def learner_dtype(config: RunConfig) -> str:
+    if config.learner.dtype != "auto":
+        return config.learner.dtype
+    return "bfloat16" if config.learner.num_gpus else "float32"
+
+
+def actor_dtype(actor: ActorConfig) -> str:
+    if actor.dtype != "auto":
+        return actor.dtype
+    return "bfloat16" if actor.num_gpus else "float32"
+
+
+def wire_dtype(config: RunConfig) -> str:
+    """Published weights have the actors' dtype where all agree, so that what arrives is what is served."""
+    dtypes = {actor_dtype(a) for a in config.actor.values()}
+    return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+
+def buffer(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the `ReplayBuffer`."""
+    s, a = config.schedule, config.algorithm
+    return {
+        "groups_per_step": s.groups_per_step,
+        "samples_per_group": config.rollout.samples_per_prompt,
+        "steps_per_publish": s.steps_per_publish,
+        "max_staleness": s.max_staleness,
+        "sampling": s.sampling,
+        "max_uses": s.max_uses,
+        "filter_equal": a.dynamic_sampling,
+        "keep_best": a.keep_best,
+        "max_bytes": config.cluster.buffer_mib << 20,
+        "run_seed": config.seed,
+        "keep_samples": max(8, config.logging.samples_per_step),
+    }
+
+
+def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, int], pad_id: int) -> dict[str, Any]:
+    """Arguments of one `LearnerRank`."""
+    le, al = config.learner, config.algorithm
+    return {
+        "model_path": model_path,
+        "rank": rank,
+        "world_size": le.ranks,
+        "master_addr": master[0],
+        "master_port": master[1],
+        "device": learner_device(config),
+        "dtype": learner_dtype(config),
+        "zero_stage": le.zero_stage,
+        "lr": le.lr,
+        "lr_warmup_steps": le.lr_warmup_steps,
+        "lr_schedule": le.lr_schedule,
+        "total_steps": config.schedule.steps,
+        "betas": le.betas,
+        "weight_decay": le.weight_decay,
+        "grad_clip": le.grad_clip,
+        "micro_batch_tokens": le.micro_batch_tokens,
+        "layout": le.layout,
+        "attention": le.attention,
+        "gradient_checkpointing": le.gradient_checkpointing,
+        "head_chunk_tokens": le.head_chunk_tokens,
+        "ref_pass": le.ref_pass,
+        "temperature": config.rollout.temperature,
+        "corrections": config.correction.chosen(),
+        "advantage": al.advantage,
+        "loss": al.loss,
+        "eps_low": al.eps_low,
+        "eps_high": al.eps_high,
+        "aggregation": al.aggregation,
+        "kl_coef": al.kl_coef,
+        "kl_estimator": al.kl_estimator,
+        "entropy_coef": al.entropy_coef,
+        "max_response_len": config.rollout.max_new_tokens,
+        "logprobs_k": config.rollout.logprobs_k,
+        "run_seed": config.seed,
+        "threads": max(1, int(le.num_cpus)),
+        "pad_id": pad_id,
+    }
+
+
+def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, name: str) -> dict[str, Any]:
+    """Arguments of one `VllmEngine`."""
+    return {
+        "model_path": actor.draft_path or model_path,
+        "actor_id": name,
+        "actor_kind": actor.kind,
+        "dtype": actor_dtype(actor),
+        "max_len": config.model.max_len,
+        "max_num_seqs": actor.max_num_seqs,
+        "max_batched_tokens": actor.max_batched_tokens,
+        "kv_cache_gib": actor.kv_cache_gib,
+        "gpu_memory_utilization": actor.gpu_memory_utilization,
+        "enforce_eager": actor.enforce_eager,
+        "prefix_caching": actor.prefix_caching,
+        "tensor_parallel": actor.tensor_parallel,
+        "logprobs_k": config.rollout.logprobs_k,
+        "kv_on_update": actor.kv_on_update,
+        "rounding": actor.rounding,
+        "keep_high_precision": tuple(actor.keep_high_precision),
+        "logit_noise": actor.logit_noise,
+        "temperature_scale": actor.temperature_scale,
+        "policy_path": model_path if actor.draft_path else None,
+    }
+
+
+def scorer(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the `Scorer`: the training task and every evaluation task, by label."""
+    tasks = {config.task.name: config.task, **config.evaluation.tasks}
+    return {
+        "tasks": {label: (task.name, dict(task.args)) for label, task in tasks.items()},
+        "processes": config.task.grader_processes,
+        "timeout_s": config.task.grade_timeout_s,
+        "stop": tuple(config.rollout.stop),
+    }
+
+
+def overlong(config: RunConfig) -> dict[str, Any]:
+    """Arguments of DAPO's soft overlong penalty."""
+    return {
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "buffer": config.algorithm.overlong_buffer,
+        "penalty": config.algorithm.overlong_penalty,
+    }

@@ -1,0 +1,101 @@
+"""Everything that can be refused before a process is started is refused here, in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.schema import RunConfig, TaskConfig
+from rlcore.corrections import build
+from rlcore.errors import UserError
+from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer
+from rlcore.runtime import options
+from rlcore.runtime.prompts import PromptSource
+from rlcore.runtime.requests import RequestMaker
+from rlcore.tasks import make_task
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the composition root needs besides the configuration."""
+
+    prompts: PromptSource
+    requests: RequestMaker
+    eval_prompts: dict[str, PromptSource]
+    tokenizer: Any
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Build tasks, tokenizer and prompt sources, and check that they fit the model. Raises UserError."""
+    task = make_task(config.task.name, dict(config.task.args))
+    tokenizer = load_tokenizer(config.model.path) if config.model.path else _made_up_tokenizer(config, task.alphabet())
+    _check_vocabulary(config, len(tokenizer))
+
+    def source(name: str, spec: TaskConfig, split_check: str) -> PromptSource:
+        limit = config.model.max_len - config.rollout.max_new_tokens
+        prompts = PromptSource(
+            make_task(spec.name, dict(spec.args), label=name),
+            lambda text: encode_prompt(
+                tokenizer, text, chat_template=config.model.chat_template, system_prompt=config.model.system_prompt
+            ),
+            run_seed=config.seed,
+            max_prompt_tokens=min(limit, spec.max_prompt_tokens or limit),
+        )
+        prompts.check("heldout", config.evaluation.prompts)
+        if split_check == "both":
+            prompts.check("train", 1 << 20)
+        return prompts
+
+    train = source(config.task.name, config.task, "both")
+    extra = {label: source(label, spec, "heldout") for label, spec in config.evaluation.tasks.items()}
+    pipeline = build(config.correction.chosen(), run_seed=config.seed, keep_best=config.algorithm.keep_best)
+    sampling = pipeline.constrain_sampling(options.sampling(config))
+    pipeline.check(sampling)
+    requests = RequestMaker(train, sampling=sampling, samples=config.rollout.samples_per_prompt, run_seed=config.seed)
+    return Prepared(train, requests, {config.task.name: train, **extra}, tokenizer)
+
+
+def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:
+    if config.model.fresh is None:
+        raise UserError("model.path=null: give a local model folder, or model.fresh to make a small model.")
+    if alphabet is None:
+        raise UserError(
+            f"model.path=null cannot go with task.name={config.task.name}: a fresh model's tokenizer is built from the "
+            "task's alphabet and this task is natural text; set model.path to a local Hugging Face folder."
+        )
+    return build_char_tokenizer(alphabet)
+
+
+def _check_vocabulary(config: RunConfig, size: int) -> None:
+    k = config.rollout.logprobs_k
+    if k > size:
+        raise UserError(
+            f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to {size}, or -1 for none."
+        )
+    for label, actor in config.actor.items():
+        if actor.draft_path is None:
+            continue
+        drafted = load_tokenizer(actor.draft_path).get_vocab()
+        policy = load_tokenizer(config.model.path).get_vocab() if config.model.path else None
+        if policy is not None and drafted != policy:
+            differing = len(set(drafted.items()) ^ set(policy.items()))
+            raise UserError(
+                f"actor.{label}.draft_path={actor.draft_path} has another vocabulary than model.path={config.model.path} "
+                f"({differing} entries differ): ratios between them mean nothing; choose a draft with the policy's tokenizer."
+            )
+
+
+def open_run_dir(config: RunConfig) -> Path:
+    """Create the run directory, or accept an existing one to resume. Raises UserError for one that holds a run."""
+    run_dir = Path(config.run_dir)
+    if config.resume == "never" and (run_dir / "metrics.jsonl").exists():
+        raise UserError(f"run_dir={run_dir} already holds a run: choose another folder, or resume=auto to continue it.")
+    try:
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as e:
+        raise UserError(f"run_dir={run_dir} cannot be written: {e.strerror}.") from e
+    return run_dir

@@ -1,0 +1,106 @@
+"""The processes of a run: buffer, scorer, rollout actors and learner ranks, started together and taken down together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlcore.config.schema import ActorConfig, RunConfig
+from rlcore.runtime import options, shells
+from rlcore.runtime.cluster import free_port, get
+from rlcore.runtime.fleet import Fleet, Member
+
+
+def _remote(shell: type, **settings: Any) -> Any:
+    return ray.remote(shell).options(**settings)
+
+
+class Session:
+    """Handles of the roles. Construction returns when every role answers, or raises within `start_timeout_s`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_path: str,
+        *,
+        pad_id: int,
+        run_dir: Path,
+        note: Callable[[str], None],
+        with_learner: bool = True,
+        with_actors: bool = True,
+    ) -> None:
+        self.config, self.model_path, self.run_dir, self._note = config, model_path, run_dir, note
+        self.timeout_s = config.cluster.start_timeout_s
+        self.transport = (config.cluster.transport, str(run_dir / "weights"))
+        self.buffer = _remote(shells.BufferShell, num_cpus=0).remote()
+        starting = [(self.buffer.start.remote(options.buffer(config)), "the replay buffer to start")]
+        self.scorer: Any = None
+        members: list[Member] = []
+        if with_actors:
+            overlong = options.overlong(config)
+            self.scorer = _remote(shells.ScorerShell, num_cpus=0, max_concurrency=8).remote(self.buffer, overlong)
+            starting.append((self.scorer.start.remote(options.scorer(config), model_path), "the graders to start"))
+            for label, actor in config.actor.items():
+                for i in range(actor.count):
+                    spawn = self._spawner(label, actor)
+                    handle, started = spawn(f"{label}-{i}")
+                    members.append(Member(f"{label}-{i}", spawn, handle))
+                    starting.append((started, f"rollout actor {label}-{i} to start"))
+        self.learners = self._spawn_learners() if with_learner else []
+        master = ("127.0.0.1", free_port(config.learner.port))
+        if with_learner and config.cluster.address:
+            master = get(self.learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
+        for rank, learner in enumerate(self.learners):
+            arguments = options.learner(config, model_path, rank, master, pad_id)
+            starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
+        for ref, what in starting:
+            get(ref, timeout_s=self.timeout_s, what=what, key="cluster.start_timeout_s")
+        self.fleet = Fleet(
+            members,
+            on_publish=config.schedule.on_publish,
+            publish_timeout_s=config.schedule.publish_timeout_s,
+            hang_timeout_s=config.cluster.hang_timeout_s,
+            start_timeout_s=config.cluster.start_timeout_s,
+            max_restarts=config.cluster.max_restarts,
+            log=note,
+        )
+
+    def _spawner(self, label: str, actor: ActorConfig) -> Callable[[str], tuple[Any, Any]]:
+        """A function that starts one actor process of this kind: (handle, reference that resolves when it is ready)."""
+
+        def spawn(name: str) -> tuple[Any, Any]:
+            shell = _remote(
+                shells.RolloutShell,
+                num_cpus=actor.num_cpus,
+                num_gpus=actor.num_gpus * actor.tensor_parallel,
+                max_concurrency=8,
+            )
+            handle = shell.remote(self.scorer, *self.transport)
+            return handle, handle.start.remote(options.engine(self.config, label, actor, self.model_path, name))
+
+        return spawn
+
+    def _spawn_learners(self) -> list[Any]:
+        le = self.config.learner
+        shell = _remote(shells.LearnerShell, num_cpus=le.num_cpus, num_gpus=le.num_gpus)
+        return [shell.remote(self.buffer, *self.transport) for _ in range(le.ranks)]
+
+    def each_learner(self, method: str, *args: Any, what: str) -> list[Any]:
+        """The same call on every rank, under the step deadline."""
+        refs = [getattr(learner, method).remote(*args) for learner in self.learners]
+        return list(get(refs, timeout_s=self.config.schedule.step_timeout_s, what=what, key="schedule.step_timeout_s"))
+
+    def close(self) -> None:
+        """End every process of the run; those that do not end by themselves are killed."""
+        if self.scorer is not None:
+            try:
+                get(self.scorer.close.remote(), timeout_s=15, what="the graders to close", key="task.grade_timeout_s")
+            except Exception as e:  # the run is ending: say it and go on taking the rest down
+                self._note(f"graders did not close by themselves: {e}")
+        members = self.fleet.members if hasattr(self, "fleet") else []
+        for handle in [*(m.handle for m in members), *self.learners, self.scorer, self.buffer]:
+            if handle is not None:
+                ray.kill(handle)

@@ -1,0 +1,163 @@
+"""`rlcore train`: from a checked configuration to a finished, resumable run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.compose import to_yaml
+from rlcore.config.schema import RunConfig
+from rlcore.metrics.logger import open_logger
+from rlcore.runtime import checkpoint, options
+from rlcore.runtime.cluster import cluster
+from rlcore.runtime.controller import Controller, Progress
+from rlcore.runtime.evaluation import Evaluator
+from rlcore.runtime.preflight import Prepared, open_run_dir, prepare
+from rlcore.runtime.reporting import RunReporter
+from rlcore.runtime.session import Session
+from rlcore.runtime.warmup import starting_model
+
+STOPPED = 130  # exit code of a run that was told to stop and left a checkpoint
+
+
+def train(config: RunConfig) -> int:
+    """Run to the end of the schedule. Returns the exit code; raises UserError before anything is started."""
+    prepared = prepare(config)
+    run_dir = open_run_dir(config)
+    logger = open_logger(
+        run_dir,
+        console=config.logging.console,
+        wandb=config.logging.wandb,
+        project=config.logging.project,
+        config=config.model_dump(mode="json"),
+        total_steps=config.schedule.steps,
+    )
+    reporter = RunReporter(logger)
+    found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if config.resume == "auto" else None
+    state = checkpoint.state_of(found) if found else None
+    progress = Progress(**state["progress"]) if state else Progress()
+    if progress.step >= config.schedule.steps:
+        reporter.note(f"nothing to do: the run has its {progress.step} steps (schedule.steps={config.schedule.steps})")
+        logger.finish({"steps": progress.step})
+        return 0
+    logger.resume_at(progress.step)
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    cpus, gpus = options.needed(config)
+    with cluster(
+        address=config.cluster.address,
+        num_cpus=config.cluster.num_cpus,
+        needed_cpus=cpus,
+        needed_gpus=gpus,
+        object_store_mib=config.cluster.object_store_mib,
+    ):
+        model_path = str(state["model_path"]) if state else starting_model(config, prepared, reporter.note)
+        started = time.monotonic()
+        session = Session(
+            config, model_path, pad_id=prepared.tokenizer.pad_token_id, run_dir=run_dir, note=reporter.note
+        )
+        reporter.note(f"{len(session.fleet.members)} rollout actors and {len(session.learners)} learner ranks are up "
+                      f"after {time.monotonic() - started:.0f} s")
+        try:
+            if found is not None:
+                _restore(session, prepared, found, state)
+                reporter.note(f"continuing from {found.name}")
+            controller = asyncio.run(_run(config, session, prepared, reporter, run_dir, model_path, progress))
+        finally:
+            session.close()
+    logger.finish({"steps": controller.progress.step, "seconds": controller.progress.seconds})
+    return STOPPED if controller.stop_requested and controller.progress.step < config.schedule.steps else 0
+
+
+async def _run(
+    config: RunConfig,
+    session: Session,
+    prepared: Prepared,
+    reporter: RunReporter,
+    run_dir: Path,
+    model_path: str,
+    progress: Progress,
+) -> Controller:
+    evaluator = Evaluator(
+        options.evaluation(config),
+        tasks=prepared.eval_prompts,
+        sampling=prepared.requests.sampling,
+        fleet=session.fleet,
+        scorer=session.scorer,
+        run_seed=config.seed,
+        on_samples=reporter.evaluation_samples,
+    )
+    controller = Controller(
+        options.plan(config),
+        fleet=session.fleet,
+        buffer=session.buffer,
+        scorer=session.scorer,
+        learners=session.learners,
+        prompts=prepared.prompts,
+        requests=prepared.requests,
+        evaluator=evaluator,
+        reporter=reporter,
+        save=_saver(config, run_dir, model_path),
+        progress=progress,
+    )
+    _stop_on_signals(controller, reporter.note)
+    await controller.run()
+    return controller
+
+
+def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> None:
+    """The first SIGINT or SIGTERM ends the run after the current step with a checkpoint; the second ends it at once."""
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    assert main is not None
+
+    def stop(name: str) -> None:
+        if controller.stop_requested:
+            main.cancel()
+            return
+        note(f"{name}: finishing the current step, then a checkpoint (once more to stop at once)")
+        controller.request_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number.name)
+
+
+def _saver(config: RunConfig, run_dir: Path, model_path: str) -> Callable[[Controller], Any]:
+    root = run_dir / "checkpoints"
+
+    async def save(controller: Controller) -> None:
+        """A consistent cut: the learner stands between two steps and no admission is half done."""
+        step = controller.progress.step
+        folder = checkpoint.begin(root, step)
+        try:
+            await controller.save_parts(str(folder / "learner"), str(folder / "buffer"))
+            state = {
+                "progress": asdict(controller.progress),
+                "prompts": controller.prompts.state(),
+                "model_path": model_path,
+                "seed": config.seed,
+            }
+            await asyncio.to_thread(checkpoint.commit, root, step, folder, state, keep=config.checkpoint.keep)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    return save
+
+
+def _restore(session: Session, prepared: Prepared, folder: Path, state: dict[str, Any]) -> None:
+    from rlcore.runtime.cluster import get
+
+    session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
+    get(
+        session.buffer.load.remote(str(folder / "buffer")),
+        timeout_s=session.timeout_s,
+        what="the buffer to load its journal",
+        key="cluster.start_timeout_s",
+    )
+    prepared.prompts.restore(state["prompts"])
