@@ -1,0 +1,116 @@
+"""What one engine step asks of block top-k attention: worked out once a step from lengths alone, used by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rlcore.attention.block_topk import BlockTopK
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpans:
+    """Leading tokens of some requests' slices that attend to everything before them. Nd tokens of Rd requests."""
+
+    tokens: torch.Tensor | None  # [Nd] int64, places in the step's token list; None: all tokens of the step
+    requests: torch.Tensor  # [Rd] int64
+    query_start: torch.Tensor  # [Rd+1] int32, cumulative lengths of the spans
+    seq_lens: torch.Tensor  # [Rd] int32, keys visible to each span's last token
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Tokens that obey the rule, each a row of its own. Ns tokens, ascending, those of a request adjacent."""
+
+    tokens: torch.Tensor | None  # [Ns] int64; None: all tokens of the step
+    requests: torch.Tensor  # [Ns] int64
+    pages: torch.Tensor  # [Ns] int64, pages seen, own included
+    budget: torch.Tensor  # [Ns] int64
+    kept_len: torch.Tensor  # [Ns] int32, keys left: budget - 1 complete pages and the visible part of the own one
+    spans: list[tuple[int, int, int, int]]  # (request, first row, end row, most pages) for each request with rows
+    max_pages: int
+    width: int  # largest budget
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Which tokens attend densely, which by the rule, and which pages this step completes."""
+
+    dense: DenseSpans | None
+    sparse: SparseRows | None
+    done_requests: torch.Tensor  # [C] int64, request of each page whose last key this step writes
+    done_pages: torch.Tensor  # [C] int64, that page's place in its sequence
+
+
+def plan_step(
+    rule: BlockTopK, query_start: torch.Tensor, seq_lens: torch.Tensor, prompt_lens: torch.Tensor | None = None
+) -> StepPlan:
+    """Plan a step in which request r computes positions `seq_lens[r] - q_r .. seq_lens[r] - 1`.
+
+    query_start [R+1], seq_lens [R] on the CPU: as the engine gives them, mixed prefill and decode. prompt_lens [R]: the
+    prompts' true lengths; needed when the rule leaves prompts dense (RuntimeError without), whether a position is now
+    computed for the first time or again after a preemption or a weight update.
+    """
+    start = query_start.long()
+    seq = seq_lens.long()
+    count = start[1:] - start[:-1]
+    computed = seq - count
+    dense_until = torch.full_like(seq, rule.dense_positions)
+    if not rule.sparse_prompt:
+        if prompt_lens is None:
+            raise RuntimeError("sparse_prompt=false needs every request's prompt length")
+        dense_until = torch.maximum(dense_until, prompt_lens.long())
+    dense_count = torch.minimum((dense_until - computed).clamp(min=0), count)
+    bs = rule.block_size
+    done = _ragged(computed // bs, seq // bs - computed // bs)
+    dense = _dense_spans(start, computed, count, dense_count)
+    return StepPlan(dense, _sparse_rows(rule, start, computed, count, dense_count), *done)
+
+
+def _ragged(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row, value) of the concatenation of `first[r], first[r]+1, ..` with `count[r]` values each."""
+    rows = torch.repeat_interleave(torch.arange(len(count)), count)
+    before = torch.cumsum(count, 0) - count
+    return rows, torch.arange(len(rows)) - before[rows] + first[rows]
+
+
+def _dense_spans(
+    start: torch.Tensor, computed: torch.Tensor, count: torch.Tensor, dense_count: torch.Tensor
+) -> DenseSpans | None:
+    requests = dense_count.nonzero()[:, 0]
+    if not len(requests):
+        return None
+    lengths = dense_count[requests]
+    query_start = torch.zeros(len(requests) + 1, dtype=torch.int32)
+    query_start[1:] = torch.cumsum(lengths, 0)
+    everything = bool((dense_count == count).all())
+    tokens = None if everything else _ragged(start[:-1], dense_count)[1]
+    return DenseSpans(tokens, requests, query_start, (computed[requests] + lengths).to(torch.int32))
+
+
+def _sparse_rows(
+    rule: BlockTopK, start: torch.Tensor, computed: torch.Tensor, count: torch.Tensor, dense_count: torch.Tensor
+) -> SparseRows | None:
+    rows = count - dense_count
+    if not int(rows.sum()):
+        return None
+    requests, tokens = _ragged(start[:-1] + dense_count, rows)
+    position = tokens - start[requests] + computed[requests]
+    pages = position // rule.block_size + 1
+    budget = rule.budget(pages)
+    kept = (budget - 1) * rule.block_size + position % rule.block_size + 1
+    end = torch.cumsum(rows, 0).tolist()
+    last_pages = ((computed + count - 1) // rule.block_size + 1).tolist()
+    spans = [(r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n]
+    whole = not int(dense_count.sum())
+    return SparseRows(
+        None if whole else tokens,
+        requests,
+        pages,
+        budget,
+        kept.to(torch.int32),
+        spans,
+        int(pages.max()),
+        int(budget.max()),
+    )
