@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Needs, Reduce
 from rlcore.types import SamplingSpec, StepTensors
 
@@ -41,3 +42,9 @@ class BaseCorrection:
 
     def check(self, sampling: SamplingSpec) -> None:
         """Raise UserError when this correction cannot work with what the actors sample from and store."""
+
+
+def at_least_one(key: str, cap: float) -> None:
+    """A cap on a ratio must leave ratio 1 alone, or matched distributions would be corrected. Raises UserError."""
+    if cap < 1.0:
+        raise UserError(f"{key}={cap} is not accepted: it caps a ratio that is 1 without mismatch, so it must be >= 1.")

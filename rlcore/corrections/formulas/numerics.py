@@ -44,6 +44,12 @@ def total(values: list[Tensor], reduce: SumReduce | None) -> list[float]:
     return (sums if reduce is None else reduce(sums)).tolist()
 
 
+def share(which: Tensor, mask: Tensor, reduce: SumReduce | None) -> float:
+    """Global share of the mask's tokens at which `which` [B,T] bool holds; 0 without any token."""
+    hits, count = total([which & (mask != 0), mask != 0], reduce)
+    return hits / max(count, 1.0)
+
+
 def finish(weight: Tensor, usable: Tensor, mask: Tensor) -> Tensor:
     """Weights for the caller: 1 (no correction) at masked tokens, 0 at unmasked ones that could not be compared."""
     return torch.where(usable, weight, torch.where(mask != 0, 0.0, 1.0).to(weight))

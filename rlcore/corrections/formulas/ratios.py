@@ -30,10 +30,10 @@ def importance_ratio(logp_target: Tensor, logp_inf: Tensor, mask: Tensor, level:
     difference, usable = log_difference(logp_target, logp_inf, mask)
     if level != "token":
         # +inf and -inf in one row have no product; bounded to where the clamp binds anyway, they cancel
-        rows = difference.clamp(-1e6, 1e6).sum(-1, keepdim=True)
+        rows = difference.double().clamp(-1e6, 1e6).sum(-1, keepdim=True)
         if level == "geometric":
             rows = rows / usable.sum(-1, keepdim=True).clamp(min=1)
-        difference = rows.expand_as(difference)
+        difference = rows.to(difference.dtype).expand_as(difference)
     return ratio(difference), usable
 
 
