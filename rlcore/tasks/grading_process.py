@@ -1,0 +1,124 @@
+"""The parent's handle on one grading worker: start, ask, await each verdict with a deadline, kill with its children.
+
+Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray), and a pool's
+deadline is for a whole chunk. Here a verdict arrives for every item, so the item at fault is always known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.errors import DeadlineExceeded, StageError
+from rlcore.tasks.grading_worker import EXIT_OUT_OF_MEMORY
+
+REAP_S = 10.0  # a killed process that is still there after this is stuck in the kernel
+
+
+class WorkerDied(Exception):
+    """The worker ended while it held items; the message says how."""
+
+
+class GradingProcess:
+    """One worker in a session of its own, so that whatever a grader started is killed with it."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, tuple[str, Mapping[str, Any]]],
+        *,
+        timeout_s: float,
+        start_timeout_s: float,
+        memory_mib: int,
+    ) -> None:
+        self._memory_mib = memory_mib
+        self._rest = b""
+        self._killed = False
+        self._link, theirs = socket.socketpair()
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlcore.tasks.grading_worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # a grader that prints for ever must not block
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        try:
+            self._send({"tasks": tasks, "timeout_s": timeout_s, "memory_mib": memory_mib}, start_timeout_s)
+            hello = self.receive(start_timeout_s)
+        except (WorkerDied, DeadlineExceeded) as error:
+            self.kill()
+            raise StageError(f"a grading process did not start: {error}") from error
+        if "fatal" in hello:
+            self.kill()
+            raise StageError(f"a grading process did not start: {hello['fatal']}")
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, items: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        """Send [(prompt id, response)]; a verdict for each, in order, is then read with `receive`."""
+        self._send([list(item) for item in items], timeout_s)
+
+    def _send(self, message: Any, timeout_s: float) -> None:
+        self._link.settimeout(timeout_s)
+        try:
+            self._link.sendall(json.dumps(message).encode() + b"\n")
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"it took no input for {timeout_s:g} s") from error
+        except OSError as error:
+            raise WorkerDied(self._how_it_ended()) from error
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait up to timeout_s seconds for something to receive."""
+        return b"\n" in self._rest or bool(select.select([self._link], [], [], timeout_s)[0])
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """The next message. Raises DeadlineExceeded after timeout_s seconds, WorkerDied if there will be none."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                data = self._link.recv(1 << 16)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"no answer within {timeout_s:g} s") from error
+            except OSError as error:
+                raise WorkerDied(self._how_it_ended()) from error
+            if not data:
+                raise WorkerDied(self._how_it_ended())
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def _how_it_ended(self) -> str:
+        self.kill()
+        code = self._process.returncode
+        if code == EXIT_OUT_OF_MEMORY:
+            return f"the grader needed more than {self._memory_mib} MiB of memory"
+        if code < 0:
+            return f"the grader's process was killed by {signal.Signals(-code).name}"
+        return f"the grader's process exited with code {code}"
+
+    def kill(self) -> None:
+        """End the worker and its children now. Safe to call from any thread, and twice."""
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):  # all of the group has gone
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(REAP_S)
+
+    def close(self) -> None:
+        self.kill()
+        self._link.close()

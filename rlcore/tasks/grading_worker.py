@@ -1,0 +1,108 @@
+"""The process that runs graders: `python -m rlcore.tasks.grading_worker <socket fd>`.
+
+It speaks JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered by {"ready": true} or
+{"fatal": sentence}; then a line with a list of [prompt id, response], answered by one line for every item as it is
+done. It dies with its parent, and holds neither models nor tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from rlcore.errors import UserError
+from rlcore.interfaces import Task
+from rlcore.tasks import make_task, parse_prompt_id
+from rlcore.tasks.grades import as_grade
+
+EXIT_OUT_OF_MEMORY = 77
+MAX_ERROR = 300  # characters
+PR_SET_PDEATHSIG = 1
+
+
+class _Deadline(BaseException):
+    """Not an Exception, so that a grader's own `except Exception` does not swallow it."""
+
+
+class _Alarm:
+    """An interval timer that raises in the main thread while armed."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._armed = False
+        signal.signal(signal.SIGALRM, self._ring)
+
+    def _ring(self, signum: int, frame: object) -> None:
+        if self._armed:
+            raise _Deadline
+
+    def __enter__(self) -> None:
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, *exc: object) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main(fd: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.set_inheritable(fd, False)  # a program that a grader starts must not keep the link open
+    link = socket.socket(fileno=fd)
+    lines = link.makefile("rb")
+    first = lines.readline()
+    if not first:  # the parent was gone before the death signal was set
+        return
+    settings = json.loads(first)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = settings["memory_mib"] * 2**20
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        tasks = {label: make_task(name, args, label=label) for label, (name, args) in settings["tasks"].items()}
+    except UserError as error:
+        _send(link, {"fatal": str(error)})
+        return
+    _send(link, {"ready": True})
+    for line in lines:
+        for prompt_id, response in json.loads(line):
+            _send(link, _verdict(tasks, prompt_id, response, settings["timeout_s"]))
+
+
+def _send(link: socket.socket, message: dict[str, Any]) -> None:
+    link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _verdict(tasks: dict[str, Task], prompt_id: str, response: str, timeout_s: float) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        # Set anew each time: a grader may have installed its own alarm.
+        with _Alarm(timeout_s):
+            label, split, index = parse_prompt_id(prompt_id)
+            task = tasks[label]
+            grade = as_grade(task.grade(task.item(split, index), response))
+        verdict: dict[str, Any] = {"status": "ok", "reward": grade.reward, "parts": grade.parts}
+    except _Deadline:
+        verdict = {"status": "timeout"}
+    except MemoryError:
+        # Earlier items may have eaten the memory: a fresh process will tell.
+        os._exit(EXIT_OUT_OF_MEMORY)
+    except BaseException as error:  # sys.exit() in a grader is a failed score too
+        text = " ".join(str(error).split())
+        verdict = {"status": "error", "error": f"{type(error).__name__}: {text}"[:MAX_ERROR]}
+    seconds = time.monotonic() - start
+    if verdict["status"] == "ok" and seconds > timeout_s:
+        verdict = {"status": "timeout"}
+    return {**verdict, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with a number for an answer."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from rlcore.tasks.arguments import share
+from rlcore.tasks.grades import weighted
+from rlcore.tasks.records import Record, RecordTask, RowError, pick_text
+from rlcore.types import Grade, Item
+
+NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
+CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+class Gsm8k(RecordTask):
+    """Columns `question` and `answer`, the answer ending in `#### N`, as published.
+
+    The response's number is the one after its last `####`, else in its last \\boxed{}, else its last number.
+    reward = (1 - format_reward) * correct + format_reward * (the number was marked by #### or \\boxed).
+    The worked answer is the published solution without its calculator marks.
+    """
+
+    name = "gsm8k"
+
+    def __init__(
+        self,
+        *,
+        question_field: str = "question",
+        answer_field: str = "answer",
+        format_reward: float = 0.0,
+        **files: Any,
+    ) -> None:
+        self._fields = question_field, answer_field
+        self._format_reward = share("format_reward", format_reward)
+        super().__init__(**files)
+
+    def record(self, row: dict[str, Any]) -> Record:
+        question_field, answer_field = self._fields
+        solution = pick_text(row, answer_field, answer=True)
+        _, mark, final = solution.rpartition("####")
+        number = _number(final)
+        if not mark or number is None:
+            raise RowError(f"field {answer_field} does not end in '#### <number>'", missing_answer=True)
+        return Record(pick_text(row, question_field), str(number), CALCULATOR.sub("", solution))
+
+    def grade(self, item: Item, response: str) -> Grade:
+        text, marked = final_answer(response)
+        return weighted(_number(text) == Decimal(item.answer), marked, self._format_reward)
+
+
+def final_answer(response: str) -> tuple[str, bool]:
+    """(text of the answer, whether it was marked): after the last ####, in the last \\boxed{}, or the last number."""
+    _, mark, after = response.rpartition("####")
+    if mark:
+        found = re.search(NUMBER, after)
+        return (found[0], True) if found else ("", False)
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
+    if boxed:
+        return boxed[-1], True
+    numbers = re.findall(NUMBER, response)
+    return (numbers[-1], False) if numbers else ("", False)
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(re.sub(r"[,$%\s\\]", "", text).rstrip("."))
+    except InvalidOperation:
+        return None
