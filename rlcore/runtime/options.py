@@ -135,6 +135,8 @@ def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, in
         "kl_estimator": al.kl_estimator,
         "entropy_coef": al.entropy_coef,
         "max_response_len": config.rollout.max_new_tokens,
+        "overlong_buffer": al.overlong_buffer,
+        "overlong_penalty": al.overlong_penalty,
         "logprobs_k": config.rollout.logprobs_k,
         "run_seed": config.seed,
         "threads": max(1, int(le.num_cpus)),
@@ -167,21 +169,17 @@ def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, n
     }
 
 
+def task_label(config: RunConfig) -> str:
+    """First part of the training task's prompt ids: its name, or the class name of a user's own."""
+    return config.task.name.rpartition(":")[2].lower() if ":" in config.task.name else config.task.name
+
+
 def scorer(config: RunConfig) -> dict[str, Any]:
     """Arguments of the `Scorer`: the training task and every evaluation task, by label."""
-    tasks = {config.task.name: config.task, **config.evaluation.tasks}
+    tasks = {task_label(config): config.task, **config.evaluation.tasks}
     return {
         "tasks": {label: (task.name, dict(task.args)) for label, task in tasks.items()},
         "processes": config.task.grader_processes,
         "timeout_s": config.task.grade_timeout_s,
         "stop": tuple(config.rollout.stop),
-    }
-
-
-def overlong(config: RunConfig) -> dict[str, Any]:
-    """Arguments of DAPO's soft overlong penalty."""
-    return {
-        "max_new_tokens": config.rollout.max_new_tokens,
-        "buffer": config.algorithm.overlong_buffer,
-        "penalty": config.algorithm.overlong_penalty,
     }

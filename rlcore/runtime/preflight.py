@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def prepare(config: RunConfig) -> Prepared:
     """Build tasks, tokenizer and prompt sources, and check that they fit the model. Raises UserError."""
     task = make_task(config.task.name, dict(config.task.args))
     tokenizer = load_tokenizer(config.model.path) if config.model.path else _made_up_tokenizer(config, task.alphabet())
-    _check_vocabulary(config, len(tokenizer))
+    _check_vocabulary(config, _vocabulary_size(config, tokenizer))
 
     def source(name: str, spec: TaskConfig, split_check: str) -> PromptSource:
         limit = config.model.max_len - config.rollout.max_new_tokens
@@ -47,13 +48,14 @@ def prepare(config: RunConfig) -> Prepared:
             prompts.check("train", 1 << 20)
         return prompts
 
-    train = source(config.task.name, config.task, "both")
+    label = options.task_label(config)
+    train = source(label, config.task, "both")
     extra = {label: source(label, spec, "heldout") for label, spec in config.evaluation.tasks.items()}
     pipeline = build(config.correction.chosen(), run_seed=config.seed, keep_best=config.algorithm.keep_best)
     sampling = pipeline.constrain_sampling(options.sampling(config))
-    pipeline.check(sampling)
+    pipeline.check(sampling, samples_per_prompt=config.rollout.samples_per_prompt)
     requests = RequestMaker(train, sampling=sampling, samples=config.rollout.samples_per_prompt, run_seed=config.seed)
-    return Prepared(train, requests, {config.task.name: train, **extra}, tokenizer)
+    return Prepared(train, requests, {label: train, **extra}, tokenizer)
 
 
 def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:
@@ -65,6 +67,17 @@ def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:
             "task's alphabet and this task is natural text; set model.path to a local Hugging Face folder."
         )
     return build_char_tokenizer(alphabet)
+
+
+def _vocabulary_size(config: RunConfig, tokenizer: Any) -> int:
+    """Width of the model's output layer, which may be padded beyond its tokenizer."""
+    if config.model.path is None:
+        assert config.model.fresh is not None
+        return config.model.fresh.vocab_size or len(tokenizer)
+    try:
+        return int(json.loads((Path(config.model.path) / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"model.path={config.model.path} holds no config.json with a vocab_size: {type(e).__name__}.") from e
 
 
 def _check_vocabulary(config: RunConfig, size: int) -> None:

@@ -40,8 +40,7 @@ class Session:
         self.scorer: Any = None
         members: list[Member] = []
         if with_actors:
-            overlong = options.overlong(config)
-            self.scorer = _remote(shells.ScorerShell, num_cpus=0, max_concurrency=8).remote(self.buffer, overlong)
+            self.scorer = _remote(shells.ScorerShell, num_cpus=0, max_concurrency=8).remote(self.buffer)
             starting.append((self.scorer.start.remote(options.scorer(config), model_path), "the graders to start"))
             for label, actor in config.actor.items():
                 for i in range(actor.count):

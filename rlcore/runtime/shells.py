@@ -139,8 +139,8 @@ class BufferShell:
 class ScorerShell:
     """Grader processes between rollout and buffer; keeps evaluation verdicts (numbers, not payloads)."""
 
-    def __init__(self, buffer: Any, overlong: dict[str, Any]) -> None:
-        self._buffer, self._overlong = buffer, overlong
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
         # purpose -> (group id, sample index) -> verdict; keyed, because a reissued request may answer twice
         self._evals: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
         self._lock = threading.Lock()
@@ -160,9 +160,7 @@ class ScorerShell:
         self.scorer.submit(trajectories)
 
     def _scored(self, trajectories: list[Trajectory]) -> None:
-        from rlcore.objectives.shaping import shape_reward
-
-        train = [shape_reward(t, **self._overlong) for t in trajectories if t.purpose == "train"]
+        train = [t for t in trajectories if t.purpose == "train"]
         with self._lock:
             for t in trajectories:
                 if t.purpose != "train":

@@ -1,0 +1,152 @@
+"""`rlcore sft`, `rlcore eval` and `rlcore export`: the session's parts without the training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.compose import to_yaml
+from rlcore.config.schema import RunConfig, WarmupConfig
+from rlcore.errors import UserError
+from rlcore.models import build_fresh_model
+from rlcore.runtime import checkpoint as checkpoints
+from rlcore.runtime import options
+from rlcore.runtime.cluster import cluster
+from rlcore.runtime.evaluation import Evaluator
+from rlcore.runtime.fleet import Publication
+from rlcore.runtime.preflight import open_run_dir, prepare
+from rlcore.runtime.session import Session
+from rlcore.runtime.warmup import starting_model, supervise
+from rlcore.seeding import derive_seed
+
+
+def _note(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextmanager
+def _ray(config: RunConfig, *, actors: bool, learner: bool) -> Iterator[None]:
+    cpus = (sum(a.count * a.num_cpus for a in config.actor.values()) if actors else 0) + (
+        config.learner.ranks * config.learner.num_cpus if learner else 0
+    )
+    with cluster(
+        address=config.cluster.address,
+        num_cpus=config.cluster.num_cpus,
+        needed_cpus=cpus,
+        needed_gpus=0,
+        object_store_mib=config.cluster.object_store_mib,
+    ):
+        yield
+
+
+def sft(config: RunConfig) -> int:
+    """Supervised warm-up of `model.path` or of a fresh model; writes `run_dir/model`, a Hugging Face folder."""
+    prepared = prepare(config)
+    run_dir = open_run_dir(config)
+    out = run_dir / "model"
+    if out.exists():
+        raise UserError(f"run_dir={run_dir} already holds a model: choose another folder.")
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    start = config.model.path
+    if start is None:
+        assert config.model.fresh is not None
+        start = str(
+            build_fresh_model(
+                run_dir / "fresh",
+                prepared.prompts.task.alphabet() or "",
+                seed=derive_seed(config.seed, "fresh-model"),
+                max_len=config.model.max_len,
+                **config.model.fresh.model_dump(),
+            )
+        )
+    with _ray(config, actors=False, learner=True):
+        supervise(config, config.model.warmup or WarmupConfig(), prepared, start, out, _note)
+    _note(f"model written to {out}")
+    return 0
+
+
+def evaluate(config: RunConfig, named: str | None) -> int:
+    """Evaluate a checkpoint of a run, or `model.path` where there is none; prints and writes `eval.json`."""
+    prepared = prepare(config)
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = _checkpoint(config, named)
+    with _ray(config, actors=True, learner=folder is not None):
+        model_path = checkpoints.state_of(folder)["model_path"] if folder else starting_model(config, prepared, _note)
+        session = Session(
+            config,
+            model_path,
+            pad_id=prepared.tokenizer.pad_token_id,
+            run_dir=run_dir,
+            note=_note,
+            with_learner=folder is not None,
+        )
+        try:
+            results = asyncio.run(_evaluate(config, session, prepared, folder))
+        finally:
+            session.close()
+    (run_dir / "eval.json").write_text(json.dumps(results, indent=1))
+    for name, value in results.items():
+        _note(f"{name:40s} {value:.4f}")
+    return 0
+
+
+async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: Path | None) -> dict[str, float]:
+    version = 0
+    if folder is not None:
+        version = int(checkpoints.state_of(folder)["progress"]["step"])
+        session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
+        manifest, handle = session.each_learner(
+            "publish", version, options.wire_dtype(config), True, config.seed, what="the weights"
+        )[0]
+        await session.fleet.publish(Publication(manifest, handle))
+    evaluator = Evaluator(
+        options.evaluation(config),
+        tasks=prepared.eval_prompts,
+        sampling=prepared.requests.sampling,
+        fleet=session.fleet,
+        scorer=session.scorer,
+        run_seed=config.seed,
+        on_samples=lambda version, label, verdicts: None,
+    )
+    await evaluator.start(version)
+    return await evaluator.collect(wait=True)
+
+
+def export(config: RunConfig, named: str | None, out: str) -> int:
+    """Write a checkpoint's policy and its tokenizer as a plain Hugging Face folder."""
+    folder = _checkpoint(config, named)
+    if folder is None:
+        raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
+    if Path(out).exists():
+        raise UserError(f"out={out} exists: choose another folder.")
+    prepared = prepare(config)
+    with _ray(config, actors=False, learner=True):
+        model_path = checkpoints.state_of(folder)["model_path"]
+        session = Session(
+            config,
+            model_path,
+            pad_id=prepared.tokenizer.pad_token_id,
+            run_dir=Path(config.run_dir),
+            note=_note,
+            with_actors=False,
+        )
+        try:
+            session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
+            session.each_learner("export", out, what="the model to be written")
+        finally:
+            session.close()
+    prepared.tokenizer.save_pretrained(out)
+    _note(f"{folder.name} written to {out}")
+    return 0
+
+
+def _checkpoint(config: RunConfig, named: str | None) -> Path | None:
+    if named is not None:
+        return checkpoints.require(named)
+    root = Path(config.run_dir) / "checkpoints"
+    return checkpoints.newest_valid(root, _note) if root.is_dir() else None
