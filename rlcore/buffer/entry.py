@@ -76,7 +76,7 @@ class Entry:
             index: {**{k: v for k, v in asdict(s).items() if k != "payload"}, "payload": s.payload is not None}
             for index, s in sorted(self.samples.items())
         }
-        return {**{name: getattr(self, name) for name in _PLAIN}, "samples": samples}
+        return {**{name: getattr(self, name) for name in _PLAIN}, "taken_by": list(self.taken_by), "samples": samples}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], payloads: Iterable[bytes]) -> Entry:

@@ -406,8 +406,8 @@ class ReplayBuffer:
             "completed_bytes": list(self._completed_bytes),
             "arrivals": asdict(self.arrivals),
             "drawn": dict(self.sampler.drawn),
-            "taken": {str(s): ids for s, ids in self._taken.items()},
-            "pinned": {str(s): ids for s, ids in self._pinned.items()},
+            "taken": {str(s): list(ids) for s, ids in self._taken.items()},
+            "pinned": {str(s): list(ids) for s, ids in self._pinned.items()},
             "ledger": self.ledger.state(),
             "groups": [e.state() for e in entries],
         }
