@@ -168,7 +168,7 @@ class LearnerConfig(Strict):
     ref_pass: Literal["auto", "always"] = Field(
         default="auto", description="auto: p_ref is p_new detached when both coincide"
     )
-    port: int = Field(0, ge=0, lt=65536, description="rendezvous port of the ranks; 0: any free one")
+    port: int = Field(default=0, ge=0, lt=65536, description="rendezvous port of the ranks; 0: any free one")
     lora: LoraConfig | None = None
 
 

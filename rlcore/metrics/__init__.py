@@ -1,0 +1,1 @@
+"""Metric names, the sinks that receive them, and the HTML report."""

@@ -1,0 +1,152 @@
+"""Every metric of a run: unit, meaning, and how the values of several steps become one.
+
+Angle brackets stand for the rest of one segment, so `eval/<task>/mean@<k>` covers `eval/digits/mean@4`. Units and
+reductions are declared here and nowhere guessed from a name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned-out curve)."""
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+
+    def covers(self, name: str) -> bool:
+        """Whether this declaration is about `name`, segment by segment."""
+        mine, theirs = self.name.split("/"), name.split("/")
+        return len(mine) == len(theirs) and all(_covers(m, t) for m, t in zip(mine, theirs))
+
+
+def _covers(template: str, segment: str) -> bool:
+    literal, bracket, _ = template.partition("<")
+    return segment.startswith(literal) and len(segment) > len(literal) if bracket else segment == template
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "optimizer steps done", "last"),
+    Metric("policy_version", "steps", "version of the learner's weights after this step", "last"),
+    Metric("reward/mean", "reward", "mean reward of the batch's scored samples, before selection"),
+    Metric("reward/std", "reward", "standard deviation of the same"),
+    Metric("reward/kept_mean", "reward", "mean reward of the samples that selection kept"),
+    Metric("reward_parts/<part>", "reward", "mean of one part of the reward, as the grader names it"),
+    Metric("eval/policy_version", "steps", "version that the evaluation of this row was made with", "last"),
+    Metric("eval/<task>/greedy", "share", "held-out accuracy of the greedy answers", "last"),
+    Metric("eval/<task>/mean@<k>", "share", "held-out accuracy, mean over k sampled answers", "last"),
+    Metric("eval/<task>/pass@<k>", "share", "held-out prompts with a correct one among k sampled answers", "last"),
+    Metric("eval/<task>/greedy_reward", "reward", "held-out reward of the greedy answers", "last"),
+    Metric("eval/<task>/sampled_reward", "reward", "held-out reward of the sampled answers", "last"),
+    Metric("eval/<task>/greedy_length", "tokens", "length of the greedy answers", "last"),
+    Metric("eval/<task>/sampled_length", "tokens", "length of the sampled answers", "last"),
+    Metric("eval/<task>/greedy_failed_scores", "samples", "greedy answers that could not be judged", "last"),
+    Metric("eval/<task>/sampled_failed_scores", "samples", "sampled answers that could not be judged", "last"),
+    Metric("eval/<task>/<metric>", "1", "a further held-out result of a task", "last"),
+    Metric("response_length/mean", "tokens", "mean response length of the batch"),
+    Metric("response_length/max", "tokens", "longest response of the batch", "max"),
+    Metric("response_length/truncated_share", "share", "responses cut off at rollout.max_new_tokens"),
+    Metric("staleness/mean", "steps", "mean over trained tokens of v - version(token)"),
+    Metric("staleness/max", "steps", "maximum of the same", "max"),
+    Metric("staleness/in_flight_mean", "steps", "the part of staleness/mean that arose before the group arrived"),
+    Metric("staleness/in_buffer_mean", "steps", "the part that arose while the group waited in the buffer"),
+    Metric("staleness/<statistic>", "steps", "a further statistic of the same ages"),
+    Metric("staleness/histogram/<age>", "share", "share of trained tokens of one age in steps"),
+    Metric("mismatch/kl_k1", "nats", "KL(p_inf || p_ref) by k1, tokens before rejection"),
+    Metric("mismatch/kl_k3", "nats", "KL(p_inf || p_ref) by k3, tokens before rejection"),
+    Metric("mismatch/abs_dlogp_mean", "nats", "mean |log p_ref - log p_inf|"),
+    Metric("mismatch/abs_dlogp_max", "nats", "maximum |log p_ref - log p_inf|", "max"),
+    Metric("mismatch/abs_dp_mean", "probability", "mean |p_ref - p_inf| of the sampled tokens"),
+    Metric("mismatch/abs_dp_max", "probability", "maximum |p_ref - p_inf| of the sampled tokens", "max"),
+    Metric("mismatch/ess", "share", "effective sample size of the ratios p_ref/p_inf over the number of tokens"),
+    Metric("mismatch/ratio_cv", "1", "coefficient of variation of the ratios p_ref/p_inf"),
+    Metric("mismatch/<statistic>", "1", "a further statistic of p_ref against p_inf"),
+    Metric("mismatch/<kind>/<statistic>", "1", "the same for the tokens of one actor kind"),
+    Metric("correction/<statistic>", "1", "what all corrections together did: weights, kept tokens"),
+    Metric("correction/<name>/<statistic>", "1", "what one correction did or measured"),
+    Metric("loss/policy", "1", "policy loss"),
+    Metric("loss/kl", "nats", "KL to the frozen starting policy, unscaled"),
+    Metric("loss/<part>", "1", "a further part of the loss"),
+    Metric("grad_norm", "1", "norm of the gradient before clipping"),
+    Metric("entropy", "nats", "mean entropy of the policy over trained tokens"),
+    Metric("lr", "1", "learning rate of this step", "last"),
+    Metric("policy/<statistic>", "1", "the PPO ratio p_new/p_ref and what of it was clipped"),
+    Metric("train/<statistic>", "1", "size and shape of the training batch"),
+    Metric("time/step_s", "s", "from the previous row to this one", "sum"),
+    Metric("time/wait_data_s", "s", "learner waiting for a batch", "sum"),
+    Metric("time/learn_s", "s", "learner computing: p_ref, forward, backward, optimizer", "sum"),
+    Metric("time/publish_s", "s", "learner and actors occupied by publishing weights", "sum"),
+    Metric("time/eval_s", "s", "from the start of an evaluation to its last verdict, beside training", "sum"),
+    Metric("time/total_s", "s", "training time since step 0, over all sessions", "last"),
+    Metric("time/<part>_s", "s", "a further part of a step", "sum"),
+    Metric("time/<part>", "s", "a further part of a step", "sum"),
+    Metric("throughput/rollout_tokens_per_s", "tokens/s", "sampled tokens that arrived per second of wall time"),
+    Metric("throughput/train_tokens_per_s", "tokens/s", "trained tokens per second of learner time"),
+    Metric("throughput/<statistic>", "1/s", "a further rate"),
+    Metric("buffer/groups", "groups", "finished groups waiting in the buffer", "last"),
+    Metric("buffer/<count>", "1", "a count of the buffer", "last"),
+    Metric("ledger/<count>", "groups", "groups since the start of the run, by fate; the sums always match", "last"),
+    Metric("ledger/<fate>/<reason>", "groups", "the same by reason", "last"),
+    Metric("rollout/<statistic>", "1", "the fleet of rollout actors", "last"),
+    Metric("memory/<role>_mib", "MiB", "resident memory of a role", "max"),
+    Metric("memory/<role>", "MiB", "resident memory of a role", "max"),
+    Metric("metrics/nonfinite", "values", "values of this row that were NaN or infinite and stand as null", "sum"),
+)
+
+_EXACT = {m.name: m for m in METRICS if "<" not in m.name}
+_FAMILIES = tuple(m for m in METRICS if "<" in m.name)
+
+
+def declared(name: str) -> Metric | None:
+    """The declaration of a name, its own before a family's; None if it has none."""
+    return _EXACT.get(name) or next((m for m in _FAMILIES if m.covers(name)), None)
+
+
+def is_accuracy(name: str) -> bool:
+    """Whether a metric is a share of held-out answers that are correct: what a run is judged by."""
+    metric = declared(name)
+    return metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
+
+
+def undeclared(names: Iterable[str]) -> list[str]:
+    """Names without a declaration, sorted."""
+    return sorted(n for n in names if declared(n) is None)
+
+
+def combine(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Several steps as one row, each name by its declared reduction; missing and null values are left out.
+
+    Raises ValueError for an undeclared name.
+    """
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(n for row in rows for n in row):
+        values = [v for row in rows if (v := row.get(name)) is not None]
+        metric = declared(name)
+        if metric is None:
+            raise ValueError(f"metric {name!r} is not declared in rlcore.metrics.names")
+        if values:
+            combined[name] = _reduce(metric.reduction, values)
+    return combined
+
+
+def _reduce(how: Reduction, values: Sequence[float]) -> float:
+    match how:
+        case "mean":
+            return math.fsum(values) / len(values)
+        case "sum":
+            return math.fsum(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case "last":
+            return values[-1]

@@ -1,0 +1,130 @@
+"""metrics.jsonl: one JSON object a learner step, without gaps or doubles, readable while it is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlcore.errors import StageError, UserError
+
+Row = dict[str, float | int | None]
+
+
+class RowFile:
+    """Appends rows. Each is on disk (fsync) when `log` returns, so a checkpoint never knows a step that it does not.
+
+    Opening an existing file drops a last line that was cut off in writing and goes on after its last step.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        rows = read_rows(self.path)
+        _require_consecutive(rows, self.path)
+        self.last_step: int | None = int(rows[-1]["step"]) if rows else None  # type: ignore[arg-type]
+        self._rewrite(rows)
+        self._file: TextIO | None = None
+
+    def log(self, row: Row) -> None:
+        """Write one sanitized row. Raises ValueError for a doubled or skipped step, StageError if the disk refuses."""
+        step = row.get("step")
+        if not isinstance(step, int):
+            raise ValueError(f"a row of {self.path.name} needs an integer step, not {step!r}")
+        if self.last_step is not None and step != self.last_step + 1:
+            raise ValueError(f"{self.path.name} ends at step {self.last_step}: step {step} cannot follow")
+        try:
+            if self._file is None:
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as e:
+            raise StageError(f"{self.path} could not be written: {e.strerror}") from e
+        self.last_step = step
+
+    def truncate_after(self, step: int) -> int:
+        """Keep rows up to `step`, the last one a resumed run stands on; returns how many were dropped.
+
+        Raises UserError when the file holds rows but ends before `step`: the run would have a hole.
+        """
+        self.close()
+        rows = read_rows(self.path)
+        if rows and self.last_step is not None and self.last_step < step:
+            raise UserError(
+                f"{self.path} ends at step {self.last_step} and the run continues from step {step}: put the missing "
+                "rows back, or move the file away to start a new one."
+            )
+        kept = [r for r in rows if r["step"] <= step]  # type: ignore[operator]
+        self._rewrite(kept)
+        self.last_step = step
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        """Close the file; `log` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _rewrite(self, rows: list[Row]) -> None:
+        if not self.path.exists():
+            return
+        text = "".join(json.dumps(r) + "\n" for r in rows)
+        if self.path.read_text(encoding="utf-8", errors="replace") == text:
+            return
+        beside = self.path.with_suffix(".tmp")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of a file that may still be written: a last line that is not whole is left out.
+
+    Raises UserError for a broken line elsewhere.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    whole = lines[:-1]  # without its newline a line is not finished, even if it parses
+    rows: list[Row] = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            if number == len(whole):
+                break
+            raise UserError(f"{path}:{number} is not a JSON object: {line[:60]!r}.") from e
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{path}:{number} is not a metrics row: it has no integer step.")
+        rows.append(row)
+    return rows
+
+
+def sanitize(row: Mapping[str, Any]) -> Row:
+    """Plain JSON numbers: step and policy_version first, NaN and infinities as null and counted."""
+    head = {k: row[k] for k in ("step", "policy_version") if k in row}
+    clean: Row = {}
+    nonfinite = 0
+    for name, value in {**head, **row}.items():
+        number = value.item() if hasattr(value, "item") else value
+        if number is not None and not isinstance(number, int | float):
+            raise TypeError(f"metric {name} is a {type(value).__name__}, not a number")
+        if isinstance(number, float) and not math.isfinite(number):
+            nonfinite += 1
+            number = None
+        clean[name] = number
+    clean["metrics/nonfinite"] = nonfinite
+    return clean
+
+
+def _require_consecutive(rows: list[Row], path: Path) -> None:
+    for before, after in itertools.pairwise(rows):
+        if after["step"] != before["step"] + 1:  # type: ignore[operator]
+            raise UserError(f"{path} is damaged: step {after['step']} follows step {before['step']}.")

@@ -1,0 +1,142 @@
+"""Where metrics go: the protocol, and the sinks that are files or W&B. The console has its own file."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from rlcore.errors import UserError
+from rlcore.metrics.rows import Row, RowFile
+
+Sample = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """One receiver. Rows are sanitized (`rows.sanitize`) before they come here."""
+
+    def log(self, row: Row) -> None:
+        """One learner step."""
+
+    def samples(self, name: str, decoded: Sequence[Sample]) -> None:
+        """Decoded trajectories under a name such as step_000012."""
+
+    def note(self, text: str) -> None:
+        """One line of what is going on."""
+
+    def resume_at(self, step: int) -> None:
+        """The run continues after `step`: forget what was logged beyond it."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run ended well; `close` follows."""
+
+    def close(self) -> None:
+        """Release everything. May be called twice, and without `finish` when a run fails."""
+
+
+class BaseSink:
+    """A sink that ignores everything: the others override what they are about."""
+
+    def log(self, row: Row) -> None: ...
+
+    def samples(self, name: str, decoded: Sequence[Sample]) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def resume_at(self, step: int) -> None: ...
+
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlSink(BaseSink):
+    """metrics.jsonl of a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.rows = RowFile(run_dir / "metrics.jsonl")
+
+    def log(self, row: Row) -> None:
+        self.rows.log(row)
+
+    def resume_at(self, step: int) -> None:
+        self.rows.truncate_after(step)
+
+    def close(self) -> None:
+        self.rows.close()
+
+
+class SamplesSink(BaseSink):
+    """samples/NAME.jsonl, one decoded trajectory a line; a name written again replaces its file."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "samples"
+
+    def samples(self, name: str, decoded: Sequence[Sample]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(dict(d), ensure_ascii=False, default=str) + "\n" for d in decoded)
+        beside = self.folder / f".{name}.tmp"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(self.folder / f"{name}.jsonl")
+
+    def resume_at(self, step: int) -> None:
+        for file in self.folder.glob("step_*.jsonl"):
+            found = re.fullmatch(r"step_(\d+)", file.stem)
+            if found and int(found[1]) > step:
+                file.unlink()
+
+
+class WandbSink(BaseSink):
+    """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so a sync joins them.
+
+    Raises UserError when W&B refuses (mode online without an account or a network).
+    """
+
+    def __init__(
+        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]
+    ) -> None:
+        import wandb  # here and not above: a run without it does not load it
+
+        self._wandb = wandb
+        folder = run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        id_file = folder / "run_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, save_code=False, init_timeout=60, x_disable_stats=True
+        )
+        try:
+            self._run: Any = wandb.init(
+                project=project,
+                name=run_dir.name,
+                id=id_file.read_text().strip(),
+                dir=str(run_dir),
+                mode=mode,
+                resume="allow" if mode == "online" else None,
+                config=dict(config),
+                settings=settings,
+            )
+        except (wandb.Error, OSError) as e:
+            wandb.teardown()
+            reason = " ".join(str(e).split()).rstrip(".")
+            raise UserError(f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled.") from e
+        self._failed = True
+
+    def log(self, row: Row) -> None:
+        step = row["step"]
+        self._run.log({k: v for k, v in row.items() if v is not None}, step=step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update({f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)})
+        self._failed = False
+
+    def close(self) -> None:
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        run.finish(exit_code=1 if self._failed else 0)
+        self._wandb.teardown()  # ends its service process, which would outlive a failed run

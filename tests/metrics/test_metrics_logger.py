@@ -1,0 +1,174 @@
+"""The sinks of a run directory together, W&B offline for real."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from rlcore.metrics.console import ConsoleSink, duration, number
+from rlcore.metrics.logger import MetricsLogger, open_logger
+from rlcore.metrics.rows import read_rows, sanitize
+from rlcore.metrics.sinks import BaseSink
+
+ROW = {
+    "reward/mean": 0.25,
+    "reward/std": 0.4,
+    "staleness/mean": 0.5,
+    "staleness/max": 2,
+    "mismatch/kl_k3": 1e-4,
+    "mismatch/ess": 0.99,
+    "time/step_s": 2.0,
+    "time/wait_data_s": 0.5,
+    "throughput/rollout_tokens_per_s": 9000.0,
+    "throughput/train_tokens_per_s": 7000.0,
+}
+SAMPLE = {"prompt_id": "digits/train/1", "prompt": "[b]32=", "response": "23 ж", "reward": 1.0, "score_status": "ok"}
+
+
+def row(step, **extra):
+    return {"step": step, "policy_version": step, **ROW, **extra}
+
+
+def open_plain(run_dir, **changes):
+    settings = {"console": "off", "wandb": "disabled", "project": "p", "config": {"seed": 1}, "total_steps": 4}
+    return open_logger(run_dir, **(settings | changes))
+
+
+def test_a_run_and_its_continuation(tmp_path):
+    with open_plain(tmp_path) as logger:
+        logger.resume_at(0)
+        for step in range(1, 4):
+            logger.log(row(step))
+            logger.samples(f"step_{step:06d}", [SAMPLE])
+        logger.samples("eval_000000_digits_greedy", [SAMPLE])
+    with open_plain(tmp_path) as logger:
+        logger.resume_at(2)
+        assert sorted(f.stem for f in (tmp_path / "samples").iterdir()) == [
+            "eval_000000_digits_greedy",
+            "step_000001",
+            "step_000002",
+        ]
+        logger.log(row(3, grad_norm=float("nan")))
+        logger.finish({"steps": 3})
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3]
+    assert rows[2]["grad_norm"] is None and rows[2]["metrics/nonfinite"] == 1
+    assert json.loads((tmp_path / "samples" / "step_000001.jsonl").read_text()) == SAMPLE
+
+
+def test_every_sink_is_closed_even_when_one_fails():
+    closed = []
+
+    class Broken(BaseSink):
+        def close(self):
+            raise RuntimeError("broken")
+
+    class Good(BaseSink):
+        def close(self):
+            closed.append(True)
+
+    with pytest.raises(RuntimeError, match="broken"), MetricsLogger([Broken(), Good()]):
+        pass
+    assert closed == [True]
+
+
+WANDB_RUN = """
+import sys, pathlib, psutil
+from rlcore.metrics.logger import open_logger
+folder, fail = pathlib.Path(sys.argv[1]), sys.argv[2] == "fail"
+logger = open_logger(folder, console="off", wandb="offline", project="p", config={"seed": 1}, total_steps=2)
+assert psutil.Process().children(recursive=True), "W&B has a service process while the run goes on"
+for step in (1, 2):
+    logger.log({"step": step, "reward/mean": 0.5, "grad_norm": float("nan")})
+try:
+    with logger:
+        if fail:
+            raise RuntimeError("the run failed")
+        logger.finish({"seconds": 1.0})
+except RuntimeError:
+    pass
+left = psutil.Process().children(recursive=True)
+sys.exit(f"left running: {left}" if left else 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["finish", "fail"])
+def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB_RUN, str(tmp_path), how], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" and done.stderr == ""
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 1 and files[0].stat().st_size > 0
+    assert (tmp_path / "wandb" / "run_id").read_text() in files[0].name
+
+
+def test_disabled_loads_neither_wandb_nor_plotly_nor_torch(tmp_path):
+    code = (
+        "import sys; from rlcore.metrics.logger import open_logger\n"
+        "how = dict(console='plain', wandb='disabled', project='p', config={}, total_steps=1)\n"
+        "with open_logger(sys.argv[1], **how) as log:\n"
+        "    log.log({'step': 1}); log.finish({})\n"
+        "sys.exit(str({'wandb', 'torch', 'plotly', 'ray'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == ""
+    assert "step 1/1" in done.stdout
+    assert not (tmp_path / "wandb").exists()
+
+
+def console_sink(tmp_path, *, terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=160, height=50)
+    return ConsoleSink(run_dir=tmp_path, total_steps=4, live=True, console=console), out
+
+
+def test_without_a_terminal_a_step_is_a_line(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=False)
+    sink.note("two [actors] are up")
+    for step in (1, 2):
+        sink.log(sanitize(row(step, **{"eval/digits/greedy": 0.5, "eval/policy_version": step - 1})))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and "two [actors] are up" in lines[0]
+    for part in ("step 2/4", "reward 0.25", "max 2 steps", "KL 0.0001", "9,000 sampled", "25% of 2 s", "left 0:04"):
+        assert part in lines[2]
+    assert "eval digits/greedy 0.5" in lines[2]
+
+
+def test_the_live_table_shows_the_run_and_the_end_a_summary_with_completions(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    sink.log(sanitize(row(1, **{"eval/digits/greedy": 0.25, "eval/policy_version": 0})))
+    sink.log(sanitize(row(2)))
+    sink.samples("step_000002", [SAMPLE, {**SAMPLE, "reward": None, "score_status": "timeout"}])
+    table = Console(file=io.StringIO(), width=160)
+    table.print(sink.table())
+    shown = table.file.getvalue()
+    for part in ("step 2/4", "0.25 ± 0.4", "KL 0.0001 nats", "eval digits/greedy", "0:04 left"):
+        assert part in shown
+    sink.finish({"seconds": 4.0})
+    end = out.getvalue()
+    for part in ("eval digits/greedy", "23 ж", "32=", "not scored: timeout", "reward/mean"):
+        assert part in end
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") > 0  # the cursor is back
+
+
+def test_a_run_that_ends_before_its_first_step_still_has_an_end(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    sink.finish({"steps": 0})
+    assert "run" in out.getvalue()
+
+
+def test_numbers_are_short():
+    assert [number(v) for v in (None, 3, 12345, 12345.6, 0.123456, 1e-7)] == [
+        "n/a",
+        "3",
+        "12,345",
+        "12,346",
+        "0.123",
+        "1e-07",
+    ]
+    assert [duration(s) for s in (4, 64, 3723)] == ["0:04", "1:04", "1:02:03"]

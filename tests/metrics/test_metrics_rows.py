@@ -1,0 +1,121 @@
+"""metrics.jsonl on a real disk."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from rlcore.errors import StageError, UserError
+from rlcore.metrics.rows import RowFile, read_rows, sanitize
+
+
+def fill(path, steps, **extra):
+    rows = RowFile(path)
+    for step in steps:
+        rows.log(sanitize({"step": step, "reward/mean": step / 10, **extra}))
+    return rows
+
+
+def test_rows_are_readable_as_soon_as_they_are_logged(tmp_path):
+    rows = RowFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        rows.log(sanitize({"step": step}))
+        assert [r["step"] for r in read_rows(rows.path)] == list(range(1, step + 1))
+
+
+def test_doubled_and_skipped_steps_are_refused(tmp_path):
+    rows = fill(tmp_path / "metrics.jsonl", [1, 2])
+    for step in (2, 1, 4):
+        with pytest.raises(ValueError, match=f"step {step} cannot follow"):
+            rows.log(sanitize({"step": step}))
+    rows.log(sanitize({"step": 3}))
+    assert len(read_rows(rows.path)) == 3
+
+
+def test_a_row_needs_a_step_and_numbers(tmp_path):
+    rows = RowFile(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="integer step"):
+        rows.log(sanitize({"reward/mean": 1.0}))
+    with pytest.raises(TypeError, match="reward/mean"):
+        sanitize({"step": 1, "reward/mean": "high"})
+
+
+def test_nan_becomes_null_and_is_counted():
+    row = sanitize({"a": float("nan"), "b": np.float32("inf"), "c": None, "policy_version": 4, "step": np.int64(3)})
+    assert list(row) == ["step", "policy_version", "a", "b", "c", "metrics/nonfinite"]
+    assert (row["a"], row["b"], row["c"], row["metrics/nonfinite"]) == (None, None, None, 2)
+    assert json.loads(json.dumps(row, allow_nan=False)) == row
+
+
+def test_resume_drops_later_rows_and_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    fill(path, range(1, 8)).close()
+    again = RowFile(path)
+    assert again.truncate_after(4) == 3
+    again.log(sanitize({"step": 5, "reward/mean": 9.0}))
+    assert [r["step"] for r in read_rows(path)] == [1, 2, 3, 4, 5]
+    assert read_rows(path)[-1]["reward/mean"] == 9.0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_resume_over_a_hole_is_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    fill(path, [1, 2]).close()
+    with pytest.raises(UserError, match="ends at step 2"):
+        RowFile(path).truncate_after(4)
+
+
+def test_resume_without_rows_starts_after_the_step(tmp_path):
+    rows = RowFile(tmp_path / "metrics.jsonl")
+    rows.truncate_after(4)
+    with pytest.raises(ValueError, match="step 1 cannot follow"):
+        rows.log(sanitize({"step": 1}))
+    rows.log(sanitize({"step": 5}))
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "rew', '{"step": 3}', '{"step": 3, "rew\n'])
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    fill(path, [1, 2]).close()
+    with path.open("a") as file:
+        file.write(tail)
+    assert [r["step"] for r in read_rows(path)] == [1, 2]
+    fill(path, [3])
+    assert [r["step"] for r in read_rows(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lines", ["[1]\n{}\n", "{\n}\n\n", '{"step": 1}\n{"step": 3}\n'])
+def test_a_damaged_file_is_refused_by_name(tmp_path, lines):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines)
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        RowFile(path)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path):
+    rows = RowFile(tmp_path / "metrics.jsonl")
+    rows.path.symlink_to("/dev/full")
+    with pytest.raises(StageError, match="No space left on device"):
+        rows.log(sanitize({"step": 1}))
+
+
+def test_a_killed_writer_leaves_whole_consecutive_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys, itertools\nfrom rlcore.metrics.rows import RowFile, sanitize\nrows = RowFile(sys.argv[1])\n"
+        "for s in itertools.count(1): rows.log(sanitize({'step': s, 'x': 0.5}))"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    deadline = time.monotonic() + 30
+    while len(read_rows(path)) < 20:
+        assert time.monotonic() < deadline, "the writer wrote nothing"
+        time.sleep(0.01)
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(10)
+    steps = [r["step"] for r in read_rows(path)]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
+    fill(path, [len(steps) + 1])
