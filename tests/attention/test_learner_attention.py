@@ -93,7 +93,7 @@ def test_wrong_rows_are_refused():
         SparseRows(BlockTopK(blocks=2, sparse_prompt=False))
     with pytest.raises(ValueError, match="boundaries"):
         attend_rows(q, k, v, SparseRows(SPARSE, cu_seqlens=[0, 37]))
-    with pytest.raises(UserError, match="learner.attention"):
+    with pytest.raises(UserError, match=r"learner\.attention"):
         register("flex")
 
 

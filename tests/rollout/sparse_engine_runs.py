@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import rlcore.rollout  # noqa: F401  sets vLLM's environment
+
+# isort: split
 import vllm._custom_ops as ops
 
 ops._supports_onednn = False  # weights stay where load_weights finds them
