@@ -41,9 +41,7 @@ def policy_loss(
     if kind == "ppo":
         objective, metrics = _ppo(log_ratio.exp(), advantages, low, high)
     elif kind == "gspo":
-        lengths = on.sum(-1, keepdim=True).clamp(min=1)
-        sequence = (log_ratio.sum(-1, keepdim=True) / lengths).expand_as(log_ratio)
-        objective, metrics = _ppo(sequence.exp(), advantages, low, high)
+        objective, metrics = _ppo(_sequence_ratio(log_ratio, on), advantages, low, high)
     elif kind == "cispo":
         objective, metrics = _cispo(log_ratio, advantages, low, high)
     elif kind == "reinforce":
@@ -53,6 +51,17 @@ def policy_loss(
     loss = -torch.where(on, weight.detach().float(), 0.0) * objective
     metrics["ratio"] = torch.where(on, log_ratio.detach().exp(), 0.0)
     return loss, {name: (value & on).float() if value.dtype == torch.bool else value for name, value in metrics.items()}
+
+
+def _sequence_ratio(log_ratio: Tensor, on: Tensor) -> Tensor:
+    """GSPO's geometric mean of the sequence's token ratios, repeated over its tokens (Zheng et al. 2025, eq. 7).
+
+    In the paper's token form, `SG(s) p_new/SG(p_new)`: each token carries its own gradient, so that a weight per token
+    weighs that token; with equal weights the gradient is that of s itself.
+    """
+    lengths = on.sum(-1, keepdim=True).clamp(min=1)
+    mean = log_ratio.detach().sum(-1, keepdim=True) / lengths
+    return (mean + log_ratio - log_ratio.detach()).exp()
 
 
 def _ppo(ratio: Tensor, advantages: Tensor, low: float, high: float) -> LossTerms:

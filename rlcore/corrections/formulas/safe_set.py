@@ -25,8 +25,10 @@ def safe_set_logprobs(logits: Tensor, ids: Tensor, *, rho: float = exp(-13)) -> 
         raise UserError(f"rho={rho} is not accepted: the safe set keeps p >= rho * max p, with rho in (0, 1].")
     wide = logits if logits.dtype == torch.float64 else logits.float()
     with torch.no_grad():
-        safe = wide >= wide.amax(-1, keepdim=True) + log(rho)
+        top = wide.amax(-1, keepdim=True)
+        safe = wide >= top + log(rho)
         inside = safe.gather(-1, ids.long()[..., None])[..., 0]
+    wide = wide - top  # large logits would lose the digits that log-probs live on
     masked = torch.where(safe, wide, FILL)
     normaliser = masked.logsumexp(-1)
     logp = masked.gather(-1, ids.long()[..., None])[..., 0] - normaliser

@@ -1,0 +1,184 @@
+"""Policy losses, KL and aggregation: values and gradients by hand, and safety where the mask is 0."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.corrections.reduction import ONE_RANK
+from rlcore.errors import UserError
+from rlcore.objectives.aggregate import coefficients, counts
+from rlcore.objectives.kl import entropy, full_kl, sampled_kl
+from rlcore.objectives.policy_loss import policy_loss
+
+KINDS = ["ppo", "gspo", "cispo", "reinforce"]
+MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def loss_and_grad(kind, ratio, advantage, mask=None, weight=None, **kw):
+    new = torch.tensor(ratio, dtype=torch.float32).log().requires_grad_()
+    mask = torch.ones(new.shape) if mask is None else torch.tensor(mask)
+    weight = torch.ones(new.shape) if weight is None else torch.tensor(weight)
+    loss, metrics = policy_loss(
+        kind, new, torch.zeros_like(new), torch.tensor(advantage), mask, weight, eps_low=0.2, eps_high=0.3, **kw
+    )
+    loss.sum().backward()
+    return loss.detach(), new.grad, metrics
+
+
+def test_ppo_clips_each_side_and_only_against_the_advantage() -> None:
+    loss, grad, metrics = loss_and_grad("ppo", [[1.1, 1.5, 1.5, 0.5, 0.5]], [[1.0, 1.0, -1.0, 1.0, -1.0]])
+    torch.testing.assert_close(loss, torch.tensor([[-1.1, -1.3, 1.5, -0.5, 0.8]]))
+    torch.testing.assert_close(grad, torch.tensor([[-1.1, 0.0, 1.5, -0.5, 0.0]]))
+    assert metrics["clip_high_share"].tolist() == [[0, 1, 0, 0, 0]]
+    assert metrics["clip_low_share"].tolist() == [[0, 0, 0, 0, 1]]
+
+
+def test_short_circuit_never_clips() -> None:
+    loss, grad, metrics = loss_and_grad("ppo", [[0.1, 9.0]], [[2.0, -1.0]], short_circuit=True)
+    assert torch.equal(loss, torch.tensor([[-2.0, 1.0]])) and torch.equal(grad, loss)
+    assert not metrics["clip_high_share"].any() and not metrics["clip_low_share"].any()
+
+
+def test_gspo_clips_the_sequences_geometric_mean() -> None:
+    loss, grad, _ = loss_and_grad("gspo", [[2.0, 0.6, 99.0], [4.0, 1.0, 1.0]], [[1.0] * 3] * 2, [[1, 1, 0], [1, 1, 1]])
+    s = math.sqrt(1.2)
+    torch.testing.assert_close(loss, torch.tensor([[-s, -s, 0.0], [-1.3, -1.3, -1.3]]))
+    torch.testing.assert_close(grad, torch.tensor([[-s, -s, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_gspo_with_equal_weights_has_the_gradient_of_the_sequence_ratio() -> None:
+    g = torch.Generator().manual_seed(0)
+    ref, mask = -torch.rand(4, 6, generator=g), torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
+    new = (ref + 0.05 * torch.randn(4, 6, generator=g)).requires_grad_()
+    adv, one = torch.tensor([1.0, -1.0, 2.0, 0.5])[:, None].expand(4, 6), torch.ones(4, 6)
+    loss, _ = policy_loss("gspo", new, ref, adv, mask, one, eps_low=0.2, eps_high=0.2)
+    ours = torch.autograd.grad((loss * coefficients("seq-mean-token-mean", mask, 14, 4, 6)).sum(), new)[0]
+    s = (((new - ref) * mask).sum(-1) / mask.sum(-1)).exp()
+    plain = torch.autograd.grad(-(s * adv[:, 0]).mean(), new)[0]
+    torch.testing.assert_close(ours, plain)
+
+
+def test_cispo_caps_the_weight_and_keeps_the_gradient() -> None:
+    loss, grad, _ = loss_and_grad("cispo", [[1.1, 3.0, 0.1]], [[1.0, 1.0, -1.0]])
+    torch.testing.assert_close(grad, torch.tensor([[-1.1, -1.3, 0.8]]))
+    torch.testing.assert_close(loss, grad)
+
+
+def test_reinforce_ignores_the_ratio() -> None:
+    loss, grad, _ = loss_and_grad("reinforce", [[0.2, 5.0]], [[1.5, -2.0]])
+    assert torch.equal(loss, torch.tensor([[-1.5, 2.0]])) and torch.equal(grad, loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_multiplies_and_carries_no_gradient(kind: str) -> None:
+    plain, plain_grad, _ = loss_and_grad(kind, [[1.1, 0.9]], [[1.0, -1.0]])
+    loss, grad, _ = loss_and_grad(kind, [[1.1, 0.9]], [[1.0, -1.0]], weight=[[3.0, 0.0]])
+    torch.testing.assert_close(loss, plain * torch.tensor([[3.0, 0.0]]))
+    torch.testing.assert_close(grad, plain_grad * torch.tensor([[3.0, 0.0]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_masked_junk_reaches_neither_loss_nor_gradient(kind, junk: float) -> None:
+    new = torch.tensor([[-1.0, junk], [junk, junk]], requires_grad=True)
+    other = torch.tensor([[-1.1, -junk], [junk, 0.0]])
+    mask = torch.tensor([[True, False], [False, False]])
+    loss, metrics = policy_loss(kind, new, other, other, mask, other, eps_low=0.2, eps_high=0.2)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all() and not loss[~mask].any()
+    assert new.grad is not None and torch.isfinite(new.grad).all() and not new.grad[~mask].any()
+    assert all(torch.isfinite(m).all() and not m[~mask].any() for m in metrics.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_ratios_are_finite(kind) -> None:
+    new = torch.tensor([[-1e4, -0.1, -math.inf]], requires_grad=True)
+    ref = torch.tensor([[-0.1, -1e4, -1.0]])
+    loss, _ = policy_loss(kind, new, ref, -torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 3), eps_low=1, eps_high=1)
+    finite = torch.isfinite(loss)
+    assert finite[:, :2].all() and (kind == "reinforce" or finite.all())
+
+
+def test_names_are_checked() -> None:
+    t = torch.zeros(1, 1)
+    with pytest.raises(UserError, match=r"algorithm\.loss=trpo"):
+        policy_loss("trpo", t, t, t, t, t, eps_low=0.2, eps_high=0.2)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"algorithm\.kl_estimator=k4"):
+        sampled_kl("k4", t, t, t)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"algorithm\.aggregation=sum"):
+        coefficients("sum", t, 1, 1, 1)  # type: ignore[arg-type]
+
+
+def test_coefficients_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    tokens, sequences = counts(mask, ONE_RANK)
+    assert (tokens, sequences) == (4, 2)
+    by_mode = {m: coefficients(m, mask, tokens, sequences, 8) for m in MODES}
+    torch.testing.assert_close(by_mode["token-mean"], mask / 4)
+    torch.testing.assert_close(by_mode["seq-mean-token-mean"], mask / torch.tensor([[6.0], [2.0], [1.0]]))
+    torch.testing.assert_close(by_mode["seq-mean-token-sum-norm"], mask / 16)
+    assert counts(torch.zeros(2, 3), ONE_RANK) == (0, 0)
+    for mode in MODES:
+        assert torch.equal(coefficients(mode, torch.zeros(2, 3), 0, 0, 8), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 9), max_size=6))
+def test_any_split_of_the_sequences_adds_up_to_the_same_loss(mode, seed: int, cuts: list[int]) -> None:
+    g = torch.Generator().manual_seed(seed)
+    mask = torch.rand(9, 5, generator=g) > 0.4
+    loss = torch.randn(9, 5, generator=g, dtype=torch.float64)
+    tokens, sequences = counts(mask, ONE_RANK)
+    whole = (coefficients(mode, mask, tokens, sequences, 5) * loss).sum()
+    edges = [0, *sorted(cuts), 9]
+    parts = [
+        (coefficients(mode, mask[a:b], tokens, sequences, 5) * loss[a:b]).sum() for a, b in itertools.pairwise(edges)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_sampled_estimators_have_the_full_kl_as_expectation(seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    new, base = (torch.randn(12, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    true = (new.exp() * (new - base)).sum()
+    torch.testing.assert_close(full_kl(new, base).double(), true, atol=1e-6, rtol=1e-5)
+    for kind in ("k1", "k3"):
+        estimate = (new.exp() * sampled_kl(kind, new, base, torch.ones(12)).double()).sum()
+        torch.testing.assert_close(estimate, true, atol=1e-5, rtol=1e-5)
+    assert (sampled_kl("k3", new, base, torch.ones(12)) >= 0).all()
+    near = new + 1e-3 * torch.randn(12, generator=g, dtype=torch.float64)
+    torch.testing.assert_close(
+        sampled_kl("k2", new, near, torch.ones(12)), sampled_kl("k3", new, near, torch.ones(12)), atol=1e-8, rtol=0.01
+    )
+    torch.testing.assert_close(entropy(new).double(), -(new.exp() * new).sum(), atol=1e-6, rtol=1e-5)
+
+
+def test_k2_has_the_gradient_of_the_kl() -> None:
+    z = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    base = torch.randn(8, dtype=torch.float64).log_softmax(0)
+    true = torch.autograd.grad(full_kl(z.log_softmax(0), base), z)[0]
+    new = z.log_softmax(0)
+    by_k2 = torch.autograd.grad((new.exp().detach() * sampled_kl("k2", new, base, torch.ones(8))).sum(), z)[0]
+    torch.testing.assert_close(by_k2, true, atol=1e-6, rtol=1e-5)
+
+
+def test_kl_and_entropy_with_excluded_tokens_and_masked_junk() -> None:
+    new = torch.tensor([[0.0, -math.inf], [-math.log(2), -math.log(2)]], requires_grad=True)
+    total = full_kl(new, torch.tensor([[-0.5, -0.5], [-math.log(2), -math.log(2)]])).sum() + entropy(new).sum()
+    total.backward()
+    assert total.item() == pytest.approx(0.5 + math.log(2))
+    assert new.grad is not None and torch.isfinite(new.grad).all()
+    for kind in ("k1", "k2", "k3"):
+        junk = torch.tensor([[math.nan, math.inf]], requires_grad=True)
+        kl = sampled_kl(kind, junk, torch.zeros(1, 2), torch.zeros(1, 2))  # type: ignore[arg-type]
+        kl.sum().backward()
+        assert torch.equal(kl, torch.zeros(1, 2)) and junk.grad is not None and not junk.grad.any()
