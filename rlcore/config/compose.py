@@ -104,7 +104,7 @@ def _roots(config_dir: str | Path | None) -> list[Path]:
         return [SHIPPED]
     own = Path(config_dir).resolve()
     if not own.is_dir():
-        raise UserError(f"--config-dir={config_dir} is not a folder: give one that holds groups such as experiment/.")
+        raise UserError(f"config_dir={config_dir} is not a folder: give one that holds groups such as experiment/.")
     return [own, SHIPPED] if (own / "config.yaml").is_file() else [SHIPPED, own]
 
 

@@ -24,53 +24,55 @@ class Strict(BaseModel):
 
 
 class Tis(Strict):
-    cap: float = Field(default=2.0, gt=0, description="C: weights are min(p_ref/p_inf, C)")
-    level: Literal["token", "sequence"] = "token"
+    cap: float = Field(default=2.0, ge=1, description="C: weights are min(p_ref/p_inf, C)")
+    level: Literal["token", "sequence"] = Field(default="token", description="of the ratio")
     adjusted: bool = Field(default=False, description="min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
 
 
 class Mis(Strict):
-    low: float = Field(default=0.5, ge=0)
-    high: float = Field(default=2.0, gt=0)
-    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float = Field(default=0.5, ge=0, le=1, description="ratios below weigh 0")
+    high: float = Field(default=2.0, ge=1, description="ratios above weigh 0")
+    level: Literal["token", "sequence", "geometric"] = Field(default="token", description="of the ratio")
 
 
 class IcePop(Strict):
-    low: float = Field(default=0.5, ge=0)
-    high: float = Field(default=5.0, gt=0)
+    low: float = Field(default=0.5, ge=0, le=1, description="ratios below weigh 0")
+    high: float = Field(default=5.0, ge=1, description="ratios above weigh 0")
 
 
 class Veto(Strict):
-    threshold: float = Field(default=1e-4, gt=0, lt=1)
+    threshold: float = Field(default=1e-4, gt=0, lt=1, description="a token with p_ref/p_inf below drops its sequence")
 
 
 class Jackpot(Strict):
-    mode: Literal["mask", "reweight", "both"] = "both"
-    target: Literal["ref", "new"] = "ref"
-    lam: float = Field(default=1.0, gt=0)
-    c1: float = Field(default=3.0, gt=0)
-    c2: float = Field(default=3.0, gt=0)
-    alpha_hat: Literal["bernoulli", "expected"] = "expected"
-    missing: Literal["zero", "bound"] = "zero"
-    tail: Literal["none", "residual"] = "residual"
+    mode: Literal["mask", "reweight", "both"] = Field(default="both", description="reject tokens, weigh them, or both")
+    target: Literal["ref", "new"] = Field(default="ref", description="p_t: ref without staleness, new with it")
+    lam: float = Field(default=1.0, gt=0, description="lambda: accept with min(1, p_t/(lambda p_inf))")
+    c1: float = Field(default=3.0, ge=1, description="cap of Z * max(lambda, p_t/p_inf)")
+    c2: float = Field(default=3.0, ge=1, description="cap of p_ref/p_new, target new")
+    alpha_hat: Literal["bernoulli", "expected"] = Field(
+        default="expected", description="the accepted share: drawn, or its expectation"
+    )
+    missing: Literal["zero", "bound"] = Field(default="zero", description="p_inf of tokens the actor did not return")
+    tail: Literal["none", "residual"] = Field(default="residual", description="mass outside the stored top k")
     short_circuit: bool = Field(default=False, description="switch the inner PPO clip off, as TIS-adjusted does")
 
 
 class Ais(Strict):
-    cap: float = Field(default=5.0, gt=0)
-    delta: float = Field(default=0.02, gt=0)
-    gamma: float = Field(default=1.2, gt=0)
-    beta: float = Field(default=1.0, ge=0)
-    eps: float = Field(default=1e-6, gt=0)
+    cap: float = Field(default=5.0, ge=1, description="C: w = min(p_ref/p_inf, C)")
+    delta: float = Field(default=0.02, gt=0, description="mean |dlogp| at which the correction is full")
+    gamma: float = Field(default=1.2, gt=0, description="growth of std(A*w)/std(A) that is tolerated")
+    beta: float = Field(default=1.0, ge=0, description="how much more growth damps the correction")
+    eps: float = Field(default=1e-6, gt=0, description="guards a division")
 
 
 class Dvp(Strict):
-    rho: float = Field(default=exp(-13.0), gt=0, lt=1)
+    rho: float = Field(default=exp(-13.0), gt=0, lt=1, description="safe set: p >= rho * max p")
 
 
 class Rapid(Strict):
-    eta: float = Field(default=2.0, gt=0)
-    leave_one_out: bool = False
+    eta: float = Field(default=2.0, ge=1, description="cap of the sequence weight")
+    leave_one_out: bool = Field(default=False, description="leave a sample out of its own baseline")
 
 
 class CorrectionsConfig(Strict):

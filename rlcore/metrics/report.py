@@ -43,10 +43,18 @@ CHARTS = (
     Chart("Held-out accuracy", ("eval/<task>/greedy", "eval/<task>/mean@<k>", "eval/<task>/pass@<k>")),
     Chart("Response length", ("response_length/mean", "response_length/max")),
     Chart("Staleness", ("staleness/mean", "staleness/max", "staleness/in_flight_mean", "staleness/in_buffer_mean")),
+    Chart("Age of trained tokens", ("staleness/share_<age>",), stacked=True),
     Chart("Mismatch: KL(p_inf || p_ref)", ("mismatch/kl_k1", "mismatch/kl_k3")),
     Chart("Mismatch: |log p_ref - log p_inf|", ("mismatch/abs_dlogp_mean", "mismatch/abs_dlogp_max"), log=True),
     Chart("Mismatch: effective sample size", ("mismatch/ess",)),
-    Chart("Corrections", ("correction/<statistic>", "correction/<name>/<statistic>")),
+    Chart(
+        "Mismatch: tokens affected", tuple(f"mismatch/{s}_share" for s in ("truncated", "masked", "veto", "outside"))
+    ),
+    Chart(
+        "Corrections: share and weight",
+        tuple(f"correction/{s}" for s in ("kept_share", "weight_mean", "zero_weight_share")),
+    ),
+    Chart("Corrections: their own figures", ("correction/<name>/<statistic>",)),
     Chart("Loss", ("loss/policy", "loss/kl", "loss/<part>")),
     Chart("Gradient norm", ("grad_norm",)),
     Chart("Entropy", ("entropy",)),
@@ -130,7 +138,7 @@ def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
     traces: list[dict[str, Any]] = []
     for place, run in enumerate(runs):
         rows = [_with_rest(r) for r in run.rows] if chart.stacked else run.rows
-        names = sorted({n for r in rows for n in r if chart.shows(n)})
+        names = sorted({n for r in rows for n in r if chart.shows(n)}, key=lambda n: (len(n), n))  # share_2 before _16
         for i, name in enumerate(names):
             color, dash = (COLORS[i % 8], "solid") if len(runs) == 1 else (COLORS[place % 8], DASHES[i % 6])
             points = [(_x(name, r), r[name]) for r in rows if r.get(name) is not None]

@@ -1,11 +1,17 @@
 """Composition: every option and experiment is valid, order and selection count, a saved configuration is itself."""
 
+import itertools
+import json
 import subprocess
 import sys
 
 import pytest
 
+from rlcore.config.checks import check
 from rlcore.config.compose import LABELLED, from_yaml, groups, load, to_yaml
+from rlcore.config.correction_schema import CorrectionsConfig
+from rlcore.config.schema import RunConfig
+from rlcore.config.sentences import section
 from rlcore.errors import UserError
 
 MANDATORY = {  # what a user must give for the options that have no default
@@ -85,7 +91,7 @@ def test_words_win_over_an_experiment_and_an_experiment_over_its_base():
 
 
 def test_keys_the_schema_knows_need_no_plus():
-    config = run("learner.betas=[0.5,0.6]", "model.system_prompt='be brief: ${now}'".replace("${now}", "1"))
+    config = run("learner.betas=[0.5,0.6]", "model.system_prompt='be brief: 1'")
     assert config.learner.betas == (0.5, 0.6)
     assert config.model.system_prompt == "be brief: 1"
 
@@ -98,7 +104,8 @@ def test_a_group_may_be_put_elsewhere():
 
 def test_a_users_own_folder_adds_options(tmp_path):
     (tmp_path / "experiment").mkdir()
-    mine = "# @package _global_\n# Mine.\ndefaults:\n  - quickstart\n  - override /correction: [mis]\n  - _self_\nseed: 7\n"
+    defaults = "defaults: [quickstart, {override /correction: [mis]}, _self_]"
+    mine = f"# @package _global_\n# Mine.\n{defaults}\nseed: 7\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(mine)
     config = run("experiment=mine", config_dir=tmp_path)
     assert config.seed == 7 and list(config.correction.chosen()) == ["mis"]
@@ -134,6 +141,51 @@ def test_a_requeued_command_resumes_and_a_different_one_is_refused(tmp_path):
 def test_without_resume_a_saved_configuration_does_not_count(tmp_path):
     _started(tmp_path, "learner.lr=3e-5")
     assert load([f"run_dir={tmp_path}"]).learner.lr != 3e-5
+
+
+def test_the_refusals_of_the_corrections_are_made_at_the_door():
+    """Whatever the configuration lets through, the corrections themselves accept; and the other way round for pairs."""
+    from rlcore.corrections import REGISTRY, build
+
+    bases = {name: run(f"algorithm={name}") for name in ("grpo", "rapid")}
+    for first, second in itertools.permutations(REGISTRY, 2):
+        base = bases["rapid" if "rapid" in (first, second) else "grpo"]
+        chosen = CorrectionsConfig.model_validate({first: {}, second: {}})
+        try:
+            check(base.model_copy(update={"correction": chosen}))
+        except UserError:
+            with pytest.raises(UserError):
+                build(chosen.chosen(), run_seed=0)
+        else:
+            build(chosen.chosen(), run_seed=0)
+
+
+def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
+    from rlcore.tasks import make_task
+
+    rows = [{"question": f"{i}?", "problem": f"{i}?", "answer": f"so #### {i}"} for i in range(64)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "mine.py").write_text("def grade(item, response):\n    return 1.0\n")
+    values = {"train_path": str(data), "grader": f"{tmp_path}/mine.py:grade"}
+    for option in groups()["task"]:
+        given = [w for w in MANDATORY.get(option, [])]
+        words = [w.partition("=")[0] + "=" + values[w.partition("=")[0].rpartition(".")[2]] for w in given]
+        spec = run(f"task={option}", *words).task
+        assert make_task(spec.name, dict(spec.args)).item("train", 0).question
+
+
+def _undescribed(model, prefix=""):
+    for name, info in model.model_fields.items():
+        inner, _ = section(info.annotation)
+        if inner is not None:
+            yield from _undescribed(inner, f"{prefix}{name}.")
+        elif not info.description:
+            yield f"{prefix}{name}"
+
+
+def test_every_key_says_what_it_is():
+    assert list(_undescribed(RunConfig)) == []
 
 
 def test_help_lists_everything_and_loads_nothing_heavy():

@@ -76,7 +76,7 @@ def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
     assert shown["Mismatch: KL(p_inf || p_ref)"][0]["x"] == [1, 2, 4, 5, 6]  # NaN is a gap
     parts = {t["name"]: t["y"][0] for t in shown["Time of a step"]}
     assert parts == {"time/wait_data_s": 0.5, "time/learn_s": 1.0, "time/publish_s": 0.1, "rest_s": pytest.approx(0.4)}
-    assert {"Corrections", "Ledger", "Also logged: weird"} <= set(shown)
+    assert {"Corrections: their own figures", "Ledger", "Also logged: weird"} <= set(shown)
 
 
 def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_there(tmp_path):
