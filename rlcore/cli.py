@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             raise UserError.choice("rlcore", verb, VERBS, "there is no such command")
         if "-h" in rest or "--help" in rest:
-            from rlcore.config.help import help_text
+            from rlcore.config.help import text
 
-            print(help_text(verb))
+            print(text())
             return 0
         return VERBS[verb](rest)
     except UserError as e:

@@ -135,11 +135,10 @@ class Controller:
                 task.result()
             await learn
         finally:
-            for task in [learn, *background, self._publishing]:
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await task
+            tasks: list[asyncio.Task[Any] | None] = [learn, *background, self._publishing]
+            for task in filter(None, tasks):
+                task.cancel()
+            await asyncio.gather(*filter(None, tasks), return_exceptions=True)
 
     async def _start(self) -> None:
         """Publish the learner's weights with a full arrival check, and hand in-flight groups of a resume out again."""
@@ -148,7 +147,7 @@ class Controller:
         in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
         if in_flight:
             self.reporter.note(f"{len(in_flight)} groups were in flight at the checkpoint: handed out again")
-            self._hand_out({g: prompt_id for g, (prompt_id, _) in in_flight.items()})
+            await self._hand_out({g: prompt_id for g, (prompt_id, _) in in_flight.items()})
         if self.progress.evaluated < self.progress.step and self.evaluator.wants(self.progress.step, self.plan.steps):
             await self._evaluate()
             if self.plan.synchronous:
@@ -175,12 +174,12 @@ class Controller:
                     items = [self.prompts.next() for _ in range(room)]
                     prompt_ids = [i.prompt_id for i in items]
                     ids = await self._buffer_call(self.buffer.admit.remote(prompt_ids), "an admission")
-                    self._hand_out(dict(zip(ids, prompt_ids)))
+                    await self._hand_out(dict(zip(ids, prompt_ids)))
 
-    def _hand_out(self, groups: dict[int, str]) -> None:
+    async def _hand_out(self, groups: dict[int, str]) -> None:
         deadline = time.monotonic() + self.plan.request_timeout_s
         self._live.update(dict.fromkeys(groups, deadline))
-        self.fleet.assign({g: self.requests.group(g, prompt_id) for g, prompt_id in groups.items()})
+        await self.fleet.assign({g: self.requests.group(g, prompt_id) for g, prompt_id in groups.items()})
 
     async def _reissue_overdue(self) -> None:
         """Groups that an actor or the scorer lost without a word are handed out again; nothing waits for ever."""
@@ -190,7 +189,7 @@ class Controller:
         overdue = {g: in_flight[g][0] for g, d in self._live.items() if d < time.monotonic()}
         if overdue:
             self.reporter.note(f"{len(overdue)} groups did not arrive within rollout.request_timeout_s: handed out again")
-            self._hand_out(overdue)
+            await self._hand_out(overdue)
 
     async def _watch(self) -> None:
         while True:

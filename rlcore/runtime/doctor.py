@@ -26,7 +26,7 @@ def doctor() -> int:
         ("disk", _disk),
         ("/dev/shm", _shm),
         ("loopback", _loopback),
-        *[(name, lambda name=name: _package(name)) for name in PACKAGES],  # type: ignore[misc]
+        *[(name, lambda name=name: _package(name)) for name in PACKAGES],
         ("vLLM build", _vllm),
         ("accelerator", _accelerator),
         ("configs", _configs),

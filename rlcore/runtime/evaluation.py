@@ -91,7 +91,7 @@ class Evaluator:
                     number -= 1
                     groups[number] = [replace(r, group_id=number) for r in requests]
         self._pending = _Pending(version, time.monotonic(), expected, list(groups.values()))
-        self.fleet.assign(groups)
+        await self.fleet.assign(groups)
 
     async def collect(self, *, wait: bool) -> dict[str, float]:
         """The metrics of the pending evaluation if it is complete (or `wait`), else nothing.

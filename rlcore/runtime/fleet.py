@@ -7,6 +7,7 @@ replaced, gets the newest published weights, and the groups it held are handed o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,18 +72,39 @@ class Fleet:
         """The members that may be given work."""
         return [m for m in self.members if m.well]
 
-    def assign(self, groups: dict[int, list[Request]]) -> None:
-        """Hand groups to the least loaded healthy members: whole groups, ties by order, one message a member."""
+    async def assign(self, groups: dict[int, list[Request]]) -> None:
+        """Hand groups to the least loaded healthy members: whole groups, ties by order, one message a member.
+
+        Raises UserError when an engine refuses a request; a member that does not answer is replaced.
+        """
+        await self._someone()
         batches: dict[int, list[Request]] = {}
         for group_id, requests in sorted(groups.items()):
-            rotation = self.rotation()
-            if not rotation:
-                raise StageError("no rollout actor is left in the rotation")
-            member = min(rotation, key=lambda m: m.load)
+            member = min(self.rotation(), key=lambda m: m.load)
             member.groups[group_id] = requests
             batches.setdefault(self.members.index(member), []).extend(requests)
-        for place, requests in batches.items():
-            self.members[place].handle.submit.remote(requests)
+        await asyncio.gather(*(self._submit(self.members[i], requests) for i, requests in batches.items()))
+
+    async def _someone(self) -> None:
+        """Wait until a member is in the rotation: a lone actor may be being replaced."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while not self.rotation():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"waited {self.start_timeout_s:g} s for a rollout actor to be well (cluster.start_timeout_s)."
+                )
+            await asyncio.sleep(0.1)
+
+    async def _submit(self, member: Member, requests: list[Request]) -> None:
+        try:
+            await call(
+                member.handle.submit.remote(requests),
+                timeout_s=self.hang_timeout_s,
+                what=f"{member.name} to take {len(requests)} requests",
+                key="cluster.hang_timeout_s",
+            )
+        except (ActorDied, DeadlineExceeded, StageError) as e:
+            await self.replace(member, str(e))
 
     def forget(self, live: set[int]) -> None:
         """Drop finished groups from the books; `live` are the incomplete ones (evaluation groups are negative)."""
@@ -149,7 +171,7 @@ class Fleet:
             await self._publish_to(member)
         held = [r for requests in member.groups.values() for r in requests]
         if held and member.well:
-            member.handle.submit.remote(held)
+            await self._submit(member, held)
 
     async def watch(self) -> None:
         """One round of heartbeats."""

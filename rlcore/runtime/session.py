@@ -55,7 +55,7 @@ class Session:
         for rank, learner in enumerate(self.learners):
             arguments = options.learner(config, model_path, rank, master, pad_id)
             starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
-        for ref, what in starting:
+        for ref, what in starting:  # the cluster's end takes down what has started, should one of them fail
             get(ref, timeout_s=self.timeout_s, what=what, key="cluster.start_timeout_s")
         self.fleet = Fleet(
             members,

@@ -18,8 +18,10 @@ from typing import Any
 
 import ray
 
-from rlcore.errors import StageError
+from rlcore.errors import StageError, UserError
 from rlcore.types import Group, OnPublish, Request, Trajectory, WeightManifest
+
+SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 
 
 class BufferShell:
@@ -235,8 +237,11 @@ class RolloutShell:
         self._scorer.submit.remote(trajectories)
 
     def submit(self, requests: list[Request]) -> None:
-        """Queue requests; a list enters the engine as one. Raises what the engine refuses."""
-        self.worker.submit(requests).result(timeout=60)
+        """Queue requests; a list enters the engine as one. Raises UserError for what the engine cannot serve."""
+        try:
+            self.worker.submit(requests).result(timeout=SUBMIT_TIMEOUT_S)
+        except ValueError as e:
+            raise UserError(f"a rollout actor refused a request: {e}") from e
 
     def abort(self, request_ids: list[str]) -> None:
         self.worker.abort(request_ids)

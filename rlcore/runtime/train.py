@@ -14,8 +14,9 @@ from typing import Any
 from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.logger import open_logger
+from rlcore.metrics.report import write_report
 from rlcore.runtime import checkpoint, options
-from rlcore.runtime.cluster import cluster
+from rlcore.runtime.cluster import cluster, get
 from rlcore.runtime.controller import Controller, Progress
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.preflight import Prepared, open_run_dir, prepare
@@ -30,24 +31,42 @@ def train(config: RunConfig) -> int:
     """Run to the end of the schedule. Returns the exit code; raises UserError before anything is started."""
     prepared = prepare(config)
     run_dir = open_run_dir(config)
-    logger = open_logger(
+    with open_logger(
         run_dir,
         console=config.logging.console,
         wandb=config.logging.wandb,
         project=config.logging.project,
         config=config.model_dump(mode="json"),
         total_steps=config.schedule.steps,
-    )
-    reporter = RunReporter(logger)
-    found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if config.resume == "auto" else None
-    state = checkpoint.state_of(found) if found else None
-    progress = Progress(**state["progress"]) if state else Progress()
-    if progress.step >= config.schedule.steps:
-        reporter.note(f"nothing to do: the run has its {progress.step} steps (schedule.steps={config.schedule.steps})")
-        logger.finish({"steps": progress.step})
-        return 0
-    logger.resume_at(progress.step)
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    ) as logger:
+        reporter = RunReporter(logger)
+        found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if config.resume == "auto" else None
+        state = checkpoint.state_of(found) if found else None
+        progress = Progress(**state["progress"]) if state else Progress()
+        if progress.step >= config.schedule.steps:
+            reporter.note(f"nothing to do: schedule.steps={config.schedule.steps} and the run has {progress.step} steps")
+            return 0
+        logger.resume_at(progress.step)
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        try:
+            controller = _on_cluster(config, prepared, reporter, run_dir, found, state, progress)
+            logger.finish({"steps": controller.progress.step, "seconds": controller.progress.seconds})
+        finally:
+            if config.logging.report and (run_dir / "metrics.jsonl").exists():
+                write_report(run_dir)
+    return STOPPED if controller.progress.step < config.schedule.steps else 0
+
+
+def _on_cluster(
+    config: RunConfig,
+    prepared: Prepared,
+    reporter: RunReporter,
+    run_dir: Path,
+    found: Path | None,
+    state: dict[str, Any] | None,
+    progress: Progress,
+) -> Controller:
+    """The part of a run that needs processes; none is left when it returns or raises."""
     cpus, gpus = options.needed(config)
     with cluster(
         address=config.cluster.address,
@@ -58,20 +77,19 @@ def train(config: RunConfig) -> int:
     ):
         model_path = str(state["model_path"]) if state else starting_model(config, prepared, reporter.note)
         started = time.monotonic()
-        session = Session(
-            config, model_path, pad_id=prepared.tokenizer.pad_token_id, run_dir=run_dir, note=reporter.note
-        )
-        reporter.note(f"{len(session.fleet.members)} rollout actors and {len(session.learners)} learner ranks are up "
-                      f"after {time.monotonic() - started:.0f} s")
+        pad_id = prepared.tokenizer.pad_token_id
+        session = Session(config, model_path, pad_id=pad_id, run_dir=run_dir, note=reporter.note)
         try:
-            if found is not None:
+            reporter.note(
+                f"{len(session.fleet.members)} rollout actors and {len(session.learners)} learner ranks are up "
+                f"after {time.monotonic() - started:.0f} s"
+            )
+            if found is not None and state is not None:
                 _restore(session, prepared, found, state)
                 reporter.note(f"continuing from {found.name}")
-            controller = asyncio.run(_run(config, session, prepared, reporter, run_dir, model_path, progress))
+            return asyncio.run(_run(config, session, prepared, reporter, run_dir, model_path, progress))
         finally:
             session.close()
-    logger.finish({"steps": controller.progress.step, "seconds": controller.progress.seconds})
-    return STOPPED if controller.stop_requested and controller.progress.step < config.schedule.steps else 0
 
 
 async def _run(
@@ -151,8 +169,6 @@ def _saver(config: RunConfig, run_dir: Path, model_path: str) -> Callable[[Contr
 
 
 def _restore(session: Session, prepared: Prepared, folder: Path, state: dict[str, Any]) -> None:
-    from rlcore.runtime.cluster import get
-
     session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
     get(
         session.buffer.load.remote(str(folder / "buffer")),

@@ -1,0 +1,106 @@
+"""Running whole `rlcore` commands and reading what they leave: shared by the scripts beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(slots=True)
+class Run:
+    """One finished command."""
+
+    words: list[str]
+    seconds: float
+    code: int
+    rows: list[dict[str, Any]]
+    peak_memory: float  # bytes, all processes of the run together, shared pages counted once (PSS)
+    memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds, bytes)
+    output: str = ""
+
+
+def rlcore(*words: str, run_dir: str | Path | None = None, timeout_s: float = 3600, every_s: float = 1.0) -> Run:
+    """Run `rlcore WORDS run_dir=...`, sampling the memory of its whole process tree. Raises on a non-zero exit."""
+    folder = Path(run_dir or tempfile.mkdtemp(prefix="rlcore-bench-"))
+    command = [str(Path(sys.executable).parent / "rlcore"), *words, f"run_dir={folder}"]
+    log = folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start, memory = time.monotonic(), []
+    marker = f"bench-{os.getpid()}-{time.monotonic_ns()}"
+    with log.open("w") as out:
+        environment = {**os.environ, "RLCORE_BENCH": marker}
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        while child.poll() is None:
+            if time.monotonic() - start > timeout_s:
+                child.terminate()
+                raise TimeoutError(f"{' '.join(command)} ran longer than {timeout_s:g} s; see {log}")
+            memory.append((time.monotonic() - start, tree_memory(child.pid)))
+            time.sleep(every_s)
+    text = log.read_text(errors="replace")
+    if child.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} exited with {child.returncode}:\n{text[-3000:]}")
+    return Run(
+        list(words),
+        time.monotonic() - start,
+        child.returncode,
+        read_rows(folder),
+        max((m for _, m in memory), default=0.0),
+        memory,
+        text,
+    )
+
+
+def read_rows(run_dir: str | Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run directory."""
+    path = Path(run_dir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def tree_memory(pid: int) -> float:
+    """Proportional set size of a process and all its descendants, in bytes."""
+    try:
+        root = psutil.Process(pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    total = 0.0
+    for process in family:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
+    """A Markdown table; floats with four significant digits."""
+    columns = list(columns or rows[0])
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    for row in rows:
+        cells = [row.get(c, "") for c in columns]
+        lines.append("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """One line that says where figures come from."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "unknown CPU",
+    )
+    return f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
+
+
+def median(values: Iterable[float]) -> float:
+    return float(statistics.median(list(values)))

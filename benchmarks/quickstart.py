@@ -1,0 +1,46 @@
+"""The quickstart on several seeds: time with the warm-up, held-out accuracy before and after, memory of everything.
+
+    python benchmarks/quickstart.py [--seeds 0 1 2] [--fresh-cache]
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+from harness import machine, rlcore, table
+
+KEY = "eval/digits/greedy"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("words", nargs="*", help="further overrides")
+    args = parser.parse_args()
+    found = []
+    for seed in args.seeds:
+        with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that the warm-up is part of the time
+            run = rlcore(
+                "train", "experiment=quickstart", f"seed={seed}", f"model.warmup.cache_dir={cache}", *args.words
+            )
+        evals = [(r["eval/policy_version"], r[KEY]) for r in run.rows if KEY in r]
+        found.append(
+            {
+                "seed": seed,
+                "seconds": run.seconds,
+                "accuracy at start": evals[0][1],
+                "accuracy at end": evals[-1][1],
+                "doubled and >= 0.90": evals[-1][1] >= max(0.90, 2 * evals[0][1]),
+                "peak memory GiB": run.peak_memory / 2**30,
+                "steps": len(run.rows),
+                "wait share": sum(r["time/wait_data_s"] for r in run.rows) / sum(r["time/step_s"] for r in run.rows),
+            }
+        )
+        print(found[-1], flush=True)
+    print(f"\nQuickstart on {machine()}\n")
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
