@@ -5,7 +5,7 @@ with `gradient_accumulation_steps=1` every backward would end an accumulation (Z
 only). The boundary is set by hand before every backward, and no loss is divided by a number of steps. Every rank must
 make the same number of backward calls.
 
-Losses are sums with global normalisers. DeepSpeed averages gradients over ranks, so `backward` multiplies by their number.
+Losses are sums with global normalisers. DeepSpeed averages gradients over ranks: `backward` multiplies by their number.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def join_ranks(
         )
     import deepspeed
 
+    # On CPU DeepSpeed would compile a shared-memory all-reduce here that training never calls: half a minute, a
+    # compiler, and a build lock that a killed process leaves behind for the next one to wait on.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
@@ -75,7 +78,7 @@ class RankReduce:
 
 
 def learning_rate(step: int, lr: float, warmup: int, schedule: LrSchedule, total: int | None) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up over `warmup` steps, then the schedule down to 0 at `total`."""
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant or down to 0 at step `total`."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
@@ -125,7 +128,14 @@ class ZeroEngine:
 
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
         """Scores of a micro-batch; gradients according to torch's grad mode."""
-        return TokenScores(*self._engine(mb, ids, spec))
+        return TokenScores(*self._engine(mb, ids, spec)[1:])
+
+    def forward_with_kl(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: tuple[Tensor, Tensor] | None
+    ) -> tuple[TokenScores, Tensor | None]:
+        """The same, with the exact KL [N] to the frozen policy whose (hidden states, head weight) are `base`."""
+        kl, *scores = self._engine(mb, ids, spec, base)
+        return TokenScores(*scores), kl
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a micro-batch's share of the global loss; `last` ends the accumulation."""
@@ -133,7 +143,7 @@ class ZeroEngine:
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the accumulated gradient, before clipping; NaN or inf if any entry is. After the last backward."""
+        """Global L2 norm of the accumulated gradient before clipping; NaN or inf if any entry is."""
         grads = self._local_gradients()
         total = torch.stack([g.detach().float().square().sum() for g in grads]).sum().double()
         if self.stage > 0 and self.world_size > 1 and not self._whole_gradients:
@@ -250,7 +260,8 @@ class ZeroEngine:
         """The tensors that torch's AdamW holds states for."""
         if self.stage == 0:
             return list(self.names.values())
-        for attribute in ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        attributes = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+        for attribute in attributes:
             if hasattr(self._optimizer, attribute):
                 return list(getattr(self._optimizer, attribute))
         raise StageError(f"unknown DeepSpeed optimizer {type(self._optimizer).__name__} at ZeRO stage {self.stage}")

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
+from rlcore.objectives.kl import full_kl
 from rlcore.types import TokenScores
 
-FILL = -1.0e4  # log-prob outside a safe set: finite, representable in bfloat16, and exp of it is exactly 0 in float32
 _BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
 
 
@@ -84,7 +86,7 @@ class _Outputs:
 
 def _keep_safe(e: Tensor, rho: float) -> Tensor:
     """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which is 1), in place."""
-    return torch.nn.functional.threshold_(e, _below(rho), 0.0)
+    return torch.threshold_(e, _below(rho), 0.0)
 
 
 def _below(rho: float) -> float:
@@ -140,7 +142,7 @@ def _score_chunk(
 
     def at(columns: Tensor) -> Tensor:
         values = z.gather(1, columns) - log_total
-        return values if rho is None else values.masked_fill_(e.gather(1, columns) == 0.0, FILL)
+        return values if rho is None else values.masked_fill_(e.gather(1, columns) == 0.0, OUTSIDE_LOGP)
 
     out.logp[s] = at(targets.unsqueeze(1)).squeeze(1)
     if out.inside is not None:
@@ -228,10 +230,27 @@ def head_pass(
     hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same dtype.
     targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @ weight.T / temperature`.
     Gradients flow to `hidden` and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP)
-    they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant FILL.
+    they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant OUTSIDE_LOGP.
     """
     logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
+
+
+def full_kl_pass(hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], spec: HeadSpec) -> Tensor:
+    """Exact KL(p_new || p_base) per position [N] float32 at the spec's temperature, chunk by chunk, nothing kept of V.
+
+    base: the frozen policy's hidden states [N, D'] and LM-head weight [V, D']. No safe set is applied to either side.
+    """
+
+    def chunk(h: Tensor, w: Tensor, h_base: Tensor, w_base: Tensor) -> Tensor:
+        new = torch.log_softmax((h @ w.t()).float() / spec.temperature, dim=-1)
+        return full_kl(new, torch.log_softmax((h_base @ w_base.t()).float() / spec.temperature, dim=-1))
+
+    parts = [
+        checkpoint(chunk, hidden[s : s + spec.chunk], weight, base[0][s : s + spec.chunk], base[1], use_reentrant=False)
+        for s in range(0, len(hidden), spec.chunk)
+    ]
+    return torch.cat(parts)
 
 
 class Head(nn.Module):
@@ -241,7 +260,10 @@ class Head(nn.Module):
         super().__init__()
         self.weight = weight
 
-    def forward(self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
-        """The fields of TokenScores in order, as a tuple: DeepSpeed's hooks do not look into dataclasses."""
+    def forward(
+        self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, base: tuple[Tensor, Tensor] | None
+    ) -> tuple:
+        """The full KL to `base` or None, then the fields of TokenScores: DeepSpeed looks into tuples only."""
+        kl = None if base is None else full_kl_pass(hidden, self.weight, base, spec)
         s = head_pass(hidden, self.weight, targets, spec, ids)
-        return s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage
+        return kl, s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage

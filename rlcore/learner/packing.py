@@ -1,6 +1,6 @@
 """Micro-batches of variable count under a token budget, in one of two layouts that compute the same thing.
 
-sorted: rows of like length, right-padded. Causal attention keeps padding out of every real position, so no mask is made.
+sorted: rows of like length, right-padded. Causal attention keeps padding out of every real position: no mask is made.
 packed: one row, `position_ids` restarting at each sequence (flash-attn's variable-length kernel; with SDPA transformers
 derives the block-diagonal mask from the positions).
 """
@@ -20,7 +20,10 @@ Layout = Literal["sorted", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence to score. Prompt [P] and response [T] token ids, P >= 1: position P+t-1 predicts response token t."""
+    """One sequence to score: prompt [P], P >= 1, and response [T] token ids.
+
+    Position P+t-1 predicts response token t, so the last token is never an input.
+    """
 
     prompt_ids: np.ndarray
     response_ids: np.ndarray
@@ -30,7 +33,12 @@ class Tokens:
             raise ValueError("a sequence without a prompt has nothing to predict its first token from")
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
+        """Positions to compute."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+    @property
+    def inputs(self) -> np.ndarray:
+        return np.concatenate([self.prompt_ids, self.response_ids[:-1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,11 @@ class MicroBatch:
 
 
 def pack(
-    sequences: Sequence[Tokens], micro_batch_tokens: int, layout: Layout, device: torch.device | str = "cpu"
+    sequences: Sequence[Tokens],
+    micro_batch_tokens: int,
+    layout: Layout,
+    pad_id: int = 0,
+    device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """Split sequences into micro-batches of at most `micro_batch_tokens` positions, padding included.
 
@@ -71,33 +83,33 @@ def pack(
     order = [i for i in range(len(sequences)) if len(sequences[i].response_ids)]
     order.sort(key=lambda i: (-len(sequences[i]), i))
     batches: list[list[int]] = []
-    used = longest = 0
+    used = width = 0
     for i in order:
         length = len(sequences[i])
-        longest = longest if batches and batches[-1] else length
-        needed = (len(batches[-1]) + 1) * longest if layout == "sorted" and batches else used + length
+        needed = used + (width if layout == "sorted" else length)
         if not batches or needed > micro_batch_tokens:
             batches.append([])
-            used, longest = 0, length
+            needed = width = length
         batches[-1].append(i)
-        used += length
-    lay_out = _rows if layout == "sorted" else _one_row
-    return [lay_out([sequences[i] for i in b], b, device) for b in batches]
+        used = needed
+    if layout == "sorted":
+        return [_rows([sequences[i] for i in b], b, pad_id, device) for b in batches]
+    return [_one_row([sequences[i] for i in b], b, device) for b in batches]
 
 
 def dummy(token: int = 0, device: torch.device | str = "cpu") -> MicroBatch:
-    """Two positions and no sequence: keeps ranks with fewer micro-batches in step with the others, at zero weight."""
+    """One position and no sequence: keeps ranks with fewer micro-batches in step with the others, at zero weight."""
     one = Tokens(np.array([token]), np.array([token]))
-    mb = _rows([one], [0], device)
+    mb = _rows([one], [0], token, device)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return MicroBatch(mb.input_ids, mb.position_ids, mb.predict, mb.targets, nothing, nothing, nothing)
 
 
-def _rows(sequences: Sequence[Tokens], index: Sequence[int], device: torch.device | str) -> MicroBatch:
+def _rows(sequences: Sequence[Tokens], index: Sequence[int], pad_id: int, device: torch.device | str) -> MicroBatch:
     width = max(len(s) for s in sequences)
-    input_ids = np.zeros((len(sequences), width), dtype=np.int64)
+    input_ids = np.full((len(sequences), width), pad_id, dtype=np.int64)
     for r, s in enumerate(sequences):
-        input_ids[r, : len(s)] = np.concatenate([s.prompt_ids, s.response_ids])
+        input_ids[r, : len(s)] = s.inputs
     starts = [r * width for r in range(len(sequences))]
     positions = np.broadcast_to(np.arange(width), input_ids.shape)
     return _finish(input_ids, positions, starts, sequences, index, device)
@@ -106,7 +118,7 @@ def _rows(sequences: Sequence[Tokens], index: Sequence[int], device: torch.devic
 def _one_row(sequences: Sequence[Tokens], index: Sequence[int], device: torch.device | str) -> MicroBatch:
     lengths = [len(s) for s in sequences]
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
-    input_ids = np.concatenate([np.concatenate([s.prompt_ids, s.response_ids]) for s in sequences])[None].astype(np.int64)
+    input_ids = np.concatenate([s.inputs for s in sequences])[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
     return _finish(input_ids, positions, starts, sequences, index, device)
 

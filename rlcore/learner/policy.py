@@ -43,7 +43,7 @@ class Policy(nn.Module):
     def __init__(self, lm: nn.Module) -> None:
         super().__init__()
         self.lm = lm
-        self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator, union-attr]
+        self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, D]: the state that predicts each response token."""
@@ -53,11 +53,28 @@ class Policy(nn.Module):
         ).last_hidden_state
         return states.flatten(0, 1).index_select(0, mb.predict)
 
-    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> tuple:
-        """The fields of TokenScores in order, [N] or [N, k]; `ids` [N, k'] int64 are the actor's top ids."""
-        return self.head(self.hidden(mb), mb.targets, ids, spec)
+    def forward(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: tuple[Tensor, Tensor] | None = None
+    ) -> tuple:
+        """Full KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
+
+        ids [N, k'] int64 are the actor's top ids; base, a frozen policy's hidden states [N, D'] and head weight.
+        """
+        return self.head(self.hidden(mb), mb.targets, ids, spec, base)
+
+
+class FrozenPolicy:
+    """The starting policy that KL is taken to: whole on every rank, without gradients."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def score(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
-        """The same without gradients, for a policy that no engine wraps (the frozen reference)."""
-        return TokenScores(*self(mb, ids, spec))
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
+        """Scores of a micro-batch."""
+        return TokenScores(*self.policy(mb, ids, spec)[1:])
+
+    @torch.no_grad()
+    def base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        """What the full KL needs: hidden states [N, D] of the response positions and the head weight [V, D]."""
+        return self.policy.hidden(mb), self.policy.head.weight

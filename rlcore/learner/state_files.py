@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -60,8 +59,3 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(str(folder / shard), framework="pt") as f:
             for name in f.keys():  # noqa: SIM118 (not a dict)
                 yield name, f.get_tensor(name)
-
-
-def rng_seed_all(seed: int) -> None:
-    """Seed torch on every device: a step's randomness depends on its number only, so there is no RNG state to save."""
-    torch.manual_seed(seed)

@@ -1,0 +1,278 @@
+"""One data-parallel rank of the learner: update phases, optimizer steps, supervised steps, state in and out.
+
+An update phase is the H optimizer steps between two publishes; p_ref is the policy as the phase began.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlcore.corrections import build
+from rlcore.errors import StageError
+from rlcore.learner.batch import StepBatch, build_batch, staleness_split
+from rlcore.learner.deepspeed_engine import LrSchedule, RankReduce, ZeroEngine, join_ranks
+from rlcore.learner.head import HeadSpec
+from rlcore.learner.loss import Objective, Sums
+from rlcore.learner.packing import Layout, MicroBatch, Tokens, dummy, pack
+from rlcore.learner.policy import DTYPES, Attention, FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.update import Update
+from rlcore.objectives.advantages import Advantage
+from rlcore.objectives.aggregate import Aggregation
+from rlcore.objectives.policy_loss import Loss
+from rlcore.seeding import derive_seed
+from rlcore.types import Group
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class LearnerRank:
+    """Owns this rank's engine. Every method is collective: all ranks call it, in the same order.
+
+    Arguments are the keys of `learner`, `algorithm`, `rollout` and `correction` in the run's configuration, plain.
+    `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int,
+        device: Literal["cpu", "cuda"] = "cpu",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        zero_stage: int = 0,
+        lr: float,
+        lr_warmup_steps: int = 0,
+        lr_schedule: LrSchedule = "constant",
+        total_steps: int | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        grad_clip: float = 1.0,
+        micro_batch_tokens: int = 8192,
+        layout: Layout | Literal["auto"] = "auto",
+        attention: Attention | Literal["auto"] = "auto",
+        gradient_checkpointing: bool = False,
+        head_chunk_tokens: int = 1024,
+        ref_pass: Literal["auto", "always"] = "auto",
+        temperature: float = 1.0,
+        corrections: Mapping[str, Mapping[str, Any]] | None = None,
+        advantage: Advantage = "grpo",
+        loss: Loss = "ppo",
+        eps_low: float = 0.2,
+        eps_high: float = 0.2,
+        aggregation: Aggregation = "token-mean",
+        kl_coef: float = 0.0,
+        kl_estimator: str = "k3",
+        entropy_coef: float = 0.0,
+        max_response_len: int = 256,
+        overlong_buffer: int = 0,
+        overlong_penalty: float = 1.0,
+        logprobs_k: int = 0,
+        run_seed: int = 0,
+        threads: int = 1,
+        pad_id: int = 0,
+        collective_timeout_s: float = 1800.0,
+    ) -> None:
+        torch.set_num_threads(threads)
+        self.rank, self.world_size, self.run_seed = rank, world_size, run_seed
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        if attention == "auto":
+            flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
+            attention = "flash_attention_2" if flash else "sdpa"
+        if layout == "auto":
+            layout = "packed" if attention == "flash_attention_2" else "sorted"
+        self.layout, self.micro_batch_tokens, self.pad_id = layout, micro_batch_tokens, pad_id
+        pipeline = build(corrections or {}, run_seed)
+        needs = pipeline.needs
+        objective = Objective(
+            loss, eps_low, eps_high, needs.short_circuit, aggregation, kl_coef, kl_estimator, entropy_coef
+        )
+        join_ranks(rank, world_size, master_addr, master_port, self.device, collective_timeout_s)
+        self.reduce = RankReduce(self.device)
+        lm = load_causal_lm(model_path, dtype, attention)
+        self.model_path, self.model_config = model_path, lm.config
+        if gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        frozen = None
+        if kl_coef > 0:
+            frozen = FrozenPolicy(Policy(load_causal_lm(model_path, dtype, attention).to(self.device)))
+        self.engine = ZeroEngine(
+            Policy(lm.train()),
+            zero_stage=zero_stage,
+            dtype=dtype,
+            device=self.device,
+            lr=lr,
+            lr_warmup_steps=lr_warmup_steps,
+            lr_schedule=lr_schedule,
+            total_steps=total_steps,
+            betas=betas,
+            weight_decay=weight_decay,
+            grad_clip=grad_clip,
+        )
+        self.update = Update(
+            engine=self.engine,
+            frozen=frozen,
+            pipeline=pipeline,
+            objective=objective,
+            spec=HeadSpec(temperature, 0, needs.safe_set_rho, entropy_coef != 0.0, head_chunk_tokens),
+            topk=max(logprobs_k, 0) if needs.topk else 0,
+            reduce=self.reduce,
+            advantage=advantage,
+            max_response_len=max_response_len,
+            overlong=(overlong_buffer, overlong_penalty),
+            ref_pass=ref_pass,
+        )
+        #: what was chosen where the configuration left it open, for reports
+        self.facts = {"attention": attention, "layout": layout, "dtype": dtype, "zero_stage": str(zero_stage)}
+        self._phase: list[StepBatch] = []
+        self._next = 0  # index of the phase's next batch
+        self._ref_seconds = 0.0
+
+    # ----- reinforcement learning -----
+
+    def begin_phase(self, groups_per_step: Sequence[Sequence[Group]]) -> None:
+        """Take this rank's whole groups for each step of an update phase, and compute what precedes its first step.
+
+        Ranks may have unequal shares, also empty ones, but the same number of steps.
+        """
+        start = time.monotonic()
+        with_topk = self.update.topk > 0
+        self._phase = [build_batch(groups, with_topk=with_topk, device=self.device) for groups in groups_per_step]
+        self._next = 0
+        for batch in self._phase:
+            batch.micro = self._micro_batches(batch.tokens)
+        self.update.prepare(self._phase)
+        self._ref_seconds = time.monotonic() - start
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """The optimizer step that turns version `step` into `step + 1`, on the phase's next batch.
+
+        Returns global metrics, the same on every rank (times are this rank's). Raises StageError, before anything is
+        updated, when a loss or a gradient is not finite.
+        """
+        start = time.monotonic()
+        self._seed(step)
+        batch, first = self._phase[self._next], self._next == 0
+        self._next += 1
+        sums, kept, metrics = self.update.run(batch, step, first=first)
+        metrics |= self._apply(step, sums, batch.tokens, self.update.objective.sum_names)
+        for name in metrics:
+            if name.startswith("policy/"):
+                metrics[name] /= max(kept, 1)
+        metrics |= staleness_split(batch, step, self.reduce)
+        metrics["time/learner_update_s"] = time.monotonic() - start
+        metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
+        return metrics
+
+    # ----- supervised learning -----
+
+    def sft_step(self, step: int, examples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, float]:
+        """One optimizer step of cross-entropy on this rank's (prompt ids, answer ids with end of sequence).
+
+        The loss is the mean over the answer tokens of all ranks, at temperature 1. Returns global metrics.
+        """
+        start = time.monotonic()
+        self._seed(step)
+        tokens = [Tokens(np.asarray(p), np.asarray(a)) for p, a in examples]
+        micro = self._micro_batches(tokens)
+        count = float(self.reduce(torch.tensor(float(sum(len(t.response_ids) for t in tokens)))))
+        spec = HeadSpec(chunk=self.update.spec.chunk)
+        sums = Sums()
+        for i, mb in enumerate(micro):
+            scores = self.engine.forward(mb, None, spec)
+            loss = -scores.logp.sum() / max(count, 1.0) * (1.0 if len(mb.sequences) else 0.0)
+            self.engine.backward(loss, last=i == len(micro) - 1)
+            if len(mb.sequences):
+                nonfinite = (~torch.isfinite(scores.logp)).sum()
+                sums.add({"loss/sft": loss.detach(), "entropy": scores.entropy.sum(), "nonfinite_logp": nonfinite})
+        metrics = self._apply(step, sums, tokens, ("loss/sft",))
+        return metrics | {"time/learner_update_s": time.monotonic() - start}
+
+    # ----- shared by both -----
+
+    def _seed(self, step: int) -> None:
+        """A step's randomness (dropout, if the model has any) depends on its number, so there is no state to save."""
+        torch.manual_seed(derive_seed(self.run_seed, "learner", step, self.rank))
+
+    def _micro_batches(self, tokens: Sequence[Tokens]) -> list[MicroBatch]:
+        """This rank's micro-batches, filled up with dummies to the largest count of any rank (at least one)."""
+        micro = pack(tokens, self.micro_batch_tokens, self.layout, self.pad_id, self.device)
+        wanted = int(self.reduce.max(torch.tensor(max(1, len(micro)))))
+        return micro + [dummy(self.pad_id, self.device)] * (wanted - len(micro))
+
+    def _apply(self, step: int, sums: Sums, tokens: Sequence[Tokens], names: tuple[str, ...]) -> dict[str, float]:
+        """Check loss and gradient, update, and make global metrics of the sums."""
+        trained = [len(t.response_ids) for t in tokens]
+        sizes = {"train/tokens": sum(trained), "train/sequences": len(trained)}
+        sums.add({name: torch.tensor(float(v), device=self.device) for name, v in sizes.items()})
+        metrics = sums.over_ranks((*names, "entropy", "nonfinite_logp", *sizes), self.reduce, self.device)
+        norm = self.engine.grad_norm()
+        nonfinite = metrics.pop("nonfinite_logp")
+        losses = {name: v for name, v in metrics.items() if name.startswith("loss/")}
+        if not all(map(math.isfinite, [norm, *losses.values()])):
+            seen = ", ".join(f"{name} {v:.4g}" for name, v in losses.items())
+            raise StageError(
+                f"optimizer step {step} was not taken: {seen}, gradient norm {norm:.4g}, {nonfinite:.0f} of "
+                f"{metrics['train/tokens']:.0f} log-probs of the learner not finite."
+            )
+        metrics["entropy"] /= max(metrics["train/tokens"], 1)
+        return metrics | {"grad_norm": norm, "lr": self.engine.step()}
+
+    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[np.ndarray]:
+        """Log-probs [T] float32 of each (prompt ids, response ids) under the current policy, as training takes them."""
+        tokens = [Tokens(np.asarray(p), np.asarray(r)) for p, r in sequences]
+        out = [np.zeros(len(t.response_ids), dtype=np.float32) for t in tokens]
+        with torch.no_grad():
+            for mb in self._micro_batches(tokens):
+                logp = self.engine.forward(mb, None, self.update.spec).logp
+                for i, sequence in enumerate(mb.sequences.tolist()):
+                    out[sequence] = logp[mb.row == i].cpu().numpy()
+        return out
+
+    # ----- state -----
+
+    def state_for_publish(self, dtype: str) -> dict[str, Tensor]:
+        """Whole weights by Hugging Face name on the CPU in `dtype`, tied ones once; on ranks other than 0 nothing."""
+        wanted = DTYPES[dtype]
+        return {name: w.to(wanted) for name, w in self.engine.weights() if self.rank == 0}
+
+    def save(self, folder: str | Path) -> None:
+        """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as safetensors."""
+        self.engine.save(Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from `save`, also one made with another ZeRO stage or number of ranks."""
+        self.engine.load(Path(folder))
+        self._phase = []
+
+    def export(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder: weights as safetensors, configuration and tokenizer."""
+        state = {name: w.contiguous() for name, w in self.engine.weights() if self.rank == 0}
+        if self.rank != 0:
+            return
+        out = Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(state, str(out / "model.safetensors"), metadata={"format": "pt"})
+        self.model_config.save_pretrained(out)  # type: ignore[operator, union-attr]
+        for name in TOKENIZER_FILES:
+            if (Path(self.model_path) / name).is_file():
+                shutil.copy(Path(self.model_path) / name, out / name)

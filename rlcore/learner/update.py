@@ -1,0 +1,172 @@
+"""The reinforcement-learning step of one rank: reference passes, corrections, the backward pass of every micro-batch.
+
+Two ways lead to the same gradient. Where corrections need the whole batch first, p_ref (and p_new) is computed by a
+pass of its own. Where a phase is one step and each sequence is corrected by its own tokens, p_ref is p_new detached,
+taken from the pass that is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlcore.corrections import Pipeline
+from rlcore.corrections.reduction import ONE_RANK
+from rlcore.interfaces import Corrected, Reduce
+from rlcore.learner.batch import Scored, StepBatch, observed, rows_of
+from rlcore.learner.deepspeed_engine import ZeroEngine
+from rlcore.learner.head import HeadSpec
+from rlcore.learner.loss import Objective, Sums
+from rlcore.learner.packing import MicroBatch
+from rlcore.learner.policy import FrozenPolicy
+from rlcore.objectives.advantages import Advantage, over_tokens, sequence_advantages
+from rlcore.objectives.aggregate import coefficients, counts
+from rlcore.objectives.shaping import overlong_penalty
+from rlcore.types import TokenScores
+
+# Corrections that weigh a sequence by its own tokens and reject none: a micro-batch is all they need to see.
+_SEQUENCE_WISE = frozenset({"tis", "mis", "icepop", "dvp"})
+
+
+@dataclass(slots=True)
+class Update:
+    """Everything a step's gradient depends on, besides the batch."""
+
+    engine: ZeroEngine
+    frozen: FrozenPolicy | None  # the starting policy, when there is a KL term
+    pipeline: Pipeline
+    objective: Objective
+    spec: HeadSpec  # of the differentiated pass
+    topk: int  # own top entries that corrections ask for; 0: none
+    reduce: Reduce
+    advantage: Advantage
+    max_response_len: int
+    overlong: tuple[int, float]  # DAPO's buffer in tokens (0: off) and penalty
+    ref_pass: Literal["auto", "always"]
+
+    def one_pass(self, phase: Sequence[StepBatch]) -> bool:
+        """Whether p_ref may be taken from the pass that is differentiated."""
+        needs = self.pipeline.needs
+        alone = len(phase) == 1 and self.ref_pass == "auto" and not (needs.new or needs.batch_stats)
+        return alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
+
+    def prepare(self, phase: Sequence[StepBatch]) -> None:
+        """Compute p_ref of a whole phase where it needs its own pass, and the frozen policy's log-probs."""
+        one_pass = self.one_pass(phase)
+        for index, batch in enumerate(phase):
+            if not one_pass:
+                # beyond the phase's first step, a correction towards p_new has its top k from p_new
+                topk = self.topk if index == 0 or not self.pipeline.needs.new else 0
+                batch.ref = self._score(batch, self.engine, topk)
+            if self.objective.needs_base_logp and self.frozen is not None:
+                batch.base_logp = self._score(batch, self.frozen, 0).logp
+
+    def run(self, batch: StepBatch, step: int, *, first: bool) -> tuple[Sums, int, dict[str, float]]:
+        """All backward passes of a step, `first` of its phase or not: (sums for the metrics, kept tokens, metrics)."""
+        advantages = self._advantages(batch)
+        if batch.ref is None:
+            return self._one_pass(batch, step, advantages)
+        needs = self.pipeline.needs
+        new = batch.ref if first or not needs.new else self._score(batch, self.engine, self.topk)
+        tensors = observed(batch.sent, step, advantages, batch.ref, new, topk_of_new=needs.new)
+        tensors.advantages = advantages = self.pipeline.advantages(tensors, self.reduce)
+        corrected = self.pipeline.correct(tensors, self.reduce)
+        coefs, kept = self._coefficients(corrected.mask)
+        sums = Sums()
+        for i, mb in enumerate(batch.micro):
+            scores, kl = self._forward(mb)
+            mine = Corrected(corrected.weight[mb.sequences], corrected.mask[mb.sequences], {})
+            logp_ref = None if first else batch.ref.logp[mb.sequences]
+            self._backward(batch, i, scores, kl, logp_ref, advantages, mine, coefs, sums)
+        return sums, kept, corrected.metrics
+
+    def _one_pass(self, batch: StepBatch, step: int, advantages: Tensor) -> tuple[Sums, int, dict[str, float]]:
+        usable = batch.sent.mask & torch.isfinite(batch.sent.logp_inf)
+        coefs, kept = self._coefficients(usable)
+        sums, parts = Sums(), []
+        for i, mb in enumerate(batch.micro):
+            scores, kl = self._forward(mb)
+            alone = Scored.of(mb, scores, usable.shape[1])
+            part = rows_of(batch.sent, mb.sequences)
+            part = observed(part, step, advantages[mb.sequences], alone, alone, topk_of_new=False)
+            self._backward(batch, i, scores, kl, None, advantages, self.pipeline.correct(part, ONE_RANK), coefs, sums)
+            parts.append((mb, _detached(scores)))
+        whole = Scored.collect(usable.shape, parts, usable.device)
+        tensors = observed(batch.sent, step, advantages, whole, whole, topk_of_new=False)
+        corrected = self.pipeline.correct(tensors, self.reduce)
+        if not torch.equal(corrected.mask, usable):
+            raise RuntimeError("a correction rejected tokens without asking to see the whole batch first")
+        return sums, kept, corrected.metrics
+
+    def _forward(self, mb: MicroBatch) -> tuple[TokenScores, Tensor | None]:
+        base = self.frozen.base(mb) if self.frozen is not None and self.objective.needs_full_kl else None
+        return self.engine.forward_with_kl(mb, None, self.spec, base)
+
+    def _backward(
+        self,
+        batch: StepBatch,
+        index: int,
+        scores: TokenScores,
+        kl: Tensor | None,
+        logp_ref: Tensor | None,
+        advantages: Tensor,
+        corrected: Corrected,
+        coefs: Tensor,
+        sums: Sums,
+    ) -> None:
+        """Loss and backward of a micro-batch, logp_ref [b, T] and corrected its rows. None: p_ref is p_new detached."""
+        mb, width = batch.micro[index], batch.sent.mask.shape[1]
+        rows = mb.sequences
+        if len(rows):
+            logp_new = mb.dense(scores.logp, width)
+            loss, values = self.objective(
+                logp_new,
+                logp_new.detach() if logp_ref is None else logp_ref,
+                advantages[rows],
+                corrected,
+                coefs[rows],
+                mb.dense(scores.entropy, width),
+                None if kl is None else mb.dense(kl, width),
+                None if batch.base_logp is None else batch.base_logp[rows],
+            )
+            values["entropy"] = scores.entropy.detach().sum().double()
+            values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum().double()
+            sums.add(values)
+        else:  # nothing of this rank's: the other ranks' backward passes still want company
+            loss = 0.0 * (scores.logp.sum() + (0.0 if kl is None else kl.sum()))
+        self.engine.backward(loss, last=index == len(batch.micro) - 1)
+
+    def _advantages(self, batch: StepBatch) -> Tensor:
+        rewards = batch.sent.rewards
+        buffer, penalty = self.overlong
+        if buffer:
+            lengths = batch.sent.mask.sum(dim=1)
+            rewards = rewards + overlong_penalty(lengths, max_len=self.max_response_len, buffer=buffer, penalty=penalty)
+        return over_tokens(
+            sequence_advantages(self.advantage, rewards, batch.sent.group_ids, self.reduce), batch.sent.mask
+        )
+
+    def _coefficients(self, mask: Tensor) -> tuple[Tensor, int]:
+        tokens, sequences = counts(mask, self.reduce)
+        return coefficients(self.objective.aggregation, mask, tokens, sequences, self.max_response_len), tokens
+
+    @torch.no_grad()
+    def _score(self, batch: StepBatch, policy: ZeroEngine | FrozenPolicy, topk: int) -> Scored:
+        """A pass without gradients over the whole batch."""
+        spec = replace(self.spec, topk=topk, entropy_grad=False)
+        ids = batch.sent.topk_ids_inf if topk else None
+        parts = []
+        for mb in batch.micro:
+            mine = None
+            if ids is not None:
+                mine = mb.flat(ids) if len(mb.sequences) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
+            parts.append((mb, policy.forward(mb, mine, spec)))
+        return Scored.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
+
+
+def _detached(scores: TokenScores) -> TokenScores:
+    return replace(scores, logp=scores.logp.detach(), entropy=scores.entropy.detach())
