@@ -4,7 +4,7 @@
 
 The model has random weights and the attention shape of Qwen3-0.6B and 1.7B (16 query and 8 KV heads of 128), with few
 and narrow layers so that attention is what is measured. Each kind runs in a process of its own. "step" is a whole
-engine step, "attention" one layer's attention, of which "selection" is scoring and choosing pages; medians over the steps.
+engine step, "attention" one layer's attention, of which "selection" is scoring and choosing pages; medians of steps.
 """
 
 from __future__ import annotations

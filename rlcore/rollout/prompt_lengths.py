@@ -9,6 +9,21 @@ import torch
 PROMPT_LEN = "prompt_len"  # key of SamplingParams.extra_args
 
 
+def bind_prompt_lengths(model_runner: Any, builder_type: type[Any]) -> None:
+    """Give a started engine's metadata builders of that type (attribute `prompt_lengths`) its requests' lengths.
+
+    Raises RuntimeError if it has none: then another attention backend is at work.
+    """
+    groups = [group for groups in model_runner.attn_groups for group in groups]
+    builders = [b for group in groups for b in group.metadata_builders if isinstance(b, builder_type)]
+    if not builders:
+        raise RuntimeError(
+            "the engine does not use sparse attention: install() must be called before any engine starts"
+        )
+    for builder in builders:
+        builder.prompt_lengths = PromptLengths(model_runner)
+
+
 class PromptLengths:
     """Prompt lengths by row of the runner's batch.
 

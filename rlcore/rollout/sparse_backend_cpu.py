@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from rlcore.attention.block_topk import BlockTopK, group_queries, page_summaries, select_pages
 from rlcore.attention.step_plan import DenseSpans, SparseRows, StepPlan, plan_step
 from rlcore.errors import UserError
-from rlcore.rollout.prompt_lengths import PromptLengths
+from rlcore.rollout.prompt_lengths import PromptLengths, bind_prompt_lengths
 
 ROW_CHUNK = 1024  # tokens whose scores exist at one time
 GATHER_BYTES = 4 << 20  # summaries gathered at one time; more than the caches hold is slower than request by request
@@ -49,16 +49,11 @@ def install(rule: BlockTopK) -> None:
 
 
 def bind(model_runner: Any) -> None:
-    """Let the started engine's attention see its requests' prompt lengths. Needed when `sparse_prompt` is False."""
-    bound = 0
-    for groups in model_runner.attn_groups:
-        for group in groups:
-            for builder in group.metadata_builders:
-                if isinstance(builder, SparseCPUBuilder):
-                    builder.prompt_lengths = PromptLengths(model_runner)
-                    bound += 1
-    if not bound:
-        raise RuntimeError("the engine does not use sparse attention: install() must be called before it starts")
+    """Let the started engine's attention see its requests' prompt lengths, which `sparse_prompt=False` needs.
+
+    Raises RuntimeError when the engine attends otherwise: call it always, as a check that `install` came in time.
+    """
+    bind_prompt_lengths(model_runner, SparseCPUBuilder)
 
 
 @dataclass(frozen=True, slots=True)
