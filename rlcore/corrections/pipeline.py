@@ -68,15 +68,18 @@ class Pipeline:
         return step.advantages
 
     @torch.no_grad()
-    def correct(self, step: StepTensors, reduce: Reduce) -> Corrected:
+    def correct(self, step: StepTensors, reduce: Reduce, *, measure: bool = True) -> Corrected:
         """Weights [B,T] and mask [B,T] of the rank's whole share of a step, before its backward pass.
 
         Every rank calls it once a step, an empty share included: it reduces. A token whose stored log-prob is NaN or
-        infinite leaves the mask. Metrics come under their full keys: mismatch/*, staleness/*, correction/*.
+        infinite leaves the mask. Metrics come under their full keys: mismatch/*, staleness/*, correction/*; with
+        `measure` off the first two, which do not bear on the weights, are spared.
         """
         before = step.mask != 0
         step = replace(step, mask=before)
-        metrics = mismatch_metrics(step, reduce) | policy_age(step.token_version, before, step.step, reduce)
+        metrics: dict[str, float] = {}
+        if measure:
+            metrics = mismatch_metrics(step, reduce) | policy_age(step.token_version, before, step.step, reduce)
         usable = before & torch.isfinite(step.logp_inf)
         step = _outside_is_impossible(replace(step, mask=usable))
         current = Corrected(torch.ones_like(usable, dtype=torch.float32), usable, {})

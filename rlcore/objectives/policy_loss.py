@@ -61,7 +61,7 @@ def _sequence_ratio(log_ratio: Tensor, on: Tensor) -> Tensor:
     """
     lengths = on.sum(-1, keepdim=True).clamp(min=1)
     mean = log_ratio.detach().sum(-1, keepdim=True) / lengths
-    return (mean + log_ratio - log_ratio.detach()).exp()
+    return (mean + (log_ratio - log_ratio.detach())).exp()
 
 
 def _ppo(ratio: Tensor, advantages: Tensor, low: float, high: float) -> LossTerms:
@@ -79,5 +79,5 @@ def _cispo(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Lo
     Written with `1 + (log r - SG(log r))` for `log p_new`: the same gradient, and a value that says something.
     """
     ratio = log_ratio.detach().exp()
-    objective = ratio.clamp(low, high) * advantages * (1.0 + log_ratio - log_ratio.detach())
+    objective = ratio.clamp(low, high) * advantages * (1.0 + (log_ratio - log_ratio.detach()))
     return objective, {"clip_low_share": ratio < low, "clip_high_share": ratio > high}

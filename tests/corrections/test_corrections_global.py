@@ -169,3 +169,12 @@ def test_policy_age_of_the_tokens() -> None:
     with pytest.raises(ValueError, match="version 8"):
         policy_age(torch.tensor([[8]]), torch.tensor([[1]]), 7, ONE_RANK)
     assert policy_age(version, torch.zeros(2, 4), 7, ONE_RANK)["staleness/max"] == 0
+
+
+def test_leaving_the_measurement_out_changes_no_weight() -> None:
+    step = uneven_step()
+    for chosen in CHOICES:
+        full = build(chosen, 1).correct(step, ONE_RANK)
+        bare = build(chosen, 1).correct(step, ONE_RANK, measure=False)
+        assert torch.equal(full.weight, bare.weight) and torch.equal(full.mask, bare.mask)
+        assert bare.metrics == {k: v for k, v in full.metrics.items() if k.startswith("correction/")}

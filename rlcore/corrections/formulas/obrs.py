@@ -19,7 +19,7 @@ Missing = Literal["zero", "bound"]
 Tail = Literal["none", "residual"]
 Target = Literal["ref", "new"]
 TINY = 1e-6  # smallest normaliser: below it a batch has accepted nothing worth a weight
-COMPLETE = 2e-6  # missing mass of float32 log-probs over a whole vocabulary: rounding, not a tail
+COMPLETE = 1e-5  # mass that float32 log-probs over a whole vocabulary may miss by rounding: not a tail
 
 
 def _ratio_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
