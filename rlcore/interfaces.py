@@ -32,7 +32,7 @@ class Task(Protocol):
         """A correct response for supervised warm-up; None if the task has none."""
 
     def alphabet(self) -> str | None:
-        """Characters that prompts and worked answers are made of (a tokenizer is built from them); None: natural text."""
+        """Characters that prompts and worked answers consist of (a tokenizer is built from them); None: natural text."""
 
 
 class Engine(Protocol):
@@ -144,3 +144,16 @@ class Learner(Protocol):
 
 
 Grader = Callable[[Item, str], Grade]
+
+
+class Reporter(Protocol):
+    """Where the loop's numbers and words go."""
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        """One object per learner step."""
+
+    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
+        """Readable trajectories of a step."""
+
+    def note(self, text: str) -> None:
+        """One line for the person who watches."""
