@@ -32,7 +32,7 @@ class Task(Protocol):
         """A correct response for supervised warm-up; None if the task has none."""
 
     def alphabet(self) -> str | None:
-        """Characters that prompts and worked answers consist of (a tokenizer is built from them); None: natural text."""
+        """Characters that prompts and worked answers are made of (its tokenizer comes of them); None: natural text."""
 
 
 class Engine(Protocol):
