@@ -1,0 +1,30 @@
+# rlcore on NVIDIA GPUs. From the repository's root:
+#   docker build -f docker/cuda.Dockerfile -t rlcore:cuda .
+#   docker run --rm --gpus all --shm-size=16g -v /data:/data rlcore:cuda rlcore train experiment=math_fp8_gpu run_dir=/data/a ...
+# The development image has nvcc, with which flash-attn is built against the torch of the lock.
+ARG CUDA_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu22.04
+FROM ${CUDA_IMAGE}
+
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends software-properties-common \
+ && add-apt-repository -y ppa:deadsnakes/ppa \
+ && apt-get install -y --no-install-recommends bash build-essential git libnuma1 make ninja-build procps \
+    python3.11 python3.11-dev python3.11-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && useradd --create-home --uid 1000 rlcore \
+ && install -d -o rlcore -g rlcore /opt/rlcore /data
+USER rlcore
+WORKDIR /opt/rlcore
+
+# The lock changes less often than the code: packages are a layer of their own. MAX_JOBS bounds the memory of nvcc.
+ARG MAX_JOBS=8
+ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
+ARG RLCORE_TORCH_INDEX=
+COPY --chown=rlcore pyproject.toml README.md ./
+COPY --chown=rlcore requirements requirements
+COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
+RUN RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cuda
+COPY --chown=rlcore . .
+
+ENV PATH=/opt/rlcore/.venv/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PROFILE=cuda
+CMD ["rlcore", "--help"]

@@ -1,0 +1,214 @@
+"""What the launchers would start: valid, complete, and (for Slurm) run against stand-ins of a cluster's programs."""
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlcore.config.launch_schema import LaunchConfig
+from rlcore.errors import StageError, UserError
+from rlcore.launch import LaunchSettings, launch, render
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["experiment=math_fp8_gpu", "run_dir=/data/a b", "model.path=it's"]
+KUBERNETES = LaunchSettings(
+    kind="kubernetes", nodes=3, learner_nodes=1, gpus_per_node=8, memory_gib_per_node=64, image="rlcore:cuda",
+    claim="runs", secret="wandb", env={"A": "b c"}, node_selector={"gpu": "h200"},
+)  # fmt: skip
+
+
+def test_settings_are_the_keys_of_the_schema_with_its_defaults():
+    assert {f.name for f in fields(LaunchSettings)} == set(LaunchConfig.model_fields)
+    config = LaunchSettings(**LaunchConfig().model_dump())
+    defaults = LaunchSettings()
+    for name in LaunchConfig.model_fields:
+        assert getattr(config, name) == getattr(defaults, name) or not getattr(config, name), name
+
+
+def test_local_and_existing_ray_clusters_are_one_command():
+    assert render(LaunchSettings(), WORDS, "a").command == ("rlcore", "train", *WORDS, "resume=auto")
+    assert render(LaunchSettings(), ["resume=never"], "a").command == ("rlcore", "train", "resume=never")
+    submitted = render(LaunchSettings(kind="ray", job_address="http://head:8265"), WORDS, "a").command
+    assert submitted[:5] == ("ray", "job", "submit", "--address=http://head:8265", "--")
+    assert submitted[5:] == ("rlcore", "train", *WORDS, "resume=auto")
+
+
+def test_a_dry_run_prints_everything_and_writes_nothing(tmp_path, capsys):
+    settings = LaunchSettings(kind="slurm", nodes=2, sbatch={"partition": "gpu"})
+    assert launch(settings, WORDS, str(tmp_path / "run"), dry_run=True) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --partition=gpu" in shown and "ray start --head" in shown
+    assert f"sbatch {tmp_path}/run/launch/job.sbatch" in shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_program_that_is_not_there_is_a_clear_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"cluster\.launch\.kind=slurm needs the program 'sbatch'.*dry_run=true"):
+        launch(LaunchSettings(kind="slurm"), WORDS, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "run_dir", "message"),
+    [
+        (LaunchSettings(kind="pbs"), "a", r"cluster\.launch\.kind=pbs .*local, ray, slurm, kubernetes"),
+        (LaunchSettings(kind="slurm", nodes=2, learner_nodes=2), "a", r"learner_nodes=2 leaves no node of .*nodes=2"),
+        (LaunchSettings(kind="kubernetes"), "/data/a", r"cluster\.launch\.image is missing"),
+        (KUBERNETES, "runs/a", r"run_dir=runs/a lies outside cluster\.launch\.mount=/data"),
+    ],
+)
+def test_settings_that_do_not_fit_name_their_key(settings, run_dir, message):
+    with pytest.raises(UserError, match=message):
+        render(settings, WORDS, run_dir)
+
+
+def manifest(settings, run_dir="/data/My_Run 1"):
+    (text,) = render(settings, WORDS, run_dir).files.values()
+    return yaml.safe_load(text)
+
+
+def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
+    job = manifest(KUBERNETES)
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("ray.io/v1", "RayJob", "rlcore-my-run-1")
+    assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, "resume=auto"]
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    learner, actors = cluster["workerGroupSpecs"]
+    assert (learner["replicas"], actors["replicas"]) == (1, 2)
+    for group, resource in ((learner, "rlcore_learner"), (actors, "rlcore_actor")):
+        # KubeRay writes the parameter into a shell command
+        (word,) = shlex.split(group["rayStartParams"]["resources"])
+        assert json.loads(word) == {resource: 1000}
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["image"] == "rlcore:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        assert container["env"] == [{"name": "A", "value": "b c"}]
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+        mounted = {m["name"] for m in container["volumeMounts"]}
+        assert mounted == {v["name"] for v in pod["volumes"]} == {"run", "shm"}
+        assert pod["nodeSelector"] == {"gpu": "h200"}
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "nvidia.com/gpu" not in head["resources"]["limits"]
+
+
+def test_without_learner_nodes_all_workers_are_alike():
+    job = manifest(LaunchSettings(kind="kubernetes", nodes=4, memory_gib_per_node=8, image="i", claim="c"))
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["replicas"] == 4 and "resources" not in group["rayStartParams"]
+
+
+# Stand-ins for a cluster's programs. Each writes what it was called with to $LOG; `srun` runs its command here.
+PROGRAMS = {
+    "scontrol": 'echo "scontrol $*" >> "$LOG"; if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; fi',
+    "srun": 'echo "srun $*" >> "$LOG"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    "ray": 'trap \'echo "ray stopped" >> "$LOG"; exit 0\' TERM; echo "ray $*" >> "$LOG"; while :; do sleep 0.05; done',
+    "python": 'cat > /dev/null; until [ "$(grep -c "^ray start" "$LOG")" = 3 ]; do sleep 0.05; done; '
+    'echo "python ${*:2}" >> "$LOG"; exit "${JOIN_CODE:-0}"',
+    "rlcore": 'echo "rlcore $*" >> "$LOG"; for w; do echo "word:$w" >> "$LOG"; done; eval "$RUN"',
+}
+
+
+@pytest.fixture
+def allocation(tmp_path):
+    """Starts the batch script of a three-node allocation; returns a function that gives (process, log path)."""
+    for name, body in PROGRAMS.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    settings = LaunchSettings(kind="slurm", nodes=3, learner_nodes=1, gpus_per_node=8, env={"GREETING": "a 'b' c"},
+                              setup=[f'export PATH={tmp_path}/bin:"$PATH"'])  # fmt: skip
+    rendered = render(settings, WORDS, str(tmp_path))
+    (script, text) = next(iter(rendered.files.items()))
+    Path(script).parent.mkdir()
+    Path(script).write_text(text)
+    started = []
+
+    def start(**environment):
+        log = tmp_path / "log"
+        env = os.environ | {"LOG": str(log), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]",
+                            "RLCORE_HEAD_IP": "10.0.0.1", "RUN": "exit 0", **environment}  # fmt: skip
+        started.append(subprocess.Popen(["bash", script], env=env, start_new_session=True))
+        return started[-1], log
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("more", [{}, {"nodes": 8, "gpus_per_node": 8, "learner_nodes": 3, "env": {"A": "it's"}}])
+def test_the_batch_script_is_valid_bash(more):
+    (text,) = render(LaunchSettings(kind="slurm", **more), WORDS, "/data/a").files.values()
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_slurm_starts_ray_on_every_node_then_the_run_then_stops_ray(allocation):
+    process, log = allocation(RUN='echo "greeting $GREETING" >> "$LOG"; exit 3')
+    assert process.wait(timeout=30) == 3
+    lines = log.read_text().splitlines()
+    (head,) = [line for line in lines if line.startswith("ray start --head")]
+    workers = [line for line in lines if line.startswith("ray start --address=10.0.0.1:20007")]
+    assert '{"rlcore_learner": 1000}' in head and "--include-dashboard=false" in head and "--num-gpus=8" in head
+    assert len(workers) == 2 and all('{"rlcore_actor": 1000}' in line for line in workers)
+    assert {"n2", "n3"} == {line.split("--nodelist=")[1].split()[0] for line in lines if line.startswith("srun")}
+    order = [line.split()[0] for line in lines]
+    assert order.index("python") < order.index("rlcore") and "python 10.0.0.1:20007 3 600" in lines
+    words = [line.removeprefix("word:") for line in lines if line.startswith("word:")]
+    assert words == ["train", *WORDS, "resume=auto", "cluster.address=10.0.0.1:20007"]
+    assert "greeting a 'b' c" in lines and "scontrol requeue 7" not in lines
+    assert lines.count("ray stopped") == 3
+
+
+def test_nodes_that_do_not_join_end_the_job_without_a_run(allocation):
+    process, log = allocation(JOIN_CODE="1")
+    assert process.wait(timeout=30) == 1
+    assert not [line for line in log.read_text().splitlines() if line.startswith("rlcore")]
+
+
+@pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("3", False)])
+def test_sigterm_reaches_the_run_and_the_job_is_requeued_to_resume(allocation, restarts, requeued):
+    waiting = "trap 'echo checkpoint >> \"$LOG\"; exit 130' TERM; echo up >> \"$LOG\"; while :; do sleep 0.05; done"
+    process, log = allocation(RUN=waiting, SLURM_RESTART_COUNT=restarts)
+    deadline = time.monotonic() + 30
+    while not log.exists() or "up\n" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 130
+    lines = log.read_text().splitlines()
+    assert "checkpoint" in lines and ("scontrol requeue 7" in lines) == requeued
+
+
+def test_a_refused_job_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(StageError, match="sbatch did not take the job"):
+        launch(LaunchSettings(kind="slurm"), WORDS, str(tmp_path / "run"))
+    assert (tmp_path / "run/launch/job.sbatch").exists()
+
+
+def test_launching_imports_neither_ray_nor_torch():
+    code = "import sys, rlcore.launch; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'vllm')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_images_copy_what_the_install_script_reads(profile):
+    text = (ROOT / f"docker/{profile}.Dockerfile").read_text()
+    assert f"bash requirements/install.sh {profile}" in text
+    before = text.split("bash requirements/install.sh")[0]
+    for source in ("pyproject.toml", "requirements", "rlcore/__init__.py"):
+        assert source in before and (ROOT / source).exists()
+    assert ".venv" in (ROOT / f"docker/{profile}.Dockerfile.dockerignore").read_text().splitlines()
