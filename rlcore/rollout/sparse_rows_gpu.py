@@ -153,7 +153,7 @@ def attend_rows(
     for a in range(0, n, chunk):
         z = min(n, a + chunk)
         m = (z - a) * heads
-        table = _kept_blocks(q[a:z], summaries, block_table, rows, a, z, scores)
+        table = kept_blocks(q[a:z], summaries, block_table, rows, a, z, scores)
         start = torch.arange(m + 1, dtype=torch.int32, device=q.device)
         lens = rows.kept_len[a:z].repeat_interleave(heads, output_size=m)
         flash(
@@ -171,7 +171,7 @@ def attend_rows(
         output.index_copy_(0, rows.tokens, out)
 
 
-def _kept_blocks(
+def kept_blocks(
     query: torch.Tensor,
     summaries: torch.Tensor,
     block_table: torch.Tensor,
