@@ -1,39 +1,13 @@
-"""What can be refused before an engine starts, in one sentence, reading nothing but the model folder."""
+"""What can be refused before an engine starts, in one sentence."""
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
 from rlcore.models import load_tokenizer
-
-
-def read_config(model_path: str | Path) -> dict[str, Any]:
-    """The folder's config.json. Raises UserError when there is none."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        raise UserError(f"model.path={model_path} holds no config.json: give a local Hugging Face model folder.")
-    return json.loads(path.read_text())
-
-
-def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every stored tensor, from the safetensors headers alone.
-
-    Raises UserError when the folder holds no safetensors file.
-    """
-    files = sorted(Path(model_path).glob("*.safetensors"))
-    if not files:
-        raise UserError(f"model.path={model_path} holds no .safetensors file: save the model in that format.")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with file.open("rb") as f:
-            (size,) = struct.unpack("<Q", f.read(8))
-            header = json.loads(f.read(size))
-        shapes.update({n: tuple(e["shape"]) for n, e in header.items() if n != "__metadata__"})
-    return shapes
+from rlcore.rollout.model_folder import read_config
 
 
 def check_length(config: dict[str, Any], max_len: int) -> None:
@@ -59,4 +33,33 @@ def check_vocabulary(model_path: str | Path, policy_path: str | Path | None) -> 
         raise UserError(
             f"actor.draft_path={model_path} has another vocabulary ({size} tokens) than the policy {policy_path} "
             f"({other} tokens): choose a draft model with the policy's tokenizer and vocab_size."
+        )
+
+
+def check_settings(
+    *,
+    on_cpu: bool,
+    tensor_parallel: int,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    rounding: str,
+    max_batched_tokens: int | None,
+    max_len: int,
+) -> None:
+    """Raise UserError for settings that this platform or this engine does not support."""
+    if tensor_parallel != 1:
+        raise UserError(
+            f"actor.tensor_parallel={tensor_parallel} is not supported yet: the arrival check of weights is exact for "
+            f"1 only; choose 1 and raise actor.count instead."
+        )
+    if on_cpu and (quantization is not None or kv_cache_dtype != "auto"):
+        raise UserError(
+            "actor.kind=fp8 with vLLM's FP8 needs a GPU: on CPU choose actor.rounding=fp8 and actor.fp8_kv_cache=false."
+        )
+    if quantization is not None and rounding != "none":
+        raise UserError(f"actor.rounding={rounding} on top of vLLM's FP8 rounds twice: choose actor.rounding=none.")
+    if on_cpu and max_batched_tokens is not None and max_batched_tokens < max_len:
+        raise UserError(
+            f"actor.max_batched_tokens={max_batched_tokens} does not hold one sequence, which is never cut on CPU: "
+            f"choose at least model.max_len={max_len}."
         )

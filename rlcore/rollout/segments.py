@@ -50,7 +50,7 @@ class Sample:
     def _compact(self) -> None:
         width = self.request.sampling.logprobs_k + 1
         for rows in (self._ids, self._logp):
-            rows[self._blocks :] = [np.concatenate([r[:, :width] for r in rows[self._blocks :]])]
+            rows[self._blocks :] = [_joined(rows[self._blocks :], width)]
         self._blocks += 1
 
     def switch(self, version: int) -> None:
@@ -91,8 +91,7 @@ class Sample:
         if not self._ids:
             return np.empty(0, np.float32), np.empty((0, k), np.int32), np.empty((0, k), np.float32)
         width = min(k + 1, min(r.shape[1] for r in self._ids))
-        ids = np.concatenate([r[:, :width] for r in self._ids])
-        logp = np.concatenate([r[:, :width] for r in self._logp])
+        ids, logp = _joined(self._ids, width), _joined(self._logp, width)
         if len(ids) != t or not np.array_equal(ids[:, 0], self.tokens):
             raise RuntimeError(f"{self.request.request_id}: the engine's log-prob rows do not belong to its tokens")
         topk_ids, topk_logp = np.full((t, k), -1, np.int32), np.full((t, k), -np.inf, np.float32)
@@ -100,3 +99,10 @@ class Sample:
         topk_ids[:, : width - 1] = np.where(inside, ids[:, 1:], -1)
         topk_logp[:, : width - 1] = logp[:, 1:]
         return np.ascontiguousarray(logp[:, 0], np.float32), topk_ids, topk_logp
+
+
+def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:
+    """[sum n, width]: rows below each other; a batch that mixes values of k makes them of different widths."""
+    if len({r.shape[1] for r in rows}) == 1:
+        return np.concatenate(rows)[:, :width]
+    return np.concatenate([r[:, :width] for r in rows])

@@ -7,9 +7,9 @@ every log-prob into Python objects, which costs more than computing them (see be
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm import SamplingParams
@@ -23,13 +23,18 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from rlcore.errors import UserError
 from rlcore.models import load_tokenizer
-from rlcore.rollout.checks import check_length, check_vocabulary, read_config, read_shapes
+from rlcore.rollout.checks import check_length, check_settings, check_vocabulary
+from rlcore.rollout.held_weights import HeldWeights
+from rlcore.rollout.model_folder import read_config
+from rlcore.rollout.prompt_lengths import PROMPT_LEN
 from rlcore.rollout.segments import Sample
 from rlcore.rollout.stop_text import StopWatcher
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, FinishReason, OnPublish, Request, SamplingSpec, Trajectory
-from rlcore.weights.checksum import tensor_checksum
-from rlcore.weights.rounding import Rounding, round_weights
+from rlcore.weights.rounding import Rounding
+
+if TYPE_CHECKING:
+    from rlcore.attention.block_topk import BlockTopK
 
 _EXTENSION = "rlcore.rollout.worker_extension.WeightExtension"
 _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
@@ -87,36 +92,36 @@ class VllmEngine:
         keep_high_precision: Sequence[str] = ("lm_head", "embed_tokens"),
         logit_noise: float = 0.0,
         temperature_scale: float = 1.0,
+        sparse: BlockTopK | None = None,
         policy_path: str | None = None,
         version: int = 0,
-        extra_engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         """Start the engine and warm it up. Lengths in tokens, memory in GiB.
 
         logprobs_k: the most top log-probs a request may ask for. kv_on_update: what an in-flight update does with the
         keys and values of running requests. rounding: emulated precision, applied to every set of weights before it
-        is loaded. policy_path: the learner's model folder, whose vocabulary must be this model's. version: policy
-        version of the weights in `model_path`. extra_engine_args: passed on to vLLM (the sparse backend's).
+        is loaded. sparse: attend by this rule; it then holds for every engine started later in this process.
+        policy_path: the learner's model folder, whose vocabulary must be this model's. version: policy version of the
+        weights in `model_path`.
         Raises UserError for settings or a model folder that cannot work.
         """
         config = read_config(model_path)
         check_length(config, max_len)
         check_vocabulary(model_path, policy_path)
-        _check_platform(tensor_parallel, quantization, kv_cache_dtype, rounding)
+        check_settings(
+            on_cpu=current_platform.is_cpu(),
+            tensor_parallel=tensor_parallel,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            rounding=rounding,
+            max_batched_tokens=max_batched_tokens,
+            max_len=max_len,
+        )
         self.version = version
         self.actor_id, self.actor_kind = actor_id, actor_kind
         self._max_len, self._max_k, self._vocab = max_len, logprobs_k, int(config["vocab_size"])
         self._keep_kv = kv_on_update == "keep"
-        self._rounding: Rounding = rounding
-        self._keep_precise = tuple(keep_high_precision)
-        self._quantised = quantization is not None
-        self._dtype = _engine_dtype(dtype)
         self._temperature_scale = temperature_scale
-        self._model_path = model_path
-        self._shapes = read_shapes(model_path)
-        if config.get("tie_word_embeddings"):
-            self._shapes.pop("lm_head.weight", None)
-        self._arrived: dict[str, tuple[int, int | None]] = {}  # name -> checksums (as published, as held)
         self._tokenizer = load_tokenizer(model_path)
         self._active: dict[str, Sample] = {}  # request id -> sample, in order of admission
         self._held: list[Sample] = []  # not started, waiting for a drain to end
@@ -124,9 +129,10 @@ class VllmEngine:
         self._ready: list[Trajectory] = []  # finished during a blocking drain
         self._step_tokens = 0
         self._params: dict[SamplingSpec, SamplingParams] = {}
+        torch_dtype = _engine_dtype(dtype)
         args = _engine_args(
             model=model_path,
-            dtype=self._dtype,
+            dtype=torch_dtype,
             max_model_len=max_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_batched_tokens or max(2048, max_len, max_num_seqs),
@@ -138,14 +144,19 @@ class VllmEngine:
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             logit_noise=logit_noise,
-            extra=extra_engine_args or {},
+            **({} if sparse is None else {"block_size": sparse.block_size}),
         )
-        self._llm = LLMEngine.from_engine_args(args)
+        self._llm = _start(args, sparse)
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
-        self._rpc("rl_check_live")
-        if rounding != "none":
-            self._load(_read_folder(model_path))
+        self._weights = HeldWeights(
+            model_path,
+            self._rpc,
+            dtype=torch_dtype,
+            rounding=rounding,
+            keep_high_precision=keep_high_precision,
+            quantised=quantization is not None,
+        )
         self._warm_up()
         gc.collect()
         gc.freeze()  # the loaded modules never die: keep the collector from walking them during generation
@@ -195,6 +206,7 @@ class VllmEngine:
         if sample.segments:  # never the draws of an earlier segment again
             seed = derive_seed(seed, "rollout/resubmit", sample.segments)
         params.seed = seed
+        params.extra_args = {PROMPT_LEN: len(request.prompt_ids)}  # sparse attention: resubmitted tokens are response
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*map(int, request.prompt_ids), *sample.tokens]}
         if self._keep_kv:  # blocks of older weights stay cached: a salt keeps new requests from reusing them
             prompt["cache_salt"] = f"v{self.version}"
@@ -306,7 +318,7 @@ class VllmEngine:
         """
         if version < self.version and self.unfinished():
             raise ValueError(f"version {version} is older than {self.version} while requests are unfinished")
-        self._check_set(tensors)
+        self._weights.check(tensors)
         if on_publish == "finish":
             self.begin_drain()
             while self._active:
@@ -341,56 +353,20 @@ class VllmEngine:
             self._submit(sample)
 
     def _switch(self, version: int, tensors: Mapping[str, torch.Tensor], *, running: bool) -> None:
-        self._load(tensors)
+        self._weights.load(tensors)
         self.version = version
         if running and self._keep_kv:
             return  # old keys and values stay on purpose; new requests carry another cache salt
         if not self._llm.reset_prefix_cache(reset_running_requests=running):
             raise RuntimeError("vLLM did not drop its prefix cache: keys and values of older weights would be reused")
 
-    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._arrived = {}
-        rounded = round_weights(tensors, self._rounding, keep_high_precision=self._keep_precise)
-        served = {n: t.to(self._dtype) for n, t in rounded.items()}
-        for name, published in tensors.items():
-            if self._quantised:
-                self._arrived[name] = (tensor_checksum(published), None)
-            elif served[name] is not published:
-                self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
-        self._rpc("rl_load", served, self._quantised)
-
-    def _check_set(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        shapes = {n: tuple(t.shape) for n, t in tensors.items()}
-        if shapes == self._shapes:
-            return
-        for name in [*self._shapes, *shapes]:
-            if shapes.get(name) != self._shapes.get(name):
-                raise ValueError(
-                    f"weights do not fit the engine's model: {name} is {shapes.get(name, 'missing')}, "
-                    f"the model has {self._shapes.get(name, 'no such weight')}"
-                )
-
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
-        """Checksums of the weights as the engine holds them, under their Hugging Face names.
-
-        With emulated rounding or another dtype than the published one, a weight that is exactly the rounding of what
-        was published reports the published checksum, anything else its own. With vLLM's FP8 the published bits are
-        gone after loading: the checksum is that of the tensor given to vLLM's loader. Raises KeyError for a name that
-        the model lacks.
-        """
-        wanted = list(names)
-        if unknown := [n for n in wanted if n not in self._shapes]:
-            raise KeyError(f"the engine's model has no weight {unknown[0]}")
-        if self._quantised:
-            if not self._arrived:
-                self._arrived = {n: (tensor_checksum(t), None) for n, t in _read_folder(self._model_path).items()}
-            return {n: self._arrived[n][0] for n in wanted}
-        held: dict[str, int] = self._rpc("rl_checksums", self._shapes, wanted)
-        return {n: self._arrived[n][0] if self._arrived.get(n, (0, None))[1] == c else c for n, c in held.items()}
+        """Checksums of the weights as the engine holds them: see `HeldWeights.checksums`."""
+        return self._weights.checksums(names)
 
     def names(self) -> list[str]:
         """Hugging Face names of all weights, tied ones once."""
-        return list(self._shapes)
+        return self._weights.names()
 
     def _rpc(self, method: str, *args: Any) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
@@ -411,20 +387,6 @@ class VllmEngine:
         self._core.shutdown()
 
 
-def _check_platform(tensor_parallel: int, quantization: str | None, kv_cache_dtype: str, rounding: str) -> None:
-    if tensor_parallel != 1:
-        raise UserError(
-            f"actor.tensor_parallel={tensor_parallel} is not supported yet: the arrival check of weights is exact for "
-            f"1 only; choose 1 and raise actor.count instead."
-        )
-    if current_platform.is_cpu() and (quantization is not None or kv_cache_dtype != "auto"):
-        raise UserError(
-            "actor.kind=fp8 with vLLM's FP8 needs a GPU: on CPU choose actor.rounding=fp8 and actor.fp8_kv_cache=false."
-        )
-    if quantization is not None and rounding != "none":
-        raise UserError(f"actor.rounding={rounding} on top of vLLM's FP8 rounds twice: choose actor.rounding=none.")
-
-
 def _engine_dtype(dtype: str) -> torch.dtype:
     """auto: float32 on CPU, bfloat16 on GPU (vLLM's own auto would make float32 checkpoints half precision)."""
     if dtype == "auto":
@@ -432,16 +394,29 @@ def _engine_dtype(dtype: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
 
-def _engine_args(*, kv_cache_gib: float, logit_noise: float, extra: Mapping[str, Any], **common: Any) -> EngineArgs:
+def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:
+    """The engine; a sparse rule replaces the platform's attention backend first."""
+    if sparse is None:
+        return LLMEngine.from_engine_args(args)
+    name = "sparse_backend_cpu" if current_platform.is_cpu() else "sparse_backend_gpu"
+    backend = importlib.import_module(f"rlcore.rollout.{name}")
+    backend.install(sparse)
+    llm = LLMEngine.from_engine_args(args)
+    backend.bind(llm.model_executor.driver_worker.model_runner)
+    return llm
+
+
+def _engine_args(*, kv_cache_gib: float, logit_noise: float, **common: Any) -> EngineArgs:
     if current_platform.is_cpu():
         _keep_weights_live()
+        # A prompt cut into chunks draws once too often from its seeded generator, and vLLM can rewind only GPU ones.
+        common["enable_chunked_prefill"] = False
         common["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
     if logit_noise:
         common["logits_processors"] = [NoiseProcessor]
         common["additional_config"] = {"logit_noise": logit_noise}
     return EngineArgs(
         **common,
-        **extra,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         async_scheduling=False,
@@ -460,14 +435,3 @@ def _keep_weights_live() -> None:
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
 
-
-def _read_folder(model_path: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model folder, tied weights once."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(Path(model_path).glob("*.safetensors")):
-        tensors.update(load_file(file))
-    if read_config(model_path).get("tie_word_embeddings"):
-        tensors.pop("lm_head.weight", None)
-    return tensors

@@ -35,8 +35,6 @@ class DrainingEngine(Engine, Protocol):
 
     def tokens_in_step(self) -> int: ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(slots=True)
 class _Update:
@@ -152,14 +150,16 @@ class RolloutWorker:
         return numbers
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Stop after the current step, hand over what is finished, close the engine. Unfinished requests are lost."""
+        """End the thread after the current step and hand over what is finished. Unfinished requests are lost.
+
+        The engine stays the caller's to close. Raises DeadlineExceeded if the step does not end in time.
+        """
         with self._wake:
             self._stop = True
             self._wake.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"the engine thread did not end its step within {timeout_s:g} s of close()")
-        self._engine.close()
 
     def _call(self, run: Callable[[], Any]) -> Future[Any]:
         return self._put(_Call(run, Future()))

@@ -1,0 +1,80 @@
+"""The weights of one engine: what was published, rounded and cast as its kind asks, and provably nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlcore.rollout.model_folder import read_shapes, read_weights
+from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.rounding import Rounding, round_weights
+
+
+class HeldWeights:
+    """Loads sets of weights through `WeightExtension` and says what the engine holds of them."""
+
+    def __init__(
+        self,
+        model_path: str,
+        rpc: Callable[..., Any],
+        *,
+        dtype: torch.dtype,
+        rounding: Rounding,
+        keep_high_precision: Sequence[str],
+        quantised: bool,
+    ) -> None:
+        """`rpc(method, *args)` calls the worker extension of an engine that has just loaded `model_path`."""
+        self._rpc = rpc
+        self._dtype, self._rounding, self._quantised = dtype, rounding, quantised
+        self._keep_precise = tuple(keep_high_precision)
+        self._shapes = read_shapes(model_path)
+        self._arrived: dict[str, tuple[int, int | None]] = {}  # name -> checksums (as published, as held)
+        self._rpc("rl_check_live")
+        if rounding != "none":
+            self.load(read_weights(model_path))
+        elif quantised:
+            self._arrived = {n: (tensor_checksum(t), None) for n, t in read_weights(model_path).items()}
+
+    def names(self) -> list[str]:
+        """Hugging Face names of all weights, tied ones once."""
+        return list(self._shapes)
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError, naming the tensor, unless these are exactly the model's names and shapes."""
+        shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+        for name in [*self._shapes, *shapes] if shapes != self._shapes else []:
+            if shapes.get(name) != self._shapes.get(name):
+                raise ValueError(
+                    f"weights do not fit the engine's model: {name} is {shapes.get(name, 'missing')}, "
+                    f"the model has {self._shapes.get(name, 'no such weight')}"
+                )
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights. Raises RuntimeError if vLLM did not take every one: the engine must not serve then."""
+        self._arrived = {}
+        rounded = round_weights(tensors, self._rounding, keep_high_precision=self._keep_precise)
+        served = {n: t.to(self._dtype) for n, t in rounded.items()}
+        for name, published in tensors.items():
+            if self._quantised:
+                self._arrived[name] = (tensor_checksum(published), None)
+            elif served[name] is not published:
+                self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
+        self._rpc("rl_load", served, self._quantised)
+
+    def checksums(self, names: Iterable[str]) -> dict[str, int]:
+        """Checksums of the weights as the engine holds them, under their Hugging Face names.
+
+        With emulated rounding or another dtype than the published one, a weight that is exactly the rounding of what
+        was published reports the published checksum, anything else its own. With vLLM's FP8 the published bits are
+        gone after loading: the checksum is that of the tensor given to vLLM's loader. Raises KeyError for a name that
+        the model lacks.
+        """
+        wanted = list(names)
+        if unknown := [n for n in wanted if n not in self._shapes]:
+            raise KeyError(f"the engine's model has no weight {unknown[0]}")
+        if self._quantised:
+            return {n: self._arrived[n][0] for n in wanted}
+        held: dict[str, int] = self._rpc("rl_checksums", self._shapes, wanted)
+        return {n: self._arrived[n][0] if self._arrived.get(n, (0, None))[1] == c else c for n, c in held.items()}

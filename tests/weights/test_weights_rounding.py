@@ -1,0 +1,94 @@
+"""Emulated precision and LoRA merging are plain functions of tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.errors import UserError
+from rlcore.weights.lora import merge_lora
+from rlcore.weights.rounding import is_rounded, round_tensor, round_weights
+
+
+def weight(seed: int, rows: int = 40, cols: int = 24) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from(["fp8", "int8", "int4"]),
+    st.sampled_from(["tensor", "channel", "block"]),
+    st.floats(1e-3, 1e3),
+)
+def test_rounding_is_a_projection_that_scales_with_its_input(seed, kind, granularity, factor):
+    w = weight(seed)
+    once = round_tensor(w, kind, granularity=granularity, block=16)
+    assert once.shape == w.shape and once.dtype == w.dtype and not torch.equal(once, w)
+    torch.testing.assert_close(round_tensor(once, kind, granularity=granularity, block=16), once)
+    # a power of two changes no rounding decision
+    assert torch.equal(round_tensor(w * 4, kind, granularity=granularity, block=16), once * 4)
+    assert torch.equal(round_tensor(-w, kind, granularity=granularity, block=16), -once)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("int4", 0.5 / 7)])
+def test_integer_error_is_at_most_half_a_step(kind, bound):
+    w = weight(0)
+    assert (round_tensor(w, kind) - w).abs().max() <= bound * w.abs().max() * (1 + 1e-5)
+    assert len(round_tensor(w, kind).unique()) <= (255 if kind == "int8" else 15)
+
+
+def test_fp8_has_three_mantissa_bits_and_the_formats_own_values():
+    w = weight(1)
+    got = round_tensor(w, "fp8")
+    scale = w.abs().max() / 448
+    normal = w.abs() > scale * 2**-6
+    assert ((got - w).abs()[normal] / w.abs()[normal]).max() <= 2**-4
+    again = got / scale
+    torch.testing.assert_close(again.to(torch.float8_e4m3fn).float(), again, rtol=1e-6, atol=1e-9)
+    assert got.abs().max() == w.abs().max()
+
+
+def test_finer_scales_protect_small_rows_from_a_large_one():
+    w = weight(2, 32, 32)
+    w[0] *= 1000
+    scales = ("tensor", "channel", "block")
+    error = {s: (round_tensor(w, "int8", granularity=s, block=16) - w)[16:].abs().mean() for s in scales}
+    assert error["channel"] < error["tensor"] / 50 and error["block"] < error["tensor"] / 50
+    assert (round_tensor(torch.zeros(4, 4), "fp8") == 0).all()
+
+
+def test_only_linear_weights_are_rounded():
+    tensors = {
+        "model.embed_tokens.weight": weight(0),
+        "model.layers.0.mlp.up_proj.weight": weight(1),
+        "model.layers.0.mlp.up_proj.bias": torch.randn(4),
+        "model.layers.0.input_layernorm.weight": torch.randn(4),
+        "lm_head.weight": weight(2),
+    }
+    got = round_weights(tensors, "fp8")
+    assert [n for n in tensors if got[n] is not tensors[n]] == ["model.layers.0.mlp.up_proj.weight"]
+    got = round_weights(tensors, "fp8", keep_high_precision=("up_proj",))
+    assert [n for n in tensors if got[n] is not tensors[n]] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert all(a is b for a, b in zip(round_weights(tensors, "none").values(), tensors.values()))
+    assert not is_rounded("x.weight", torch.ones(3), ())
+    with pytest.raises(UserError, match=r"actor\.rounding=fp4"):
+        round_tensor(weight(0), "fp4")  # type: ignore[arg-type]
+
+
+def test_merged_lora_computes_what_base_plus_adapter_computes():
+    base = {"q.weight": weight(0, 12, 8).double(), "norm.weight": torch.ones(8).double()}
+    a, b = weight(1, 4, 8).double(), weight(2, 12, 4).double()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    merged = merge_lora(base, {"q.weight": (a, b)}, scale=2.0)
+    want = x @ base["q.weight"].T + 2.0 * (x @ a.T) @ b.T
+    torch.testing.assert_close(x @ merged["q.weight"].T, want, atol=1e-6, rtol=0)
+    assert merged["norm.weight"] is base["norm.weight"] and not torch.equal(merged["q.weight"], base["q.weight"])
+    half = {n: t.bfloat16() for n, t in base.items()}
+    assert merge_lora(half, {"q.weight": (a, b)}, scale=1.0)["q.weight"].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"v\.weight"):
+        merge_lora(base, {"v.weight": (a, b)}, scale=1.0)
+    with pytest.raises(ValueError, match=r"A \(4, 9\)"):
+        merge_lora(base, {"q.weight": (torch.ones(4, 9), b)}, scale=1.0)
