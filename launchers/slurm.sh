@@ -1,7 +1,10 @@
 # Body of the Slurm batch script; `rlcore launch cluster=slurm` puts the options and values of a run above it.
 # It runs on the first node of the allocation, which is also Ray's head. The dashboard stays off; Ray's own ports are
-# open to the allocation's network, as they must be.
+# open to the allocation's network, as they must be, and answer only to this job's token.
 set -euo pipefail
+
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_ip=${RLCORE_HEAD_IP:-$(hostname -I | awk '{print $1}')}

@@ -81,7 +81,7 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("ray.io/v1", "RayJob", "rlcore-my-run-1")
     assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, "resume=auto"]
-    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and cluster["authOptions"] == {"mode": "token"}
     learner, actors = cluster["workerGroupSpecs"]
     assert (learner["replicas"], actors["replicas"]) == (1, 2)
     for group, resource in ((learner, "rlcore_learner"), (actors, "rlcore_actor")):
@@ -110,7 +110,8 @@ def test_without_learner_nodes_all_workers_are_alike():
 PROGRAMS = {
     "scontrol": 'echo "scontrol $*" >> "$LOG"; if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; fi',
     "srun": 'echo "srun $*" >> "$LOG"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
-    "ray": 'trap \'echo "ray stopped" >> "$LOG"; exit 0\' TERM; echo "ray $*" >> "$LOG"; while :; do sleep 0.05; done',
+    "ray": 'trap \'echo "ray stopped" >> "$LOG"; exit 0\' TERM; '
+    'echo "auth $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >> "$LOG"; echo "ray $*" >> "$LOG"; while :; do sleep 0.05; done',
     "python": 'cat > /dev/null; until [ "$(grep -c "^ray start" "$LOG")" = 3 ]; do sleep 0.05; done; '
     'echo "python ${*:2}" >> "$LOG"; exit "${JOIN_CODE:-0}"',
     "rlcore": 'echo "rlcore $*" >> "$LOG"; for w; do echo "word:$w" >> "$LOG"; done; eval "$RUN"',
@@ -167,7 +168,34 @@ def test_slurm_starts_ray_on_every_node_then_the_run_then_stops_ray(allocation):
     words = [line.removeprefix("word:") for line in lines if line.startswith("word:")]
     assert words == ["train", *WORDS, "resume=auto", "cluster.address=10.0.0.1:20007"]
     assert "greeting a 'b' c" in lines and "scontrol requeue 7" not in lines
-    assert lines.count("ray stopped") == 3
+    assert lines.count("ray stopped") == lines.count("auth token 64") == 3
+
+
+DRIVER = """#!{python}
+import sys
+import ray
+ray.init(address=sys.argv[-1].partition("=")[2], logging_level="ERROR")
+print("roles", sorted(r for n in ray.nodes() for r in n["Resources"] if r.startswith("rlcore_")))
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_slurm_with_real_ray_nodes(tmp_path):
+    """Two nodes (both on this machine) join under the job's token, the driver sees their roles, Ray ends with it."""
+    stand_ins = {"scontrol": 'printf "n1\\nn2\\n"', "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'}
+    texts = {name: f"#!/usr/bin/env bash\n{body}\n" for name, body in stand_ins.items()}
+    for name, text in (texts | {"rlcore": DRIVER.format(python=sys.executable)}).items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    settings = LaunchSettings(kind="slurm", nodes=2, learner_nodes=1, cpus_per_node=1, start_timeout_s=120,
+                              setup=[f'export PATH={tmp_path}:"$PATH"'])  # fmt: skip
+    (text,) = render(settings, WORDS, str(tmp_path)).files.values()
+    env = os.environ | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=240)
+    assert "roles ['rlcore_actor', 'rlcore_learner']" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 5
+    assert not subprocess.run(["pgrep", "-f", "gcs_server.*24242"], capture_output=True).stdout
 
 
 def test_nodes_that_do_not_join_end_the_job_without_a_run(allocation):
