@@ -16,7 +16,9 @@ TASKS: dict[str, str] = {
     "digits": "rlcore.tasks.digits:Digits",
     "file": "rlcore.tasks.file:FileTask",
     "gsm8k": "rlcore.tasks.gsm8k:Gsm8k",
+    "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",
+    "mbpp": "rlcore.tasks.code:Mbpp",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }
 
@@ -51,7 +53,7 @@ def _check_names(cls: type, name: str, args: Mapping[str, Any], key: str) -> Non
     for base in cls.__mro__:  # a constructor that takes **keywords hands them on to its base
         parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
         named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        known |= {p.name: p.default is p.empty for p in named}
+        known = {p.name: p.default is p.empty for p in named} | known
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     for argument, value in args.items():

@@ -1,0 +1,333 @@
+"""Programs that try to break out of the sandbox, for real, and the tasks that run programs in it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from rlcore.errors import UserError
+from rlcore.tasks import make_task
+from rlcore.tasks.sandbox import Limits, Sandbox, SandboxError
+
+# A program runs every attempt; one that succeeds is printed, and the program then fails.
+ATTEMPTS = """
+import ctypes, os, signal, socket, subprocess, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+
+def syscall(*args):
+    if libc.syscall(*args) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+def blocked(*attempts):
+    escaped = []
+    for number, attempt in enumerate(attempts):
+        try:
+            attempt()
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            continue
+        escaped.append(number)
+    assert not escaped, f"attempts that succeeded: {escaped}"
+"""
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    # A time limit that only a program which never ends can reach, however busy the machine is.
+    box = Sandbox(Limits(timeout_s=20, memory_mib=256, file_mib=4, output_kib=64))
+    yield box
+    assert box.run("print(1)").passed  # still in order after everything
+    box.close()
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    box = Sandbox(Limits(timeout_s=1))
+    yield box
+    box.close()
+
+
+def blocked(sandbox, *attempts):
+    outcome = sandbox.run(ATTEMPTS, "blocked(\n" + "".join(f"    lambda: {a},\n" for a in attempts) + ")")
+    assert outcome.passed, outcome
+
+
+def test_an_honest_program_runs(sandbox):
+    program = (
+        "import threading, json, hashlib, dataclasses, decimal, os, tempfile\n"
+        "with open('notes.txt', 'w') as f:\n    f.write('x' * 1000)\n"
+        "with tempfile.NamedTemporaryFile() as f:\n    f.write(b'y')\n"
+        "t = threading.Thread(target=print, args=('from a thread',))\nt.start()\nt.join()\n"
+        "answer = sum(map(len, os.listdir('.')))\n"
+    )
+    outcome = sandbox.run(program, "assert answer == 9\nprint('done')")
+    assert outcome.passed and outcome.why == "" and outcome.output == "from a thread\ndone\n"
+    assert sandbox.run("import os; assert os.listdir('.') == []").passed  # each program has its own folder
+
+
+@pytest.mark.parametrize(
+    ("program", "why", "output"),
+    [
+        ("assert 1 == 2", "exit code 1", "AssertionError"),
+        ("def f(:", "exit code 1", "SyntaxError"),
+        ("import os; os._exit(0)", "exit code 1 before the end".replace("1", "0"), ""),
+        ("raise SystemExit(0)", "exit code 1", "SystemExit"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", ""),
+        ("import os; os.close(1); os.close(2); import time; time.sleep(60)", "killed by SIGKILL", ""),
+    ],
+)
+def test_a_program_that_does_not_reach_its_end_has_not_passed(sandbox, program, why, output):
+    outcome = sandbox.run(program, "passed = True")
+    assert not outcome.passed and why in outcome.why and output in outcome.output
+    assert outcome.seconds < 15
+
+
+def test_no_new_processes(sandbox):
+    blocked(
+        sandbox,
+        "os.fork()",
+        "os.forkpty()",
+        "subprocess.run(['/bin/true'])",
+        "os.execv('/bin/true', ['true'])",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "syscall(57)",  # fork
+        "syscall(58)",  # vfork
+        "syscall(56, 17, 0, 0, 0, 0)",  # clone without threads
+        "syscall(435, bytes(88), 88)",  # clone3
+        "syscall(0x40000000 + 57)",  # fork, x32
+        "syscall(272, 0x10000000)",  # unshare
+    )
+
+
+def test_a_fork_bomb_makes_no_process(hasty):
+    before = len(psutil.Process().children(recursive=True))
+    outcome = hasty.run("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass")
+    assert outcome.why == "time limit of 1 s"
+    assert len(psutil.Process().children(recursive=True)) == before
+
+
+def test_a_thread_bomb_ends_with_its_program(sandbox):
+    before = len(psutil.Process().children(recursive=True))
+    program = "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()"
+    assert not sandbox.run(program).passed
+    assert len(psutil.Process().children(recursive=True)) == before
+
+
+def test_memory_is_bounded(sandbox):
+    outcome = sandbox.run("hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 20))")
+    assert not outcome.passed and "MemoryError" in outcome.output
+    blocked(
+        sandbox,
+        "__import__('resource').setrlimit(9, (1 << 40, 1 << 40))",
+        "__import__('resource').prlimit(os.getppid(), 9, (1 << 40, 1 << 40))",
+        "os.memfd_create('x')",
+        "syscall(29, 0, 1 << 30, 0o1600)",  # shmget
+    )
+
+
+def test_the_environment_and_files_of_others_cannot_be_read(sandbox, tmp_path, monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "do-not-tell")
+    (tmp_path / "secret").write_text("do-not-tell")
+    own = Sandbox(Limits(timeout_s=5))
+    try:
+        outcome = own.run("import os; print(sorted(os.environ))")
+        assert outcome.output.strip() == "['HOME', 'LANG', 'PATH', 'TMPDIR']"
+        blocked(
+            own,
+            f"open('/proc/{os.getpid()}/environ').read()",
+            "open(f'/proc/{os.getppid()}/environ').read()",
+            "open('/proc/self/environ').read()",
+            "os.listdir('/proc')",
+            f"open({str(tmp_path / 'secret')!r}).read()",
+            f"os.symlink({str(tmp_path / 'secret')!r}, 'link') or open('link').read()",
+            "open('/etc/passwd').read()",
+            "os.listdir(os.path.expanduser('~root'))",
+            f"syscall(101, 16, {os.getpid()}, 0, 0)",  # ptrace attach
+            f"syscall(310, {os.getpid()}, 0, 0, 0, 0, 0)",  # process_vm_readv
+            f"syscall(434, {os.getpid()}, 0)",  # pidfd_open
+        )
+    finally:
+        own.close()
+
+
+def test_nothing_outside_can_be_changed(sandbox, tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    before = target.stat()
+    path = str(target)
+    blocked(
+        sandbox,
+        f"open({path!r}, 'w')",
+        f"open({path!r}, 'a')",
+        f"os.truncate({path!r}, 0)",
+        f"os.unlink({path!r})",
+        f"os.rename({path!r}, 'mine')",
+        f"os.link({path!r}, 'mine')",
+        f"os.chmod({path!r}, 0o777)",
+        f"os.chown({path!r}, 1, 1)",
+        f"os.utime({path!r}, (1, 1))",
+        f"os.setxattr({path!r}, 'user.x', b'1')",
+        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"os.mkdir({str(tmp_path / 'new')!r})",
+        f"os.mkfifo({str(tmp_path / 'new')!r})",
+        "open('../beside', 'w')",
+        "open('/dev/shm/x', 'w')",
+        "open('/tmp/x', 'w')",
+        "os.chroot('.')",
+        "syscall(165, b'x', b'.', b'tmpfs', 0, 0)",  # mount
+    )
+    after = target.stat()
+    assert target.read_text() == "precious" and os.listdir(tmp_path) == ["precious"]
+    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
+
+
+def test_no_network(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("\0rlcore-sandbox-test")
+        unix.listen()
+        blocked(
+            sandbox,
+            f"socket.create_connection(('127.0.0.1', {tcp.getsockname()[1]}), 1)",
+            "socket.socket(socket.AF_UNIX).connect('\\0rlcore-sandbox-test')",
+            "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+            "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "socket.socketpair()",
+            "socket.getaddrinfo('localhost', 80) and socket.create_server(('', 0))",
+            "syscall(425, 8, bytes(120))",  # io_uring_setup
+        )
+        for listener in (tcp, unix):
+            listener.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                listener.accept()
+
+
+def test_no_signals_to_others(sandbox):
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        blocked(
+            sandbox,
+            f"os.kill({victim.pid}, 9)",
+            "os.kill(os.getppid(), 9)",
+            "os.kill(0, 9)",
+            "os.kill(-1, 9)",
+            f"syscall(200, {victim.pid}, 9)",  # tkill
+            f"syscall(129, {victim.pid}, 9, bytes(128))",  # rt_sigqueueinfo
+            "os.setsid()",
+            f"os.setpriority(os.PRIO_PROCESS, {victim.pid}, 19)",
+        )
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_a_program_that_ignores_signals_is_killed(hasty):
+    program = (
+        "import signal, ctypes\n"
+        "for s in set(range(1, 65)) - {9, 19, 32, 33}:\n    signal.signal(s, signal.SIG_IGN)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass"
+    )
+    assert hasty.run(program).why == "time limit of 1 s"
+
+
+def test_a_gigabyte_of_output_or_files_is_cut_short(sandbox):
+    outcome = sandbox.run("for _ in range(1000):\n    print('x' * 10**6)")
+    assert outcome.why == "more than 64 KiB of output" and len(outcome.output) <= 2000
+    one = sandbox.run("open('big', 'wb').write(bytes(1 << 30))")
+    assert not one.passed
+    endless = "n = 0\nwhile True:\n    n += 1\n    with open(str(n), 'wb') as f:\n        f.write(bytes({}))"
+    assert sandbox.run(endless.format("1 << 20")).why == "more than 4 MiB or 1000 of files"
+    assert sandbox.run(endless.format(0)).why == "more than 4 MiB or 1000 of files"
+
+
+def test_killed_programs_leave_no_folder_behind(sandbox, hasty):
+    where = "import os\nprint(os.getcwd(), flush=True)\n"
+    late = hasty.run(where, "open('f', 'w').write('x')\nwhile True: pass")
+    deep = sandbox.run(where, "while True:\n    os.mkdir('d')\n    os.chdir('d')")
+    assert late.why == "time limit of 1 s" and deep.why == "more than 4 MiB or 1000 of files"
+    for outcome in (late, deep):
+        assert outcome.output.startswith("/") and not os.path.exists(outcome.output.strip())
+
+
+def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along():
+    box = Sandbox(Limits(timeout_s=30))
+    server = psutil.Process(box._process.pid)
+    programs = []
+
+    def kill():
+        while not programs:
+            programs.extend(server.children())
+        server.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(SandboxError, match="ended with exit code -9"):
+        box.run("while True: pass")
+    killer.join()
+    deadline = time.monotonic() + 10
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in programs):
+        assert time.monotonic() < deadline, "the program outlived its server"
+        time.sleep(0.05)
+
+
+LEETCODE = {
+    "problem": "Reverse a list.\n```python\nclass Solution:\n    def reverse(self, head: Optional[ListNode]):\n```",
+    "solutions": "class Solution:\n    def reverse(self, head: Optional[ListNode]):\n        last = None\n"
+    "        while head:\n            head.next, last, head = last, head, head.next\n        return last\n",
+    "tests": {
+        "functional": "def check(candidate):\n"
+        "    assert is_same_list(candidate(head = list_node([1,2,3])), list_node([3,2,1]))\n\n\n"
+        "check(Solution().reverse)"
+    },
+}
+TREE = {
+    "problem": "Mirror a tree.",
+    "solutions": "class Solution:\n    def mirror(self, root):\n        if root:\n"
+    "            root.left, root.right = self.mirror(root.right), self.mirror(root.left)\n        return root\n",
+    "tests": {
+        "functional": "def check(candidate):\n"
+        "    assert is_same_tree(candidate(tree_node([1,2,3,None,4])), tree_node([1,3,2,None,None,4]))\n"
+        "    assert candidate(tree_node([])) is None\n\ncheck(Solution().mirror)"
+    },
+}
+MBPP = {
+    "text": "Write a function to find the area of a circle.",
+    "code": "def area(r):\n    return math.pi * r ** 2",
+    "test_list": ["assert round(area(1), 2) == 3.14", "assert area(2) == UNIT * 4"],
+    "test_setup_code": "import math\nUNIT = math.pi",
+}
+
+
+def test_code_tasks_judge_by_tests(tmp_path):
+    leet, mbpp = tmp_path / "leet.jsonl", tmp_path / "mbpp.jsonl"
+    leet.write_text(json.dumps(LEETCODE) + "\n" + json.dumps(TREE) + "\n")
+    mbpp.write_text(json.dumps(MBPP) + "\n")
+    for name, path, count in (("leetcode", leet, 2), ("mbpp", mbpp, 1)):
+        task = make_task(name, {"train_path": str(path), "format_reward": 0.1, "timeout_s": 3})
+        try:
+            for index in range(count):
+                item = task.item("train", index)
+                worked = task.worked_answer(item)
+                assert task.grade(item, f"Let me think.\n{worked}\nDone.").reward == 1.0
+                bare = worked.removeprefix("```python\n").removesuffix("\n```")
+                assert task.grade(item, bare).parts == {"correct": 1.0, "format": 0.0}
+                assert task.grade(item, "```python\nimport os; os._exit(0)\n```").reward == pytest.approx(0.1)
+                assert task.grade(item, "I do not know.").reward == 0.0
+            assert task.grade(item, "```python\nwhile True: pass\n```").parts == {"correct": 0.0, "format": 1.0}
+        finally:
+            task.close()
+    assert "area(1), 2) == 3.14" in item.question and "area(2)" not in item.question
+
+
+def test_code_rows_need_tests(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**LEETCODE, "tests": {"functional": ""}}) + "\n")
+    with pytest.raises(UserError, match=r"row 1: field tests\.functional is empty"):
+        make_task("leetcode", {"train_path": str(path)})
+    with pytest.raises(UserError, match=r"task\.args\.timeout_s=0 "):
+        make_task("leetcode", {"train_path": str(path), "timeout_s": 0})
