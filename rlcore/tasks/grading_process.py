@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ class GradingProcess:
         self._memory_mib = memory_mib
         self._rest = b""
         self._killed = False
+        # Whatever graders leave in the temporary folder goes with the process, however it ends.
+        self._folder = tempfile.TemporaryDirectory(prefix="rlcore-grading-", ignore_cleanup_errors=True)
         self._link, theirs = socket.socketpair()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
@@ -51,17 +54,23 @@ class GradingProcess:
             stdout=subprocess.DEVNULL,  # a grader that prints for ever must not block
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "TMPDIR": self._folder.name,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         )
         theirs.close()
         try:
             self._send({"tasks": tasks, "timeout_s": timeout_s, "memory_mib": memory_mib}, start_timeout_s)
             hello = self.receive(start_timeout_s)
         except (WorkerDied, DeadlineExceeded) as error:
-            self.kill()
+            self.close()
             raise StageError(f"a grading process did not start: {error}") from error
         if "fatal" in hello:
-            self.kill()
+            self.close()
             raise StageError(f"a grading process did not start: {hello['fatal']}")
 
     @property
@@ -120,5 +129,7 @@ class GradingProcess:
         self._process.wait(REAP_S)
 
     def close(self) -> None:
+        """End the worker and remove its temporary folder."""
         self.kill()
         self._link.close()
+        self._folder.cleanup()

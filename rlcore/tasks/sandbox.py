@@ -10,6 +10,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Sandbox:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
+            env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TMPDIR": tempfile.gettempdir()},
         )
         theirs.close()
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -254,7 +255,8 @@ def test_killed_programs_leave_no_folder_behind(sandbox, hasty):
         assert outcome.output.startswith("/") and not os.path.exists(outcome.output.strip())
 
 
-def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along():
+def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     box = Sandbox(Limits(timeout_s=30))
     server = psutil.Process(box._process.pid)
     programs = []

@@ -18,7 +18,7 @@ from rlcore.tasks.scoring import Scorer
 from rlcore.types import Trajectory
 
 GRADER = '''
-import ctypes, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, tempfile, time
 
 def hold():
     while True:
@@ -40,6 +40,11 @@ def score(item, response):
         child = subprocess.Popen(["sleep", "600"])
         with open(rest, "w") as out:
             out.write(str(child.pid))
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        hold()
+    if what == "temporary":
+        with open(rest, "w") as out:
+            out.write(tempfile.mkdtemp())
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         hold()
     if what == "die":
@@ -174,6 +179,12 @@ def test_what_a_hanging_grader_started_is_killed_with_it(args, tmp_path):
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_temporary_files_go_with_the_process(args, tmp_path):
+    results = run({"t": ("file", args)}, [f"temporary {tmp_path}/where"], timeout_s=0.5)
+    assert results[0].score_status == "timeout"
+    assert not os.path.exists((tmp_path / "where").read_text())
+
+
 def test_the_label_of_the_prompt_id_picks_the_task():
     tasks = {"train": ("digits", {}), "long": ("digits", {"op": "copy", "min_digits": 9, "max_digits": 9})}
     expected = [make_task(n, a, label=label).item("heldout", 3).answer for label, (n, a) in tasks.items()]
@@ -229,7 +240,7 @@ def test_grading_processes_die_with_a_killed_parent(args, tmp_path):
         "while len(s._workers) < 2:\n    time.sleep(0.01)\n"
         "print(*[w._process.pid for w in s._workers.values()], flush=True)\ntime.sleep(600)\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     pids = [int(p) for p in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(psutil.pid_exists(p) for p in pids)
