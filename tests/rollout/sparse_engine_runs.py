@@ -113,16 +113,16 @@ def main(folder: Path) -> None:
     runs = {}
     for name in ("dense", "covering", "covering_seen"):
         llm = engine(folder, RULES.get(name))
-        runs[name] = generate(llm, texts[:8], 200, lens)
+        runs[name] = generate(llm, texts[:8], 120, lens)
         del llm
         gc.collect()
-    for name in ("small", "share", "dense_prompt"):
+    for name, new_tokens in (("small", 300), ("share", 150), ("dense_prompt", 300)):
         llm = engine(folder, RULES[name])
-        runs[name] = generate(llm, texts, 300, lens)
+        runs[name] = generate(llm, texts, new_tokens, lens)
         # one prompt goes on with part of its response as prompt, as after an aborted request
         longer = [s["prompt"] + s["tokens"][:90] for s in runs[name][:4]]
-        runs[name + "_resubmitted"] = generate(llm, longer, 100, lens[:4])
-        runs[name + "_in_flight"] = generate(llm, texts, 200, lens, 70, later)
+        runs[name + "_resubmitted"] = generate(llm, longer, 80, lens[:4])
+        runs[name + "_in_flight"] = generate(llm, texts, 150, lens, 70, later)
         del llm
         gc.collect()
     (folder / "runs.json").write_text(json.dumps(runs))

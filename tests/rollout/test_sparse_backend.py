@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     script = Path(__file__).with_name("sparse_engine_runs.py")
     env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script), str(path)], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, str(script), str(path)], env=env, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return path
@@ -84,7 +84,7 @@ def test_covering_budget_is_dense(runs, name):
 @pytest.mark.parametrize("name", list(RULES))
 def test_actor_and_learner_agree_and_differ_from_dense(runs, models, name):
     samples = runs[name]
-    assert len(samples) == 32 and all(len(s["tokens"]) == 300 for s in samples)
+    assert len(samples) == 32 and {len(s["tokens"]) for s in samples} == {150 if name == "share" else 300}
     assert_same(gaps(samples, learner_logp(models[0], samples, RULES[name])))
     dense = gaps(samples, learner_logp(models[0], samples, None))
     assert dense.mean() > 1e-2 and np.quantile(dense, 0.9) > 3e-2
@@ -101,7 +101,7 @@ def test_recomputed_positions_keep_their_rule(runs, models, name):
     samples = runs[name + "_in_flight"]
     before, after = (learner_logp(m, samples, RULES[name]) for m in models)
     switch = [s["switch"] for s in samples]
-    assert sum(40 < n < 160 for n in switch) >= 8, switch
+    assert sum(40 < n < 130 for n in switch) >= 8, switch
     mixed = [np.concatenate([b[:n], a[n:]]) for b, a, n in zip(before, after, switch)]
     assert_same(gaps(samples, mixed))
     assert gaps(samples, before).mean() > 1e-2
