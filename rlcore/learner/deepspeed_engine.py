@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -42,9 +42,11 @@ def join_ranks(
         torch.cuda.set_device(device)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     if not dist.is_initialized():
+        alone = world_size == 1  # nobody to meet: no port is taken
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
-            init_method=f"tcp://{master_addr}:{master_port}",
+            init_method=None if alone else f"tcp://{master_addr}:{master_port}",
+            store=dist.HashStore() if alone else None,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -217,6 +219,14 @@ class ZeroEngine:
             self._write(self.names[name], key, tensor.to(self.device))
         if missing:
             raise StageError(f"learner state in {folder} lacks {len(missing)} tensors, e.g. {min(missing)}")
+        self._weights_from_masters()
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights, leaving the optimizer alone. Raises StageError if the names do not match."""
+        if set(tensors) != set(self.names):
+            raise StageError(f"weights do not fit the model: {sorted(set(tensors) ^ set(self.names))[:3]}")
+        for name, tensor in tensors.items():
+            self._write(self.names[name], "weight", tensor.to(self.device))
         self._weights_from_masters()
 
     def _shape(self, p: nn.Parameter) -> torch.Size:

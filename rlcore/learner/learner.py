@@ -145,19 +145,21 @@ class LearnerRank:
         self.facts = {"attention": attention, "layout": layout, "dtype": dtype, "zero_stage": str(zero_stage)}
         self._phase: list[StepBatch] = []
         self._next = 0  # index of the phase's next batch
+        self._fresh = True  # no step of the phase has been taken: p_new is p_ref
         self._ref_seconds = 0.0
 
     # ----- reinforcement learning -----
 
-    def begin_phase(self, groups_per_step: Sequence[Sequence[Group]]) -> None:
+    def begin_phase(self, groups_per_step: Sequence[Sequence[Group]], *, first: bool = True) -> None:
         """Take this rank's whole groups for each step of an update phase, and compute what precedes its first step.
 
-        Ranks may have unequal shares, also empty ones, but the same number of steps.
+        Ranks may have unequal shares, also empty ones, but the same number of steps. `first=False`: the rest of a phase
+        whose first step was taken before a checkpoint, so p_new is not p_ref any more.
         """
         start = time.monotonic()
         with_topk = self.update.topk > 0
         self._phase = [build_batch(groups, with_topk=with_topk, device=self.device) for groups in groups_per_step]
-        self._next = 0
+        self._next, self._fresh = 0, first
         for batch in self._phase:
             batch.micro = self._micro_batches(batch.tokens)
         self.update.prepare(self._phase)
@@ -171,7 +173,8 @@ class LearnerRank:
         """
         start = time.monotonic()
         self._seed(step)
-        batch, first = self._phase[self._next], self._next == 0
+        batch, first = self._phase[self._next], self._fresh
+        self._fresh = False
         self._next += 1
         sums, kept, metrics = self.update.run(batch, step, first=first)
         metrics |= self._apply(step, sums, batch.tokens, self.update.objective.sum_names)
@@ -259,10 +262,18 @@ class LearnerRank:
         """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as safetensors."""
         self.engine.save(Path(folder))
 
-    def load(self, folder: str | Path) -> None:
-        """Continue from `save`, also one made with another ZeRO stage or number of ranks."""
+    def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
+        """Continue from `save`, also one made with another ZeRO stage or number of ranks.
+
+        `keep_phase`: the phase just begun stays (its p_ref was computed under other weights than those loaded).
+        """
         self.engine.load(Path(folder))
-        self._phase = []
+        if not keep_phase:
+            self._phase = []
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the policy's weights (Hugging Face names, float32, whole) and nothing else."""
+        self.engine.load_weights(tensors)
 
     def export(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: weights as safetensors, configuration and tokenizer."""

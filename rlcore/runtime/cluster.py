@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -40,7 +41,12 @@ def cluster(
     try:
         if address is None:
             ray.init(
-                address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_mib << 20, **common
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=object_store_mib << 20,
+                _node_ip_address="127.0.0.1",  # every port of a local cluster stays on loopback
+                **common,
             )
         else:
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **common)
@@ -104,11 +110,16 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "(no message)"
 
 
-def free_port(wanted: int = 0) -> int:
-    """A port that is free now on loopback. Raises UserError if `wanted` is taken."""
-    with socket.socket() as s:
-        try:
-            s.bind(("127.0.0.1", wanted))
-        except OSError as e:
-            raise UserError(f"learner.port={wanted} is not free: choose another, or 0 for any free port.") from e
-        return int(s.getsockname()[1])
+def free_port(wanted: int = 0, host: str = "127.0.0.1") -> int:
+    """A port of `host` that is free now, outside the range that outgoing connections draw theirs from.
+
+    Raises UserError if `wanted` is given and taken, or if none is free.
+    """
+    for candidate in [wanted] if wanted else random.SystemRandom().sample(range(20000, 32768), 64):
+        with socket.socket() as s:
+            try:
+                s.bind((host, candidate))
+            except OSError:
+                continue
+            return candidate
+    raise UserError(f"learner.port={wanted} is not free: choose another, or 0 for any free port.")

@@ -101,7 +101,7 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
         version = int(checkpoints.state_of(folder)["progress"]["step"])
         session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
         manifest, handle = session.each_learner(
-            "publish", version, options.wire_dtype(config), True, config.seed, what="the weights"
+            "publish", version, options.wire_dtype(config), True, config.seed, None, what="the weights"
         )[0]
         await session.fleet.publish(Publication(manifest, handle))
     evaluator = Evaluator(

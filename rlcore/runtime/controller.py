@@ -52,8 +52,8 @@ class Plan:
 
     @property
     def total_groups(self) -> int:
-        """Groups the whole plan consumes; none beyond them is generated."""
-        return self.steps * self.groups_per_step
+        """Groups to admit over the whole plan: whole phases, so that a plan made longer later continues exactly."""
+        return -(-self.steps // self.phase_steps) * self.phase_steps * self.groups_per_step
 
     @property
     def synchronous(self) -> bool:
@@ -71,8 +71,12 @@ class Progress:
 
     step: int = 0  # optimizer steps done = learner version
     published: int = -1  # version proven on every healthy actor
+    phase_version: int = 0  # version at the start of the update phase: p_ref of a phase of several steps
     evaluated: int = -1  # last step whose evaluation was started
     seconds: float = 0.0  # of training, over all sessions
+
+
+Batch = tuple[list[tuple[int, int]], dict[str, float]]  # ((group id, response tokens) ..., statistics)
 
 
 @dataclass(slots=True)
@@ -107,12 +111,16 @@ class Controller:
         reporter: Reporter,
         save: Callable[[Controller], Any],
         progress: Progress | None = None,
+        resumed_from: str | None = None,
     ) -> None:
         self.plan, self.fleet, self.buffer, self.scorer, self.learners = plan, fleet, buffer, scorer, learners
         self.prompts, self.requests, self.evaluator, self.reporter = prompts, requests, evaluator, reporter
         self._save = save
         self.progress = progress or Progress()
         self.stop_requested = False
+        # the learner's checkpoint folder, when a run goes on in the middle of an update phase
+        middle = bool(self.progress.step % self.plan.phase_steps)
+        self._resume_phase_from = resumed_from if middle else None
         self._publishing: asyncio.Task[dict[str, float]] | None = None
         self._publish_parts: dict[str, float] = {}
         self._evals: dict[str, float] = {}  # results for the next row
@@ -141,8 +149,13 @@ class Controller:
             await asyncio.gather(*filter(None, tasks), return_exceptions=True)
 
     async def _start(self) -> None:
-        """Publish the learner's weights with a full arrival check, and hand in-flight groups of a resume out again."""
-        await self._publish(full=True)
+        """Publish the learner's weights with a full arrival check, and hand in-flight groups of a resume out again.
+
+        A resume in the middle of a phase publishes the weights that the phase began with: what is evaluated or drawn
+        again must come from the version that the rest of the phase was drawn from.
+        """
+        middle = self._resume_phase_from is not None
+        await self._publish(full=True, version=self.progress.phase_version if middle else self.progress.step)
         await self._publish_done()
         in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
         if in_flight:
@@ -199,15 +212,18 @@ class Controller:
     async def _learn(self) -> None:
         plan, progress = self.plan, self.progress
         while progress.step < plan.steps and not self.stop_requested:
-            phase = list(range(progress.step, min(progress.step + plan.phase_steps, plan.steps)))
+            phase = list(range(progress.step, self._phase_end(progress.step)))
             clocks = Clocks()
             with clocks.measure("wait_data"):
-                if not await self._wait_ready(phase):
-                    break
-            stats = await self._begin_phase(phase, clocks)
-            for step in phase:
-                await self._one_step(step, stats[step], clocks)
+                batches = await self._take(phase)
+            if batches is None:
+                break
+            await self._begin_phase(batches, clocks)
+            for step, (_, stats) in batches.items():
+                await self._one_step(step, stats, clocks)
                 clocks = Clocks()
+                if self.stop_requested:
+                    break
         if self.stop_requested or self.plan.checkpoint_at_end:
             await self._checkpoint()
 
@@ -223,7 +239,7 @@ class Controller:
         last = progress.step == plan.steps
         if progress.step % plan.steps_per_publish == 0 or last or self.stop_requested:
             with clocks.measure("publish"):
-                await self._publish(full=False)
+                await self._publish(full=False, version=progress.step)
                 if plan.synchronous or last:
                     await self._publish_done()
         await self._evaluate_if_due(last)
@@ -243,52 +259,57 @@ class Controller:
 
     async def save_parts(self, learner_folder: str, buffer_folder: str) -> None:
         """Have learner and buffer write their parts of a run checkpoint."""
-        await self._learner_call("save", learner_folder, what="the learner to write its checkpoint")
+        in_phase = bool(self.progress.step % self.plan.phase_steps)
+        await self._learner_call("save", learner_folder, in_phase, what="the learner to write its checkpoint")
         await self._buffer_call(self.buffer.save.remote(buffer_folder), "the buffer to write its journal")
 
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
-    async def _wait_ready(self, steps: list[int]) -> bool:
-        """True when the batches of `steps` are there, False when a stop was asked for first."""
+    async def _take(self, steps: list[int]) -> dict[int, Batch] | None:
+        """The batches of a phase, each as soon as it is there; None when a stop was asked for first."""
         deadline = time.monotonic() + self.plan.wait_data_timeout_s
-        while not await self._buffer_call(
-            self.buffer.wait_ready.remote(steps, self.plan.heartbeat_s), "a training batch"
-        ):
-            if time.monotonic() > deadline:
-                lacking = await self._buffer_call(self.buffer.waiting_for.remote(steps[0]), "the buffer's state")
-                raise DeadlineExceeded(
-                    f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
-                )
-            if self.stop_requested:
-                return False
-        return True
-
-    async def _begin_phase(self, steps: list[int], clocks: Clocks) -> dict[int, dict[str, float]]:
-        """Take the batches of a phase, deal whole groups to the ranks by tokens, have p_ref computed."""
-        shares: list[dict[int, list[int]]] = [{} for _ in self.learners]
-        stats: dict[int, dict[str, float]] = {}
+        batches: dict[int, Batch] = {}
         for step in steps:
-            groups, stats[step] = await self._buffer_call(self.buffer.take.remote(step), "a training batch")
+            while not await self._buffer_call(
+                self.buffer.wait_ready.remote(step, self.plan.heartbeat_s), "a training batch"
+            ):
+                if self.stop_requested:
+                    return None
+                if time.monotonic() > deadline:
+                    lacking = await self._buffer_call(self.buffer.waiting_for.remote(step), "the buffer's state")
+                    raise DeadlineExceeded(
+                        f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
+                    )
+            batches[step] = await self._buffer_call(self.buffer.take.remote(step), "a training batch")
+        return batches
+
+    async def _begin_phase(self, batches: dict[int, Batch], clocks: Clocks) -> None:
+        """Deal whole groups to the ranks by tokens and have p_ref computed; show a few samples."""
+        shares: list[dict[int, list[int]]] = [{} for _ in self.learners]
+        for step, (groups, _) in batches.items():
             for share, dealt in zip(shares, deal(groups, len(self.learners))):
                 share[step] = dealt
+        first = min(batches)
         if self.plan.samples_per_step:
-            samples = await self._buffer_call(self.buffer.samples.remote(steps[0], self.plan.samples_per_step), "samples")
+            samples = await self._buffer_call(self.buffer.samples.remote(first, self.plan.samples_per_step), "samples")
             decoded = await call(
                 self.scorer.decode.remote(samples), timeout_s=60, what="samples to be decoded", key="logging.samples_per_step"
             )
-            self.reporter.samples(steps[0] + 1, decoded)
+            self.reporter.samples(first + 1, decoded)
+        resumed, self._resume_phase_from = self._resume_phase_from, None
+        if self.plan.phase_steps > 1 and resumed is None:
+            self.progress.phase_version = first
         with clocks.measure("begin"):
-            await self._learner_call("begin_phase", what="an update phase to begin", per_rank=[
-                (share, self.plan.step_timeout_s) for share in shares
-            ])
-        return stats
+            timeout = self.plan.step_timeout_s
+            arguments = [(share, self.plan.phase_steps > 1, resumed, timeout) for share in shares]
+            await self._learner_call("begin_phase", what="an update phase to begin", per_rank=arguments)
 
-    async def _publish(self, *, full: bool) -> None:
+    async def _publish(self, *, full: bool, version: int) -> None:
         """Gather the weights and start giving them to the actors; returns when the learner may go on."""
         await self._publish_done()
-        plan, version = self.plan, self.progress.step
+        plan = self.plan
         manifest, handle = await self._learner_call(
-            "publish", version, plan.wire_dtype, full or plan.verify_full, plan.run_seed, what=f"weights of version {version}"
+            "publish", version, plan.wire_dtype, full or plan.verify_full, plan.run_seed, self._resume_phase_from, what=f"weights of version {version}"
         )
         publication = Publication(manifest, handle)
         self._publishing = asyncio.create_task(self._deliver(publication))

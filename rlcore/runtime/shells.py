@@ -21,6 +21,7 @@ import ray
 from rlcore.errors import StageError, UserError
 from rlcore.types import Group, OnPublish, Request, Trajectory, WeightManifest
 
+PHASE_WEIGHTS = "phase_weights.safetensors"
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 
 
@@ -65,16 +66,9 @@ class BufferShell:
 
         return int(await self._poll(room, timeout_s))
 
-    async def wait_ready(self, steps: list[int], timeout_s: float) -> bool:
-        """True as soon as the batches of all `steps` can be taken."""
-        enough = len(steps) * self.buffer.bound.groups_per_step
-
-        def ready() -> bool:
-            if len(steps) > 1 and self.buffer.metrics()["buffer/groups"] < enough:
-                return False
-            return self.buffer.ready(steps[0])
-
-        return bool(await self._poll(ready, timeout_s))
+    async def wait_ready(self, step: int, timeout_s: float) -> bool:
+        """True as soon as the batch of `step`, the next one, can be taken."""
+        return bool(await self._poll(lambda: self.buffer.ready(step), timeout_s))
 
     async def _poll(self, value: Callable[[], Any], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -271,6 +265,7 @@ class LearnerShell:
 
     def __init__(self, buffer: Any, transport: str, transport_folder: str) -> None:
         self._buffer, self._transport, self._folder = buffer, transport, transport_folder
+        self._phase_weights: dict[str, Any] = {}  # rank 0: Hugging Face name -> float32 tensor
 
     def start(self, options: dict[str, Any]) -> int:
         from rlcore.learner.learner import LearnerRank
@@ -282,20 +277,35 @@ class LearnerShell:
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the others, when ranks may be on several nodes."""
-        import socket
+        from rlcore.runtime.cluster import free_port
 
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(s.getsockname()[1])
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host=host)
 
-    def begin_phase(self, shares: dict[int, list[int]], timeout_s: float) -> float:
-        """Fetch this rank's groups of an update phase (step -> group ids), compute p_ref. Returns seconds of fetching."""
+    def begin_phase(self, shares: dict[int, list[int]], long: bool, resumed: str | None, timeout_s: float) -> float:
+        """Fetch this rank's groups of an update phase (step -> group ids), compute p_ref. Returns seconds of fetching.
+
+        `long`: the phase has several steps, so the weights it begins with are kept for a checkpoint in its middle.
+        `resumed`: such a checkpoint; p_ref is computed under the weights kept, then its own are loaded.
+        """
         start = time.monotonic()
         refs = [self._buffer.payload.remote(step, ids) for step, ids in sorted(shares.items())]
         steps: list[list[Group]] = ray.get(refs, timeout=timeout_s)
         fetched = time.monotonic() - start
-        self.rank.begin_phase(steps)
+        if resumed is not None:
+            self._load_phase_weights(resumed)
+        elif long:
+            self._phase_weights = self.rank.state_for_publish("float32")
+        self.rank.begin_phase(steps, first=resumed is None)
+        if resumed is not None:
+            self.rank.load(resumed, keep_phase=True)
         return fetched
+
+    def _load_phase_weights(self, folder: str) -> None:
+        from safetensors.torch import load_file
+
+        self._phase_weights = load_file(os.path.join(folder, PHASE_WEIGHTS))
+        self.rank.load_weights(self._phase_weights)
 
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
@@ -303,18 +313,28 @@ class LearnerShell:
     def sft_step(self, step: int, examples: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)
 
-    def publish(self, version: int, dtype: str, full: bool, seed: int) -> Any:
-        """Gather the full weights (all ranks take part); rank 0 returns (manifest, handle), the others None."""
+    def publish(self, version: int, dtype: str, full: bool, seed: int, resumed: str | None) -> Any:
+        """Gather the full weights (all ranks take part); rank 0 returns (manifest, handle), the others None.
+
+        `resumed`: a checkpoint made in the middle of a phase; what the phase began with is published.
+        """
         from rlcore.weights.manifest import make_manifest
 
+        if resumed is not None:
+            self._load_phase_weights(resumed)
         tensors = self.rank.state_for_publish(dtype)
         if self.rank.rank != 0:
             return None
         manifest = make_manifest(version, tensors, full=full, seed=seed)
         return manifest, self.transport.publish(manifest, tensors)
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: str, in_phase: bool) -> None:
+        """Write the learner's state; `in_phase`: with the weights that the running phase began with."""
         self.rank.save(folder)
+        if in_phase and self.rank.rank == 0:
+            from safetensors.torch import save_file
+
+            save_file(self._phase_weights, os.path.join(folder, PHASE_WEIGHTS))
 
     def load(self, folder: str) -> None:
         self.rank.load(folder)

@@ -87,7 +87,8 @@ def _on_cluster(
             if found is not None and state is not None:
                 _restore(session, prepared, found, state)
                 reporter.note(f"continuing from {found.name}")
-            return asyncio.run(_run(config, session, prepared, reporter, run_dir, model_path, progress))
+            learner_folder = str(found / "learner") if found else None
+            return asyncio.run(_run(config, session, prepared, reporter, model_path, progress, learner_folder))
         finally:
             session.close()
 
@@ -97,9 +98,9 @@ async def _run(
     session: Session,
     prepared: Prepared,
     reporter: RunReporter,
-    run_dir: Path,
     model_path: str,
     progress: Progress,
+    learner_folder: str | None,
 ) -> Controller:
     evaluator = Evaluator(
         options.evaluation(config),
@@ -120,8 +121,9 @@ async def _run(
         requests=prepared.requests,
         evaluator=evaluator,
         reporter=reporter,
-        save=_saver(config, run_dir, model_path),
+        save=_saver(config, session.run_dir, model_path),
         progress=progress,
+        resumed_from=learner_folder,
     )
     _stop_on_signals(controller, reporter.note)
     await controller.run()
