@@ -10,8 +10,10 @@ Losses are sums with global normalisers. DeepSpeed averages gradients over ranks
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +53,9 @@ def join_ranks(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+    # DeepSpeed's progress reports, and a deprecation inside it that nobody here can act on
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
     import deepspeed
 
     # On CPU DeepSpeed would compile a shared-memory all-reduce here that training never calls: half a minute, a

@@ -20,6 +20,9 @@ Attention = Literal["sdpa", "flash_attention_2"]
 def load_causal_lm(path: str | Path, dtype: str, attention: Attention) -> nn.Module:
     """A local Hugging Face causal LM in `dtype`. Raises UserError where its head is not a plain linear map."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     if not Path(path).is_dir():
         raise UserError(f"model.path={path} is not a folder: give a local Hugging Face model folder.")

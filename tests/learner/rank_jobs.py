@@ -1,0 +1,252 @@
+"""What the learner tests run inside rank processes. Each job returns plain numpy so that any process can read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learner_helpers import make_groups
+
+from rlcore.learner.learner import LearnerRank
+from rlcore.types import Group
+
+JACKPOT = {"jackpot": {}, "veto": {"threshold": 1e-4}}
+
+
+def learner(rank: int, world: int, port: int, model: str, **over: Any) -> LearnerRank:
+    options: dict[str, Any] = {"lr": 1e-3, "logprobs_k": 4, "temperature": 0.8, "max_response_len": 10, "run_seed": 5}
+    return LearnerRank(model_path=model, rank=rank, world_size=world, master_port=port, **(options | over))
+
+
+def share(groups: list[Group], rank: int, world: int) -> list[Group]:
+    """Unequal shares on purpose: the last rank has one group."""
+    return groups if world == 1 else (groups[:-1] if rank == 0 else groups[-1:])
+
+
+def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: t.numpy() for name, t in tensors.items()}
+
+
+def gradients_at(rank: LearnerRank, groups: list[list[Group]]) -> tuple[dict[str, np.ndarray], float]:
+    """Whole gradients and their norm before the first optimizer step of a phase."""
+    rank.begin_phase(groups)
+    rank.update.run(rank._phase[0], 0, first=True)
+    return arrays(rank.engine.full_gradients()), rank.engine.grad_norm()
+
+
+def gradient_table(rank: int, world: int, port: int, model: str) -> dict[tuple[int, int, str], Any]:
+    """(stage, micro-batch tokens, layout) -> gradients, norm, micro-batches; with corrections that need statistics."""
+    out = {}
+    mine = share(make_groups(5), rank, world)
+    for stage in (0, 1, 2, 3):
+        for tokens, layout in ((10_000, "sorted"), (25, "sorted"), (40, "packed")):
+            one = learner(
+                rank,
+                world,
+                port,
+                model,
+                zero_stage=stage,
+                corrections=JACKPOT,
+                entropy_coef=0.01,
+                micro_batch_tokens=tokens,
+                layout=layout,
+            )
+            gradients, norm = gradients_at(one, [mine, mine])
+            out[stage, tokens, layout] = gradients, norm, len(one._phase[0].micro)
+    return out
+
+
+def phase_rows(rank: int, world: int, port: int, model: str, options: dict[str, Any]) -> list[dict[str, float]]:
+    """Metrics of a phase of three steps, without times."""
+    one = learner(rank, world, port, model, **options)
+    steps = [make_groups(5, seed=s, first_id=10 * s) for s in range(3)]
+    one.begin_phase([share(groups, rank, world) for groups in steps])
+    return [{k: v for k, v in one.train_step(s).items() if not k.startswith("time/")} for s in range(3)]
+
+
+def all_phase_rows(
+    rank: int, world: int, port: int, model: str, variants: dict[str, dict[str, Any]]
+) -> dict[str, list[dict[str, float]]]:
+    return {name: phase_rows(rank, world, port, model, options) for name, options in variants.items()}
+
+
+def save_and_load(rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]) -> dict[int, Any]:
+    """stage -> (weights after 3 straight steps, the same with a stop and load after step 1, rows of both)."""
+
+    def steps(one: LearnerRank, which: range) -> list[dict[str, float]]:
+        rows = []
+        for s in which:
+            one.begin_phase([share(make_groups(4, seed=s, first_id=10 * s), rank, world)])
+            rows.append({k: v for k, v in one.train_step(s).items() if not k.startswith("time/")})
+        return rows
+
+    out = {}
+    for stage in stages:
+        here = str(Path(folder) / f"stage{stage}")
+        options: dict[str, Any] = {
+            "zero_stage": stage,
+            "corrections": JACKPOT,
+            "lr_warmup_steps": 2,
+            "lr_schedule": "cosine",
+            "total_steps": 5,
+            "weight_decay": 0.1,
+            "micro_batch_tokens": 60,
+        }
+        straight = learner(rank, world, port, model, **options)
+        steps(straight, range(1))
+        straight.save(here)
+        rows = steps(straight, range(1, 3))
+        resumed = learner(rank, world, port, model, **options)
+        resumed.load(here)
+        resumed_rows = steps(resumed, range(1, 3))
+        weights = arrays(straight.state_for_publish("float32")), arrays(resumed.state_for_publish("float32"))
+        out[stage] = (*weights, rows, resumed_rows)
+    return out
+
+
+def load_elsewhere(
+    rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
+) -> dict[int, Any]:
+    """Weights and the next step's gradient norm after loading a state that other ranks saved."""
+    out = {}
+    for stage in stages:
+        one = learner(rank, world, port, model, zero_stage=stage)
+        one.load(folder)
+        weights = arrays(one.state_for_publish("float32"))
+        one.begin_phase([share(make_groups(4, seed=1, first_id=10), rank, world)])
+        one.train_step(1)
+        out[stage] = weights, arrays(one.state_for_publish("float32")), one.engine.optimizer_steps
+    return out
+
+
+def oddities(rank: int, world: int, port: int, model: str) -> dict[str, Any]:
+    """Bad numbers and odd shares, one after another."""
+    from rlcore.errors import StageError
+
+    out: dict[str, Any] = {}
+    one = learner(rank, world, port, model, corrections={"tis": {}})
+    groups = make_groups(3)
+
+    # NaN in the engine's log-probs: the token leaves the loss and is counted
+    groups[0].trajectories[0].logp_inf[0] = np.nan
+    clean = [t for g in groups for t in g.trajectories]
+    one.begin_phase([share(groups, rank, world)])
+    out["nan_logp_inf"] = one.train_step(0)
+    out["tokens"] = sum(len(t.response_ids) for t in clean)
+
+    # one rank has nothing
+    one.begin_phase([make_groups(3, seed=1) if rank == 0 else []])
+    out["empty_share"] = one.train_step(1)
+
+    # nobody has anything left: every token of the batch is unusable
+    hopeless = make_groups(2, seed=2)
+    for g in hopeless:
+        for t in g.trajectories:
+            t.logp_inf[:] = np.nan
+    one.begin_phase([share(hopeless, rank, world)])
+    out["nothing_left"] = one.train_step(2)
+
+    # a policy that gives NaN: refused before the update
+    before = arrays(one.state_for_publish("float32"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    with torch.no_grad():
+        one.engine.names[name][0, 0] = torch.nan
+    one.begin_phase([share(make_groups(3), rank, world)])
+    try:
+        one.train_step(3)
+        out["nan_policy"] = "no error"
+    except StageError as e:
+        out["nan_policy"] = str(e)
+    after = arrays(one.state_for_publish("float32"))
+    out["unchanged"] = all(np.array_equal(before[n], after[n]) for n in before if n != name)
+    out["steps"] = one.engine.optimizer_steps
+    return out
+
+
+def one_pass_and_two(
+    rank: int, world: int, port: int, model: str
+) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Weights and metrics after two one-step phases, with p_ref from the differentiated pass and from its own."""
+    out = []
+    for ref_pass in ("auto", "always"):
+        one = learner(
+            rank, world, port, model, corrections={"dvp": {}, "tis": {}}, ref_pass=ref_pass, micro_batch_tokens=40
+        )
+        for s in range(2):
+            one.begin_phase([make_groups(4, seed=s)])
+            row = one.train_step(s)
+        row = {k: v for k, v in row.items() if not k.startswith("time/")}
+        out.append((arrays(one.state_for_publish("float32")), row))
+    return out
+
+
+def identity(rank: int, world: int, port: int, model: str) -> dict[str, tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Weights after a step on data whose log-probs are the learner's own, uncorrected and under each correction."""
+    scorer = learner(rank, world, port, model)
+    out = {}
+    for name, settings in {
+        "none": {},
+        "tis": {"tis": {}},
+        "mis_veto": {"mis": {}, "veto": {}},
+        "ais": {"ais": {}},
+        "jackpot": {"jackpot": {"tail": "residual"}},
+    }.items():
+        groups = make_groups(4, k=15)
+        trajectories = [t for g in groups for t in g.trajectories]
+        logp = scorer.score([(t.prompt_ids, t.response_ids) for t in trajectories])
+        for t, own in zip(trajectories, logp):
+            t.logp_inf[:] = own
+        _own_topk(scorer, trajectories)
+        one = learner(rank, world, port, model, corrections=settings, logprobs_k=15)
+        one.begin_phase([groups])
+        row = one.train_step(0)
+        out[name] = arrays(one.state_for_publish("float32")), row
+    return out
+
+
+def _own_topk(scorer: LearnerRank, trajectories: list[Any]) -> None:
+    """Give each trajectory the scorer's own whole distribution as its top k."""
+    for t in trajectories:
+        for k in range(t.topk_ids.shape[1]):
+            t.topk_ids[:, k] = k
+        for at in range(len(t.response_ids)):
+            prompt = np.concatenate([t.prompt_ids, t.response_ids[:at]])
+            t.topk_logp[at] = [float(x[0]) for x in scorer.score([(prompt, [k]) for k in range(t.topk_ids.shape[1])])]
+
+
+def learn_to_copy(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
+    """Supervised steps on 'xyz=' -> 'xyz', then the exported folder read by transformers."""
+    one = learner(rank, world, port, model, lr=3e-3, lr_warmup_steps=5, temperature=1.0, zero_stage=1)
+    rng = np.random.default_rng(rank)
+    losses = []
+    for s in range(60):
+        digits = rng.integers(3, 13, (24, 2))
+        losses.append(one.sft_step(s, [([*d, 14], [*d, 1]) for d in digits.tolist()])["loss/sft"])
+    one.export(folder)
+    probe = [([5, 7, 14], [5, 7, 1]), ([3, 3, 14, 3], [9])]
+    return {
+        "losses": losses,
+        "scores": one.score(probe),
+        "bf16": {k: str(v.dtype) for k, v in one.state_for_publish("bfloat16").items()},
+    }
+
+
+def plain_gradient(rank: int, world: int, port: int, model: str) -> tuple[dict[str, np.ndarray], float]:
+    """An uncorrected PPO step's gradient, and the advantages' share of tokens, for comparison with plain torch."""
+    one = learner(rank, world, port, model, advantage="group_mean", kl_coef=0.0)
+    return gradients_at(one, [make_groups(5)])
+
+
+def bfloat16(rank: int, world: int, port: int, model: str) -> dict[int, tuple[float, float, dict[str, np.ndarray]]]:
+    """stage -> norms with one and with many micro-batches, and the weights after the step."""
+    out = {}
+    for stage in (1, 2, 3):
+        norms = []
+        for tokens in (10_000, 25):
+            one = learner(rank, world, port, model, dtype="bfloat16", zero_stage=stage, micro_batch_tokens=tokens)
+            one.begin_phase([share(make_groups(5), rank, world)])
+            norms.append(one.train_step(0)["grad_norm"])
+        out[stage] = (*norms, arrays({k: v.float() for k, v in one.state_for_publish("bfloat16").items()}))
+    return out

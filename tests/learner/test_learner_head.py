@@ -1,0 +1,147 @@
+"""The chunked head pass against plain softmax: forward, backward, safe set, top k, low precision."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP, safe_set_logprobs
+from rlcore.learner.head import HeadSpec, full_kl_pass, head_pass
+
+
+def _inputs(n=37, d=24, v=5003, dtype=torch.float32, scale=1.0):
+    torch.manual_seed(0)
+    hidden = (scale * torch.randn(n, d)).to(dtype).requires_grad_()
+    weight = torch.randn(v, d).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, v, (n,))
+
+
+def _plain(hidden, weight, temperature):
+    return torch.log_softmax((hidden @ weight.t()).float() / temperature, dim=-1)
+
+
+def _gradients(scalar, *tensors):
+    return torch.autograd.grad(scalar, tensors)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_forward_and_backward_equal_plain_softmax(chunk, temperature):
+    hidden, weight, targets = _inputs()
+    spec = HeadSpec(temperature, topk=20, entropy_grad=True, chunk=chunk)
+    ids = torch.randint(-1, weight.shape[0], (len(targets), 6))
+    scores = head_pass(hidden, weight, targets, spec, ids)
+    logp = _plain(hidden, weight, temperature)
+    entropy = -(logp.exp() * logp).sum(-1)
+    chosen = logp.gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(scores.logp, chosen, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy, atol=2e-5, rtol=1e-5)
+    top = logp.topk(20)
+    assert torch.equal(scores.topk_ids, top.indices)
+    torch.testing.assert_close(scores.topk_logp, top.values, atol=2e-5, rtol=1e-5)
+    expected = torch.where(ids >= 0, logp.gather(1, ids.clamp_min(0)), 0.0)
+    torch.testing.assert_close(scores.logp_at_ids, expected, atol=2e-5, rtol=1e-5)
+    a, b = torch.randn(len(targets)), torch.randn(len(targets))
+    ours = _gradients((a * scores.logp + b * scores.entropy).sum(), hidden, weight)
+    plain = _gradients((a * chosen + b * entropy).sum(), hidden, weight)
+    for mine, theirs in zip(ours, plain):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_entropy_carries_a_gradient_only_when_asked():
+    hidden, weight, targets = _inputs()
+    assert not head_pass(hidden, weight, targets, HeadSpec()).entropy.requires_grad
+    assert head_pass(hidden, weight, targets, HeadSpec(entropy_grad=True)).entropy.requires_grad
+
+
+@settings(max_examples=15, deadline=None)
+@given(v=st.integers(2, 700), k=st.integers(1, 40), seed=st.integers(0, 99))
+def test_topk_is_exact_at_any_vocabulary_size(v, k, seed):
+    torch.manual_seed(seed)
+    hidden, weight = torch.randn(5, 4), torch.randn(v, 4)
+    scores = head_pass(hidden, weight, torch.zeros(5, dtype=torch.long), HeadSpec(topk=k, chunk=2))
+    expected = _plain(hidden, weight, 1.0).topk(min(k, v))
+    torch.testing.assert_close(scores.topk_logp, expected.values, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        _plain(hidden, weight, 1.0).gather(1, scores.topk_ids), expected.values, atol=2e-5, rtol=1e-5
+    )
+
+
+def test_safe_set_equals_the_formula_and_has_no_gradient_outside():
+    rho, temperature = math.exp(-3.0), 0.8
+    hidden, weight, targets = _inputs(v=301, d=8)
+    with torch.no_grad():
+        logits = (hidden @ weight.t()) / temperature
+        targets = torch.distributions.Categorical(logits=logits).sample()
+        targets[::5] = logits[::5].argmin(-1)  # certainly outside
+    scores = head_pass(hidden, weight, targets, HeadSpec(temperature, 7, rho, True, 10), targets[:, None])
+    logp, inside, coverage = safe_set_logprobs((hidden @ weight.t()) / temperature, targets, rho=rho)
+    assert torch.equal(scores.inside, inside) and 0 < int(inside.sum()) < len(inside)
+    torch.testing.assert_close(scores.logp, logp, atol=1e-5, rtol=1e-5)
+    assert (scores.logp[~inside] == OUTSIDE_LOGP).all() and (scores.logp_at_ids[~inside] == OUTSIDE_LOGP).all()
+    torch.testing.assert_close(scores.coverage, coverage, atol=1e-5, rtol=1e-5)
+    g = torch.randn(len(targets))
+    ours = _gradients((g * scores.logp).sum(), hidden, weight)
+    plain = _gradients((g * logp).sum(), hidden, weight)
+    for mine, theirs in zip(ours, plain):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    # with D = V and the identity as hidden states, row n of the weight's gradient is the gradient at logit n
+    one = torch.eye(30)[:1].requires_grad_()
+    square = torch.randn(30, 30).mul(3).requires_grad_()
+    only = head_pass(one, square, square[:, :1].argmax(0), HeadSpec(safe_set_rho=rho))
+    at_logits = _gradients(only.logp.sum(), square)[0][:, 0]
+    outside = square[:, 0] < square[:, 0].max() + math.log(rho)
+    assert outside.any() and (at_logits[outside] == 0).all() and (at_logits[~outside] != 0).all()
+
+
+def test_safe_set_entropy_gradient():
+    rho = math.exp(-2.0)
+    hidden, weight, targets = _inputs(v=101, d=8)
+    scores = head_pass(hidden, weight, targets, HeadSpec(safe_set_rho=rho, entropy_grad=True, chunk=9))
+    logits = hidden @ weight.t()
+    safe = logits >= logits.amax(-1, keepdim=True) + math.log(rho)
+    logp = torch.log_softmax(logits.masked_fill(~safe, -1e30), -1)
+    entropy = -(torch.where(safe, logp, 0.0) * logp.exp()).sum(-1)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(
+        _gradients(scores.entropy.sum(), hidden, weight), _gradients(entropy.sum(), hidden, weight)
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_accumulates_the_weight_gradient_in_float32():
+    hidden, weight, targets = _inputs(n=512, d=16, v=64, dtype=torch.bfloat16, scale=0.3)
+    exact_h, exact_w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    logp = torch.log_softmax(exact_h @ exact_w.t(), -1).gather(1, targets[:, None])
+    exact = _gradients(logp.sum(), exact_h, exact_w)[1]
+    errors = []
+    for chunk in (4, 512):
+        scores = head_pass(hidden, weight, targets, HeadSpec(chunk=chunk))
+        torch.testing.assert_close(scores.logp.double(), logp[:, 0], atol=0.03, rtol=0.01)
+        mine = _gradients(scores.logp.sum(), hidden, weight)[1]
+        assert mine.dtype == torch.bfloat16
+        errors.append(((mine.double() - exact).norm() / exact.norm()).item())
+    # accumulating 128 chunks in bfloat16 would lose a digit more than one chunk does
+    assert max(errors) < 0.01 and errors[0] < 1.5 * errors[1]
+
+
+def test_no_positions():
+    hidden, weight, targets = _inputs(n=1)
+    scores = head_pass(hidden[:0], weight, targets[:0], HeadSpec(topk=3), targets[:0, None])
+    assert scores.logp.shape == (0,) and scores.topk_ids.shape == (0, 3)
+    assert _gradients(scores.logp.sum(), weight)[0].abs().sum() == 0
+
+
+def test_full_kl_equals_the_plain_sum_forward_and_backward():
+    hidden, weight, _ = _inputs(v=203)
+    base = (torch.randn(37, 8), torch.randn(203, 8))
+    spec = HeadSpec(temperature=0.9, chunk=10)
+    new, old = _plain(hidden, weight, 0.9), _plain(*base, 0.9)
+    plain = (new.exp() * (new - old)).sum(-1)
+    kl = full_kl_pass(hidden, weight, base, spec)
+    torch.testing.assert_close(kl, plain, atol=1e-5, rtol=1e-5)
+    g = torch.randn(37)
+    for mine, theirs in zip(_gradients((g * kl).sum(), hidden, weight), _gradients((g * plain).sum(), hidden, weight)):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,139 @@
+"""One learner rank or two, on real DeepSpeed: what a step computes, what it refuses, and what it hands out."""
+
+import math
+
+import numpy as np
+import pytest
+import rank_jobs as jobs
+import torch
+from learner_helpers import make_groups, on_ranks, small_model
+
+from rlcore.errors import UserError
+from rlcore.learner.deepspeed_engine import learning_rate
+from rlcore.learner.learner import LearnerRank
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+def test_gradient_equals_plain_torch(model):
+    from transformers import AutoModelForCausalLM
+
+    gradients, norm = on_ranks(1, jobs.plain_gradient, model)[0]
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    groups = make_groups(5)
+    tokens = sum(g.tokens for g in groups)
+    loss = torch.zeros(())
+    for g in groups:
+        mean = np.mean([t.reward for t in g.trajectories])
+        for t in g.trajectories:
+            ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
+            logp = torch.log_softmax(lm(ids[None]).logits[0] / 0.8, -1)[len(t.prompt_ids) - 1 : -1]
+            chosen = logp.gather(1, torch.tensor(t.response_ids)[:, None].long()).sum()
+            loss = loss - float(t.reward - mean) * chosen / tokens
+    loss.backward()
+    plain = {name: p.grad.numpy() for name, p in lm.named_parameters()}
+    assert gradients.keys() == plain.keys()
+    for name in plain:
+        np.testing.assert_allclose(gradients[name], plain[name], atol=2e-6, rtol=1e-4)
+    assert norm > 0.05
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bad_numbers_and_odd_shares(model, world):
+    for out in on_ranks(world, jobs.oddities, model):
+        row = out["nan_logp_inf"]
+        assert row["mismatch/nonfinite_share"] == pytest.approx(1 / out["tokens"])
+        assert row["correction/kept_share"] == pytest.approx(1 - 1 / out["tokens"])
+        assert all(map(math.isfinite, row.values()))
+        assert out["empty_share"]["train/sequences"] == 9 * (world if world == 1 else 1)
+        assert out["empty_share"]["grad_norm"] > 0
+        assert out["nothing_left"]["grad_norm"] == 0 and out["nothing_left"]["loss/policy"] == 0
+        assert "optimizer step 3 was not taken" in out["nan_policy"] and "nan" in out["nan_policy"]
+        assert out["unchanged"] and out["steps"] == 3
+
+
+def test_p_ref_from_the_differentiated_pass_changes_nothing(model):
+    (weights, row), (again, its_row) = on_ranks(1, jobs.one_pass_and_two, model)[0]
+    assert all(np.array_equal(weights[name], again[name]) for name in weights)
+    assert row.keys() == its_row.keys()
+    assert all(row[key] == pytest.approx(its_row[key], abs=1e-6) for key in row)
+
+
+def test_matched_distributions_make_every_correction_the_identity(model):
+    results = on_ranks(1, jobs.identity, model)[0]
+    plain, row = results.pop("none")
+    assert row["mismatch/abs_dlogp_max"] == 0.0 and row["grad_norm"] > 0.05
+    for name, (weights, its_row) in results.items():
+        assert its_row["correction/kept_share"] == 1.0, name
+        difference = max(float(np.abs(weights[n] - plain[n]).max()) for n in plain)
+        # Jackpot's Z is a sum over the vocabulary, so it is 1 only up to rounding
+        assert difference == 0.0 if name != "jackpot" else difference < 1e-5, name
+
+
+def test_supervised_steps_learn_and_the_export_is_a_model(model, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out, other = on_ranks(2, jobs.learn_to_copy, model, str(tmp_path / "out"))
+    assert out["losses"] == other["losses"]
+    assert out["losses"][-1] < 0.15 * out["losses"][0]
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
+    logp = torch.log_softmax(lm(torch.tensor([[5, 7, 14, 5, 7]])).logits[0], -1)
+    expected = logp[2:].gather(1, torch.tensor([[5], [7], [1]]))[:, 0]
+    np.testing.assert_allclose(out["scores"][0], expected.detach().numpy(), atol=1e-5)
+    assert expected.exp().min() > 0.5
+    assert set(out["bf16"].values()) == {"torch.bfloat16"} and "lm_head.weight" not in out["bf16"]
+    assert not other["bf16"]  # rank 0 publishes
+
+
+def test_bfloat16_accumulates_in_float32_at_every_sharded_stage(model):
+    one = on_ranks(1, jobs.bfloat16, model)[0]
+    two = on_ranks(2, jobs.bfloat16, model)[0]
+    _, _, weights = one[1]
+    for out in (one, two):
+        for stage, (whole, split, its_weights) in out.items():
+            assert whole == pytest.approx(split, rel=0.02), stage
+            assert max(float(np.abs(its_weights[n] - weights[n]).max()) for n in weights) < 0.01
+
+
+def test_learning_rate_is_a_function_of_the_step():
+    assert [learning_rate(s, 1.0, 4, "constant", None) for s in (0, 3, 4, 9)] == [0.25, 1.0, 1.0, 1.0]
+    linear = [learning_rate(s, 1.0, 0, "linear", 4) for s in range(6)]
+    assert linear == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    cosine = [learning_rate(s, 1.0, 2, "cosine", 6) for s in (2, 4, 6)]
+    assert cosine == pytest.approx([1.0, 0.5, 0.0])
+    with pytest.raises(UserError, match="lr_schedule=linear"):
+        learning_rate(5, 1.0, 0, "linear", None)
+
+
+def _refuse(rank, world, port, model):
+    messages = []
+    for over in (
+        {"dtype": "bfloat16", "zero_stage": 0},
+        {"lr_schedule": "cosine"},
+        {"kl_coef": 0.1, "kl_estimator": "k9"},
+        {"model_path": "/nowhere"},
+        {"corrections": {"nothing": {}}},
+    ):
+        try:
+            LearnerRank(**({"model_path": model, "master_port": port, "lr": 1e-3} | over))
+        except UserError as e:
+            messages.append(str(e))
+    return messages
+
+
+def test_refusals_name_the_key(model):
+    messages = on_ranks(1, _refuse, model)[0]
+    keys = [
+        "learner.zero_stage=0",
+        "learner.lr_schedule=cosine",
+        "algorithm.kl_estimator=k9",
+        "model.path=/nowhere",
+        "correction=nothing",
+    ]
+    assert [key in message for key, message in zip(keys, messages)] == [True] * 5, messages

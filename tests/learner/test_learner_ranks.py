@@ -1,0 +1,89 @@
+"""Real DeepSpeed ranks: gradients, metrics and state do not depend on stage, rank count or micro-batches."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import rank_jobs as jobs
+from learner_helpers import on_ranks, small_model
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+def _difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+def test_micro_batches_stages_and_ranks_give_one_gradient(model):
+    one_rank = on_ranks(1, jobs.gradient_table, model)[0]
+    reference, norm, count = one_rank[0, 10_000, "sorted"]
+    assert count == 1 and norm > 0.05
+    own_norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in reference.values()))
+    assert abs(own_norm - norm) < 1e-5
+    for table in (one_rank, *on_ranks(2, jobs.gradient_table, model)):
+        for setting, (gradients, its_norm, its_count) in table.items():
+            assert setting[1] == 10_000 or its_count > 2, setting
+            assert _difference(gradients, reference) < 1e-5, setting
+            assert abs(its_norm - norm) < 1e-5, setting
+
+
+VARIANTS = {
+    "none": {},
+    "jackpot_new": {"corrections": {"jackpot": {"target": "new"}}, "zero_stage": 2},
+    "ais_kl": {"corrections": {"ais": {}}, "kl_coef": 0.1, "zero_stage": 3, "aggregation": "seq-mean-token-mean"},
+    "dvp_mis_veto": {"corrections": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}}, "entropy_coef": 0.01},
+    "rapid_full_kl": {"corrections": {"rapid": {}}, "kl_coef": 0.1, "kl_estimator": "full", "zero_stage": 3},
+    "gspo_overlong": {
+        "loss": "gspo",
+        "advantage": "reinforce_pp",
+        "overlong_buffer": 4,
+        "corrections": {"tis": {}},
+        "aggregation": "seq-mean-token-sum-norm",
+    },
+}
+
+
+def test_one_rank_and_two_report_the_same_statistics(model):
+    one = on_ranks(1, jobs.all_phase_rows, model, VARIANTS)[0]
+    two, other = on_ranks(2, jobs.all_phase_rows, model, VARIANTS)
+    assert two == other  # every rank reports the global numbers
+    for name in VARIANTS:
+        for row, again in zip(one[name], two[name]):
+            assert row.keys() == again.keys() >= {"loss/policy", "grad_norm", "entropy", "lr", "staleness/mean"}
+            for key in row:
+                assert math.isclose(row[key], again[key], rel_tol=2e-3, abs_tol=2e-5), (name, key, row[key], again[key])
+        assert one[name][0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert one[name][0]["grad_norm"] > 0.01
+    assert one["none"][2]["policy/ratio"] != 1.0  # p_ref stays that of the phase's beginning
+    assert one["ais_kl"][0]["loss/kl"] == pytest.approx(0.0, abs=1e-6) and one["ais_kl"][2]["loss/kl"] > 1e-7
+    assert one["rapid_full_kl"][2]["loss/kl"] > 1e-7
+    assert one["none"][2]["staleness/mean"] == 2.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
+    stages = (0, 1, 2, 3)
+    result = on_ranks(world, jobs.save_and_load, model, str(tmp_path), stages)[0]
+    for stage in stages:
+        straight, resumed, rows, resumed_rows = result[stage]
+        assert straight and all(np.array_equal(straight[name], resumed[name]) for name in straight), stage
+        assert rows == resumed_rows
+    # any stage and rank count opens what another one saved, to the bit
+    saved = str(tmp_path / "stage3")
+    here = on_ranks(3 - world, jobs.load_elsewhere, model, saved, stages)[0]
+    weights, after, steps = here[0]
+    assert steps == 2
+    for stage in stages[1:]:
+        assert _difference(here[stage][0], weights) == 0.0
+        assert _difference(here[stage][1], after) < 2e-5
+    assert _difference(after, weights) > 1e-4
+    files = sorted(p.name for p in (tmp_path / "stage3").iterdir())
+    assert files == ["learner-00000.safetensors", "learner.json"]
+    assert json.loads((tmp_path / "stage3" / "learner.json").read_text())["optimizer_steps"] == 1
