@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -157,6 +158,7 @@ class VllmEngine:
             keep_high_precision=keep_high_precision,
             quantised=quantization is not None,
         )
+        self._runner().sampler.gather_logprobs = _gather_logprobs
         self._warm_up()
         gc.collect()
         gc.freeze()  # the loaded modules never die: keep the collector from walking them during generation
@@ -244,6 +246,9 @@ class VllmEngine:
     def running(self) -> int:
         """Requests in the current batch."""
         return len(self._scheduler.running)
+
+    def _runner(self) -> Any:
+        return self._llm.model_executor.driver_worker.model_runner
 
     @property
     def _scheduler(self) -> Any:
@@ -392,6 +397,18 @@ def _engine_dtype(dtype: str) -> torch.dtype:
     if dtype == "auto":
         return torch.float32 if current_platform.is_cpu() else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def _gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """vLLM's Sampler.gather_logprobs without the sampled token's rank, which nobody here reads and which costs most.
+
+    `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
+    """
+    top, top_ids = torch.topk(logprobs, num_logprobs, dim=-1)
+    sampled = token_ids.unsqueeze(-1)
+    ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
+    rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
+    return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
 
 
 def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:

@@ -1,0 +1,133 @@
+"""Weights by broadcast from the learner's first rank to every actor, GPU to GPU.
+
+The NCCL path is UNPROVEN: written and type-checked; the tests run the same code over gloo on CPU. It goes through
+torch's process groups, outside the default group, so that neither DeepSpeed's nor vLLM's own groups are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from rlcore.errors import DeadlineExceeded
+from rlcore.types import WeightManifest
+from rlcore.weights.manifest import verify_tensors
+
+_Part = list[tuple[str, tuple[int, ...], int]]  # (name, shape, first byte), the tensors of one buffer
+
+
+class NcclTransport:
+    """`WeightTransport` of a group: rank 0 publishes, ranks 1.. receive, all of them every version.
+
+    A receiver that dies breaks the group: every side then gets DeadlineExceeded or a torch error, and all of them
+    build a new transport at another port. Building one blocks until all ranks have.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: str = "cuda",
+        backend: Literal["nccl", "gloo"] = "nccl",
+        timeout_s: float = 300.0,
+        buffer_bytes: int = 256 << 20,
+    ) -> None:
+        """`host`, `port`: where rank 0 listens. `buffer_bytes`: tensors are packed into buffers of about this size.
+
+        Raises DeadlineExceeded when the ranks do not meet within `timeout_s`.
+        """
+        self._rank, self._device, self._buffer_bytes = rank, torch.device(device), buffer_bytes
+        self._timeout = timedelta(seconds=timeout_s)
+        self._sending: list[tuple[Any, torch.Tensor]] = []  # work in flight and the buffer it reads
+        try:
+            store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=self._timeout)
+            self._group = self._make_group(dist.PrefixStore("rlcore/weights", store), world_size, backend)
+        except (dist.DistStoreError, dist.DistNetworkError) as e:
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for {world_size} ranks to meet at {host}:{port} (cluster.start_timeout_s): {e}"
+            ) from e
+
+    def _make_group(self, store: dist.Store, world_size: int, backend: str) -> Any:
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(store, self._rank, world_size, self._timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(store, self._rank, world_size, options)
+
+    def publish(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Start the broadcast and return at once; the handle is the version. Waits for the previous one first."""
+        verify_tensors(manifest, tensors)
+        self.wait_sent()
+        for part, size in _pack(manifest, self._buffer_bytes):
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            for name, _, start in part:
+                source = tensors[name].detach().reshape(-1).view(torch.uint8)
+                buffer[start : start + source.numel()].copy_(source)
+            self._sending.append((self._broadcast(buffer), buffer))
+        return manifest.version
+
+    def wait_sent(self) -> None:
+        """Block until the last publish has left. Raises DeadlineExceeded after the transport's timeout."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            self._wait(work)
+
+    def receive(self, manifest: WeightManifest, handle: int) -> dict[str, torch.Tensor]:
+        """Tensors on this rank's device, views into the buffers. Raises DeadlineExceeded, or ArrivalError."""
+        dtype = getattr(torch, manifest.dtype)
+        out: dict[str, torch.Tensor] = {}
+        for part, size in _pack(manifest, self._buffer_bytes):
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._wait(self._broadcast(buffer))
+            for name, shape, start in part:
+                stop = start + _bytes(shape, manifest.dtype)
+                out[name] = buffer[start:stop].view(dtype).reshape(shape)
+        verify_tensors(manifest, out)
+        return out
+
+    def _broadcast(self, buffer: torch.Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([buffer], options)
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(self._timeout)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as e:
+            raise DeadlineExceeded(
+                f"a weight broadcast did not end within {self._timeout.total_seconds():g} s "
+                f"(schedule.publish_timeout_s) or a rank was lost: {str(e).splitlines()[0]}"
+            ) from e
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._sending = []
+        self._group = None
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+
+
+def _pack(manifest: WeightManifest, limit: int) -> Iterator[tuple[_Part, int]]:
+    """Tensors in order into buffers of at most `limit` bytes (a larger tensor has one of its own), 16-byte aligned."""
+    part: _Part = []
+    at = 0
+    for name, shape in zip(manifest.names, manifest.shapes, strict=True):
+        size = _bytes(shape, manifest.dtype)
+        if part and at + size > limit:
+            yield part, at
+            part, at = [], 0
+        part.append((name, shape, at))
+        at += -(-size // 16) * 16
+    if part:
+        yield part, at
