@@ -211,3 +211,18 @@ def test_temperature_scale_is_in_the_log_probs(start, model_a, ask, finish):
     for t in finish(engine):
         np.testing.assert_allclose(t.logp_inf, model_a.sampled(t, 1.2), atol=1e-5)
         assert np.abs(t.logp_inf - model_a.sampled(t, 0.8)).max() > 1e-2
+
+
+def test_a_cache_too_small_for_all_preempts_and_changes_no_log_prob(start, model_a, model_b, ask, finish):
+    engine = start(model_a, kv_cache_gib=15 * 128 * 1024 / 2**30)  # 15 blocks of 128 tokens
+    for mode in ("in_flight", "abort", "finish"):
+        engine.update_weights(0, model_a.tensors, "in_flight")
+        engine.add(ask(12, prompt=LONG[:125], max_new_tokens=120))  # 12 sequences that soon want 24 blocks
+        done, preempted = [], False
+        for step in range(400):
+            if step == 12:
+                engine.update_weights(1, model_b.tensors, mode)
+            done += engine.step()
+            preempted |= sum(bool(s.tokens) for s in engine._active.values()) > engine.running()
+        assert preempted and len(done) == 12
+        check_spans(done, model_a, model_b)
