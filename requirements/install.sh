@@ -25,5 +25,6 @@ fi
 rm -f /tmp/rlcore-pip.$$
 "${pip[@]}" -r requirements/"$profile".lock 2> >(grep -v "^WARNING: Location" >&2)
 "${pip[@]}" -r requirements/dev.lock 2> >(grep -v "^WARNING: Location" >&2)
+if [ "$profile" = cuda ]; then "${pip[@]}" --no-build-isolation flash-attn==2.8.3; fi
 "${pip[@]}" --no-build-isolation -e .
 echo "$profile-$stamp" > .venv/.rlcore-stamp
