@@ -207,7 +207,7 @@ class ClusterConfig(Strict):
     hang_timeout_s: float = Field(default=120.0, gt=0, description="an actor silent for longer is replaced")
     max_restarts: int = Field(default=10, ge=0, description="replacements of rollout actors before the run gives up")
     buffer_mib: int = Field(default=1024, gt=0, description="payload bytes the buffer may hold")
-    transport: Literal["object_store", "disk", "nccl"] = Field(
+    transport: Literal["object_store", "disk", "nccl", "gloo"] = Field(
         default="object_store", description="how weights travel to actors"
     )
     verify_weights: Literal["sampled", "full"] = Field(

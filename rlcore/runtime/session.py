@@ -12,6 +12,7 @@ from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.runtime import options, shells
 from rlcore.runtime.cluster import free_port, get
 from rlcore.runtime.fleet import Fleet, Member
+from rlcore.runtime.weights import GROUPS
 
 
 def _remote(shell: type, **settings: Any) -> Any:
@@ -57,6 +58,8 @@ class Session:
             starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
         for ref, what in starting:  # the cluster's end takes down what has started, should one of them fail
             get(ref, timeout_s=self.timeout_s, what=what, key="cluster.start_timeout_s")
+        if config.cluster.transport in GROUPS and self.learners and members:
+            self._join_transport(members)
         self.fleet = Fleet(
             members,
             on_publish=config.schedule.on_publish,
@@ -81,6 +84,13 @@ class Session:
             return handle, handle.start.remote(options.engine(self.config, label, actor, self.model_path, name))
 
         return spawn
+
+    def _join_transport(self, members: list[Member]) -> None:
+        """Learner rank 0 and every actor meet in the group that broadcasts weights."""
+        host, port = get(self.learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
+        parties = [self.learners[0], *(m.handle for m in members)]
+        joins = [p.join.remote(host, port, i, len(parties), self.timeout_s) for i, p in enumerate(parties)]
+        get(joins, timeout_s=self.timeout_s, what="the weight transport to join", key="cluster.start_timeout_s")
 
     def _spawn_learners(self) -> list[Any]:
         le = self.config.learner

@@ -224,11 +224,17 @@ class RolloutShell:
 
         self.engine = VllmEngine(**engine)
         self.worker = RolloutWorker(self.engine, self._finished)
-        self.transport = make_transport(self._transport, self._folder)
+        self.transport: Any = make_transport(self._transport, self._folder)
         return os.getpid()
 
     def _finished(self, trajectories: list[Trajectory]) -> None:
         self._scorer.submit.remote(trajectories)
+
+    def join(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the broadcast group that weights travel through."""
+        from rlcore.runtime.weights import join_group
+
+        self.transport = join_group(self._transport, host, port, rank, world_size, timeout_s)
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine cannot serve."""
@@ -272,8 +278,14 @@ class LearnerShell:
         from rlcore.runtime.weights import make_transport
 
         self.rank = LearnerRank(**options)
-        self.transport = make_transport(self._transport, self._folder)
+        self.transport: Any = make_transport(self._transport, self._folder)
         return os.getpid()
+
+    def join(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
+        """Join the broadcast group that weights travel through."""
+        from rlcore.runtime.weights import join_group
+
+        self.transport = join_group(self._transport, host, port, rank, world_size, timeout_s)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the others, when ranks may be on several nodes."""

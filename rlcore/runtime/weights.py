@@ -10,8 +10,11 @@ from rlcore.errors import UserError
 from rlcore.interfaces import WeightTransport
 
 
-def make_transport(name: str, folder: str) -> WeightTransport:
-    """`object_store`, `disk` (in `folder`, which learner and actors share) or `nccl`."""
+GROUPS = ("nccl", "gloo")  # transports that learner and actors join together
+
+
+def make_transport(name: str, folder: str) -> WeightTransport | None:
+    """`object_store`, or `disk` in `folder`, which learner and actors share; None for those that are joined later."""
     if name == "object_store":
         from rlcore.weights.object_store import ObjectStoreTransport
 
@@ -22,7 +25,24 @@ def make_transport(name: str, folder: str) -> WeightTransport:
         from rlcore.weights.disk import DiskTransport
 
         return DiskTransport(folder)
-    raise UserError.choice("cluster.transport", name, ("object_store", "disk"))
+    if name in GROUPS:
+        return None
+    raise UserError.choice("cluster.transport", name, ("object_store", "disk", *GROUPS))
+
+
+def join_group(name: str, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> WeightTransport:
+    """The broadcast group of rank 0 (the learner's first rank) and the actors. Blocks until all of them have joined."""
+    from rlcore.weights.nccl import NcclTransport
+
+    return NcclTransport(
+        host=host,
+        port=port,
+        rank=rank,
+        world_size=world_size,
+        device="cuda" if name == "nccl" else "cpu",
+        backend=name,  # type: ignore[arg-type]
+        timeout_s=timeout_s,
+    )
 
 
 def _get(handle: list[Any]) -> Any:
