@@ -200,6 +200,8 @@ class ZeroEngine:
         The learning rate is a function of the step and torch's generator is seeded by it, so neither has a state.
         """
         writer = StateWriter(folder) if dist.get_rank() == 0 else None
+        if self.optimizer_steps:
+            self._link_states()
         for name, p in self.names.items():
             for key in ("weight", *ADAM_STATES) if self.optimizer_steps else ("weight",):
                 whole = self._read(p, key)
@@ -252,7 +254,7 @@ class ZeroEngine:
         elif self.stage == 3:  # DeepSpeed's own setter fails on a parameter that the ranks do not divide evenly
             part = self._optimizer.get_local_fp32_param(p, None if key == "weight" else key)
             mine = value.flatten()[dist.get_rank() * part.numel() :][: part.numel()]
-            part[: mine.numel()].copy_(mine)
+            part.data[: mine.numel()].copy_(mine)
         elif key == "weight":
             safe_set_full_fp32_param(p, value)
         else:
@@ -267,6 +269,13 @@ class ZeroEngine:
         for flat in self._flat_masters():
             zeros = {key: torch.zeros_like(flat) for key in keys}
             inner.state[flat] = {"step": torch.tensor(float(self.optimizer_steps)), **zeros}
+        self._link_states()
+
+    def _link_states(self) -> None:
+        """Let DeepSpeed find the moments of each parameter.
+
+        It does so itself after the first step of its first parameter group, when the second has no states yet.
+        """
         if self.stage in (1, 2):
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()

@@ -136,8 +136,11 @@ class Update:
             values["entropy"] = scores.entropy.detach().sum().double()
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum().double()
             sums.add(values)
-        else:  # nothing of this rank's: the other ranks' backward passes still want company
-            loss = 0.0 * (scores.logp.sum() + (0.0 if kl is None else kl.sum()))
+        else:
+            # Nothing of this rank's, but the others' collectives want company. Every output that they differentiate must
+            # be in this graph too: ZeRO-3 gathers once for each, and the ranks would wait for each other for ever.
+            outputs = [t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad]
+            loss = 0.0 * torch.stack([t.sum() for t in outputs]).sum()
         self.engine.backward(loss, last=index == len(batch.micro) - 1)
 
     def _advantages(self, batch: StepBatch) -> Tensor:
