@@ -15,6 +15,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
   rlcore eval  run_dir=DIR [checkpoint=PATH] [key=value ...]  evaluate a run's newest (or a named) checkpoint
   rlcore eval  model.path=FOLDER task=NAME run_dir=DIR ...    evaluate a Hugging Face folder
   rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH]      a checkpoint as a plain Hugging Face folder
+  rlcore scale run_dir=DIR actor.<label>.count=N              add or remove rollout actors of a running job
+  rlcore launch cluster=slurm ... [dry_run=true]              start a run elsewhere (or print what would be started)
   rlcore report DIR [DIR ...] [out=FILE]                      report.html of one run, or of several overlaid
   rlcore doctor                                               what this machine has and lacks for a run
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as e:
         print(f"rlcore: {e}", file=sys.stderr)
         return 2
-    except (StageError, DeadlineExceeded) as e:
+    except (StageError, DeadlineExceeded, OSError) as e:
         print(f"rlcore: the run ended: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -80,6 +82,28 @@ def _export(words: list[str]) -> int:
     from rlcore.runtime.commands import export
 
     return export(config, checkpoint, out)
+
+
+def _scale(words: list[str]) -> int:
+    run_dir, words = _take(words, "run_dir")
+    if run_dir is None:
+        raise UserError("run_dir= is missing: name the run to scale.")
+    from rlcore.runtime.scale import ask, parse
+
+    ask(run_dir, parse(words))
+    return 0
+
+
+def _launch(words: list[str]) -> int:
+    dry_run, words = _take(words, "dry_run")
+    if dry_run not in (None, "true", "false"):
+        raise UserError.choice("dry_run", dry_run, ("true", "false"))
+    config = _config(words)
+    from rlcore.launch import LaunchSettings, launch
+
+    return launch(
+        LaunchSettings(**config.cluster.launch.model_dump()), words, config.run_dir, dry_run=dry_run == "true"
+    )
 
 
 def _report(words: list[str]) -> int:
@@ -126,6 +150,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "sft": _sft,
     "eval": _eval,
     "export": _export,
+    "scale": _scale,
+    "launch": _launch,
     "report": _report,
     "doctor": _doctor,
 }

@@ -206,6 +206,9 @@ class ClusterConfig(Strict):
     heartbeat_s: float = Field(default=5.0, gt=0, description="between two looks at every role")
     hang_timeout_s: float = Field(default=120.0, gt=0, description="an actor silent for longer is replaced")
     max_restarts: int = Field(default=10, ge=0, description="replacements of rollout actors before the run gives up")
+    max_recoveries: int = Field(
+        default=3, ge=0, description="times a run without its learner, buffer or Ray head goes on from a checkpoint"
+    )
     buffer_mib: int = Field(default=1024, gt=0, description="payload bytes the buffer may hold")
     transport: Literal["object_store", "disk", "nccl", "gloo"] = Field(
         default="object_store", description="how weights travel to actors"

@@ -10,12 +10,18 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
-ActorDied = RayActorError  # what a call raises when its actor's process is gone
+SHUTDOWN_TIMEOUT_S = 20.0  # what a local cluster's processes get to end by themselves once Ray has shut down
+
+
+class RoleLost(StageError):
+    """A process of the run is gone or hung. Nothing is wrong with the run itself: it can go on from a checkpoint."""
 
 
 @contextlib.contextmanager
@@ -38,14 +44,16 @@ def cluster(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     common: dict[str, Any] = {"log_to_driver": bool(os.environ.get("RLCORE_RAY_LOGS")), "logging_level": "ERROR"}
+    before = set(psutil.Process().children())
     try:
         if address is None:
+            _stay_on_loopback()
             ray.init(
                 address="local",
                 num_cpus=cpus,
                 include_dashboard=False,
                 object_store_memory=object_store_mib << 20,
-                _node_ip_address="127.0.0.1",  # every port of a local cluster stays on loopback
+                _node_ip_address="127.0.0.1",
                 **common,
             )
         else:
@@ -57,7 +65,47 @@ def cluster(
             _check_capacity(needed_cpus, needed_gpus)
         yield
     finally:
+        ours = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
         ray.shutdown()
+        if address is None:
+            _end(ours)
+
+
+def _stay_on_loopback() -> None:
+    """Have every port of a local cluster bound to loopback.
+
+    Ray turns 127.0.0.1 into the machine's outside address and then listens on all interfaces, unless clusters of
+    several machines are switched off; the variable says so to the processes it starts, the constant to this one.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Kill what Ray's own shutdown left of a local cluster (agents outlive a head that died)."""
+    _, alive = psutil.wait_procs(processes, timeout=2.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_TIMEOUT_S)
+
+
+async def head_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the port of Ray's head can be reached."""
+    host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def _check_capacity(cpus: float, gpus: float) -> None:
@@ -67,11 +115,11 @@ def _check_capacity(cpus: float, gpus: float) -> None:
             raise UserError(f"cluster.address: the cluster has {have.get(name, 0):g} {name}s, the roles ask for {need:g}.")
 
 
-async def call(ref: Any, *, timeout_s: float, what: str, key: str) -> Any:
+async def call(ref: Any, *, timeout_s: float, what: str, key: str, who: str = "a process of the run") -> Any:
     """Await a Ray reference under a deadline.
 
-    Raises DeadlineExceeded (naming `what` and the config key `key`), ActorDied when the process is gone, and the
-    remote exception itself, not a stack of remote tracebacks, when the call failed.
+    Raises DeadlineExceeded (naming `what` and the config key `key`), RoleLost when `who` is gone, and the remote
+    exception itself, not a stack of remote tracebacks, when the call failed.
     """
     try:
         return await asyncio.wait_for(_awaitable(ref), timeout_s)
@@ -79,6 +127,8 @@ async def call(ref: Any, *, timeout_s: float, what: str, key: str) -> Any:
         raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).") from e
     except RayTaskError as e:
         raise _cause(e, what) from e
+    except RayActorError as e:
+        raise RoleLost(f"{who} died while the run waited for {what}") from e
 
 
 async def _awaitable(ref: Any) -> Any:
@@ -102,6 +152,8 @@ def _cause(e: RayTaskError, what: str) -> Exception:
     cause = e.cause if isinstance(getattr(e, "cause", None), Exception) else None
     if isinstance(cause, UserError | StageError | DeadlineExceeded):
         return type(cause)(*cause.args)
+    if isinstance(cause, RayActorError):
+        return RoleLost(f"a process that {what} depended on died")
     return StageError(f"{what} failed: {type(cause or e).__name__}: {_last_line(str(cause or e))}")
 
 

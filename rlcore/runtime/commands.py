@@ -114,7 +114,11 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
         on_samples=lambda version, label, verdicts: None,
     )
     await evaluator.start(version)
-    return await evaluator.collect(wait=True)
+    collecting = asyncio.create_task(evaluator.collect(wait=True))
+    while not (await asyncio.wait([collecting], timeout=config.cluster.heartbeat_s))[0]:
+        await session.fleet.watch()
+        await session.fleet.assign(session.fleet.take_lost())
+    return collecting.result()
 
 
 def export(config: RunConfig, named: str | None, out: str) -> int:

@@ -4,7 +4,7 @@
     feed            room in the buffer           requests to rollout actors    room: a publish, a taken batch, a drop
     learn           a ready batch                optimizer steps, publishes    a batch: arrivals through the scorer
     publish         the learner's new weights    proven versions on actors     actors' arrival proofs
-    watch           heartbeats                   replacements                  cluster.heartbeat_s
+    watch           heartbeats                   replacements, lost groups     cluster.heartbeat_s
 
 Schedules are three settings of this one loop: H = steps_per_publish, eta = max_staleness, on_publish. A schedule with
 eta = 0 is synchronous: prompts are admitted in waves when nothing is in flight, and a publish is awaited before the
@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
 from rlcore.errors import DeadlineExceeded
 from rlcore.interfaces import Reporter
-from rlcore.runtime.cluster import call
+from rlcore.runtime.cluster import RoleLost, call, head_answers
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.fleet import Fleet, Publication
 from rlcore.runtime.prompts import PromptSource
@@ -44,6 +46,7 @@ class Plan:
     publish_timeout_s: float
     step_timeout_s: float
     heartbeat_s: float
+    hang_timeout_s: float
     request_timeout_s: float
     samples_per_step: int
     wire_dtype: str
@@ -76,6 +79,8 @@ class Progress:
     seconds: float = 0.0  # of training, over all sessions
 
 
+LOST_RANK_GRACE_S = 5.0  # how long a failed rank's peers are listened to before the failure is believed
+Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, indices of samples that have not arrived)
 Batch = tuple[list[tuple[int, int]], dict[str, float]]  # ((group id, response tokens) ..., statistics)
 
 
@@ -112,10 +117,11 @@ class Controller:
         save: Callable[[Controller], Any],
         progress: Progress | None = None,
         resumed_from: str | None = None,
+        wanted_actors: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self.plan, self.fleet, self.buffer, self.scorer, self.learners = plan, fleet, buffer, scorer, learners
         self.prompts, self.requests, self.evaluator, self.reporter = prompts, requests, evaluator, reporter
-        self._save = save
+        self._save, self._wanted_actors = save, wanted_actors
         self.progress = progress or Progress()
         self.stop_requested = False
         # the learner's checkpoint folder, when a run goes on in the middle of an update phase
@@ -134,9 +140,8 @@ class Controller:
 
     async def run(self) -> None:
         """Train to the end of the plan. Any task's failure ends all of them and is raised."""
-        await self._start()
-        background = [asyncio.create_task(self._feed()), asyncio.create_task(self._watch())]
-        learn = asyncio.create_task(self._learn())
+        background = [asyncio.create_task(t) for t in (self._feed(), self._watch_fleet(), self._watch_roles())]
+        learn = asyncio.create_task(self._train())
         try:
             done, _ = await asyncio.wait([learn, *background], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -147,6 +152,11 @@ class Controller:
             for task in filter(None, tasks):
                 task.cancel()
             await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+            await self.fleet.close()
+
+    async def _train(self) -> None:
+        await self._start()
+        await self._learn()
 
     async def _start(self) -> None:
         """Publish the learner's weights with a full arrival check, and hand in-flight groups of a resume out again.
@@ -159,8 +169,9 @@ class Controller:
         await self._publish_done()
         in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
         if in_flight:
-            self.reporter.note(f"{len(in_flight)} groups were in flight at the checkpoint: handed out again")
-            await self._hand_out({g: prompt_id for g, (prompt_id, _) in in_flight.items()})
+            named = ", ".join(map(str, sorted(in_flight)[:12])) + (", ..." if len(in_flight) > 12 else "")
+            self.reporter.note(f"{len(in_flight)} groups were in flight at the checkpoint: handed out again ({named})")
+            await self._hand_out(in_flight)
         if self.progress.evaluated < self.progress.step and self.evaluator.wants(self.progress.step, self.plan.steps):
             await self._evaluate()
             if self.plan.synchronous:
@@ -187,27 +198,102 @@ class Controller:
                     items = [self.prompts.next() for _ in range(room)]
                     prompt_ids = [i.prompt_id for i in items]
                     ids = await self._buffer_call(self.buffer.admit.remote(prompt_ids), "an admission")
-                    await self._hand_out(dict(zip(ids, prompt_ids)))
+                    everything = tuple(range(self.requests.samples))
+                    await self._hand_out({g: (p, everything) for g, p in zip(ids, prompt_ids)})
 
-    async def _hand_out(self, groups: dict[int, str]) -> None:
+    async def _hand_out(self, groups: Missing) -> None:
+        """Ask the fleet for these samples of these groups."""
         deadline = time.monotonic() + self.plan.request_timeout_s
         self._live.update(dict.fromkeys(groups, deadline))
-        await self.fleet.assign({g: self.requests.group(g, prompt_id) for g, prompt_id in groups.items()})
+        await self.fleet.assign(
+            {
+                g: [r for r in self.requests.group(g, prompt_id) if r.sample_index in samples]
+                for g, (prompt_id, samples) in groups.items()
+            }
+        )
+
+    async def _in_flight(self) -> Missing:
+        return dict(await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight"))
 
     async def _reissue_overdue(self) -> None:
         """Groups that an actor or the scorer lost without a word are handed out again; nothing waits for ever."""
-        in_flight = await self._buffer_call(self.buffer.in_flight.remote(), "the groups in flight")
+        in_flight = await self._in_flight()
         self._live = {g: d for g, d in self._live.items() if g in in_flight}
         self.fleet.forget(set(self._live))
-        overdue = {g: in_flight[g][0] for g, d in self._live.items() if d < time.monotonic()}
+        overdue = {g: in_flight[g] for g, d in self._live.items() if d < time.monotonic()}
         if overdue:
             self.reporter.note(f"{len(overdue)} groups did not arrive within rollout.request_timeout_s: handed out again")
             await self._hand_out(overdue)
 
-    async def _watch(self) -> None:
+    async def _watch_fleet(self) -> None:
+        """Heartbeats of the rollout actors, the size asked for, and what sick ones left undone."""
         while True:
-            await asyncio.sleep(self.plan.heartbeat_s)
+            await self.fleet.news(self.plan.heartbeat_s)
+            wanted = self._wanted_actors()
+            if wanted is not None:
+                self.fleet.resize(wanted)
             await self.fleet.watch()
+            lost = self.fleet.take_lost()
+            if lost:
+                in_flight = await self._in_flight()
+                again = {g: in_flight[g] for g in lost if g in in_flight}
+                self.reporter.note(f"{len(again)} groups of lost actors are handed out again")
+                await self._hand_out(again)
+                await self.fleet.assign({g: requests for g, requests in lost.items() if g < 0})  # evaluation
+
+    async def _watch_roles(self) -> None:
+        """Heartbeats of everything else: what is lost there ends the run, but for the graders, which Ray restarts."""
+        plan, failures, scorer = self.plan, 0, await self._scorer_pid()
+        roles = [(self.buffer, "the replay buffer"), *((r, f"learner rank {i}") for i, r in enumerate(self.learners))]
+        while True:
+            await asyncio.sleep(plan.heartbeat_s)
+            failures = 0 if await head_answers() else failures + 1
+            if failures > 1:
+                raise RoleLost("Ray's head process cannot be reached any more")
+            await asyncio.gather(*(self._alive(handle, who) for handle, who in roles))
+            now = await self._scorer_pid()
+            if now != scorer:
+                scorer = now
+                await self._reissue_unscored()
+
+    async def _alive(self, handle: Any, who: str) -> None:
+        limit = self.plan.hang_timeout_s
+        try:
+            what = f"a heartbeat of {who}"
+            await call(handle.alive.remote(), timeout_s=limit, what=what, key="cluster.hang_timeout_s", who=who)
+        except DeadlineExceeded as e:
+            raise RoleLost(f"{who} did not answer for cluster.hang_timeout_s={limit:g} s") from e
+
+    async def _scorer_pid(self) -> int:
+        """The graders' process; one that does not answer is killed, whereupon Ray starts another."""
+        who, limit = "the graders' process", self.plan.hang_timeout_s
+        for _ in range(2):
+            try:
+                return int(
+                    await call(
+                        self.scorer.pid.remote(),
+                        timeout_s=limit,
+                        what=f"a heartbeat of {who}",
+                        key="cluster.hang_timeout_s",
+                        who=who,
+                    )
+                )
+            except DeadlineExceeded:
+                self.reporter.note(f"{who} did not answer for cluster.hang_timeout_s={limit:g} s: started anew")
+                ray.kill(self.scorer, no_restart=False)
+        raise RoleLost(f"{who} did not come back")
+
+    async def _reissue_unscored(self) -> None:
+        """The graders' process died with what waited in it: what no actor is still sampling is asked for again."""
+        in_flight, still_open = await self._in_flight(), await self.fleet.open_requests()
+        lost = {}
+        for group_id, (prompt_id, samples) in in_flight.items():
+            gone = tuple(i for i in samples if f"train:{group_id}:{i}" not in still_open)
+            if gone:
+                lost[group_id] = (prompt_id, samples)
+        self.reporter.note(f"the graders' process died and was restarted: {len(lost)} groups are handed out again")
+        await self._hand_out(lost)
+        await self.evaluator.again()
 
     async def _learn(self) -> None:
         plan, progress = self.plan, self.progress
@@ -337,6 +423,7 @@ class Controller:
             self._evals |= await self.evaluator.collect(wait=self.plan.synchronous or last)
 
     async def _evaluate(self) -> None:
+        await self._publish_done()  # the newest weights are what is evaluated
         self.progress.evaluated = self.progress.step
         await self.evaluator.start(self.progress.published)
 
@@ -375,19 +462,37 @@ class Controller:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     async def _buffer_call(self, ref: Any, what: str) -> Any:
-        return await call(ref, timeout_s=self.plan.publish_timeout_s, what=what, key="schedule.publish_timeout_s")
+        key, who = "schedule.publish_timeout_s", "the replay buffer"
+        return await call(ref, timeout_s=self.plan.publish_timeout_s, what=what, key=key, who=who)
 
     async def _learner_call(
         self, method: str, *args: Any, what: str, per_rank: list[tuple[Any, ...]] | None = None
     ) -> Any:
-        """The same method on every rank; rank 0's answer."""
-        refs = [
-            getattr(learner, method).remote(*(per_rank[i] if per_rank else args)) for i, learner in enumerate(self.learners)
+        """The same method on every rank; rank 0's answer. Of several failures the loss of a rank is the one told."""
+        key = "schedule.step_timeout_s"
+        asked = [
+            asyncio.create_task(
+                call(
+                    getattr(learner, method).remote(*(per_rank[i] if per_rank else args)),
+                    timeout_s=self.plan.step_timeout_s,
+                    what=what,
+                    key=key,
+                    who=f"learner rank {i}",
+                )
+            )
+            for i, learner in enumerate(self.learners)
         ]
-        answers = await asyncio.gather(
-            *(call(r, timeout_s=self.plan.step_timeout_s, what=what, key="schedule.step_timeout_s") for r in refs)
-        )
-        return answers[0]
+        try:
+            _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:  # a rank fails within moments of another's death, and may be heard first
+                await asyncio.wait(waiting, timeout=LOST_RANK_GRACE_S)
+            errors = [e for t in asked if t.done() and (e := t.exception()) is not None]
+            for error in sorted(errors, key=lambda e: not isinstance(e, RoleLost)):
+                raise error
+            return asked[0].result()
+        finally:
+            for task in asked:
+                task.cancel()
 
 
 def deal(groups: list[tuple[int, int]], ranks: int) -> list[list[int]]:

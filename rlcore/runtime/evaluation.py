@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded
@@ -35,7 +35,8 @@ class _Pending:
     version: int
     started: float
     expected: dict[tuple[str, str], int]  # (task label, mode) -> verdicts to come
-    requests: list[list[Request]]
+    groups: dict[int, list[Request]]
+    verdicts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # purpose -> all of them, once fetched
 
 
 class Evaluator:
@@ -90,7 +91,7 @@ class Evaluator:
                 for requests in made:
                     number -= 1
                     groups[number] = [replace(r, group_id=number) for r in requests]
-        self._pending = _Pending(version, time.monotonic(), expected, list(groups.values()))
+        self._pending = _Pending(version, time.monotonic(), expected, groups)
         await self.fleet.assign(groups)
 
     async def collect(self, *, wait: bool) -> dict[str, float]:
@@ -102,31 +103,45 @@ class Evaluator:
             return {}
         pending, results = self._pending, {}
         for label, mode in pending.expected:
-            purpose = f"eval/{pending.version}/{label}/{mode}"
-            while True:
-                done = await call(
-                    self.scorer.evaluation_progress.remote(purpose), timeout_s=60, what="verdicts", key="evaluation.timeout_s"
-                )
-                if done >= pending.expected[label, mode]:
-                    break
-                if time.monotonic() - pending.started > self.plan.timeout_s:
-                    raise DeadlineExceeded(
-                        f"waited {self.plan.timeout_s:g} s for the evaluation of version {pending.version} on {label} "
-                        f"(evaluation.timeout_s): {done} of {pending.expected[label, mode]} samples came."
-                    )
+            while not await self._arrived(pending, label, mode):
                 if not wait:
                     return {}
                 await asyncio.sleep(0.05)
         for label, mode in pending.expected:
-            purpose = f"eval/{pending.version}/{label}/{mode}"
-            verdicts = await call(
-                self.scorer.evaluation.remote(purpose), timeout_s=60, what="verdicts", key="evaluation.timeout_s"
-            )
+            verdicts = pending.verdicts[f"eval/{pending.version}/{label}/{mode}"]
             results.update(summarise(label, mode, verdicts, self._modes[mode][1]))
             self._on_samples(pending.version, f"{label}/{mode}", sorted(verdicts, key=lambda v: v["prompt_id"])[:8])
         self.fleet.forget_evaluation()
         self._pending = None
         return {**results, "eval/policy_version": pending.version, "time/eval_s": time.monotonic() - pending.started}
+
+
+    async def _arrived(self, pending: _Pending, label: str, mode: str) -> bool:
+        """Fetch the verdicts of one mode once all have come; they may be lost with their process until then."""
+        purpose, expected = f"eval/{pending.version}/{label}/{mode}", pending.expected[label, mode]
+        if purpose in pending.verdicts:
+            return True
+        done = await self._scorer_call(self.scorer.evaluation_progress.remote(purpose))
+        if done >= expected:
+            verdicts = await self._scorer_call(self.scorer.evaluation.remote(purpose))
+            if len(verdicts) >= expected:
+                pending.verdicts[purpose] = verdicts
+                return True
+        if time.monotonic() - pending.started > self.plan.timeout_s:
+            raise DeadlineExceeded(
+                f"waited {self.plan.timeout_s:g} s for the evaluation of version {pending.version} on {label} "
+                f"(evaluation.timeout_s): {done} of {expected} samples came."
+            )
+        return False
+
+    async def _scorer_call(self, ref: Any) -> Any:
+        limit = self.plan.timeout_s
+        return await call(ref, timeout_s=limit, what="verdicts", key="evaluation.timeout_s", who="the graders' process")
+
+    async def again(self) -> None:
+        """Hand a pending evaluation out once more: the verdicts of it that had come are lost."""
+        if self._pending is not None:
+            await self.fleet.assign(self._pending.groups)
 
 
 def summarise(label: str, mode: str, verdicts: list[dict[str, Any]], k: int) -> dict[str, float]:

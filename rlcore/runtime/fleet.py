@@ -1,22 +1,36 @@
 """The rollout actors: who holds which group, who is well, and what happens when one is not.
 
-A sick actor (dead, hung past its deadline, or with weights that did not arrive) leaves the rotation at once, is
-replaced, gets the newest published weights, and the groups it held are handed out again.
+A sick actor (dead, hung past its deadline, or with weights that did not arrive) leaves the rotation at once. Its
+replacement starts beside the run, which does not wait for it, and enters the rotation when the newest published
+weights are proven on it. The groups that a sick actor held are `take_lost`: the controller hands out again what is
+still missing of them. Adding and removing actors while the run goes on are the same two moves without a fault.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from rlcore.errors import DeadlineExceeded, StageError
-from rlcore.runtime.cluster import ActorDied, call
+from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.runtime.cluster import call
 from rlcore.types import OnPublish, Request, WeightManifest
+
+Held = dict[int, list[Request]]  # group id -> requests
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A new actor process on its way."""
+
+    handle: Any
+    placed: Any  # reference that resolves when the cluster found room for it and its process runs
+    started: Any  # reference that resolves when its engine is ready
 
 
 @dataclass(slots=True)
@@ -24,13 +38,14 @@ class Member:
     """One rollout actor as the controller sees it."""
 
     name: str  # "<label>-<index>", stays when the process is replaced
-    spawn: Callable[[str], tuple[Any, Any]]  # actor name -> (handle of a new process, reference to its start)
+    label: str
+    spawn: Callable[[str], Spawned]  # starts a process of this kind under a name
     handle: Any
-    version: int = -1  # last version whose arrival was proven
-    groups: dict[int, list[Request]] = field(default_factory=dict)  # group id -> requests it was given
+    version: int = -1  # last version whose arrival was proven on this process
+    groups: Held = field(default_factory=dict)  # what it was given and has not completed
     status: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
-    well: bool = True
+    well: bool = True  # in the rotation
 
     @property
     def load(self) -> int:
@@ -66,45 +81,64 @@ class Fleet:
         self.start_timeout_s, self.max_restarts = start_timeout_s, max_restarts
         self.publication: Publication | None = None
         self.replacements = 0
+        self._kinds = {m.label: m.spawn for m in members}
+        self._numbers = {label: sum(m.label == label for m in members) for label in self._kinds}  # names given out
         self._log = log
+        self._lost: Held = {}
+        self._joining: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
+        self._alone_since: float | None = None  # when the rotation became empty (monotonic)
+        self._news = asyncio.Event()
 
     def rotation(self) -> list[Member]:
         """The members that may be given work."""
         return [m for m in self.members if m.well]
 
-    async def assign(self, groups: dict[int, list[Request]]) -> None:
+    # ---- work -----------------------------------------------------------------------------------------------------
+
+    async def assign(self, groups: Held) -> None:
         """Hand groups to the least loaded healthy members: whole groups, ties by order, one message a member.
 
-        Raises UserError when an engine refuses a request; a member that does not answer is replaced.
+        What somebody holds already is taken from him first. While nobody is well the groups wait as lost ones. Raises
+        UserError when an engine refuses a request; a member that does not answer is replaced.
         """
-        await self._someone()
-        batches: dict[int, list[Request]] = {}
+        await self._withdraw(groups)
+        batches: dict[str, tuple[Member, list[Request]]] = {}
         for group_id, requests in sorted(groups.items()):
-            member = min(self.rotation(), key=lambda m: m.load)
+            rotation = self.rotation()
+            if not rotation:
+                self._lost[group_id] = requests
+                continue
+            member = min(rotation, key=lambda m: m.load)
             member.groups[group_id] = requests
-            batches.setdefault(self.members.index(member), []).extend(requests)
-        await asyncio.gather(*(self._submit(self.members[i], requests) for i, requests in batches.items()))
+            batches.setdefault(member.name, (member, []))[1].extend(requests)
+        await asyncio.gather(*(self._submit(member, requests) for member, requests in batches.values()))
 
-    async def _someone(self) -> None:
-        """Wait until a member is in the rotation: a lone actor may be being replaced."""
-        deadline = time.monotonic() + self.start_timeout_s
-        while not self.rotation():
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"waited {self.start_timeout_s:g} s for a rollout actor to be well (cluster.start_timeout_s)."
-                )
-            await asyncio.sleep(0.1)
+    async def _withdraw(self, groups: Mapping[int, Any]) -> None:
+        """Have members drop what they are still sampling of these groups."""
+        waiting = []
+        for member in self.members:
+            taken = [r for g in groups if g in member.groups for r in member.groups.pop(g)]
+            if taken and member.well:
+                ids = [r.request_id for r in taken]
+                waiting.append(self._ask(member, "abort", ids, what=f"{member.name} to drop {len(ids)} requests"))
+        await asyncio.gather(*waiting)
 
     async def _submit(self, member: Member, requests: list[Request]) -> None:
+        await self._ask(member, "submit", requests, what=f"{member.name} to take {len(requests)} requests")
+
+    async def _ask(self, member: Member, method: str, *args: Any, what: str, timeout_s: float | None = None) -> Any:
+        """A call under a deadline; a member that fails it is replaced and the answer is None."""
+        handle = member.handle
+        key = "cluster.hang_timeout_s" if timeout_s is None else "schedule.publish_timeout_s"
+        timeout_s = self.hang_timeout_s if timeout_s is None else timeout_s
         try:
-            await call(
-                member.handle.submit.remote(requests),
-                timeout_s=self.hang_timeout_s,
-                what=f"{member.name} to take {len(requests)} requests",
-                key="cluster.hang_timeout_s",
+            return await call(
+                getattr(handle, method).remote(*args), timeout_s=timeout_s, what=what, key=key, who=member.name
             )
-        except (ActorDied, DeadlineExceeded, StageError) as e:
-            await self.replace(member, str(e))
+        except (DeadlineExceeded, StageError) as e:
+            self.sicken(member, handle, str(e))
+            return None
 
     def forget(self, live: set[int]) -> None:
         """Drop finished groups from the books; `live` are the incomplete ones (evaluation groups are negative)."""
@@ -114,82 +148,182 @@ class Fleet:
     def forget_evaluation(self) -> None:
         for m in self.members:
             m.groups = {g: r for g, r in m.groups.items() if g >= 0}
+        self._lost = {g: r for g, r in self._lost.items() if g >= 0}
+
+    async def open_requests(self) -> set[str]:
+        """Ids of the requests that members are still working on."""
+        answers = await asyncio.gather(
+            *(self._ask(m, "open_requests", what=f"the open requests of {m.name}") for m in self.rotation())
+        )
+        return {request_id for answer in answers for request_id in answer or ()}
+
+    def take_lost(self) -> Held:
+        """Groups that nobody works on any more, once; empty while nobody could take them."""
+        if not self.rotation():
+            return {}
+        lost, self._lost = self._lost, {}
+        return lost
+
+    # ---- weights --------------------------------------------------------------------------------------------------
 
     async def publish(self, publication: Publication) -> dict[str, float]:
         """Give every member the new weights at once; a member that fails to prove arrival is replaced.
 
-        Returns the slowest member's seconds, in parts.
+        Whoever joins later loads them before it is given work. Returns the slowest member's seconds, in parts.
         """
         self.publication = publication
-        results = await asyncio.gather(*(self._publish_to(m) for m in self.rotation()))
-        if not any(results):
-            raise StageError(f"no rollout actor could load version {publication.manifest.version}")
+        results = await asyncio.gather(*(self._load(m) for m in self.rotation()))
         parts = [r for r in results if r]
-        return {k: max(p[k] for p in parts) for k in parts[0]}
+        return {k: max(p[k] for p in parts) for k in parts[0]} if parts else {}
 
-    async def _publish_to(self, member: Member) -> dict[str, float] | None:
+    async def _load(self, member: Member) -> dict[str, float] | None:
         assert self.publication is not None
         p = self.publication
-        try:
-            took = await call(
-                member.handle.update_weights.remote(
-                    p.manifest, p.handle, self.on_publish, self.publish_timeout_s
-                ),
-                timeout_s=self.publish_timeout_s,
-                what=f"{member.name} to load version {p.manifest.version}",
-                key="schedule.publish_timeout_s",
-            )
-        except (ActorDied, DeadlineExceeded, StageError) as e:
-            await self.replace(member, str(e))
-            return None
-        member.version = p.manifest.version
+        took: dict[str, float] | None = await self._ask(
+            member,
+            "update_weights",
+            p.manifest,
+            p.handle,
+            self.on_publish,
+            self.publish_timeout_s,
+            what=f"{member.name} to load version {p.manifest.version}",
+            timeout_s=self.publish_timeout_s,
+        )
+        if took is not None:
+            member.version = p.manifest.version
         return took
 
-    async def replace(self, member: Member, why: str) -> None:
-        """Kill a sick member's process, start another under the same name, give it weights and its groups back."""
-        if not member.well:
-            return
-        member.well = False
+    # ---- supervision ----------------------------------------------------------------------------------------------
+
+    def sicken(self, member: Member, handle: Any, why: str) -> None:
+        """Take the process `handle` of a member out of the rotation, kill it and start another under its name."""
+        if member.handle is not handle or member not in self.members or self._failure is not None:
+            return  # it was replaced or removed since
+        self._out(member)
         self.replacements += 1
         member.restarts += 1
-        self._log(f"{member.name} is replaced: {why.splitlines()[0][:200]}")
+        reason = why.strip().splitlines()[0][:240]
         if self.replacements > self.max_restarts:
-            raise StageError(
-                f"rollout actors failed {self.replacements} times (cluster.max_restarts={self.max_restarts}); last: {why}"
+            self._failure = StageError(
+                f"rollout actors failed {self.replacements} times (cluster.max_restarts={self.max_restarts}); "
+                f"last {member.name}: {reason}"
             )
+            return
+        self._log(f"{member.name} is replaced: {reason}")
+        self._start(member)
+
+    def _out(self, member: Member) -> None:
+        member.well, member.version, member.status = False, -1, {}
+        self._lost |= member.groups
+        member.groups = {}
         ray.kill(member.handle, no_restart=True)
-        member.handle, started = member.spawn(member.name)
-        await call(
-            started,
-            timeout_s=self.start_timeout_s,
-            what=f"{member.name} to start again",
-            key="cluster.start_timeout_s",
-        )
-        member.status = {}
+        self._news.set()
+
+    def _start(self, member: Member) -> None:
+        spawned = member.spawn(member.name)
+        member.handle = spawned.handle
+        task = asyncio.create_task(self._join(member, spawned))
+        self._joining.add(task)
+        task.add_done_callback(self._joined)
+
+    def _joined(self, task: asyncio.Task[None]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error if isinstance(error, Exception) else StageError(str(error))
+        self._news.set()
+
+    async def _join(self, member: Member, spawned: Spawned) -> None:
+        """Wait for a new process, load the newest weights until they are the newest, and enter the rotation."""
+        try:
+            await self._placed(member, spawned)
+            await call(
+                spawned.started,
+                timeout_s=self.start_timeout_s,
+                what=f"{member.name} to start",
+                key="cluster.start_timeout_s",
+                who=member.name,
+            )
+        except (DeadlineExceeded, StageError) as e:
+            self.sicken(member, spawned.handle, str(e))
+            return
+        while self.publication is not None and member.version != self.publication.manifest.version:
+            loaded = await self._load(member)
+            if loaded is None or member.handle is not spawned.handle or member not in self.members:
+                return  # it fell sick again or was removed meanwhile
         member.well = True
-        if self.publication is not None:
-            await self._publish_to(member)
-        held = [r for requests in member.groups.values() for r in requests]
-        if held and member.well:
-            await self._submit(member, held)
+        self._log(f"{member.name} is in the rotation with version {member.version}")
+
+    async def _placed(self, member: Member, spawned: Spawned) -> None:
+        """A preempted node may come back in an hour: room is waited for, as long as others are at work."""
+        asked = time.monotonic()
+        waiting = asyncio.wrap_future(spawned.placed.future())
+        while not (await asyncio.wait([waiting], timeout=self.start_timeout_s))[0]:
+            self._log(f"{member.name} waits for room in the cluster since {time.monotonic() - asked:.0f} s")
+        with contextlib.suppress(Exception):  # a process that died at once shows in what it was started for
+            waiting.result()
 
     async def watch(self) -> None:
-        """One round of heartbeats."""
+        """One round of heartbeats. Raises when actors failed too often, or none is well for too long."""
         await asyncio.gather(*(self._check(m) for m in self.rotation()))
+        if self._failure is not None:
+            raise self._failure
+        if self.rotation():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = time.monotonic()
+        elif time.monotonic() - self._alone_since > self.start_timeout_s:
+            raise DeadlineExceeded(
+                f"waited {self.start_timeout_s:g} s for a rollout actor to be well (cluster.start_timeout_s)."
+            )
 
     async def _check(self, member: Member) -> None:
-        try:
-            status = await call(
-                member.handle.status.remote(),
-                timeout_s=self.hang_timeout_s,
-                what=f"a heartbeat of {member.name}",
-                key="cluster.hang_timeout_s",
-            )
-        except (ActorDied, DeadlineExceeded, StageError) as e:
-            await self.replace(member, str(e))
+        handle = member.handle
+        status = await self._ask(member, "status", what=f"a heartbeat of {member.name}")
+        if status is None or member.handle is not handle:
             return
         member.status = status
         if status["error"]:
-            await self.replace(member, status["error"])
+            self.sicken(member, handle, status["error"])
         elif status["heartbeat_age_s"] > self.hang_timeout_s:
-            await self.replace(member, f"its engine thread stood still for {self.hang_timeout_s:g} s")
+            self.sicken(member, handle, f"its engine thread stood still for {self.hang_timeout_s:g} s")
+
+    async def news(self, timeout_s: float) -> None:
+        """Return when a member fell sick, joined or left, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        self._news.clear()
+
+    # ---- size -----------------------------------------------------------------------------------------------------
+
+    def resize(self, counts: Mapping[str, int]) -> None:
+        """Make the fleet have `counts` members of each label named. The run goes on meanwhile.
+
+        New members enter the rotation when they hold the newest weights; groups of removed ones are handed out again.
+        Raises UserError for an unknown label or a fleet without members.
+        """
+        for label, count in counts.items():
+            if label not in self._kinds:
+                raise UserError.choice("actor", label, self._kinds, "the run has no actors of that label")
+            if count < 0:
+                raise UserError(f"actor.{label}.count={count} is negative.")
+        now = {label: [m for m in self.members if m.label == label] for label in self._kinds}
+        if not sum(counts.get(label, len(members)) for label, members in now.items()):
+            raise UserError("a run needs at least one rollout actor: leave one of actor.*.count at 1 or more.")
+        for label, count in counts.items():
+            for member in now[label][count:]:
+                self.members.remove(member)
+                self._out(member)
+                self._log(f"{member.name} is removed")
+            for _ in range(count - len(now[label])):
+                name = f"{label}-{self._numbers[label]}"
+                self._numbers[label] += 1
+                member = Member(name, label, self._kinds[label], None, well=False)
+                self.members.append(member)
+                self._start(member)
+                self._log(f"{name} is being added")
+
+    async def close(self) -> None:
+        """Stop waiting for members that are on their way."""
+        for task in list(self._joining):
+            task.cancel()
+        await asyncio.gather(*self._joining, return_exceptions=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.runtime.controller import Plan
 from rlcore.runtime.evaluation import EvalPlan
-from rlcore.types import SamplingSpec
+from rlcore.types import ActorKind, SamplingSpec
+
+if TYPE_CHECKING:
+    from rlcore.attention.block_topk import BlockTopK
 
 
 def sampling(config: RunConfig) -> SamplingSpec:
@@ -46,6 +49,7 @@ def plan(config: RunConfig) -> Plan:
         publish_timeout_s=s.publish_timeout_s,
         step_timeout_s=s.step_timeout_s,
         heartbeat_s=config.cluster.heartbeat_s,
+        hang_timeout_s=config.cluster.hang_timeout_s,
         request_timeout_s=config.rollout.request_timeout_s,
         samples_per_step=config.logging.samples_per_step,
         wire_dtype=wire_dtype(config),
@@ -73,6 +77,42 @@ def actor_dtype(actor: ActorConfig) -> str:
     if actor.dtype != "auto":
         return actor.dtype
     return "bfloat16" if actor.num_gpus else "float32"
+
+
+def actor_kind(actor: ActorConfig) -> ActorKind:
+    """The kind on every trajectory: an emulated precision is never called by the name of the real one."""
+    if actor.rounding == "none":
+        return actor.kind
+    emulated: dict[str, ActorKind] = {"fp8": "fp8_emulated", "int8": "int8_emulated", "int4": "int4_emulated"}
+    return emulated[actor.rounding]
+
+
+def describe_actor(label: str, actor: ActorConfig) -> str:
+    """One line on what samples under this label."""
+    if actor.rounding != "none":
+        what = (
+            f"{actor.rounding} emulated: weights rounded to {actor.rounding} and back before loading, "
+            f"arithmetic in {actor_dtype(actor)}"
+        )
+    elif actor.kind == "fp8":
+        what = f"vLLM's FP8 (W8A8, dynamic scales){', FP8 KV cache' if actor.fp8_kv_cache else ''}"
+    elif actor.sparse is not None:
+        budget = f"{actor.sparse.blocks} pages" if actor.sparse.blocks else f"{actor.sparse.share:g} of the pages"
+        prompts = "" if actor.sparse.sparse_prompt else ", prompts dense"
+        what = f"block top-k attention, {budget} of {actor.sparse.block_size} tokens{prompts}, {actor_dtype(actor)}"
+    elif actor.kind == "draft":
+        what = f"a draft model, {actor_dtype(actor)}"
+    else:
+        what = f"the policy in {actor_dtype(actor)}"
+    return f"actor.{label}: {what}"
+
+
+def sparse_rule(actor: ActorConfig) -> BlockTopK | None:
+    """The attention rule of a sparse actor."""
+    from rlcore.attention.block_topk import BlockTopK
+
+    s = actor.sparse
+    return None if s is None else BlockTopK(s.block_size, s.blocks, s.share, s.sparse_prompt)
 
 
 def wire_dtype(config: RunConfig) -> str:
@@ -149,7 +189,7 @@ def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, n
     return {
         "model_path": actor.draft_path or model_path,
         "actor_id": name,
-        "actor_kind": actor.kind,
+        "actor_kind": actor_kind(actor),
         "dtype": actor_dtype(actor),
         "max_len": config.model.max_len,
         "max_num_seqs": actor.max_num_seqs,
@@ -161,6 +201,9 @@ def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, n
         "tensor_parallel": actor.tensor_parallel,
         "logprobs_k": config.rollout.logprobs_k,
         "kv_on_update": actor.kv_on_update,
+        "quantization": "fp8" if actor.kind == "fp8" and actor.num_gpus else None,
+        "kv_cache_dtype": "fp8" if actor.fp8_kv_cache else "auto",
+        "sparse": sparse_rule(actor),
         "rounding": actor.rounding,
         "keep_high_precision": tuple(actor.keep_high_precision),
         "logit_noise": actor.logit_noise,

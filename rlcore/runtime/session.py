@@ -9,14 +9,18 @@ from typing import Any
 import ray
 
 from rlcore.config.schema import ActorConfig, RunConfig
+from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.runtime import options, shells
 from rlcore.runtime.cluster import free_port, get
-from rlcore.runtime.fleet import Fleet, Member
+from rlcore.runtime.fleet import Fleet, Member, Spawned
 from rlcore.runtime.weights import GROUPS
 
 
+SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
+
+
 def _remote(shell: type, **settings: Any) -> Any:
-    return ray.remote(shell).options(**settings)
+    return ray.remote(**settings)(shell)
 
 
 class Session:
@@ -41,14 +45,22 @@ class Session:
         self.scorer: Any = None
         members: list[Member] = []
         if with_actors:
-            self.scorer = _remote(shells.ScorerShell, num_cpus=0, max_concurrency=8).remote(self.buffer)
-            starting.append((self.scorer.start.remote(options.scorer(config), model_path), "the graders to start"))
+            # Ray restarts the graders' process under the same handle and repeats calls that it did not answer.
+            scorer = _remote(
+                shells.ScorerShell,
+                num_cpus=0,
+                max_concurrency=8,
+                max_restarts=config.cluster.max_restarts,
+                max_task_retries=-1,
+            )
+            self.scorer = scorer.remote(self.buffer, options.scorer(config), model_path)
+            starting.append((self.scorer.start.remote(), "the graders to start"))
             for label, actor in config.actor.items():
                 for i in range(actor.count):
                     spawn = self._spawner(label, actor)
-                    handle, started = spawn(f"{label}-{i}")
-                    members.append(Member(f"{label}-{i}", spawn, handle))
-                    starting.append((started, f"rollout actor {label}-{i} to start"))
+                    spawned = spawn(f"{label}-{i}")
+                    members.append(Member(f"{label}-{i}", label, spawn, spawned.handle))
+                    starting.append((spawned.started, f"rollout actor {label}-{i} to start"))
         self.learners = self._spawn_learners() if with_learner else []
         master = ("127.0.0.1", free_port(config.learner.port))
         if with_learner and config.cluster.address:
@@ -70,18 +82,24 @@ class Session:
             log=note,
         )
 
-    def _spawner(self, label: str, actor: ActorConfig) -> Callable[[str], tuple[Any, Any]]:
-        """A function that starts one actor process of this kind: (handle, reference that resolves when it is ready)."""
+    def _on_nodes(self, resource: str) -> dict[str, float]:
+        """The custom resource that binds a role to its nodes, when the learner has nodes of its own."""
+        return {resource: SLIVER} if self.config.cluster.launch.learner_nodes else {}
 
-        def spawn(name: str) -> tuple[Any, Any]:
+    def _spawner(self, label: str, actor: ActorConfig) -> Callable[[str], Spawned]:
+        """A function that starts one actor process of this kind under a name."""
+
+        def spawn(name: str) -> Spawned:
             shell = _remote(
                 shells.RolloutShell,
                 num_cpus=actor.num_cpus,
                 num_gpus=actor.num_gpus * actor.tensor_parallel,
+                resources=self._on_nodes(ACTOR_RESOURCE),
                 max_concurrency=8,
             )
             handle = shell.remote(self.scorer, *self.transport)
-            return handle, handle.start.remote(options.engine(self.config, label, actor, self.model_path, name))
+            started = handle.start.remote(options.engine(self.config, label, actor, self.model_path, name))
+            return Spawned(handle, handle.__ray_ready__.remote(), started)
 
         return spawn
 
@@ -94,7 +112,13 @@ class Session:
 
     def _spawn_learners(self) -> list[Any]:
         le = self.config.learner
-        shell = _remote(shells.LearnerShell, num_cpus=le.num_cpus, num_gpus=le.num_gpus)
+        shell = _remote(
+            shells.LearnerShell,
+            num_cpus=le.num_cpus,
+            num_gpus=le.num_gpus,
+            resources=self._on_nodes(LEARNER_RESOURCE),
+            concurrency_groups=shells.LEARNER_THREADS,
+        )
         return [shell.remote(self.buffer, *self.transport) for _ in range(le.ranks)]
 
     def each_learner(self, method: str, *args: Any, what: str) -> list[Any]:

@@ -22,6 +22,7 @@ from rlcore.errors import StageError, UserError
 from rlcore.types import Group, OnPublish, Request, Trajectory, WeightManifest
 
 PHASE_WEIGHTS = "phase_weights.safetensors"
+LEARNER_THREADS = {"watch": 1}  # beside the one that computes: a heartbeat is answered during a step
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 
 
@@ -46,6 +47,9 @@ class BufferShell:
         """Scored training trajectories from the scorer."""
         self.buffer.add(trajectories)
         await self._notify()
+
+    async def alive(self) -> bool:
+        return True
 
     async def set_versions(self, published: int, learner: int) -> None:
         self.buffer.set_versions(published=published, learner=learner)
@@ -135,20 +139,31 @@ class BufferShell:
 class ScorerShell:
     """Grader processes between rollout and buffer; keeps evaluation verdicts (numbers, not payloads)."""
 
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: Any, options: dict[str, Any], tokenizer_path: str) -> None:
+        self._buffer, self._options, self._tokenizer_path = buffer, options, tokenizer_path
         # purpose -> (group id, sample index) -> verdict; keyed, because a reissued request may answer twice
         self._evals: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
         self._lock = threading.Lock()
         self._forwards: list[Any] = []
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.start()  # Ray has restarted this process: nobody else will
 
-    def start(self, options: dict[str, Any], tokenizer_path: str) -> int:
+    def start(self) -> int:
         from rlcore.models import decode_response, load_tokenizer
         from rlcore.tasks.scoring import Scorer
 
-        tokenizer = load_tokenizer(tokenizer_path)
+        tokenizer = load_tokenizer(self._tokenizer_path)
         self._decode = lambda ids: decode_response(tokenizer, ids)
-        self.scorer = Scorer(**options, decode=self._decode, on_scored=self._scored)
+        self.scorer = Scorer(**self._options, decode=self._decode, on_scored=self._scored)
+        return os.getpid()
+
+    def pid(self) -> int:
+        """This process; another number than before means that what it held is lost. Raises what stopped the scoring."""
+        self.scorer.check()
+        with self._lock:
+            sent = self._forwards
+            done, self._forwards = ray.wait(sent, num_returns=len(sent), timeout=0) if sent else ([], [])
+        ray.get(done)  # the buffer refusing a trajectory is an error of the run
         return os.getpid()
 
     def submit(self, trajectories: list[Trajectory]) -> None:
@@ -162,7 +177,7 @@ class ScorerShell:
                 if t.purpose != "train":
                     self._evals[t.purpose][t.group_id, t.sample_index] = self._verdict(t)
             if train:
-                self._forwards = [r for r in self._forwards[-64:]] + [self._buffer.add.remote(train)]
+                self._forwards.append(self._buffer.add.remote(train))
 
     def _verdict(self, t: Trajectory) -> dict[str, Any]:
         correct = None if t.reward is None else t.reward_parts.get("correct", t.reward)
@@ -186,7 +201,7 @@ class ScorerShell:
     def evaluation(self, purpose: str) -> list[dict[str, Any]]:
         """All verdicts of one evaluation, which is then forgotten."""
         with self._lock:
-            return list(self._evals.pop(purpose).values())
+            return list(self._evals.pop(purpose, {}).values())
 
     def decode(self, trajectories: list[Trajectory]) -> list[dict[str, Any]]:
         """Readable records of trajectories, for samples/."""
@@ -216,6 +231,7 @@ class RolloutShell:
 
     def __init__(self, scorer: Any, transport: str, transport_folder: str) -> None:
         self._scorer, self._transport, self._folder = scorer, transport, transport_folder
+        self._open: set[str] = set()  # ids of requests taken and not finished; each change is one atomic operation
 
     def start(self, engine: dict[str, Any]) -> int:
         from rlcore.rollout.vllm_engine import VllmEngine
@@ -229,6 +245,7 @@ class RolloutShell:
 
     def _finished(self, trajectories: list[Trajectory]) -> None:
         self._scorer.submit.remote(trajectories)
+        self._open -= {t.request_id for t in trajectories}
 
     def join(self, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
         """Join the broadcast group that weights travel through."""
@@ -238,13 +255,20 @@ class RolloutShell:
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine cannot serve."""
+        self._open |= {r.request_id for r in requests}
         try:
             self.worker.submit(requests).result(timeout=SUBMIT_TIMEOUT_S)
         except ValueError as e:
             raise UserError(f"a rollout actor refused a request: {e}") from e
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> bool:
         self.worker.abort(request_ids)
+        self._open -= set(request_ids)
+        return True
+
+    def open_requests(self) -> list[str]:
+        """Requests taken and not finished."""
+        return list(self._open)
 
     def update_weights(
         self, manifest: WeightManifest, handle: Any, on_publish: OnPublish, timeout_s: float
@@ -286,6 +310,10 @@ class LearnerShell:
         from rlcore.runtime.weights import join_group
 
         self.transport = join_group(self._transport, host, port, rank, world_size, timeout_s)
+
+    @ray.method(concurrency_group="watch")
+    def alive(self) -> bool:
+        return True
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 listens for the others, when ranks may be on several nodes."""

@@ -13,14 +13,16 @@ from typing import Any
 
 from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
-from rlcore.metrics.logger import open_logger
+from rlcore.errors import StageError
+from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.report import write_report
 from rlcore.runtime import checkpoint, options
-from rlcore.runtime.cluster import cluster, get
+from rlcore.runtime.cluster import RoleLost, cluster, get
 from rlcore.runtime.controller import Controller, Progress
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.preflight import Prepared, open_run_dir, prepare
 from rlcore.runtime.reporting import RunReporter
+from rlcore.runtime.scale import Wanted
 from rlcore.runtime.session import Session
 from rlcore.runtime.warmup import starting_model
 
@@ -40,21 +42,44 @@ def train(config: RunConfig) -> int:
         total_steps=config.schedule.steps,
     ) as logger:
         reporter = RunReporter(logger)
-        found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if config.resume == "auto" else None
-        state = checkpoint.state_of(found) if found else None
-        progress = Progress(**state["progress"]) if state else Progress()
-        if progress.step >= config.schedule.steps:
-            reporter.note(f"nothing to do: schedule.steps={config.schedule.steps} and the run has {progress.step} steps")
-            return 0
-        logger.resume_at(progress.step)
-        (run_dir / "config.yaml").write_text(to_yaml(config))
+        wanted = Wanted(run_dir)
         try:
-            controller = _on_cluster(config, prepared, reporter, run_dir, found, state, progress)
-            logger.finish({"steps": controller.progress.step, "seconds": controller.progress.seconds})
+            progress = _recovering(config, prepared, logger, reporter, run_dir, wanted)
+            logger.finish({"steps": progress.step, "seconds": progress.seconds})
         finally:
             if config.logging.report and (run_dir / "metrics.jsonl").exists():
                 write_report(run_dir)
-    return STOPPED if controller.progress.step < config.schedule.steps else 0
+    return STOPPED if progress.step < config.schedule.steps else 0
+
+
+def _recovering(
+    config: RunConfig,
+    prepared: Prepared,
+    logger: MetricsLogger,
+    reporter: RunReporter,
+    run_dir: Path,
+    wanted: Wanted,
+) -> Progress:
+    """Attempts until one ends: a lost process of the run costs the steps since its last checkpoint, not the run."""
+    resume, recoveries = config.resume == "auto", 0
+    while True:
+        found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if resume else None
+        state = checkpoint.state_of(found) if found else None
+        progress = Progress(**state["progress"]) if state else Progress()
+        if progress.step >= config.schedule.steps:
+            reporter.note(f"nothing to do: the run has {progress.step} of schedule.steps={config.schedule.steps} steps")
+            return progress
+        logger.resume_at(progress.step)
+        (run_dir / "config.yaml").write_text(to_yaml(config))
+        try:
+            return _on_cluster(config, prepared, reporter, run_dir, found, state, progress, wanted)
+        except RoleLost as e:
+            recoveries += 1
+            if recoveries > config.cluster.max_recoveries:
+                raise StageError(f"{e} (cluster.max_recoveries={config.cluster.max_recoveries} are used up)") from e
+            reporter.note(f"{e}: recovery {recoveries} of cluster.max_recoveries={config.cluster.max_recoveries}")
+            resume = True
+            prepared.prompts.restore({"cursor": 0})
 
 
 def _on_cluster(
@@ -65,7 +90,8 @@ def _on_cluster(
     found: Path | None,
     state: dict[str, Any] | None,
     progress: Progress,
-) -> Controller:
+    wanted: Wanted,
+) -> Progress:
     """The part of a run that needs processes; none is left when it returns or raises."""
     cpus, gpus = options.needed(config)
     with cluster(
@@ -88,7 +114,8 @@ def _on_cluster(
                 _restore(session, prepared, found, state)
                 reporter.note(f"continuing from {found.name}")
             learner_folder = str(found / "learner") if found else None
-            return asyncio.run(_run(config, session, prepared, reporter, model_path, progress, learner_folder))
+            asyncio.run(_run(config, session, prepared, reporter, model_path, progress, learner_folder, wanted))
+            return progress
         finally:
             session.close()
 
@@ -101,7 +128,8 @@ async def _run(
     model_path: str,
     progress: Progress,
     learner_folder: str | None,
-) -> Controller:
+    wanted: Wanted,
+) -> None:
     evaluator = Evaluator(
         options.evaluation(config),
         tasks=prepared.eval_prompts,
@@ -124,10 +152,10 @@ async def _run(
         save=_saver(config, session.run_dir, model_path),
         progress=progress,
         resumed_from=learner_folder,
+        wanted_actors=wanted,
     )
     _stop_on_signals(controller, reporter.note)
     await controller.run()
-    return controller
 
 
 def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> None:
