@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
 from rlcore.learner.head import HeadSpec
+from rlcore.learner.lora import adapted_layers, factors, is_adapter, merged, plain_name
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import Policy
-from rlcore.learner.state_files import StateWriter, read_index, read_tensors
+from rlcore.learner.state_files import StateWriter, Write, read_index, read_tensors
 from rlcore.types import TokenScores
 
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -129,7 +130,11 @@ class ZeroEngine:
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy, model_parameters=_parameter_groups(policy, weight_decay), config=config
         )
-        self.names = {n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")}
+        named = {n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")}
+        #: the model's weights by Hugging Face name, and what the optimizer trains: the same, or adapters on them
+        self.names = {plain_name(n): p for n, p in named.items() if not is_adapter(n)}
+        self.trained = {n: p for n, p in named.items() if p.requires_grad}
+        self._adapted = adapted_layers(policy.lm)
 
     # ----- computing -----
 
@@ -164,7 +169,7 @@ class ZeroEngine:
 
     def _local_gradients(self) -> list[Tensor]:
         if self.stage == 0:
-            return [p.grad for p in self.names.values() if p.grad is not None]
+            return [p.grad for p in self.trained.values() if p.grad is not None]
         if self._whole_gradients:
             return [g for group in self._optimizer.fp32_groups_gradients for g in group]
         return [g for group in self._optimizer.averaged_gradients.values() for g in group if g is not None]
@@ -179,30 +184,43 @@ class ZeroEngine:
         return rate
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole accumulated gradients by Hugging Face name, after the last backward. All ranks must call it."""
+        """Whole accumulated gradients by parameter name, after the last backward. All ranks must call it."""
         from deepspeed.utils import safe_get_full_grad
 
-        return {name: safe_get_full_grad(p).detach().float().clone() for name, p in self.names.items()}
+        return {name: safe_get_full_grad(p).detach().float().clone() for name, p in self.trained.items()}
 
     # ----- state -----
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every (name, whole CPU copy in the model's dtype), tied weights once. All ranks iterate, rank 0's count."""
+        """Every (name, whole CPU copy in the model's dtype), adapters merged, tied weights once.
+
+        All ranks iterate, rank 0's count.
+        """
         import deepspeed
 
         for name, p in self.names.items():
-            with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3):
-                yield name, p.detach().to("cpu", copy=True)
+            layer = self._adapted.get(name)
+            parts = [p] if layer is None else [p, *factors(layer)]
+            with deepspeed.zero.GatheredParameters(parts, enabled=self.stage == 3):
+                whole = p.detach() if layer is None else merged(p.detach(), layer)
+                yield name, whole.to("cpu", copy=True)
 
-    def save(self, folder: Path) -> None:
-        """Write float32 weights, Adam moments and the step count. All ranks call it; rank 0 writes.
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every (parameter name, whole float32 CPU copy) of what is trained. All ranks iterate, rank 0's count."""
+        for name, p in self.trained.items():
+            yield name, self._read(p, "weight").reshape(self._shape(p)).to("cpu", torch.float32, copy=True)
+
+    def save(self, folder: Path, run: Callable[[Write], object] | None = None) -> None:
+        """Write what is trained: float32 weights, Adam moments and the step count. All ranks call it; rank 0 writes.
+
+        `run`: is given the writing as jobs (see `StateWriter`), so that training can go on meanwhile.
 
         The learning rate is a function of the step and torch's generator is seeded by it, so neither has a state.
         """
-        writer = StateWriter(folder) if dist.get_rank() == 0 else None
+        writer = StateWriter(folder, *([run] if run else [])) if dist.get_rank() == 0 else None
         if self.optimizer_steps:
             self._link_states()
-        for name, p in self.names.items():
+        for name, p in self.trained.items():
             for key in ("weight", *ADAM_STATES) if self.optimizer_steps else ("weight",):
                 whole = self._read(p, key)
                 if writer is not None:
@@ -216,24 +234,24 @@ class ZeroEngine:
         facts = read_index(folder)
         self.optimizer_steps = int(facts["optimizer_steps"])
         keys = ("weight", *ADAM_STATES) if self.optimizer_steps else ("weight",)
-        missing = {f"{key}:{name}" for key in keys for name in self.names}
+        missing = {f"{key}:{name}" for key in keys for name in self.trained}
         self._make_states(keys[1:])
         for label, tensor in read_tensors(folder):
             key, name = label.split(":", 1)
-            if label not in missing or tensor.shape != self._shape(self.names[name]):
+            if label not in missing or tensor.shape != self._shape(self.trained[name]):
                 raise StageError(f"learner state in {folder} does not fit the model: {label} {tuple(tensor.shape)}")
             missing.discard(label)
-            self._write(self.names[name], key, tensor.to(self.device))
+            self._write(self.trained[name], key, tensor.to(self.device))
         if missing:
             raise StageError(f"learner state in {folder} lacks {len(missing)} tensors, e.g. {min(missing)}")
         self._weights_from_masters()
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights, leaving the optimizer alone. Raises StageError if the names do not match."""
-        if set(tensors) != set(self.names):
-            raise StageError(f"weights do not fit the model: {sorted(set(tensors) ^ set(self.names))[:3]}")
+        """Replace the trained weights, leaving the optimizer alone. Raises StageError if the names do not match."""
+        if set(tensors) != set(self.trained):
+            raise StageError(f"weights do not fit the model: {sorted(set(tensors) ^ set(self.trained))[:3]}")
         for name, tensor in tensors.items():
-            self._write(self.names[name], "weight", tensor.to(self.device))
+            self._write(self.trained[name], "weight", tensor.to(self.device))
         self._weights_from_masters()
 
     def _shape(self, p: nn.Parameter) -> torch.Size:
@@ -283,7 +301,7 @@ class ZeroEngine:
     def _flat_masters(self) -> list[Tensor]:
         """The tensors that torch's AdamW holds states for."""
         if self.stage == 0:
-            return list(self.names.values())
+            return list(self.trained.values())
         attributes = ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
         for attribute in attributes:
             if hasattr(self._optimizer, attribute):

@@ -186,7 +186,8 @@ class _HeadFunction(torch.autograd.Function):
             g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
         n = hidden.shape[0]
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        trained = ctx.needs_input_grad[1]  # with adapters the head's weight is frozen
+        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trained else None
         buffers = _Buffers(min(spec.chunk, n), weight, both=g_entropy is not None)
         for start in range(0, n, spec.chunk):
             s = slice(start, min(start + spec.chunk, n))
@@ -195,11 +196,13 @@ class _HeadFunction(torch.autograd.Function):
             dz = _d_logits(z, buffers.e[: len(z)], total[s], entropy[s], g[s], ge, targets[s], spec)
             dz = dz.to(weight.dtype)
             torch.mm(dz, weight, out=d_hidden[s])
+            if d_weight is None:
+                continue
             if dz.dtype == torch.float32:
                 d_weight.addmm_(dz.t(), hidden[s])
             else:
                 d_weight.add_(torch.mm(dz.t(), hidden[s]))
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 def _d_logits(

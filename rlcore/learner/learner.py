@@ -9,7 +9,7 @@ import importlib.util
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +23,11 @@ from rlcore.errors import StageError
 from rlcore.learner.batch import StepBatch, build_batch, staleness_split
 from rlcore.learner.deepspeed_engine import LrSchedule, RankReduce, ZeroEngine, join_ranks
 from rlcore.learner.head import HeadSpec
+from rlcore.learner.lora import LoraSpec, add_adapters, save_adapter
 from rlcore.learner.loss import Objective, Sums
 from rlcore.learner.packing import Layout, MicroBatch, Tokens, dummy, pack
 from rlcore.learner.policy import DTYPES, Attention, FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.state_files import Write
 from rlcore.learner.update import Update
 from rlcore.objectives.advantages import Advantage
 from rlcore.objectives.aggregate import Aggregation
@@ -46,7 +48,8 @@ class LearnerRank:
     """Owns this rank's engine. Every method is collective: all ranks call it, in the same order.
 
     Arguments are the keys of `learner`, `algorithm`, `rollout` and `correction` in the run's configuration, plain.
-    `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU.
+    `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU. `lora`: fields of
+    LoraSpec; adapters are trained instead of the model.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class LearnerRank:
         threads: int = 1,
         pad_id: int = 0,
         collective_timeout_s: float = 1800.0,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         torch.set_num_threads(threads)
         self.rank, self.world_size, self.run_seed = rank, world_size, run_seed
@@ -110,6 +114,9 @@ class LearnerRank:
         self.reduce = RankReduce(self.device)
         lm = load_causal_lm(model_path, dtype, attention)
         self.model_path, self.model_config = model_path, lm.config
+        self.lora = None if lora is None else LoraSpec(**lora)
+        if self.lora is not None:
+            add_adapters(lm, self.lora, seed=derive_seed(run_seed, "lora"), key="learner.lora")
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         frozen = None
@@ -143,6 +150,8 @@ class LearnerRank:
         )
         #: what was chosen where the configuration left it open, for reports
         self.facts = {"attention": attention, "layout": layout, "dtype": dtype, "zero_stage": str(zero_stage)}
+        if self.lora is not None:
+            self.facts["lora"] = f"rank {self.lora.rank}"
         self._phase: list[StepBatch] = []
         self._next = 0  # index of the phase's next batch
         self._fresh = True  # no step of the phase has been taken: p_new is p_ref
@@ -254,13 +263,23 @@ class LearnerRank:
     # ----- state -----
 
     def state_for_publish(self, dtype: str) -> dict[str, Tensor]:
-        """Whole weights by Hugging Face name on the CPU in `dtype`, tied ones once; on ranks other than 0 nothing."""
+        """Whole weights by Hugging Face name on the CPU in `dtype`, adapters merged, tied ones once.
+
+        On ranks other than 0 nothing.
+        """
         wanted = DTYPES[dtype]
         return {name: w.to(wanted) for name, w in self.engine.weights() if self.rank == 0}
 
-    def save(self, folder: str | Path) -> None:
-        """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as safetensors."""
-        self.engine.save(Path(folder))
+    def trained_weights(self) -> dict[str, Tensor]:
+        """What is trained (the weights, or adapters on them) in float32: `load_weights` takes it back. Rank 0's."""
+        return {name: w for name, w in self.engine.trained_weights() if self.rank == 0}
+
+    def save(self, folder: str | Path, run: Callable[[Write], object] | None = None) -> None:
+        """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as safetensors.
+
+        `run`: is given the writing of each file as a job, to be done in order; without it all is written on return.
+        """
+        self.engine.save(Path(folder), run)
 
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
         """Continue from `save`, also one made with another ZeRO stage or number of ranks.
@@ -272,15 +291,22 @@ class LearnerRank:
             self._phase = []
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the policy's weights (Hugging Face names, float32, whole) and nothing else."""
+        """Replace what is trained (as `trained_weights` gives it) and nothing else."""
         self.engine.load_weights(tensors)
 
     def export(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: weights as safetensors, configuration and tokenizer."""
+        """Write a Hugging Face folder: merged weights as safetensors, configuration and tokenizer.
+
+        Adapters are written beside them as a PEFT folder, `adapter`.
+        """
+        out = Path(folder)
+        if self.lora is not None:
+            adapters = self.trained_weights()
+            if self.rank == 0:
+                save_adapter(out / "adapter", adapters, self.lora, self.model_path)
         state = {name: w.contiguous() for name, w in self.engine.weights() if self.rank == 0}
         if self.rank != 0:
             return
-        out = Path(folder)
         out.mkdir(parents=True, exist_ok=True)
         save_file(state, str(out / "model.safetensors"), metadata={"format": "pt"})
         self.model_config.save_pretrained(out)  # type: ignore[operator, union-attr]
