@@ -124,7 +124,7 @@ def _doctor(words: list[str]) -> int:
     return doctor()
 
 
-def _config(words: list[str]):  # type: ignore[no-untyped-def]
+def _config(words: list[str]):
     from rlcore.config.compose import load
 
     config_dir, words = _take(words, "config_dir")

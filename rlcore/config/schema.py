@@ -233,6 +233,9 @@ class EvalConfig(Strict):
 class CheckpointConfig(Strict):
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=2, gt=0, description="newest checkpoints kept")
+    keep_every: int = Field(default=0, ge=0, description="also keep, for ever, those of every so many steps; 0: none")
+    keep_best: str | None = Field(default=None, description="also keep the one with the best value of this metric")
+    best_is: Literal["max", "min"] = Field(default="max", description="which value of keep_best is the best")
     at_end: bool = Field(default=True, description="a last checkpoint")
 
 

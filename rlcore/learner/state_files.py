@@ -7,7 +7,8 @@ rank at ZeRO-1 as well.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
@@ -16,13 +17,22 @@ from torch import Tensor
 
 INDEX = "learner.json"
 SHARD_BYTES = 2**31
+Write = Callable[[], object]
+
+
+def _now(write: Write) -> None:
+    write()
 
 
 class StateWriter:
-    """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write the index."""
+    """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write the index.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `run` is given each file's writing as a job, to be done in order: at once by default, in a thread to go on meanwhile.
+    The tensors are copies on the CPU then, so a state written behind is held in memory until it is on disk.
+    """
+
+    def __init__(self, folder: Path, run: Callable[[Write], object] = _now) -> None:
+        self.folder, self._run = folder, run
         folder.mkdir(parents=True, exist_ok=True)
         self._held: dict[str, Tensor] = {}
         self._bytes = 0
@@ -38,14 +48,14 @@ class StateWriter:
     def _flush(self) -> None:
         if self._held:
             self._shards.append(f"learner-{len(self._shards):05d}.safetensors")
-            save_file(self._held, str(self.folder / self._shards[-1]))
+            self._run(partial(save_file, self._held, str(self.folder / self._shards[-1])))
             self._held, self._bytes = {}, 0
 
     def close(self, **facts: int | str) -> None:
         """Write what is left, then the index that makes the state readable."""
         self._flush()
         text = json.dumps({"shards": self._shards, **facts}, indent=1)
-        (self.folder / INDEX).write_text(text)
+        self._run(partial((self.folder / INDEX).write_text, text))
 
 
 def read_index(folder: Path) -> dict:

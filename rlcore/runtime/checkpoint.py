@@ -13,12 +13,39 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.errors import UserError
 
 MANIFEST = "MANIFEST.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay: the `last` newest, every one of a step that `every` divides, and the best one."""
+
+    last: int = 2
+    every: int = 0  # steps; 0: none for that reason
+    best: str | None = None  # metric whose best value marks one more
+    best_is: Literal["max", "min"] = "max"
+
+    def kept(self, folders: list[Path]) -> set[Path]:
+        """Of checkpoints in the order of their steps."""
+        keep = set(folders[-self.last :])
+        if self.every:
+            keep |= {f for f in folders if step_of(f) % self.every == 0}
+        if self.best is not None:
+            scored = [(v, f) for f in folders if (v := state_of(f).get("metrics", {}).get(self.best)) is not None]
+            sign = 1 if self.best_is == "max" else -1
+            if scored:
+                keep.add(max(scored, key=lambda pair: (sign * pair[0], pair[1]))[1])
+        return keep
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def name_of(step: int) -> str:
@@ -33,8 +60,8 @@ def begin(root: Path, step: int) -> Path:
     return folder
 
 
-def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: int) -> Path:
-    """Seal `folder` as the checkpoint of `step` and drop all but the `keep` newest. Returns its final path."""
+def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: Retention) -> Path:
+    """Seal `folder` as the checkpoint of `step` and drop those that `keep` does not hold. Returns its final path."""
     (folder / "controller.json").write_text(json.dumps(state, indent=1))
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     listing = {}
@@ -54,7 +81,8 @@ def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: 
     else:
         folder.rename(final)
     _fsync(root)
-    for old in sorted(root.glob("step_*"))[:-keep]:
+    folders = sorted(root.glob("step_*"), key=step_of)
+    for old in set(folders) - keep.kept(folders):
         shutil.rmtree(old)
     return final
 
@@ -78,7 +106,7 @@ def problem_with(folder: Path) -> str | None:
 
 def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose every file is intact; those passed over are named through `note`."""
-    for folder in sorted(root.glob("step_*"), reverse=True):
+    for folder in sorted(root.glob("step_*"), key=step_of, reverse=True):
         problem = problem_with(folder)
         if problem is None:
             return folder

@@ -18,11 +18,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.interfaces import Reporter
 from rlcore.runtime.cluster import RoleLost, call, head_answers
 from rlcore.runtime.evaluation import Evaluator
@@ -99,6 +99,19 @@ class Clocks:
             self.parts[name] = self.parts.get(name, 0.0) + time.monotonic() - start
 
 
+class Saver(Protocol):
+    """Makes run checkpoints in two parts: a cut of the run's state in memory, then its way to the disk."""
+
+    async def cut(self, controller: Controller) -> Any:
+        """Fix the state. Nothing of the run moves meanwhile. Raises OSError."""
+
+    async def write(self, controller: Controller, cut: Any) -> None:
+        """Bring a cut to the disk while the run goes on. Raises OSError or StageError when the disk refuses."""
+
+    def newest(self) -> str:
+        """Name of the newest checkpoint, for messages."""
+
+
 class Controller:
     """Runs the four tasks until the plan's steps are done, a stop is asked for, or one of them fails."""
 
@@ -114,20 +127,23 @@ class Controller:
         requests: RequestMaker,
         evaluator: Evaluator,
         reporter: Reporter,
-        save: Callable[[Controller], Any],
+        saver: Saver,
         progress: Progress | None = None,
         resumed_from: str | None = None,
         wanted_actors: Callable[[], dict[str, int] | None] = lambda: None,
     ) -> None:
         self.plan, self.fleet, self.buffer, self.scorer, self.learners = plan, fleet, buffer, scorer, learners
         self.prompts, self.requests, self.evaluator, self.reporter = prompts, requests, evaluator, reporter
-        self._save, self._wanted_actors = save, wanted_actors
+        self._saver, self._wanted_actors = saver, wanted_actors
         self.progress = progress or Progress()
         self.stop_requested = False
         # the learner's checkpoint folder, when a run goes on in the middle of an update phase
         middle = bool(self.progress.step % self.plan.phase_steps)
         self._resume_phase_from = resumed_from if middle else None
         self._publishing: asyncio.Task[dict[str, float]] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._unsaved = 0  # checkpoints in a row that could not be written
+        self.latest: dict[str, float] = {}  # newest value of every metric
         self._publish_parts: dict[str, float] = {}
         self._evals: dict[str, float] = {}  # results for the next row
         self._arrived_tokens = 0.0
@@ -148,7 +164,7 @@ class Controller:
                 task.result()
             await learn
         finally:
-            tasks: list[asyncio.Task[Any] | None] = [learn, *background, self._publishing]
+            tasks: list[asyncio.Task[Any] | None] = [learn, *background, self._publishing, self._saving]
             for task in filter(None, tasks):
                 task.cancel()
             await asyncio.gather(*filter(None, tasks), return_exceptions=True)
@@ -231,7 +247,10 @@ class Controller:
             await self.fleet.news(self.plan.heartbeat_s)
             wanted = self._wanted_actors()
             if wanted is not None:
-                self.fleet.resize(wanted)
+                try:
+                    self.fleet.resize(wanted)
+                except UserError as e:
+                    self.reporter.note(f"rlcore scale was refused: {e}")
             await self.fleet.watch()
             lost = self.fleet.take_lost()
             if lost:
@@ -312,6 +331,7 @@ class Controller:
                     break
         if self.stop_requested or self.plan.checkpoint_at_end:
             await self._checkpoint()
+            await self._checkpoint_done(last=True)
 
     async def _one_step(self, step: int, stats: dict[str, float], clocks: Clocks) -> None:
         plan, progress = self.plan, self.progress
@@ -343,11 +363,16 @@ class Controller:
         """End after the current step, with a checkpoint."""
         self.stop_requested = True
 
-    async def save_parts(self, learner_folder: str, buffer_folder: str) -> None:
-        """Have learner and buffer write their parts of a run checkpoint."""
+    async def cut_parts(self, learner_folder: str) -> None:
+        """Have learner and buffer fix their parts of a run checkpoint in memory."""
         in_phase = bool(self.progress.step % self.plan.phase_steps)
-        await self._learner_call("save", learner_folder, in_phase, what="the learner to write its checkpoint")
+        await self._learner_call("save", learner_folder, in_phase, what="a copy of the learner's state")
+        await self._buffer_call(self.buffer.snapshot.remote(), "a snapshot of the buffer")
+
+    async def write_parts(self, buffer_folder: str) -> None:
+        """Wait until learner and buffer have written what they fixed."""
         await self._buffer_call(self.buffer.save.remote(buffer_folder), "the buffer to write its journal")
+        await self._learner_call("saved", what="the learner to write its checkpoint")
 
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
@@ -428,13 +453,42 @@ class Controller:
         await self.evaluator.start(self.progress.published)
 
     async def _checkpoint(self) -> None:
+        """Cut a checkpoint between two steps and outside any admission; it is written while the run goes on."""
         await self._publish_done()
+        await self._checkpoint_done()
         async with self._admitting:
-            await self._save(self)
+            cutting = asyncio.ensure_future(self._saver.cut(self))
+            await asyncio.wait([cutting])
+
+        async def write() -> None:
+            await self._saver.write(self, cutting.result())
+
+        self._saving = asyncio.create_task(write())
+
+    async def _checkpoint_done(self, *, last: bool = False) -> None:
+        """Wait for the checkpoint being written. One that the disk refuses is told; the run's last one ends the run."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        try:
+            await saving
+        except RoleLost:
+            raise
+        except (OSError, StageError) as e:
+            self._unsaved += 1
+            if last:
+                raise StageError(f"the last checkpoint could not be written ({e}); the newest is {self._saver.newest()}") from e
+            self.reporter.note(f"a checkpoint could not be written ({e}): the run goes on, the newest is {self._saver.newest()}")
+            return
+        if self._unsaved:
+            self.reporter.note(f"the checkpoint is written again, after {self._unsaved} that could not be: {self._saver.newest()}")
+        self._unsaved = 0
 
     async def _report(self, metrics: dict[str, float], clocks: Clocks) -> None:
         if self._publishing is not None and self._publishing.done():
             await self._publish_done()
+        if self._saving is not None and self._saving.done():
+            await self._checkpoint_done()
         now = time.monotonic()
         step_s, self._row_at = now - self._row_at, now
         self.progress.seconds += step_s
@@ -457,6 +511,7 @@ class Controller:
             "rollout/replacements": self.fleet.replacements,
         }
         self._arrived_tokens, self._publish_parts = arrived, {}
+        self.latest.update(row)
         self.reporter.row(row)
 
     # ---- calls ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
-from rlcore.runtime.cluster import call
+from rlcore.runtime.cluster import RoleLost, call
 from rlcore.types import OnPublish, Request, WeightManifest
 
 Held = dict[int, list[Request]]  # group id -> requests
@@ -73,8 +73,11 @@ class Fleet:
         hang_timeout_s: float,
         start_timeout_s: float,
         max_restarts: int,
+        joined: bool,
         log: Callable[[str], None],
     ) -> None:
+        """`joined`: members share a broadcast group for weights, which is lost with any one of them."""
+        self.joined = joined
         self.members = list(members)
         self.on_publish: OnPublish = on_publish
         self.publish_timeout_s, self.hang_timeout_s = publish_timeout_s, hang_timeout_s
@@ -203,6 +206,9 @@ class Fleet:
         self.replacements += 1
         member.restarts += 1
         reason = why.strip().splitlines()[0][:240]
+        if self.joined:
+            self._failure = RoleLost(f"{member.name} is lost, and with it the broadcast group of weights: {reason}")
+            return
         if self.replacements > self.max_restarts:
             self._failure = StageError(
                 f"rollout actors failed {self.replacements} times (cluster.max_restarts={self.max_restarts}); "
@@ -301,6 +307,8 @@ class Fleet:
         New members enter the rotation when they hold the newest weights; groups of removed ones are handed out again.
         Raises UserError for an unknown label or a fleet without members.
         """
+        if self.joined:
+            raise UserError("cluster.transport=nccl or gloo fixes the actors at the start: use object_store or disk.")
         for label, count in counts.items():
             if label not in self._kinds:
                 raise UserError.choice("actor", label, self._kinds, "the run has no actors of that label")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from rlcore.runtime import options, shells
 from rlcore.runtime.cluster import free_port, get
 from rlcore.runtime.fleet import Fleet, Member, Spawned
 from rlcore.runtime.weights import GROUPS
-
 
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
 
@@ -40,7 +40,8 @@ class Session:
         self.config, self.model_path, self.run_dir, self._note = config, model_path, run_dir, note
         self.timeout_s = config.cluster.start_timeout_s
         self.transport = (config.cluster.transport, str(run_dir / "weights"))
-        self.buffer = _remote(shells.BufferShell, num_cpus=0).remote()
+        buffer_name = f"buffer-{secrets.token_hex(8)}"  # by name, it outlives the arguments of whoever is restarted
+        self.buffer = _remote(shells.BufferShell, num_cpus=0, name=buffer_name).remote()
         starting = [(self.buffer.start.remote(options.buffer(config)), "the replay buffer to start")]
         self.scorer: Any = None
         members: list[Member] = []
@@ -53,7 +54,7 @@ class Session:
                 max_restarts=config.cluster.max_restarts,
                 max_task_retries=-1,
             )
-            self.scorer = scorer.remote(self.buffer, options.scorer(config), model_path)
+            self.scorer = scorer.remote(buffer_name, options.scorer(config), model_path)
             starting.append((self.scorer.start.remote(), "the graders to start"))
             for label, actor in config.actor.items():
                 for i in range(actor.count):
@@ -79,6 +80,7 @@ class Session:
             hang_timeout_s=config.cluster.hang_timeout_s,
             start_timeout_s=config.cluster.start_timeout_s,
             max_restarts=config.cluster.max_restarts,
+            joined=config.cluster.transport in GROUPS,
             log=note,
         )
 

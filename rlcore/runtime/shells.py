@@ -14,6 +14,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,7 +24,7 @@ from rlcore.errors import StageError, UserError
 from rlcore.types import Group, OnPublish, Request, Trajectory, WeightManifest
 
 PHASE_WEIGHTS = "phase_weights.safetensors"
-LEARNER_THREADS = {"watch": 1}  # beside the one that computes: a heartbeat is answered during a step
+LEARNER_THREADS = {"watch": 1, "files": 1}  # beside the one that computes: heartbeats, waiting for files
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 
 
@@ -31,6 +33,7 @@ class BufferShell:
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
+        self._snapshot: Any = None
         self._taken: dict[int, dict[int, Group]] = {}  # step -> its groups, decoded once for all ranks
 
     async def start(self, options: dict[str, Any]) -> int:
@@ -124,10 +127,16 @@ class BufferShell:
     async def samples(self, step: int, n: int) -> list[Trajectory]:
         return self.buffer.peek(step, n)
 
+    async def snapshot(self) -> None:
+        """Fix what `save` will write, by reference."""
+        self._snapshot = self.buffer.snapshot()
+
     async def save(self, folder: str) -> None:
+        """Write the snapshot, beside whatever else is asked."""
         from rlcore.buffer.journal import save
 
-        await asyncio.to_thread(save, folder, self.buffer.snapshot())
+        snapshot, self._snapshot = self._snapshot, None
+        await asyncio.to_thread(save, folder, snapshot)
 
     async def load(self, folder: str) -> None:
         from rlcore.buffer.journal import load
@@ -139,8 +148,8 @@ class BufferShell:
 class ScorerShell:
     """Grader processes between rollout and buffer; keeps evaluation verdicts (numbers, not payloads)."""
 
-    def __init__(self, buffer: Any, options: dict[str, Any], tokenizer_path: str) -> None:
-        self._buffer, self._options, self._tokenizer_path = buffer, options, tokenizer_path
+    def __init__(self, buffer: str, options: dict[str, Any], tokenizer_path: str) -> None:
+        self._buffer, self._options, self._tokenizer_path = ray.get_actor(buffer), options, tokenizer_path
         # purpose -> (group id, sample index) -> verdict; keyed, because a reissued request may answer twice
         self._evals: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
         self._lock = threading.Lock()
@@ -295,7 +304,9 @@ class LearnerShell:
 
     def __init__(self, buffer: Any, transport: str, transport_folder: str) -> None:
         self._buffer, self._transport, self._folder = buffer, transport, transport_folder
-        self._phase_weights: dict[str, Any] = {}  # rank 0: Hugging Face name -> float32 tensor
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: list[Future[object]] = []
+        self._phase_weights: dict[str, Any] = {}  # rank 0: name -> float32 tensor of what is trained
 
     def start(self, options: dict[str, Any]) -> int:
         from rlcore.learner.learner import LearnerRank
@@ -335,7 +346,7 @@ class LearnerShell:
         if resumed is not None:
             self._load_phase_weights(resumed)
         elif long:
-            self._phase_weights = self.rank.state_for_publish("float32")
+            self._phase_weights = self.rank.trained_weights()
         self.rank.begin_phase(steps, first=resumed is None)
         if resumed is not None:
             self.rank.load(resumed, keep_phase=True)
@@ -369,12 +380,26 @@ class LearnerShell:
         return manifest, self.transport.publish(manifest, tensors)
 
     def save(self, folder: str, in_phase: bool) -> None:
-        """Write the learner's state; `in_phase`: with the weights that the running phase began with."""
-        self.rank.save(folder)
+        """Copy the learner's state to host memory and have it written behind; `saved` tells when it is on disk.
+
+        `in_phase`: with the weights that the running phase began with.
+        """
+        self._writing = []
+        self.rank.save(folder, self._write_behind)
         if in_phase and self.rank.rank == 0:
             from safetensors.torch import save_file
 
-            save_file(self._phase_weights, os.path.join(folder, PHASE_WEIGHTS))
+            path = os.path.join(folder, PHASE_WEIGHTS)
+            self._write_behind(partial(save_file, self._phase_weights, path))
+
+    def _write_behind(self, job: Callable[[], object]) -> None:
+        self._writing.append(self._writer.submit(job))
+
+    @ray.method(concurrency_group="files")
+    def saved(self) -> None:
+        """Return when everything of the last `save` is written; raises what the disk answered."""
+        for job in self._writing:
+            job.result()
 
     def load(self, folder: str) -> None:
         self.rank.load(folder)

@@ -149,7 +149,7 @@ async def _run(
         requests=prepared.requests,
         evaluator=evaluator,
         reporter=reporter,
-        save=_saver(config, session.run_dir, model_path),
+        saver=RunSaver(config, session.run_dir / "checkpoints", model_path),
         progress=progress,
         resumed_from=learner_folder,
         wanted_actors=wanted,
@@ -175,27 +175,38 @@ def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> Non
         loop.add_signal_handler(number, stop, number.name)
 
 
-def _saver(config: RunConfig, run_dir: Path, model_path: str) -> Callable[[Controller], Any]:
-    root = run_dir / "checkpoints"
+class RunSaver:
+    """`controller.Saver` over the checkpoints folder of a run directory."""
 
-    async def save(controller: Controller) -> None:
-        """A consistent cut: the learner stands between two steps and no admission is half done."""
+    def __init__(self, config: RunConfig, root: Path, model_path: str) -> None:
+        c = config.checkpoint
+        self._root, self._model_path, self._seed = root, model_path, config.seed
+        self._keep = checkpoint.Retention(c.keep, c.keep_every, c.keep_best, c.best_is)
+
+    async def cut(self, controller: Controller) -> tuple[int, Path, dict[str, Any]]:
         step = controller.progress.step
-        folder = checkpoint.begin(root, step)
+        folder = checkpoint.begin(self._root, step)
+        await controller.cut_parts(str(folder / "learner"))
+        state = {
+            "progress": asdict(controller.progress),
+            "prompts": controller.prompts.state(),
+            "model_path": self._model_path,
+            "seed": self._seed,
+            "metrics": dict(controller.latest),
+        }
+        return step, folder, state
+
+    async def write(self, controller: Controller, cut: tuple[int, Path, dict[str, Any]]) -> None:
+        step, folder, state = cut
         try:
-            await controller.save_parts(str(folder / "learner"), str(folder / "buffer"))
-            state = {
-                "progress": asdict(controller.progress),
-                "prompts": controller.prompts.state(),
-                "model_path": model_path,
-                "seed": config.seed,
-            }
-            await asyncio.to_thread(checkpoint.commit, root, step, folder, state, keep=config.checkpoint.keep)
+            await controller.write_parts(str(folder / "buffer"))
+            await asyncio.to_thread(checkpoint.commit, self._root, step, folder, state, keep=self._keep)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    return save
+    def newest(self) -> str:
+        return max((f.name for f in self._root.glob("step_*")), default="none")
 
 
 def _restore(session: Session, prepared: Prepared, folder: Path, state: dict[str, Any]) -> None:

@@ -75,8 +75,10 @@ def supervise(
     algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
     sft = config.model_copy(update={"learner": le, "schedule": schedule, "algorithm": algorithm})
     master = ("127.0.0.1", free_port(le.port))
-    groups = shells.LEARNER_THREADS
-    shell: Any = ray.remote(num_cpus=le.num_cpus, num_gpus=le.num_gpus, concurrency_groups=groups)(shells.LearnerShell)
+    remote: Any = ray.remote
+    shell = remote(num_cpus=le.num_cpus, num_gpus=le.num_gpus, concurrency_groups=shells.LEARNER_THREADS)(
+        shells.LearnerShell
+    )
     ranks = [shell.remote(None, "object_store", "") for _ in range(le.ranks)]
     try:
         _all(ranks, "start", lambda r: (options.learner(sft, start, r, master, tokenizer.pad_token_id),), "ranks to start", sft)

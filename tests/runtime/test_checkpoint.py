@@ -10,7 +10,7 @@ def _write(root, step, *, keep=2, payload=b"weights"):
     folder = checkpoint.begin(root, step)
     (folder / "learner").mkdir()
     (folder / "learner" / "w.bin").write_bytes(payload * step)
-    return checkpoint.commit(root, step, folder, {"progress": {"step": step}}, keep=keep)
+    return checkpoint.commit(root, step, folder, {"progress": {"step": step}}, keep=checkpoint.Retention(keep))
 
 
 def test_the_newest_valid_one_is_found_and_old_ones_are_dropped(tmp_path):
