@@ -111,8 +111,15 @@ def serve(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
-        "hidden": 256, "layers": 4, "vocab": 151936, "sequences": 8, "tokens": 128, "topk": 20, "rounds": 7,
-        "threads": 1, "micro": 1024,
+        "hidden": 256,
+        "layers": 4,
+        "vocab": 151936,
+        "sequences": 8,
+        "tokens": 128,
+        "topk": 20,
+        "rounds": 7,
+        "threads": 1,
+        "micro": 1024,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
@@ -146,7 +153,9 @@ def main() -> None:
             }
         )
     parameters = args.vocab * args.hidden + args.layers * (args.hidden * args.hidden * 12)
-    print(f"\nLearner step of {args.sequences * args.tokens} response tokens, about {parameters / 1e6:.0f}M parameters, ")
+    print(
+        f"\nLearner step of {args.sequences * args.tokens} response tokens, about {parameters / 1e6:.0f}M parameters, "
+    )
     print(f"vocabulary {args.vocab}, k={args.topk}, {args.rounds} rounds; {machine()}\n")
     print(table(rows))
 

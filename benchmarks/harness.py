@@ -96,7 +96,11 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = Non
 def machine() -> str:
     """One line that says where figures come from."""
     model = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         "unknown CPU",
     )
     return f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"

@@ -23,4 +23,4 @@ class DeadlineExceeded(RuntimeError):
 
 
 class StageError(RuntimeError):
-    """A stage of the loop failed for good (an actor died too often, a loss was NaN): ends the run cleanly, exit code 1."""
+    """A stage of the loop failed for good (an actor died too often, a loss was NaN): ends the run, exit code 1."""

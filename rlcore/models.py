@@ -1,4 +1,4 @@
-"""Fresh small models and their tokenizers, and the chat formatting of prompts. Leaf: transformers and tokenizers only."""
+"""Fresh small models and their tokenizers, and the chat formatting of prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def build_fresh_model(
 
     tokenizer = build_char_tokenizer(alphabet)
     if vocab_size is not None and vocab_size < len(tokenizer):
-        raise UserError(f"model.fresh.vocab_size={vocab_size} is too small: the task's alphabet needs {len(tokenizer)}.")
+        raise UserError(
+            f"model.fresh.vocab_size={vocab_size} is too small: the task's alphabet needs {len(tokenizer)}."
+        )
     config = Qwen3Config(
         vocab_size=vocab_size or len(tokenizer),
         hidden_size=hidden_size,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # the pure-Python rooms must not need torch
 ScoreStatus = Literal["pending", "ok", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]
-ActorKind = Literal["bf16", "fp8", "sparse", "draft"]
+# what a trajectory was sampled by; *_emulated: weights rounded to that format, arithmetic in the actor's dtype
+ActorKind = Literal["bf16", "fp8", "fp8_emulated", "int8_emulated", "int4_emulated", "sparse", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ class Trajectory:
     def request_id(self) -> str:
         return f"{self.purpose}:{self.group_id}:{self.sample_index}"
 
-    def scored(self, status: ScoreStatus, grade: Grade | None = None, error: str = "", seconds: float = 0.0) -> Trajectory:
+    def scored(
+        self, status: ScoreStatus, grade: Grade | None = None, error: str = "", seconds: float = 0.0
+    ) -> Trajectory:
         """The same trajectory with a verdict; a failed score has a status and no reward."""
         return replace(
             self,

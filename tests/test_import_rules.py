@@ -1,4 +1,4 @@
-"""Data flows one way: the import contracts of pyproject.toml hold, and one file each imports vLLM's engine, DeepSpeed."""
+"""Data flows one way: the import contracts of pyproject.toml hold, and one file each knows vLLM and DeepSpeed."""
 
 import ast
 import subprocess

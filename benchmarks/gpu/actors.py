@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/actors.py [--parts learner rollout update] [--json FILE]
 
-rollout  vLLM tokens per second (prefill included) in bf16, FP8 and FP8 with an FP8 KV cache at 4K, 8K and 16K of context;
-         log-probs of each against a bfloat16 forward of transformers on the same tokens
+rollout  vLLM tokens per second (prefill included) in bf16, FP8 and FP8 with an FP8 KV cache at 4K, 8K and 16K of
+         context; log-probs of each against a bfloat16 forward of transformers on the same tokens
 update   after an update in place: log-probs against those of an engine freshly started with the same weights
 learner  the chunked LM-head pass against the plain one at vocabulary 151,936: peak memory, time, largest difference
 
@@ -43,8 +43,15 @@ def engine(model: str, max_len: int, kind: str) -> Any:
     from rlcore.rollout.vllm_engine import VllmEngine
 
     return VllmEngine(
-        model_path=model, actor_id="gpu", actor_kind="fp8" if "fp8" in kind else "bf16", dtype="bfloat16",
-        max_len=max_len, max_num_seqs=64, enforce_eager=False, logprobs_k=20, **KINDS[kind],
+        model_path=model,
+        actor_id="gpu",
+        actor_kind="fp8" if "fp8" in kind else "bf16",
+        dtype="bfloat16",
+        max_len=max_len,
+        max_num_seqs=64,
+        enforce_eager=False,
+        logprobs_k=20,
+        **KINDS[kind],
     )
 
 
@@ -103,10 +110,14 @@ def update_child(model: str, other: str, kind: str) -> list[Row]:
     fresh, _ = generate(engine(other, 1024, kind), asked, 64)
     same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(updated, fresh)]
     gaps = [np.abs(a.logp_inf - b.logp_inf).max() for a, b, s in zip(updated, fresh, same) if s]
-    return [{
-        "kind": kind, "update s": seconds, "same tokens": f"{sum(same)}/{len(same)}",
-        "max |dlogp| where same": float(max(gaps, default=float("nan"))),
-    }]
+    return [
+        {
+            "kind": kind,
+            "update s": seconds,
+            "same tokens": f"{sum(same)}/{len(same)}",
+            "max |dlogp| where same": float(max(gaps, default=float("nan"))),
+        }
+    ]
 
 
 def learner_child() -> list[Row]:

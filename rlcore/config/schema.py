@@ -175,8 +175,12 @@ class LearnerConfig(Strict):
     lr: float = Field(default=2e-4, gt=0, description="peak learning rate")
     lr_warmup_steps: int = Field(default=5, ge=0, description="steps of linear warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="after the warm-up, to the end of schedule.steps"
+        default="constant", description="after the warm-up, until lr_decay_steps"
     )
+    lr_decay_steps: int | None = Field(
+        default=None, gt=0, description="null: schedule.steps; a number keeps the rate when a run is made longer later"
+    )
+    lr_final: float = Field(default=0.0, ge=0, le=1, description="share of lr that linear and cosine end at")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of AdamW")
     weight_decay: float = Field(default=0.0, ge=0, description="of AdamW")
     grad_clip: float = Field(default=1.0, gt=0, description="largest gradient norm")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
-from rlcore.learner.head import HeadSpec
+from rlcore.learner.head import HeadSpec, KlTarget
 from rlcore.learner.lora import adapted_layers, factors, is_adapter, merged, plain_name
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import Policy
@@ -85,8 +85,10 @@ class RankReduce:
         return moved.to(values.device)
 
 
-def learning_rate(step: int, lr: float, warmup: int, schedule: LrSchedule, total: int | None) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then constant or down to 0 at step `total`."""
+def learning_rate(
+    step: int, lr: float, warmup: int, schedule: LrSchedule, total: int | None, final: float = 0.0
+) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant or down to `final` * lr at `total`."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
@@ -94,7 +96,8 @@ def learning_rate(step: int, lr: float, warmup: int, schedule: LrSchedule, total
     if total is None:
         raise UserError(f"learner.lr_schedule={schedule} needs the number of steps of the run (schedule.steps).")
     done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return lr * (1.0 - done) if schedule == "linear" else lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    left = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return lr * (final + (1.0 - final) * left)
 
 
 class ZeroEngine:
@@ -111,6 +114,7 @@ class ZeroEngine:
         lr_warmup_steps: int,
         lr_schedule: LrSchedule,
         total_steps: int | None,
+        lr_final: float = 0.0,
         betas: tuple[float, float],
         weight_decay: float,
         grad_clip: float,
@@ -122,7 +126,7 @@ class ZeroEngine:
                 "learner.zero_stage", 0, (1, 2, 3), "with learner.dtype=bfloat16 gradients would accumulate in bfloat16"
             )
         self.policy, self.stage, self.dtype, self.device = policy, zero_stage, dtype, device
-        self._rate = (lr, lr_warmup_steps, lr_schedule, total_steps)
+        self._rate = (lr, lr_warmup_steps, lr_schedule, total_steps, lr_final)
         learning_rate(lr_warmup_steps, *self._rate)  # a schedule without an end is refused now, not mid-run
         self.optimizer_steps = 0
         self.world_size = dist.get_world_size()
@@ -143,9 +147,9 @@ class ZeroEngine:
         return TokenScores(*self._engine(mb, ids, spec)[1:])
 
     def forward_with_kl(
-        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: tuple[Tensor, Tensor] | None
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
     ) -> tuple[TokenScores, Tensor | None]:
-        """The same, with the exact KL [N] to the frozen policy whose (hidden states, head weight) are `base`."""
+        """The same, with the KL [N] to `base`, another policy at the same positions."""
         kl, *scores = self._engine(mb, ids, spec, base)
         return TokenScores(*scores), kl
 

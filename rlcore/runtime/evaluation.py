@@ -115,7 +115,6 @@ class Evaluator:
         self._pending = None
         return {**results, "eval/policy_version": pending.version, "time/eval_s": time.monotonic() - pending.started}
 
-
     async def _arrived(self, pending: _Pending, label: str, mode: str) -> bool:
         """Fetch the verdicts of one mode once all have come; they may be lost with their process until then."""
         purpose, expected = f"eval/{pending.version}/{label}/{mode}", pending.expected[label, mode]

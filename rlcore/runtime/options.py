@@ -31,7 +31,9 @@ def needed(config: RunConfig) -> tuple[float, float]:
     """(CPUs, GPUs) that the roles ask for together."""
     actors = config.actor.values()
     cpus = sum(a.count * a.num_cpus for a in actors) + config.learner.ranks * config.learner.num_cpus
-    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + config.learner.ranks * config.learner.num_gpus
+    gpus = (
+        sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + config.learner.ranks * config.learner.num_gpus
+    )
     return cpus, gpus
 
 
@@ -154,7 +156,8 @@ def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, in
         "lr": le.lr,
         "lr_warmup_steps": le.lr_warmup_steps,
         "lr_schedule": le.lr_schedule,
-        "total_steps": config.schedule.steps,
+        "total_steps": le.lr_decay_steps or config.schedule.steps,
+        "lr_final": le.lr_final,
         "betas": le.betas,
         "weight_decay": le.weight_decay,
         "grad_clip": le.grad_clip,

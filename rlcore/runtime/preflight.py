@@ -77,14 +77,16 @@ def _vocabulary_size(config: RunConfig, tokenizer: Any) -> int:
     try:
         return int(json.loads((Path(config.model.path) / "config.json").read_text())["vocab_size"])
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"model.path={config.model.path} holds no config.json with a vocab_size: {type(e).__name__}.") from e
+        raise UserError(
+            f"model.path={config.model.path} holds no config.json with a vocab_size: {type(e).__name__}."
+        ) from e
 
 
 def _check_vocabulary(config: RunConfig, size: int) -> None:
     k = config.rollout.logprobs_k
     if k > size:
         raise UserError(
-            f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to {size}, or -1 for none."
+            f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to {size}."
         )
     for label, actor in config.actor.items():
         if actor.draft_path is None:
@@ -94,8 +96,9 @@ def _check_vocabulary(config: RunConfig, size: int) -> None:
         if policy is not None and drafted != policy:
             differing = len(set(drafted.items()) ^ set(policy.items()))
             raise UserError(
-                f"actor.{label}.draft_path={actor.draft_path} has another vocabulary than model.path={config.model.path} "
-                f"({differing} entries differ): ratios between them mean nothing; choose a draft with the policy's tokenizer."
+                f"actor.{label}.draft_path={actor.draft_path} has another vocabulary than "
+                f"model.path={config.model.path} ({differing} entries differ): ratios between them mean nothing; "
+                "choose a draft with the policy's tokenizer."
             )
 
 

@@ -16,7 +16,9 @@ from rlcore.types import Item
 class PromptSource:
     """Walks a task without end: unbounded tasks by index, finite ones by a fresh seeded permutation each epoch."""
 
-    def __init__(self, task: Task, encode: Callable[[str], list[int]], *, run_seed: int, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, task: Task, encode: Callable[[str], list[int]], *, run_seed: int, max_prompt_tokens: int
+    ) -> None:
         self.task, self._encode, self._seed = task, encode, run_seed
         self.max_prompt_tokens = max_prompt_tokens
         self.cursor = 0  # items handed out so far
@@ -43,8 +45,8 @@ class PromptSource:
         ids = self._encode(item.question)
         if len(ids) > self.max_prompt_tokens:
             raise UserError(
-                f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the {self.max_prompt_tokens} that "
-                "model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves for prompts."
+                f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the "
+                f"{self.max_prompt_tokens} that model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves for prompts."
             )
         if not ids:
             raise UserError(f"task: prompt {item.prompt_id} is empty after tokenisation.")

@@ -23,7 +23,7 @@ from rlcore.seeding import derive_seed
 
 
 def starting_model(config: RunConfig, prepared: Prepared, note: Callable[[str], None]) -> str:
-    """The policy's starting folder: `model.path`, or a warmed-up fresh model, kept for the next run with its settings."""
+    """The policy's starting folder: `model.path`, or a warmed-up fresh model, kept for runs with the same settings."""
     if config.model.path is not None:
         return config.model.path
     assert config.model.fresh is not None
@@ -69,7 +69,13 @@ def supervise(
     """Train `start` on worked answers and write a Hugging Face folder to `out`. Raises UserError without answers."""
     tokenizer = prepared.tokenizer
     le = config.learner.model_copy(
-        update={"lr": warmup.lr, "lr_warmup_steps": warmup.lr_warmup_steps, "lr_schedule": warmup.lr_schedule}
+        update={
+            "lr": warmup.lr,
+            "lr_warmup_steps": warmup.lr_warmup_steps,
+            "lr_schedule": warmup.lr_schedule,
+            "lr_decay_steps": None,
+            "lr_final": 0.0,
+        }
     )
     schedule = config.schedule.model_copy(update={"steps": warmup.steps})
     algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
@@ -81,7 +87,13 @@ def supervise(
     )
     ranks = [shell.remote(None, "object_store", "") for _ in range(le.ranks)]
     try:
-        _all(ranks, "start", lambda r: (options.learner(sft, start, r, master, tokenizer.pad_token_id),), "ranks to start", sft)
+        _all(
+            ranks,
+            "start",
+            lambda r: (options.learner(sft, start, r, master, tokenizer.pad_token_id),),
+            "ranks to start",
+            sft,
+        )
         source = PromptSource(
             prepared.prompts.task,
             prepared.prompts._encode,
@@ -95,7 +107,10 @@ def supervise(
             shares = [batch[r :: le.ranks] for r in range(le.ranks)]
             metrics = _all(ranks, "sft_step", lambda r: (step, shares[r]), f"warm-up step {step + 1}", sft)[0]  # noqa: B023
             if (step + 1) % 20 == 0 or step + 1 == warmup.steps:
-                note(f"warm-up step {step + 1}/{warmup.steps}  loss {metrics['loss/sft']:.4f}  {time.monotonic() - began:.0f} s")
+                note(
+                    f"warm-up step {step + 1}/{warmup.steps}  loss {metrics['loss/sft']:.4f}  "
+                    f"{time.monotonic() - began:.0f} s"
+                )
         _all(ranks, "export", lambda r: (str(out),), "the warmed-up model to be written", sft)
         tokenizer.save_pretrained(out)
     finally:
@@ -108,11 +123,15 @@ def example(source: PromptSource, tokenizer: Any) -> tuple[list[int], list[int]]
     item = source.next()
     answer = source.task.worked_answer(item)
     if answer is None:
-        raise UserError(f"task.name={source.task.name} has no worked answers to warm up on: set model.path to a trained model.")
+        raise UserError(
+            f"task.name={source.task.name} has no worked answers to warm up on: set model.path to a trained model."
+        )
     ids = tokenizer.encode(answer, add_special_tokens=False)
     return source.encode(item).tolist(), [*ids, tokenizer.eos_token_id]
 
 
-def _all(ranks: list[Any], method: str, arguments: Callable[[int], tuple[Any, ...]], what: str, config: RunConfig) -> list[Any]:
+def _all(
+    ranks: list[Any], method: str, arguments: Callable[[int], tuple[Any, ...]], what: str, config: RunConfig
+) -> list[Any]:
     refs = [getattr(rank, method).remote(*arguments(i)) for i, rank in enumerate(ranks)]
     return list(get(refs, timeout_s=config.schedule.step_timeout_s, what=what, key="schedule.step_timeout_s"))

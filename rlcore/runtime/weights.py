@@ -9,7 +9,6 @@ import ray
 from rlcore.errors import UserError
 from rlcore.interfaces import WeightTransport
 
-
 GROUPS = ("nccl", "gloo")  # transports that learner and actors join together
 
 

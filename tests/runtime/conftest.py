@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -72,10 +73,8 @@ class Command:
 
     def kill(self) -> None:
         for child in [*self.descendants(), self.process]:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 child.send_signal(signal.SIGKILL)
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                pass
 
 
 @pytest.fixture

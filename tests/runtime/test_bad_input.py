@@ -49,7 +49,10 @@ def test_an_empty_data_set_and_a_row_without_an_answer_are_named(tmp_path):
     bad.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     for path, said in ((empty, "empty"), (bad, "row 2")):
         sentence = _refused(
-            *BASE, f"run_dir={tmp_path / 'run'}", "task=gsm8k", f"task.args.train_path={path}",
+            *BASE,
+            f"run_dir={tmp_path / 'run'}",
+            "task=gsm8k",
+            f"task.args.train_path={path}",
             f"task.args.heldout_path={path}",
         )
         assert str(path) in sentence and said in sentence, sentence
@@ -65,7 +68,11 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         sentence = _refused(*BASE, f"run_dir={tmp_path / 'run'}", f"learner.port={port}", "model.warmup=null")
         assert f"learner.port={port}" in sentence
     deadline = time.monotonic() + 15
-    while (left := [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and "ray" in " ".join(p.info["cmdline"] or [])]):
+    while left := [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if p.pid not in before and "ray" in " ".join(p.info["cmdline"] or [])
+    ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 

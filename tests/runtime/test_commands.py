@@ -19,8 +19,17 @@ def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
 
     run_dir = tmp_path / "run"
     words = [w for w in small if not w.startswith(("model.fresh", "model.warmup"))]
-    run = command("train", *words, "model=path", f"model.path={warm / 'model'}", "model.max_len=128",
-                  "learner.zero_stage=2", "cluster.transport=gloo", "schedule.steps=2", f"run_dir={run_dir}")
+    run = command(
+        "train",
+        *words,
+        "model=path",
+        f"model.path={warm / 'model'}",
+        "model.max_len=128",
+        "learner.zero_stage=2",
+        "cluster.transport=gloo",
+        "schedule.steps=2",
+        f"run_dir={run_dir}",
+    )
     assert run.wait() == 0, run.text[-3000:]
     trained = rows(run_dir)
     assert [r["policy_version"] for r in trained] == [1, 2]

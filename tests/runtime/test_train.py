@@ -5,17 +5,19 @@ import signal
 import yaml
 from conftest import left_over, rows, without_times
 
-CONTRACT = (
-    "step policy_version reward/mean response_length/mean staleness/mean staleness/max mismatch/kl_k1 mismatch/kl_k3 "
-    "mismatch/abs_dlogp_mean mismatch/ess loss/policy grad_norm entropy time/step_s time/wait_data_s time/publish_s "
-    "throughput/rollout_tokens_per_s throughput/train_tokens_per_s buffer/groups"
-).split()
+CONTRACT = [
+    *("step", "policy_version", "reward/mean", "response_length/mean", "staleness/mean", "staleness/max"),
+    *("mismatch/kl_k1", "mismatch/kl_k3", "mismatch/abs_dlogp_mean", "mismatch/ess", "loss/policy", "grad_norm"),
+    *("entropy", "time/step_s", "time/wait_data_s", "time/publish_s", "throughput/rollout_tokens_per_s"),
+    *("throughput/train_tokens_per_s", "buffer/groups"),
+]
 
 
 def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command("train", *small, f"run_dir={run_dir}", "schedule.steps=5", "schedule.max_staleness=2",
-                  "logging.wandb=offline")
+    run = command(
+        "train", *small, f"run_dir={run_dir}", "schedule.steps=5", "schedule.max_staleness=2", "logging.wandb=offline"
+    )
     seen = []
     run.wait_for(lambda: bool(seen.extend(run.descendants())) or len(rows(run_dir)) >= 2, what="two steps")
     assert run.wait() == 0, run.text[-3000:]
@@ -30,7 +32,10 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
     assert found[-1]["eval/policy_version"] == 5
     last = found[-1]
     assert last["ledger/consumed"] == 5 * 8
-    assert last["ledger/admitted"] == last["ledger/consumed"] + last["ledger/live"] + last["ledger/failed"] + last["ledger/evicted"]
+    assert (
+        last["ledger/admitted"]
+        == last["ledger/consumed"] + last["ledger/live"] + last["ledger/failed"] + last["ledger/evicted"]
+    )
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["schedule"]["steps"] == 5
     assert "<html" in (run_dir / "report.html").read_text().lower()
     assert list((run_dir / "samples").glob("*.jsonl")) and list((run_dir / "wandb").glob("offline-run-*"))
@@ -53,8 +58,16 @@ def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, 
 
 
 def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(command, small, tmp_path):
-    words = ("train", *small, "schedule=large_batch", "schedule.steps_per_publish=3", "evaluation.every=5",
-             "correction=[jackpot]", "correction.jackpot.target=new", "algorithm.dynamic_sampling=true")
+    words = (
+        "train",
+        *small,
+        "schedule=large_batch",
+        "schedule.steps_per_publish=3",
+        "evaluation.every=5",
+        "correction=[jackpot]",
+        "correction.jackpot.target=new",
+        "algorithm.dynamic_sampling=true",
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first = command(*words, f"run_dir={whole}", "schedule.steps=6")
     assert first.wait() == 0, first.text[-3000:]
