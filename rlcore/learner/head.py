@@ -1,8 +1,8 @@
 """One pass over hidden states and the LM head: log-probs, entropy, top k and safe set without `[N, V]` in float32.
 
 Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and the softmax's row
-statistics survive; the backward pass recomputes the chunk's logits. Two `[chunk, V]` float32 buffers are all that is
-ever held.
+statistics survive; the backward pass recomputes the chunk's logits. Two `[chunk, V]` float32 buffers are held, and of
+the exponentials as many rows as fit into half a GiB, which spares a short batch the recomputation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
+from rlcore.objectives.distill import distill_topk
 from rlcore.objectives.kl import full_kl
 from rlcore.types import TokenScores
 
+_KEEP_BYTES = 2**29  # exponentials kept for the backward pass: the last chunks' need no second product
 _BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
 
 
@@ -158,17 +160,21 @@ class _HeadFunction(torch.autograd.Function):
     """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage); gradients through logp and entropy."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, keep_from: int
+    ) -> tuple:
         n, rho = hidden.shape[0], spec.safe_set_rho
         k = min(spec.topk, weight.shape[0])
         out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
         buffers = _Buffers(min(spec.chunk, n), weight, both=True)
+        kept = buffers.e.new_empty(n - keep_from, weight.shape[0])
         for start in range(0, n, spec.chunk):
             s = slice(start, min(start + spec.chunk, n))
             z = buffers.logits(hidden[s], weight, spec.temperature)
-            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], None if ids is None else ids[s], k, rho)
+            e = buffers.e[: len(z)] if start < keep_from else kept[start - keep_from :][: len(z)]
+            _score_chunk(out, s, z, e, targets[s], None if ids is None else ids[s], k, rho)
         ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
-        ctx.spec = spec
+        ctx.spec, ctx.keep_from, ctx.kept = spec, keep_from, kept
         extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
         ctx.mark_non_differentiable(*(t for t in extras if t is not None))
         ctx.set_materialize_grads(False)
@@ -180,10 +186,11 @@ class _HeadFunction(torch.autograd.Function):
         spec: HeadSpec = ctx.spec
         g_entropy = g_entropy if spec.entropy_grad else None
         if g_logp is None and g_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         g = torch.zeros_like(entropy) if g_logp is None else g_logp
         if inside is not None:
             g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
+        kept, ctx.kept = ctx.kept, None  # used up by this pass
         n = hidden.shape[0]
         d_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]  # with adapters the head's weight is frozen
@@ -191,9 +198,15 @@ class _HeadFunction(torch.autograd.Function):
         buffers = _Buffers(min(spec.chunk, n), weight, both=g_entropy is not None)
         for start in range(0, n, spec.chunk):
             s = slice(start, min(start + spec.chunk, n))
-            z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
+            if kept is not None and start >= ctx.keep_from:
+                z = e = kept[start - ctx.keep_from :][: s.stop - start]
+            else:
+                z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
+                e = torch.exp(z, out=buffers.e[: len(z)])
+                if spec.safe_set_rho is not None:
+                    _keep_safe(e, spec.safe_set_rho)
             ge = None if g_entropy is None else g_entropy[s]
-            dz = _d_logits(z, buffers.e[: len(z)], total[s], entropy[s], g[s], ge, targets[s], spec)
+            dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
             dz = dz.to(weight.dtype)
             torch.mm(dz, weight, out=d_hidden[s])
             if d_weight is None:
@@ -202,27 +215,40 @@ class _HeadFunction(torch.autograd.Function):
                 d_weight.addmm_(dz.t(), hidden[s])
             else:
                 d_weight.add_(torch.mm(dz.t(), hidden[s]))
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
 
 
 def _d_logits(
-    z: Tensor, e: Tensor, total: Tensor, entropy: Tensor, g: Tensor, ge: Tensor | None, targets: Tensor, spec: HeadSpec
+    z: Tensor,
+    e: Tensor,
+    total: Tensor,
+    entropy: Tensor,
+    g: Tensor,
+    ge: Tensor | None,
+    targets: Tensor,
+    temperature: float,
 ) -> Tensor:
     """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place of `z` or `e`.
 
-    z: [n, V] shifted tempered logits; e: scratch, `z` itself when no gradient goes through the entropy.
+    z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their exponentials.
     """
-    scale = 1.0 / (spec.temperature * total)  # [n, 1]: p / T = e * scale
-    torch.exp(z, out=e)
-    if spec.safe_set_rho is not None:
-        _keep_safe(e, spec.safe_set_rho)
+    scale = 1.0 / (temperature * total)  # [n, 1]: p / T = e * scale
     if ge is None:
         dz = e.mul_(-g.unsqueeze(1) * scale)
     else:
         z.sub_((total.log().squeeze(1) - entropy).unsqueeze(1))  # log p + H
         z.mul_(-ge.unsqueeze(1) * scale).sub_(g.unsqueeze(1) * scale)
         dz = z.mul_(e)
-    return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / spec.temperature)
+    return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / temperature)
+
+
+def _keep_from(hidden: Tensor, weight: Tensor, spec: HeadSpec) -> int:
+    """First position, the start of a chunk, from which on exponentials are kept for the backward pass; N for none."""
+    n = hidden.shape[0]
+    if spec.entropy_grad or not torch.is_grad_enabled():
+        return n
+    dropped = max(0, n - _KEEP_BYTES // (4 * weight.shape[0]))
+    return min(n, -(-dropped // spec.chunk) * spec.chunk)
 
 
 def head_pass(
@@ -235,7 +261,7 @@ def head_pass(
     Gradients flow to `hidden` and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP)
     they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant OUTSIDE_LOGP.
     """
-    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
+    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec, _keep_from(hidden, weight, spec))
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
 
 
@@ -256,6 +282,30 @@ def full_kl_pass(hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], sp
     return torch.cat(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class TopkTarget:
+    """A policy known at some tokens only: ids [N, k] int64 (-1 pads), its log-probs there [N, k] float32."""
+
+    ids: Tensor
+    logp: Tensor
+
+
+KlTarget = tuple[Tensor, Tensor] | TopkTarget  # (hidden states [N, D'], head weight [V, D']) of a whole policy
+
+
+def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadSpec) -> Tensor:
+    """KL(p_new || target) per position [N] float32 over the target's tokens and one bin for all others, by chunks."""
+
+    def chunk(h: Tensor, w: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+        new = torch.log_softmax((h @ w.t()).float() / spec.temperature, dim=-1)
+        return distill_topk(new.gather(1, ids.clamp_min(0)), logp, ids, torch.ones_like(ids[:, 0]))
+
+    slices = [slice(s, s + spec.chunk) for s in range(0, len(hidden), spec.chunk)]
+    return torch.cat(
+        [checkpoint(chunk, hidden[s], weight, target.ids[s], target.logp[s], use_reentrant=False) for s in slices]
+    )
+
+
 class Head(nn.Module):
     """Holds the LM-head weight as its own parameter, so that ZeRO-3's hooks gather it around this pass."""
 
@@ -264,9 +314,13 @@ class Head(nn.Module):
         self.weight = weight
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, base: tuple[Tensor, Tensor] | None
+        self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
     ) -> tuple:
-        """The full KL to `base` or None, then the fields of TokenScores: DeepSpeed looks into tuples only."""
-        kl = None if base is None else full_kl_pass(hidden, self.weight, base, spec)
+        """The KL to `base` or None, then the fields of TokenScores: DeepSpeed looks into tuples only."""
+        kl = None
+        if isinstance(base, TopkTarget):
+            kl = topk_kl_pass(hidden, self.weight, base, spec)
+        elif base is not None:
+            kl = full_kl_pass(hidden, self.weight, base, spec)
         s = head_pass(hidden, self.weight, targets, spec, ids)
         return kl, s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage
