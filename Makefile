@@ -3,7 +3,7 @@ PROFILE ?= cpu
 PY := .venv/bin/python
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: venv quickstart test test-slow lint bench clean
+.PHONY: venv quickstart test test-slow lint bench faults clean
 
 venv:
 	@bash requirements/install.sh $(PROFILE)
@@ -23,6 +23,10 @@ lint: venv
 	$(PY) -m ruff check rlcore tests benchmarks
 	.venv/bin/lint-imports
 	$(PY) -m mypy
+
+# Every fault of docs/faults.md, caused for real in running jobs, and the table written there (about half an hour).
+faults: venv
+	$(PY) benchmarks/faults.py --out docs/faults.md
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -165,7 +165,9 @@ def audit(run_dir: Path, groups_per_step: int = 8) -> Audit:
     steps = int(newest.name.split("_")[1])
     assert ledger["consumed"] == steps * groups_per_step, (ledger["consumed"], steps)
     rows = read_rows(run_dir)
-    return Audit(ledger["admitted"], ledger["consumed"], len(ledger["live"]), lost, twice, max(r["staleness/max"] for r in rows))
+    return Audit(
+        ledger["admitted"], ledger["consumed"], len(ledger["live"]), lost, twice, max(r["staleness/max"] for r in rows)
+    )
 
 
 @dataclass(slots=True)

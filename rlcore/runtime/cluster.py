@@ -47,15 +47,7 @@ def cluster(
     before = set(psutil.Process().children())
     try:
         if address is None:
-            _stay_on_loopback()
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                object_store_memory=object_store_mib << 20,
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
+            _start_local(num_cpus=cpus, object_store_memory=object_store_mib << 20, **common)
         else:
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **common)
     except (ConnectionError, TimeoutError) as e:
@@ -69,6 +61,19 @@ def cluster(
         ray.shutdown()
         if address is None:
             _end(ours)
+
+
+def _start_local(**settings: Any) -> None:
+    """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may exceed once."""
+    _stay_on_loopback()
+    for last in (False, True):
+        try:
+            ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
+            return
+        except Exception as e:  # Ray raises a bare one here
+            ray.shutdown()
+            if last or "timed out during startup" not in str(e):
+                raise StageError(f"Ray did not start on this machine: {_last_line(str(e))}") from e
 
 
 def _stay_on_loopback() -> None:

@@ -64,3 +64,26 @@ def test_a_named_checkpoint_must_hold_one(tmp_path):
         checkpoint.require(str(tmp_path))
     _write(tmp_path / "checkpoints", 7)
     assert checkpoint.require(str(tmp_path)).name == "step_000007"
+
+
+def _names(root):
+    return [p.name for p in sorted(root.glob("step_*"))]
+
+
+def test_retention_by_number_by_step_and_by_metric(tmp_path):
+    keep = checkpoint.Retention(last=1, every=4, best="eval/digits/greedy")
+    for step, accuracy in [(2, 0.1), (4, 0.2), (6, 0.9), (8, 0.3), (10, None), (12, 0.5), (14, 0.9)]:
+        folder = checkpoint.begin(tmp_path, step)
+        state = {"metrics": {} if accuracy is None else {"eval/digits/greedy": accuracy}}
+        checkpoint.commit(tmp_path, step, folder, state, keep=keep)
+    assert _names(tmp_path) == ["step_000004", "step_000008", "step_000012", "step_000014"]  # of two best the newer
+
+    least = checkpoint.Retention(last=1, best="eval/digits/greedy", best_is="min")
+    checkpoint.commit(tmp_path, 15, checkpoint.begin(tmp_path, 15), {}, keep=least)
+    assert _names(tmp_path) == ["step_000004", "step_000015"]
+
+
+def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
+    for step in (999_999, 1_000_000):
+        _write(tmp_path, step, payload=b"")
+    assert checkpoint.newest_valid(tmp_path, lambda _: None).name == "step_1000000"

@@ -233,7 +233,7 @@ def test_a_broadcast_group_is_lost_with_any_of_its_members():
     async def scenario(world):
         fleet = world.fleet
         await fleet.publish(weights(0))
-        with pytest.raises(UserError, match="cluster.transport"):
+        with pytest.raises(UserError, match=r"cluster\.transport"):
             fleet.resize({"bf16": 3})
         os.kill(ray.get(fleet.members[1].handle.start.remote()), signal.SIGKILL)
         with pytest.raises(RoleLost, match="bf16-1"):
