@@ -34,8 +34,11 @@ SMALL = (
     "experiment=quickstart",
     "model.fresh.hidden_size=64",
     "model.fresh.layers=2",
-    "model.warmup.steps=20",
+    "model.fresh.intermediate_size=192",
+    "model.warmup.steps=60",  # enough for mixed rewards, so that every step has a gradient
     "model.warmup.batch_size=64",
+    "task.args.min_digits=2",
+    "task.args.max_digits=3",
     "schedule.groups_per_step=8",
     "rollout.samples_per_prompt=4",
     "evaluation.prompts=8",
@@ -347,7 +350,7 @@ def _grader(folder: Path, kind: str) -> Job:
         "import sys, time\n"
         "from rlcore.tasks.digits import Digits\n"
         "class Bad(Digits):\n"
-        "    def __init__(self, *, min_digits=4, max_digits=8, op='sort', seed=0):\n"
+        "    def __init__(self, *, min_digits=2, max_digits=3, op='sort', seed=0):\n"
         "        super().__init__(min_digits=min_digits, max_digits=max_digits, op=op, seed=seed)\n"
         "    def grade(self, item, response):\n"
         "        if sum(map(ord, item.question)) % 37 == 0 and response[:1] > '4':\n"

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, ray_logging
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
@@ -34,7 +36,7 @@ def cluster(
     """
     address = address or os.environ.get("RAY_ADDRESS")
     if address is None:
-        cpus = num_cpus if num_cpus is not None else (os.cpu_count() or 1)
+        cpus = num_cpus if num_cpus is not None else max(os.cpu_count() or 1, math.ceil(needed_cpus))
         if needed_cpus > cpus:
             raise UserError(
                 f"cluster.num_cpus={cpus} is too few: actors and learner ask for {needed_cpus:g} "
@@ -66,6 +68,8 @@ def cluster(
 def _start_local(**settings: Any) -> None:
     """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may exceed once."""
     _stay_on_loopback()
+    # the run says itself, in a sentence, whose process died; Ray's paragraph about it stays in its logs
+    ray_logging.stdout_deduplicator.skip_re = re.compile("A worker died or was killed")
     for last in (False, True):
         try:
             ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **settings)
