@@ -17,7 +17,9 @@ def test_a_dry_run_prints_what_would_be_started_and_writes_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["dry_run=perhaps"], ["cluster=slurm", "cluster.launch.learner_nodes=1", "dry_run=true"]])
+@pytest.mark.parametrize(
+    "words", [["dry_run=perhaps"], ["cluster=slurm", "cluster.launch.learner_nodes=1", "dry_run=true"]]
+)
 def test_what_cannot_be_launched_is_refused_in_a_sentence(words, capsys):
     assert main([*WORDS, *words]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
