@@ -155,11 +155,7 @@ def _actors(c: RunConfig) -> None:
         key = f"actor.{label}"
         _sparse_section(key, actor)
         _quantisation(key, actor)
-        _refuse(
-            (actor.kind == "draft") != (actor.draft_path is not None),
-            f"{key}.draft_path={actor.draft_path} does not go with {key}.kind={actor.kind}: a draft actor needs "
-            "a model folder there, no other kind has one.",
-        )
+        _draft_actor(c, key, actor)
         _refuse(
             actor.tensor_parallel != 1,
             f"{key}.tensor_parallel={actor.tensor_parallel} is not supported yet, since the arrival check of weights "
@@ -175,6 +171,69 @@ def _actors(c: RunConfig) -> None:
             f"{key}.max_batched_tokens={actor.max_batched_tokens} does not hold one sequence: it must be at least "
             f"model.max_len={c.model.max_len}.",
         )
+
+
+def _draft_actor(c: RunConfig, key: str, actor: ActorConfig) -> None:
+    _refuse(
+        actor.kind != "draft" and (actor.draft_path is not None or actor.draft_fresh is not None),
+        f"{key}.draft_path={actor.draft_path} and {key}.draft_fresh do not go with {key}.kind={actor.kind}: only a "
+        "draft actor has a model of its own.",
+    )
+    if actor.kind != "draft":
+        return
+    _refuse(
+        (actor.draft_path is None) == (actor.draft_fresh is None),
+        f"{key}.draft_path={actor.draft_path}: a draft actor needs exactly one of draft_path, a model folder, and "
+        "draft_fresh, a small model made and warmed up as the policy is.",
+    )
+    _refuse(
+        actor.draft_fresh is not None and c.model.path is not None,
+        f"{key}.draft_fresh makes a model with the task's alphabet, which is not the vocabulary of "
+        f"model.path={c.model.path}: give {key}.draft_path.",
+    )
+    _refuse(
+        c.evaluation.dense_actor is False,
+        f"evaluation.dense_actor=false would evaluate the draft of {key} instead of the policy: leave it null or true.",
+    )
+
+
+def _companions(c: RunConfig) -> None:
+    """What is trained beside the policy, or through the actors' attention."""
+    learner, actors = c.learner, list(c.actor.items())
+    same_rule = all(a.sparse is not None and a.sparse == actors[0][1].sparse for _, a in actors)
+    sparse_only = {"learner.distill": learner.distill is not None, "learner.train_sparse": learner.train_sparse}
+    for key, on in sparse_only.items():
+        _refuse(
+            on and not same_rule,
+            f"{key} needs every actor to be sparse with one and the same actor.*.sparse section: it has "
+            f"{', '.join(f'actor.{label}.kind={a.kind}' for label, a in actors)}.",
+        )
+    if learner.distill is not None:
+        _refuse(learner.train_sparse, "learner.distill and learner.train_sparse=true are two methods: choose one.")
+        _refuse(
+            learner.lora is not None,
+            "learner.distill puts its own adapters on a policy that is trained whole: leave learner.lora=null.",
+        )
+        _refuse(
+            learner.zero_stage == 3,
+            "learner.zero_stage=3 splits the weights that learner.distill's sparse copy shares: choose 0, 1 or 2.",
+        )
+        _refuse(
+            learner.distill.kl == "topk" and c.rollout.logprobs_k < 1,
+            f"learner.distill.kl=topk needs the actors' top log-probs, and rollout.logprobs_k={c.rollout.logprobs_k}.",
+        )
+    kinds = {a.kind for _, a in actors}
+    _refuse(
+        learner.draft is not None and (kinds != {"draft"} or len(actors) > 1),
+        "learner.draft trains the draft on its own rollouts: every actor must be of one and the same kind=draft "
+        "(actor=draft).",
+    )
+    several = learner.distill is not None or "draft" in kinds
+    _refuse(
+        several and c.cluster.transport in ("nccl", "gloo"),
+        f"cluster.transport={c.cluster.transport} sends one set of weights to all, and this run has actors with "
+        "weights of their own: choose object_store or disk.",
+    )
 
 
 def _sparse_section(key: str, actor: ActorConfig) -> None:
@@ -242,4 +301,16 @@ def _evaluation(c: RunConfig) -> None:
     )
 
 
-RULES = (_model, _rollout, _corrections, _rapid, _algorithm, _schedule, _actors, _learner, _transport, _evaluation)
+RULES = (
+    _model,
+    _rollout,
+    _corrections,
+    _rapid,
+    _algorithm,
+    _schedule,
+    _actors,
+    _companions,
+    _learner,
+    _transport,
+    _evaluation,
+)

@@ -95,6 +95,7 @@ class ActorConfig(Strict):
     )
     sparse: SparseConfig | None = None
     draft_path: str | None = Field(default=None, description="kind draft: its Hugging Face folder")
+    draft_fresh: FreshModel | None = None
     logit_noise: float = Field(default=0.0, ge=0, description="std of noise added to actor logits, to study mismatch")
     temperature_scale: float = Field(default=1.0, gt=0, description="actor temperature error, to study mismatch")
 
@@ -162,6 +163,28 @@ class LoraConfig(Strict):
     )
 
 
+class DistillConfig(Strict):
+    """DistillSparse: adapters phi that make the sparse actors follow the dense policy theta; published merged."""
+
+    kl: Literal["k1", "k3", "topk", "full"] = Field(
+        default="k3", description="estimator of KL(sparse || dense) on the actors' samples"
+    )
+    kl_coef: float = Field(default=1.0, ge=0, description="lambda: its weight beside the sparse policy loss")
+    lr: float = Field(default=1e-3, gt=0, description="peak learning rate of the adapters")
+    lora: LoraConfig = LoraConfig()
+
+
+class DraftLearnerConfig(Strict):
+    """A second learner that trains the draft on its own rollouts with policy gradient and reverse KL to the policy."""
+
+    ranks: int = Field(default=1, gt=0, description="data-parallel ranks")
+    lr: float = Field(default=1e-4, gt=0, description="peak learning rate of the draft")
+    kl_coef: float = Field(default=0.1, gt=0, description="weight of the reverse KL to the policy")
+    kl_estimator: Literal["k2", "full"] = Field(
+        default="full", description="k2 (sampled; its gradient is the reverse KL's) or full (over the vocabulary)"
+    )
+
+
 class LearnerConfig(Strict):
     ranks: int = Field(default=1, gt=0, description="data-parallel ranks")
     num_cpus: float = Field(default=1, gt=0, description="per rank; also its compute threads")
@@ -198,6 +221,11 @@ class LearnerConfig(Strict):
     )
     port: int = Field(default=0, ge=0, lt=65536, description="rendezvous port of the ranks; 0: any free one")
     lora: LoraConfig | None = None
+    distill: DistillConfig | None = None
+    draft: DraftLearnerConfig | None = None
+    train_sparse: bool = Field(
+        default=False, description="sparse actors: the policy itself is trained through their sparse attention"
+    )
 
 
 class ClusterConfig(Strict):
@@ -209,9 +237,11 @@ class ClusterConfig(Strict):
     start_timeout_s: float = Field(default=300.0, gt=0, description="deadline for every role to come up")
     heartbeat_s: float = Field(default=5.0, gt=0, description="between two looks at every role")
     hang_timeout_s: float = Field(default=120.0, gt=0, description="an actor silent for longer is replaced")
-    max_restarts: int = Field(default=10, ge=0, description="replacements of rollout actors before the run gives up")
+    max_restarts: int = Field(default=10, ge=0, description="replaced rollout actors an hour before the run gives up")
     max_recoveries: int = Field(
-        default=3, ge=0, description="times a run without its learner, buffer or Ray head goes on from a checkpoint"
+        default=3,
+        ge=0,
+        description="times that a run whose learner, buffer or Ray head died goes on from the same checkpoint",
     )
     buffer_mib: int = Field(default=1024, gt=0, description="payload bytes the buffer may hold")
     transport: Literal["object_store", "disk", "nccl", "gloo"] = Field(
@@ -231,6 +261,10 @@ class EvalConfig(Strict):
     greedy: bool = Field(default=True, description="also the greedy answer")
     temperature: float = Field(default=1.0, gt=0, description="of the sampled answers")
     timeout_s: float = Field(default=600.0, gt=0, description="deadline of an evaluation")
+    dense_actor: bool | None = Field(
+        default=None,
+        description="evaluate the policy on an engine of its own, plain and dense; null: only where actors are drafts",
+    )
     tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="further held-out tasks, by label")
 
 

@@ -53,9 +53,10 @@ class LearnerRank:
 
     Arguments are the keys of `learner`, `algorithm`, `rollout` and `correction` in the run's configuration, plain.
     `corrections` is name -> keyword arguments in their order; `threads` are torch's on the CPU. `frozen_path`: model
-    folder of the policy that KL is taken to, by default the starting one. `lora`: fields of LoraSpec; adapters are trained instead of the model. `sparse`: fields of BlockTopK, the actors' rule; the policy is
-    then trained through sparse attention, or with `distill` (kl, kl_coef, lr, lora) through dense attention beside a
-    sparse copy with adapters (DistillSparse).
+    folder of the policy that KL is taken to, by default the starting one. `lora`: fields of LoraSpec; adapters are
+    trained instead of the model. `sparse`: fields of BlockTopK, the actors' rule; the policy is then trained through
+    sparse attention, or with `distill` (kl, kl_coef, lr, lora) through dense attention beside a sparse copy with
+    adapters (DistillSparse).
     """
 
     def __init__(

@@ -47,11 +47,13 @@ class Update:
     max_response_len: int
     overlong: tuple[int, float]  # DAPO's buffer in tokens (0: off) and penalty
     ref_pass: Literal["auto", "always"]
+    keep_topk: bool = False  # p_ref at the actor's top k is wanted after the step too (distillation)
 
     def one_pass(self, phase: Sequence[StepBatch]) -> bool:
         """Whether p_ref may be taken from the pass that is differentiated."""
         needs = self.pipeline.needs
-        alone = len(phase) == 1 and self.ref_pass == "auto" and not (needs.new or needs.batch_stats)
+        alone = len(phase) == 1 and self.ref_pass == "auto"
+        alone = alone and not (needs.new or needs.batch_stats or self.keep_topk)
         return alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
 
     def prepare(self, phase: Sequence[StepBatch]) -> None:
@@ -60,14 +62,14 @@ class Update:
         for index, batch in enumerate(phase):
             if not one_pass:
                 # beyond the phase's first step, a correction towards p_new has its top k from p_new
-                topk = self.topk if index == 0 or not self.pipeline.needs.new else 0
+                topk = self.topk if index == 0 or self.keep_topk or not self.pipeline.needs.new else 0
                 batch.ref = self._score(batch, self.engine, topk)
             if self.objective.needs_base_logp and self.frozen is not None:
                 batch.base_logp = self._score(batch, self.frozen, 0).logp
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> tuple[Sums, int, dict[str, float]]:
         """All backward passes of a step, `first` of its phase or not: (sums for the metrics, kept tokens, metrics)."""
-        advantages = self._advantages(batch)
+        advantages = self.group_advantages(batch)
         if batch.ref is None:
             return self._one_pass(batch, step, advantages)
         needs = self.pipeline.needs
@@ -96,6 +98,7 @@ class Update:
             self._backward(batch, i, scores, kl, None, advantages, self.pipeline.correct(part, ONE_RANK), coefs, sums)
             parts.append((mb, _detached(scores)))
         whole = Scored.collect(usable.shape, parts, usable.device)
+        batch.ref = whole
         tensors = observed(batch.sent, step, advantages, whole, whole, topk_of_new=False)
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
@@ -137,13 +140,14 @@ class Update:
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum().double()
             sums.add(values)
         else:
-            # Nothing of this rank's, but the others' collectives want company. Every output that they differentiate must
-            # be in this graph too: ZeRO-3 gathers once for each, and the ranks would wait for each other for ever.
+            # Nothing of this rank's, but the others' collectives want company. Every output that they differentiate
+            # must be in this graph too: ZeRO-3 gathers once for each, else the ranks wait for each other for ever.
             outputs = [t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad]
             loss = 0.0 * torch.stack([t.sum() for t in outputs]).sum()
         self.engine.backward(loss, last=index == len(batch.micro) - 1)
 
-    def _advantages(self, batch: StepBatch) -> Tensor:
+    def group_advantages(self, batch: StepBatch) -> Tensor:
+        """[B, T], before any correction replaces them."""
         rewards = batch.sent.rewards
         buffer, penalty = self.overlong
         if buffer:

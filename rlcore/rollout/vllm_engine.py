@@ -345,6 +345,15 @@ class VllmEngine:
         else:
             raise UserError.choice("schedule.on_publish", on_publish, ("finish", "abort", "in_flight"))
 
+    def stamp(self, version: int) -> None:
+        """Note that the policy is at `version` while this engine's own weights stay (a frozen draft).
+
+        Tokens sampled from now on carry `version`, those of running requests too.
+        """
+        self.version = version
+        for sample in self._active.values():
+            sample.switch(version)
+
     def _withdraw(self, samples: Iterable[Sample]) -> None:
         ids = [s.request.request_id for s in samples]
         for request_id in ids:

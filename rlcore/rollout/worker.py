@@ -35,6 +35,8 @@ class DrainingEngine(Engine, Protocol):
 
     def tokens_in_step(self) -> int: ...
 
+    def stamp(self, version: int) -> None: ...
+
 
 @dataclass(slots=True)
 class _Update:
@@ -137,6 +139,15 @@ class RolloutWorker:
         """
         future: Future[dict[str, float]] = Future()
         return self._put(_Update(version, tensors, on_publish, manifest, timeout_s, future))
+
+    def stamp(self, version: int) -> Future[None]:
+        """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
+
+        def run() -> None:
+            self._engine.stamp(version)
+            self.counters.version = version
+
+        return self._call(run)
 
     def status(self) -> dict[str, Any]:
         """Counters, ages of heartbeat and last step (seconds), and the error that ended the thread, if any."""

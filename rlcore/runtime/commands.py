@@ -20,7 +20,7 @@ from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.fleet import Publication
 from rlcore.runtime.preflight import open_run_dir, prepare
 from rlcore.runtime.session import Session
-from rlcore.runtime.warmup import starting_model, supervise
+from rlcore.runtime.warmup import starting_model, supervise, with_drafts
 from rlcore.seeding import derive_seed
 
 
@@ -77,6 +77,7 @@ def evaluate(config: RunConfig, named: str | None) -> int:
     folder = _checkpoint(config, named)
     with _ray(config, actors=True, learner=folder is not None):
         model_path = checkpoints.state_of(folder)["model_path"] if folder else starting_model(config, prepared, _note)
+        config = with_drafts(config, prepared, _note)
         session = Session(
             config,
             model_path,
@@ -100,10 +101,7 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
     if folder is not None:
         version = int(checkpoints.state_of(folder)["progress"]["step"])
         session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
-        manifest, handle = session.each_learner(
-            "publish", version, options.wire_dtype(config), True, config.seed, None, what="the weights"
-        )[0]
-        await session.fleet.publish(Publication(manifest, handle))
+        await session.fleet.publish(_publication(config, session, folder, version))
     evaluator = Evaluator(
         options.evaluation(config),
         tasks=prepared.eval_prompts,
@@ -119,6 +117,19 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
         await session.fleet.watch()
         await session.fleet.assign(session.fleet.take_lost())
     return collecting.result()
+
+
+def _publication(config: RunConfig, session: Session, folder: Path, version: int) -> Publication:
+    """The weights of a checkpoint, for every kind of actor."""
+    common = (version, options.wire_dtype(config), True, config.seed, None)
+    manifest, handle = session.each_learner("publish", *common, what="the weights")[0]
+    others = {}
+    if config.learner.distill is not None:
+        others["sparse"] = session.each_learner("publish", *common, True, what="the sparse copy's weights")[0]
+    if session.draft_learners:
+        session.each_learner("load", str(folder / "draft"), what="the draft's learner to load its state", draft=True)
+        others["draft"] = session.each_learner("publish", *common, what="the draft's weights", draft=True)[0]
+    return Publication(manifest, handle, others)
 
 
 def export(config: RunConfig, named: str | None, out: str) -> int:

@@ -16,19 +16,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-import ray
-
-from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Reporter
-from rlcore.runtime.cluster import RoleLost, call, head_answers
+from rlcore.runtime.cluster import call
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.fleet import Fleet, Publication
 from rlcore.runtime.prompts import PromptSource
+from rlcore.runtime.ranks import Ranks, deal
 from rlcore.runtime.requests import RequestMaker
+from rlcore.runtime.watch import RoleWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Plan:
     wire_dtype: str
     verify_full: bool
     run_seed: int
+    sparse_copy: bool = False  # DistillSparse: theta + phi is published beside theta
 
     @property
     def total_groups(self) -> int:
@@ -79,7 +81,7 @@ class Progress:
     seconds: float = 0.0  # of training, over all sessions
 
 
-LOST_RANK_GRACE_S = 5.0  # how long a failed rank's peers are listened to before the failure is believed
+DRAFT_METRICS = ("loss/policy", "loss/kl", "grad_norm", "entropy", "mismatch/kl_k1", "mismatch/abs_dlogp_mean")
 Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, indices of samples that have not arrived)
 Batch = tuple[list[tuple[int, int]], dict[str, float]]  # ((group id, response tokens) ..., statistics)
 
@@ -100,16 +102,19 @@ class Clocks:
 
 
 class Saver(Protocol):
-    """Makes run checkpoints in two parts: a cut of the run's state in memory, then its way to the disk."""
+    """Makes run checkpoints: a cut of the run's state in memory, then its way to the disk while the run goes on."""
 
-    async def cut(self, controller: Controller) -> Any:
-        """Fix the state. Nothing of the run moves meanwhile. Raises OSError."""
+    async def begin(self, controller: Controller) -> None:
+        """Cut the state, during which nothing of the run moves, and start writing it."""
 
-    async def write(self, controller: Controller, cut: Any) -> None:
-        """Bring a cut to the disk while the run goes on. Raises OSError or StageError when the disk refuses."""
+    async def done(self, *, last: bool = False) -> None:
+        """Wait for the checkpoint being written. Raises StageError if it is the `last` one and the disk refused it."""
 
-    def newest(self) -> str:
-        """Name of the newest checkpoint, for messages."""
+    async def poll(self) -> None:
+        """The same if it is written already, else nothing."""
+
+    def cancel(self) -> None:
+        """Give up the checkpoint being written."""
 
 
 class Controller:
@@ -131,8 +136,14 @@ class Controller:
         progress: Progress | None = None,
         resumed_from: str | None = None,
         wanted_actors: Callable[[], dict[str, int] | None] = lambda: None,
+        draft_learners: Sequence[Any] = (),
     ) -> None:
-        self.plan, self.fleet, self.buffer, self.scorer, self.learners = plan, fleet, buffer, scorer, learners
+        self.plan, self.fleet, self.buffer, self.scorer = plan, fleet, buffer, scorer
+        self.ranks = Ranks(learners, timeout_s=plan.step_timeout_s)
+        # a draft that is trained beside the policy, on the same batches
+        self.draft = None
+        if draft_learners:
+            self.draft = Ranks(list(draft_learners), timeout_s=plan.step_timeout_s, name="draft learner")
         self.prompts, self.requests, self.evaluator, self.reporter = prompts, requests, evaluator, reporter
         self._saver, self._wanted_actors = saver, wanted_actors
         self.progress = progress or Progress()
@@ -141,8 +152,6 @@ class Controller:
         middle = bool(self.progress.step % self.plan.phase_steps)
         self._resume_phase_from = resumed_from if middle else None
         self._publishing: asyncio.Task[dict[str, float]] | None = None
-        self._saving: asyncio.Task[None] | None = None
-        self._unsaved = 0  # checkpoints in a row that could not be written
         self.latest: dict[str, float] = {}  # newest value of every metric
         self._publish_parts: dict[str, float] = {}
         self._evals: dict[str, float] = {}  # results for the next row
@@ -156,7 +165,15 @@ class Controller:
 
     async def run(self) -> None:
         """Train to the end of the plan. Any task's failure ends all of them and is raised."""
-        background = [asyncio.create_task(t) for t in (self._feed(), self._watch_fleet(), self._watch_roles())]
+        roles = RoleWatch(
+            self._roles(),
+            self.scorer,
+            heartbeat_s=self.plan.heartbeat_s,
+            hang_timeout_s=self.plan.hang_timeout_s,
+            note=self.reporter.note,
+            restarted=self._reissue_unscored,
+        )
+        background = [asyncio.create_task(t) for t in (self._feed(), self._watch_fleet(), roles.run())]
         learn = asyncio.create_task(self._train())
         try:
             done, _ = await asyncio.wait([learn, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -164,10 +181,11 @@ class Controller:
                 task.result()
             await learn
         finally:
-            tasks: list[asyncio.Task[Any] | None] = [learn, *background, self._publishing, self._saving]
+            tasks: list[asyncio.Task[Any] | None] = [learn, *background, self._publishing]
             for task in filter(None, tasks):
                 task.cancel()
             await asyncio.gather(*filter(None, tasks), return_exceptions=True)
+            self._saver.cancel()
             await self.fleet.close()
 
     async def _train(self) -> None:
@@ -260,47 +278,12 @@ class Controller:
                 await self._hand_out(again)
                 await self.fleet.assign({g: requests for g, requests in lost.items() if g < 0})  # evaluation
 
-    async def _watch_roles(self) -> None:
-        """Heartbeats of everything else: what is lost there ends the run, but for the graders, which Ray restarts."""
-        plan, failures, scorer = self.plan, 0, await self._scorer_pid()
-        roles = [(self.buffer, "the replay buffer"), *((r, f"learner rank {i}") for i, r in enumerate(self.learners))]
-        while True:
-            await asyncio.sleep(plan.heartbeat_s)
-            failures = 0 if await head_answers() else failures + 1
-            if failures > 1:
-                raise RoleLost("Ray's head process cannot be reached any more")
-            await asyncio.gather(*(self._alive(handle, who) for handle, who in roles))
-            now = await self._scorer_pid()
-            if now != scorer:
-                scorer = now
-                await self._reissue_unscored()
-
-    async def _alive(self, handle: Any, who: str) -> None:
-        limit = self.plan.hang_timeout_s
-        try:
-            what = f"a heartbeat of {who}"
-            await call(handle.alive.remote(), timeout_s=limit, what=what, key="cluster.hang_timeout_s", who=who)
-        except DeadlineExceeded as e:
-            raise RoleLost(f"{who} did not answer for cluster.hang_timeout_s={limit:g} s") from e
-
-    async def _scorer_pid(self) -> int:
-        """The graders' process; one that does not answer is killed, whereupon Ray starts another."""
-        who, limit = "the graders' process", self.plan.hang_timeout_s
-        for _ in range(2):
-            try:
-                return int(
-                    await call(
-                        self.scorer.pid.remote(),
-                        timeout_s=limit,
-                        what=f"a heartbeat of {who}",
-                        key="cluster.hang_timeout_s",
-                        who=who,
-                    )
-                )
-            except DeadlineExceeded:
-                self.reporter.note(f"{who} did not answer for cluster.hang_timeout_s={limit:g} s: started anew")
-                ray.kill(self.scorer, no_restart=False)
-        raise RoleLost(f"{who} did not come back")
+    def _roles(self) -> list[tuple[Any, str]]:
+        """Processes without which the run cannot go on, by the names that the user is told."""
+        roles = [(self.buffer, "the replay buffer")]
+        for group in filter(None, (self.ranks, self.draft)):
+            roles += [(handle, f"{group.name} rank {i}") for i, handle in enumerate(group.handles)]
+        return roles
 
     async def _reissue_unscored(self) -> None:
         """The graders' process died with what waited in it: what no actor is still sampling is asked for again."""
@@ -331,14 +314,14 @@ class Controller:
                     break
         if self.stop_requested or self.plan.checkpoint_at_end:
             await self._checkpoint()
-            await self._checkpoint_done(last=True)
+            await self._saver.done(last=True)
 
     async def _one_step(self, step: int, stats: dict[str, float], clocks: Clocks) -> None:
         plan, progress = self.plan, self.progress
         if plan.synchronous and step + 1 == self._phase_end(step):
             self._gate.clear()
         with clocks.measure("learn"):
-            metrics = await self._learner_call("train_step", step, what=f"optimizer step {step + 1}")
+            metrics = await self._train_step(step)
         await self._buffer_call(self.buffer.commit.remote(step), "a commit")
         progress.step = step + 1
         await self.buffer.set_versions.remote(progress.published, progress.step)
@@ -355,6 +338,15 @@ class Controller:
             await self._checkpoint()
         self._gate.set()
 
+    async def _train_step(self, step: int) -> dict[str, float]:
+        """One optimizer step of the policy, and of its draft where one is trained beside it."""
+        what = f"optimizer step {step + 1}"
+        if self.draft is None:
+            return dict(await self.ranks.call("train_step", step, what=what))
+        mine = self.ranks.call("train_step", step, what=what)
+        metrics, drafts = await asyncio.gather(mine, self.draft.call("train_step", step, what=f"the draft's {what}"))
+        return metrics | {f"draft/{name.replace('/', '_')}": drafts[name] for name in DRAFT_METRICS if name in drafts}
+
     def _phase_end(self, step: int) -> int:
         phase = self.plan.phase_steps
         return min((step // phase + 1) * phase, self.plan.steps)
@@ -366,13 +358,17 @@ class Controller:
     async def cut_parts(self, learner_folder: str) -> None:
         """Have learner and buffer fix their parts of a run checkpoint in memory."""
         in_phase = bool(self.progress.step % self.plan.phase_steps)
-        await self._learner_call("save", learner_folder, in_phase, what="a copy of the learner's state")
+        await self.ranks.call("save", learner_folder, in_phase, what="a copy of the learner's state")
+        if self.draft is not None:
+            await self.draft.call("save", beside(learner_folder), in_phase, what="a copy of the draft learner's state")
         await self._buffer_call(self.buffer.snapshot.remote(), "a snapshot of the buffer")
 
     async def write_parts(self, buffer_folder: str) -> None:
         """Wait until learner and buffer have written what they fixed."""
         await self._buffer_call(self.buffer.save.remote(buffer_folder), "the buffer to write its journal")
-        await self._learner_call("saved", what="the learner to write its checkpoint")
+        await self.ranks.call("saved", what="the learner to write its checkpoint")
+        if self.draft is not None:
+            await self.draft.call("saved", what="the draft's learner to write its checkpoint")
 
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
@@ -396,10 +392,6 @@ class Controller:
 
     async def _begin_phase(self, batches: dict[int, Batch], clocks: Clocks) -> None:
         """Deal whole groups to the ranks by tokens and have p_ref computed; show a few samples."""
-        shares: list[dict[int, list[int]]] = [{} for _ in self.learners]
-        for step, (groups, _) in batches.items():
-            for share, dealt in zip(shares, deal(groups, len(self.learners))):
-                share[step] = dealt
         first = min(batches)
         if self.plan.samples_per_step:
             samples = await self._buffer_call(self.buffer.samples.remote(first, self.plan.samples_per_step), "samples")
@@ -411,18 +403,34 @@ class Controller:
         if self.plan.phase_steps > 1 and resumed is None:
             self.progress.phase_version = first
         with clocks.measure("begin"):
-            timeout = self.plan.step_timeout_s
-            arguments = [(share, self.plan.phase_steps > 1, resumed, timeout) for share in shares]
-            await self._learner_call("begin_phase", what="an update phase to begin", per_rank=arguments)
+            beginning = [self._begin_on(self.ranks, batches, resumed)]
+            if self.draft is not None:
+                beginning.append(self._begin_on(self.draft, batches, resumed and beside(resumed)))
+            await asyncio.gather(*beginning)
+
+    async def _begin_on(self, ranks: Ranks, batches: dict[int, Batch], resumed: str | None) -> None:
+        shares: list[dict[int, list[int]]] = [{} for _ in ranks.handles]
+        for step, (groups, _) in batches.items():
+            for share, dealt in zip(shares, deal(groups, len(ranks.handles))):
+                share[step] = dealt
+        arguments = [(share, self.plan.phase_steps > 1, resumed, ranks.timeout_s) for share in shares]
+        await ranks.call("begin_phase", what="an update phase to begin", per_rank=arguments)
 
     async def _publish(self, *, full: bool, version: int) -> None:
         """Gather the weights and start giving them to the actors; returns when the learner may go on."""
         await self._publish_done()
-        plan = self.plan
-        manifest, handle = await self._learner_call(
-            "publish", version, plan.wire_dtype, full or plan.verify_full, plan.run_seed, self._resume_phase_from, what=f"weights of version {version}"
-        )
-        publication = Publication(manifest, handle)
+        plan, resumed = self.plan, self._resume_phase_from
+        common = (version, plan.wire_dtype, full or plan.verify_full, plan.run_seed)
+        what = f"weights of version {version}"
+        manifest, handle = await self.ranks.call("publish", *common, resumed, what=what)
+        others = {}
+        if plan.sparse_copy:
+            others["sparse"] = await self.ranks.call("publish", *common, None, True, what=f"sparse {what}")
+        if self.draft is not None:
+            kept = resumed and beside(resumed)
+            others["draft"] = await self.draft.call("publish", *common, kept, what=f"the draft's {what}")
+            await self.draft.call("follow", manifest, handle, what=f"the draft's learner to take {what}")
+        publication = Publication(manifest, handle, others)
         self._publishing = asyncio.create_task(self._deliver(publication))
 
     async def _deliver(self, publication: Publication) -> dict[str, float]:
@@ -455,40 +463,14 @@ class Controller:
     async def _checkpoint(self) -> None:
         """Cut a checkpoint between two steps and outside any admission; it is written while the run goes on."""
         await self._publish_done()
-        await self._checkpoint_done()
+        await self._saver.done()
         async with self._admitting:
-            cutting = asyncio.ensure_future(self._saver.cut(self))
-            await asyncio.wait([cutting])
-
-        async def write() -> None:
-            await self._saver.write(self, cutting.result())
-
-        self._saving = asyncio.create_task(write())
-
-    async def _checkpoint_done(self, *, last: bool = False) -> None:
-        """Wait for the checkpoint being written. One that the disk refuses is told; the run's last one ends the run."""
-        if self._saving is None:
-            return
-        saving, self._saving = self._saving, None
-        try:
-            await saving
-        except RoleLost:
-            raise
-        except (OSError, StageError) as e:
-            self._unsaved += 1
-            if last:
-                raise StageError(f"the last checkpoint could not be written ({e}); the newest is {self._saver.newest()}") from e
-            self.reporter.note(f"a checkpoint could not be written ({e}): the run goes on, the newest is {self._saver.newest()}")
-            return
-        if self._unsaved:
-            self.reporter.note(f"the checkpoint is written again, after {self._unsaved} that could not be: {self._saver.newest()}")
-        self._unsaved = 0
+            await self._saver.begin(self)
 
     async def _report(self, metrics: dict[str, float], clocks: Clocks) -> None:
         if self._publishing is not None and self._publishing.done():
             await self._publish_done()
-        if self._saving is not None and self._saving.done():
-            await self._checkpoint_done()
+        await self._saver.poll()
         now = time.monotonic()
         step_s, self._row_at = now - self._row_at, now
         self.progress.seconds += step_s
@@ -520,42 +502,7 @@ class Controller:
         key, who = "schedule.publish_timeout_s", "the replay buffer"
         return await call(ref, timeout_s=self.plan.publish_timeout_s, what=what, key=key, who=who)
 
-    async def _learner_call(
-        self, method: str, *args: Any, what: str, per_rank: list[tuple[Any, ...]] | None = None
-    ) -> Any:
-        """The same method on every rank; rank 0's answer. Of several failures the loss of a rank is the one told."""
-        key = "schedule.step_timeout_s"
-        asked = [
-            asyncio.create_task(
-                call(
-                    getattr(learner, method).remote(*(per_rank[i] if per_rank else args)),
-                    timeout_s=self.plan.step_timeout_s,
-                    what=what,
-                    key=key,
-                    who=f"learner rank {i}",
-                )
-            )
-            for i, learner in enumerate(self.learners)
-        ]
-        try:
-            _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting:  # a rank fails within moments of another's death, and may be heard first
-                await asyncio.wait(waiting, timeout=LOST_RANK_GRACE_S)
-            errors = [e for t in asked if t.done() and (e := t.exception()) is not None]
-            for error in sorted(errors, key=lambda e: not isinstance(e, RoleLost)):
-                raise error
-            return asked[0].result()
-        finally:
-            for task in asked:
-                task.cancel()
 
-
-def deal(groups: list[tuple[int, int]], ranks: int) -> list[list[int]]:
-    """Split (group id, tokens) into `ranks` lists of whole groups with near-equal tokens, longest first."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for group_id, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
-        place = loads.index(min(loads))
-        shares[place].append(group_id)
-        loads[place] += tokens
-    return [sorted(share) for share in shares]
+def beside(learner_folder: str) -> str:
+    """Where a co-trained draft's learner is in the checkpoint that holds the policy's."""
+    return str(Path(learner_folder).with_name("draft"))

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 
@@ -21,6 +21,9 @@ from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.runtime.cluster import RoleLost, call
 from rlcore.types import OnPublish, Request, WeightManifest
 
+POLICY = "policy"  # the learner's policy, among what a publication holds
+Purpose = Literal["all", "training", "evaluation"]
+AN_HOUR_S = 3600.0
 Held = dict[int, list[Request]]  # group id -> requests
 
 
@@ -46,6 +49,12 @@ class Member:
     status: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
     well: bool = True  # in the rotation
+    purpose: Purpose = "all"  # what it is given: evaluation, everything else, or both
+    weights: str | None = POLICY  # what of a publication it loads; None: its own weights are frozen
+
+    def serves(self, group_id: int) -> bool:
+        """Whether a group may be given to it; evaluation groups are negative."""
+        return self.purpose == "all" or (self.purpose == "evaluation") == (group_id < 0)
 
     @property
     def load(self) -> int:
@@ -59,6 +68,11 @@ class Publication:
 
     manifest: WeightManifest
     handle: Any
+    others: Mapping[str, tuple[WeightManifest, Any]] = field(default_factory=dict)  # beside the policy's, by name
+
+    def of(self, weights: str) -> tuple[WeightManifest, Any]:
+        """Manifest and handle of one set of weights."""
+        return (self.manifest, self.handle) if weights == POLICY else self.others[weights]
 
 
 class Fleet:
@@ -84,10 +98,11 @@ class Fleet:
         self.start_timeout_s, self.max_restarts = start_timeout_s, max_restarts
         self.publication: Publication | None = None
         self.replacements = 0
-        self._kinds = {m.label: m.spawn for m in members}
+        self._kinds = {m.label: m for m in members}
         self._numbers = {label: sum(m.label == label for m in members) for label in self._kinds}  # names given out
         self._log = log
         self._lost: Held = {}
+        self._recent: list[float] = []  # when members fell sick within the last hour (monotonic)
         self._joining: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
         self._alone_since: float | None = None  # when the rotation became empty (monotonic)
@@ -108,7 +123,7 @@ class Fleet:
         await self._withdraw(groups)
         batches: dict[str, tuple[Member, list[Request]]] = {}
         for group_id, requests in sorted(groups.items()):
-            rotation = self.rotation()
+            rotation = [m for m in self.rotation() if m.serves(group_id)]
             if not rotation:
                 self._lost[group_id] = requests
                 continue
@@ -124,11 +139,11 @@ class Fleet:
             taken = [r for g in groups if g in member.groups for r in member.groups.pop(g)]
             if taken and member.well:
                 ids = [r.request_id for r in taken]
-                waiting.append(self._ask(member, "abort", ids, what=f"{member.name} to drop {len(ids)} requests"))
+                waiting.append(self._ask(member, "abort", ids, what=f"it to drop {len(ids)} requests"))
         await asyncio.gather(*waiting)
 
     async def _submit(self, member: Member, requests: list[Request]) -> None:
-        await self._ask(member, "submit", requests, what=f"{member.name} to take {len(requests)} requests")
+        await self._ask(member, "submit", requests, what=f"it to take {len(requests)} requests")
 
     async def _ask(self, member: Member, method: str, *args: Any, what: str, timeout_s: float | None = None) -> Any:
         """A call under a deadline; a member that fails it is replaced and the answer is None."""
@@ -137,7 +152,7 @@ class Fleet:
         timeout_s = self.hang_timeout_s if timeout_s is None else timeout_s
         try:
             return await call(
-                getattr(handle, method).remote(*args), timeout_s=timeout_s, what=what, key=key, who=member.name
+                getattr(handle, method).remote(*args), timeout_s=timeout_s, what=what, key=key, who="its process"
             )
         except (DeadlineExceeded, StageError) as e:
             self.sicken(member, handle, str(e))
@@ -156,15 +171,14 @@ class Fleet:
     async def open_requests(self) -> set[str]:
         """Ids of the requests that members are still working on."""
         answers = await asyncio.gather(
-            *(self._ask(m, "open_requests", what=f"the open requests of {m.name}") for m in self.rotation())
+            *(self._ask(m, "open_requests", what="its open requests") for m in self.rotation())
         )
         return {request_id for answer in answers for request_id in answer or ()}
 
     def take_lost(self) -> Held:
         """Groups that nobody works on any more, once; empty while nobody could take them."""
-        if not self.rotation():
-            return {}
-        lost, self._lost = self._lost, {}
+        lost = {g: r for g, r in self._lost.items() if any(m.serves(g) for m in self.rotation())}
+        self._lost = {g: r for g, r in self._lost.items() if g not in lost}
         return lost
 
     # ---- weights --------------------------------------------------------------------------------------------------
@@ -181,19 +195,18 @@ class Fleet:
 
     async def _load(self, member: Member) -> dict[str, float] | None:
         assert self.publication is not None
-        p = self.publication
-        took: dict[str, float] | None = await self._ask(
-            member,
-            "update_weights",
-            p.manifest,
-            p.handle,
-            self.on_publish,
-            self.publish_timeout_s,
-            what=f"{member.name} to load version {p.manifest.version}",
-            timeout_s=self.publish_timeout_s,
-        )
+        version, limit = self.publication.manifest.version, self.publish_timeout_s
+        what = f"it to load version {version}"
+        took: dict[str, float] | None
+        if member.weights is None:
+            took = await self._ask(member, "stamp", version, limit, what=what, timeout_s=limit)
+        else:
+            weights = self.publication.of(member.weights)
+            took = await self._ask(
+                member, "update_weights", *weights, self.on_publish, limit, what=what, timeout_s=limit
+            )
         if took is not None:
-            member.version = p.manifest.version
+            member.version = version
         return took
 
     # ---- supervision ----------------------------------------------------------------------------------------------
@@ -209,10 +222,12 @@ class Fleet:
         if self.joined:
             self._failure = RoleLost(f"{member.name} is lost, and with it the broadcast group of weights: {reason}")
             return
-        if self.replacements > self.max_restarts:
+        now = time.monotonic()
+        self._recent = [t for t in self._recent if now - t < AN_HOUR_S] + [now]
+        if len(self._recent) > self.max_restarts:
             self._failure = StageError(
-                f"rollout actors failed {self.replacements} times (cluster.max_restarts={self.max_restarts}); "
-                f"last {member.name}: {reason}"
+                f"rollout actors failed {len(self._recent)} times within an hour "
+                f"(cluster.max_restarts={self.max_restarts}); last {member.name}: {reason}"
             )
             return
         self._log(f"{member.name} is replaced: {reason}")
@@ -245,9 +260,9 @@ class Fleet:
             await call(
                 spawned.started,
                 timeout_s=self.start_timeout_s,
-                what=f"{member.name} to start",
+                what="it to start",
                 key="cluster.start_timeout_s",
-                who=member.name,
+                who="its process",
             )
         except (DeadlineExceeded, StageError) as e:
             self.sicken(member, spawned.handle, str(e))
@@ -284,7 +299,7 @@ class Fleet:
 
     async def _check(self, member: Member) -> None:
         handle = member.handle
-        status = await self._ask(member, "status", what=f"a heartbeat of {member.name}")
+        status = await self._ask(member, "status", what="its heartbeat")
         if status is None or member.handle is not handle:
             return
         member.status = status
@@ -315,7 +330,8 @@ class Fleet:
             if count < 0:
                 raise UserError(f"actor.{label}.count={count} is negative.")
         now = {label: [m for m in self.members if m.label == label] for label in self._kinds}
-        if not sum(counts.get(label, len(members)) for label, members in now.items()):
+        at_work = {label: members for label, members in now.items() if self._kinds[label].purpose != "evaluation"}
+        if not sum(counts.get(label, len(members)) for label, members in at_work.items()):
             raise UserError("a run needs at least one rollout actor: leave one of actor.*.count at 1 or more.")
         for label, count in counts.items():
             for member in now[label][count:]:
@@ -325,7 +341,8 @@ class Fleet:
             for _ in range(count - len(now[label])):
                 name = f"{label}-{self._numbers[label]}"
                 self._numbers[label] += 1
-                member = Member(name, label, self._kinds[label], None, well=False)
+                kind = self._kinds[label]
+                member = Member(name, label, kind.spawn, None, well=False, purpose=kind.purpose, weights=kind.weights)
                 self.members.append(member)
                 self._start(member)
                 self._log(f"{name} is being added")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.runtime.controller import Plan
 from rlcore.runtime.evaluation import EvalPlan
+from rlcore.runtime.fleet import POLICY
 from rlcore.types import ActorKind, SamplingSpec
 
 if TYPE_CHECKING:
@@ -29,12 +30,31 @@ def sampling(config: RunConfig) -> SamplingSpec:
 
 def needed(config: RunConfig) -> tuple[float, float]:
     """(CPUs, GPUs) that the roles ask for together."""
-    actors = config.actor.values()
-    cpus = sum(a.count * a.num_cpus for a in actors) + config.learner.ranks * config.learner.num_cpus
-    gpus = (
-        sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + config.learner.ranks * config.learner.num_gpus
-    )
+    le = config.learner
+    actors = [*config.actor.values(), *filter(None, [evaluation_actor(config)])]
+    ranks = le.ranks + (le.draft.ranks if le.draft else 0)
+    cpus = sum(a.count * a.num_cpus for a in actors) + ranks * le.num_cpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + ranks * le.num_gpus
     return cpus, gpus
+
+
+def evaluation_actor(config: RunConfig) -> ActorConfig | None:
+    """The engine that evaluates the policy itself, where actors are something else: the first actor's, made plain."""
+    wanted = config.evaluation.dense_actor
+    if wanted is None:
+        wanted = any(a.kind == "draft" for a in config.actor.values())
+    if not wanted:
+        return None
+    plain: dict[str, Any] = {"kind": "bf16", "count": 1, "rounding": "none", "fp8_kv_cache": False, "sparse": None}
+    plain |= {"draft_path": None, "draft_fresh": None, "logit_noise": 0.0, "temperature_scale": 1.0}
+    return next(iter(config.actor.values())).model_copy(update=plain)
+
+
+def actor_weights(config: RunConfig, actor: ActorConfig) -> str | None:
+    """Which published weights an actor loads; None: a frozen draft's own."""
+    if actor.kind == "draft":
+        return "draft" if config.learner.draft else None
+    return "sparse" if actor.kind == "sparse" and config.learner.distill else POLICY
 
 
 def plan(config: RunConfig) -> Plan:
@@ -57,6 +77,7 @@ def plan(config: RunConfig) -> Plan:
         wire_dtype=wire_dtype(config),
         verify_full=config.cluster.verify_weights == "full",
         run_seed=config.seed,
+        sparse_copy=config.learner.distill is not None,
     )
 
 
@@ -184,7 +205,34 @@ def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, in
         "run_seed": config.seed,
         "threads": max(1, int(le.num_cpus)),
         "pad_id": pad_id,
+        "lora": None if le.lora is None else le.lora.model_dump(),
+        "sparse": actor_rule(config) if le.distill or le.train_sparse else None,
+        "distill": None if le.distill is None else le.distill.model_dump(),
     }
+
+
+def draft_learner(
+    config: RunConfig, model_path: str, draft_path: str, rank: int, master: tuple[str, int], pad_id: int
+) -> dict[str, Any]:
+    """Arguments of one rank of a co-trained draft: the policy's own settings, and KL to the policy."""
+    draft = config.learner.draft
+    assert draft is not None
+    return learner(config, draft_path, rank, master, pad_id) | {
+        "world_size": draft.ranks,
+        "lr": draft.lr,
+        "kl_coef": draft.kl_coef,
+        "kl_estimator": draft.kl_estimator,
+        "frozen_path": model_path,
+        "corrections": {"tis": {}},
+        "lora": None,
+    }
+
+
+def actor_rule(config: RunConfig) -> dict[str, Any]:
+    """The sparse attention of the actors, which all have one and the same."""
+    rule = next(iter(config.actor.values())).sparse
+    assert rule is not None
+    return rule.model_dump()
 
 
 def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.runtime import options, shells
 from rlcore.runtime.cluster import free_port, get
-from rlcore.runtime.fleet import Fleet, Member, Spawned
+from rlcore.runtime.fleet import Fleet, Member, Purpose, Spawned
 from rlcore.runtime.weights import GROUPS
 
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
@@ -56,19 +56,37 @@ class Session:
             )
             self.scorer = scorer.remote(buffer_name, options.scorer(config), model_path)
             starting.append((self.scorer.start.remote(), "the graders to start"))
-            for label, actor in config.actor.items():
+            dense = options.evaluation_actor(config)
+            kinds: dict[str, tuple[ActorConfig, Purpose]] = {
+                label: (actor, "training" if dense else "all") for label, actor in config.actor.items()
+            }
+            if dense is not None:
+                kinds["evaluation"] = (dense, "evaluation")
+            for label, (actor, purpose) in kinds.items():
                 for i in range(actor.count):
                     spawn = self._spawner(label, actor)
                     spawned = spawn(f"{label}-{i}")
-                    members.append(Member(f"{label}-{i}", label, spawn, spawned.handle))
+                    weights = options.actor_weights(config, actor)
+                    members.append(Member(f"{label}-{i}", label, spawn, spawned.handle, purpose=purpose, weights=weights))
                     starting.append((spawned.started, f"rollout actor {label}-{i} to start"))
-        self.learners = self._spawn_learners() if with_learner else []
+        self.learners = self._spawn_learners(config.learner.ranks) if with_learner else []
         master = ("127.0.0.1", free_port(config.learner.port))
         if with_learner and config.cluster.address:
             master = get(self.learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
         for rank, learner in enumerate(self.learners):
             arguments = options.learner(config, model_path, rank, master, pad_id)
             starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
+        self.draft_learners: list[Any] = []
+        if with_learner and config.learner.draft is not None:
+            self.draft_learners = self._spawn_learners(config.learner.draft.ranks)
+            draft_path = next(iter(config.actor.values())).draft_path
+            assert draft_path is not None
+            meeting = ("127.0.0.1", free_port())
+            if config.cluster.address:
+                meeting = get(self.draft_learners[0].address.remote(), timeout_s=60, what="an address", key="cluster")
+            for rank, learner in enumerate(self.draft_learners):
+                arguments = options.draft_learner(config, model_path, draft_path, rank, meeting, pad_id)
+                starting.append((learner.start.remote(arguments), f"the draft's learner rank {rank} to start"))
         for ref, what in starting:  # the cluster's end takes down what has started, should one of them fail
             get(ref, timeout_s=self.timeout_s, what=what, key="cluster.start_timeout_s")
         if config.cluster.transport in GROUPS and self.learners and members:
@@ -112,7 +130,7 @@ class Session:
         joins = [p.join.remote(host, port, i, len(parties), self.timeout_s) for i, p in enumerate(parties)]
         get(joins, timeout_s=self.timeout_s, what="the weight transport to join", key="cluster.start_timeout_s")
 
-    def _spawn_learners(self) -> list[Any]:
+    def _spawn_learners(self, ranks: int) -> list[Any]:
         le = self.config.learner
         shell = _remote(
             shells.LearnerShell,
@@ -121,11 +139,11 @@ class Session:
             resources=self._on_nodes(LEARNER_RESOURCE),
             concurrency_groups=shells.LEARNER_THREADS,
         )
-        return [shell.remote(self.buffer, *self.transport) for _ in range(le.ranks)]
+        return [shell.remote(self.buffer, *self.transport) for _ in range(ranks)]
 
-    def each_learner(self, method: str, *args: Any, what: str) -> list[Any]:
-        """The same call on every rank, under the step deadline."""
-        refs = [getattr(learner, method).remote(*args) for learner in self.learners]
+    def each_learner(self, method: str, *args: Any, what: str, draft: bool = False) -> list[Any]:
+        """The same call on every rank (of the draft's learner if asked), under the step deadline."""
+        refs = [getattr(learner, method).remote(*args) for learner in (self.draft_learners if draft else self.learners)]
         return list(get(refs, timeout_s=self.config.schedule.step_timeout_s, what=what, key="schedule.step_timeout_s"))
 
     def close(self) -> None:
@@ -136,6 +154,6 @@ class Session:
             except Exception as e:  # the run is ending: say it and go on taking the rest down
                 self._note(f"graders did not close by themselves: {e}")
         members = self.fleet.members if hasattr(self, "fleet") else []
-        for handle in [*(m.handle for m in members), *self.learners, self.scorer, self.buffer]:
+        for handle in [*(m.handle for m in members), *self.learners, *self.draft_learners, self.scorer, self.buffer]:
             if handle is not None:
                 ray.kill(handle)

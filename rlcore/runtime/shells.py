@@ -289,6 +289,12 @@ class RolloutShell:
         loading = self.worker.update_weights(manifest.version, tensors, on_publish, manifest=manifest, timeout_s=timeout_s)
         return {"receive_s": received - start, **loading.result(timeout=timeout_s)}
 
+    def stamp(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Note a new version of the policy; the weights of a frozen draft stay."""
+        start = time.monotonic()
+        self.worker.stamp(version).result(timeout=timeout_s)
+        return {"receive_s": 0.0, "stop_s": time.monotonic() - start, "drain_s": 0.0}
+
     def status(self) -> dict[str, Any]:
         """The worker's counters, with the process's memory."""
         import psutil
@@ -364,20 +370,27 @@ class LearnerShell:
     def sft_step(self, step: int, examples: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)
 
-    def publish(self, version: int, dtype: str, full: bool, seed: int, resumed: str | None) -> Any:
+    def publish(
+        self, version: int, dtype: str, full: bool, seed: int, resumed: str | None, copy: bool = False
+    ) -> Any:
         """Gather the full weights (all ranks take part); rank 0 returns (manifest, handle), the others None.
 
-        `resumed`: a checkpoint made in the middle of a phase; what the phase began with is published.
+        `copy`: those of the sparse copy (DistillSparse), adapters merged. `resumed`: a checkpoint made in the middle of
+        a phase; what the phase began with is published.
         """
         from rlcore.weights.manifest import make_manifest
 
         if resumed is not None:
             self._load_phase_weights(resumed)
-        tensors = self.rank.state_for_publish(dtype)
+        tensors = self.rank.state_for_publish(dtype, copy=copy)
         if self.rank.rank != 0:
             return None
         manifest = make_manifest(version, tensors, full=full, seed=seed)
         return manifest, self.transport.publish(manifest, tensors)
+
+    def follow(self, manifest: WeightManifest, handle: Any) -> None:
+        """Take these weights as the frozen policy that KL is taken to (a draft's learner follows the policy)."""
+        self.rank.load_frozen(self.transport.receive(manifest, handle))
 
     def save(self, folder: str, in_phase: bool) -> None:
         """Copy the learner's state to host memory and have it written behind; `saved` tells when it is on disk.

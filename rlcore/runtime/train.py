@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from rlcore.runtime.controller import Controller, Progress
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.preflight import Prepared, open_run_dir, prepare
 from rlcore.runtime.reporting import RunReporter
+from rlcore.runtime.saver import RunSaver
 from rlcore.runtime.scale import Wanted
 from rlcore.runtime.session import Session
-from rlcore.runtime.warmup import starting_model
+from rlcore.runtime.warmup import starting_model, with_drafts
 
 STOPPED = 130  # exit code of a run that was told to stop and left a checkpoint
 
@@ -61,7 +60,7 @@ def _recovering(
     wanted: Wanted,
 ) -> Progress:
     """Attempts until one ends: a lost process of the run costs the steps since its last checkpoint, not the run."""
-    resume, recoveries = config.resume == "auto", 0
+    resume, recoveries, stood = config.resume == "auto", 0, 0
     while True:
         found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if resume else None
         state = checkpoint.state_of(found) if found else None
@@ -70,11 +69,13 @@ def _recovering(
             reporter.note(f"nothing to do: the run has {progress.step} of schedule.steps={config.schedule.steps} steps")
             return progress
         logger.resume_at(progress.step)
+        progress_at = progress.step
         (run_dir / "config.yaml").write_text(to_yaml(config))
         try:
             return _on_cluster(config, prepared, reporter, run_dir, found, state, progress, wanted)
         except RoleLost as e:
-            recoveries += 1
+            recoveries = recoveries + 1 if progress_at == stood else 1
+            stood = progress_at
             if recoveries > config.cluster.max_recoveries:
                 raise StageError(f"{e} (cluster.max_recoveries={config.cluster.max_recoveries} are used up)") from e
             reporter.note(f"{e}: recovery {recoveries} of cluster.max_recoveries={config.cluster.max_recoveries}")
@@ -102,6 +103,9 @@ def _on_cluster(
         object_store_mib=config.cluster.object_store_mib,
     ):
         model_path = str(state["model_path"]) if state else starting_model(config, prepared, reporter.note)
+        config = with_drafts(config, prepared, reporter.note)
+        for label, actor in config.actor.items():
+            reporter.note(options.describe_actor(label, actor))
         started = time.monotonic()
         pad_id = prepared.tokenizer.pad_token_id
         session = Session(config, model_path, pad_id=pad_id, run_dir=run_dir, note=reporter.note)
@@ -116,6 +120,8 @@ def _on_cluster(
             learner_folder = str(found / "learner") if found else None
             asyncio.run(_run(config, session, prepared, reporter, model_path, progress, learner_folder, wanted))
             return progress
+        except asyncio.CancelledError as e:  # a second signal
+            raise KeyboardInterrupt from e
         finally:
             session.close()
 
@@ -149,10 +155,11 @@ async def _run(
         requests=prepared.requests,
         evaluator=evaluator,
         reporter=reporter,
-        saver=RunSaver(config, session.run_dir / "checkpoints", model_path),
+        saver=RunSaver(config, session.run_dir / "checkpoints", model_path, reporter.note),
         progress=progress,
         resumed_from=learner_folder,
         wanted_actors=wanted,
+        draft_learners=session.draft_learners,
     )
     _stop_on_signals(controller, reporter.note)
     await controller.run()
@@ -175,42 +182,10 @@ def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> Non
         loop.add_signal_handler(number, stop, number.name)
 
 
-class RunSaver:
-    """`controller.Saver` over the checkpoints folder of a run directory."""
-
-    def __init__(self, config: RunConfig, root: Path, model_path: str) -> None:
-        c = config.checkpoint
-        self._root, self._model_path, self._seed = root, model_path, config.seed
-        self._keep = checkpoint.Retention(c.keep, c.keep_every, c.keep_best, c.best_is)
-
-    async def cut(self, controller: Controller) -> tuple[int, Path, dict[str, Any]]:
-        step = controller.progress.step
-        folder = checkpoint.begin(self._root, step)
-        await controller.cut_parts(str(folder / "learner"))
-        state = {
-            "progress": asdict(controller.progress),
-            "prompts": controller.prompts.state(),
-            "model_path": self._model_path,
-            "seed": self._seed,
-            "metrics": dict(controller.latest),
-        }
-        return step, folder, state
-
-    async def write(self, controller: Controller, cut: tuple[int, Path, dict[str, Any]]) -> None:
-        step, folder, state = cut
-        try:
-            await controller.write_parts(str(folder / "buffer"))
-            await asyncio.to_thread(checkpoint.commit, self._root, step, folder, state, keep=self._keep)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def newest(self) -> str:
-        return max((f.name for f in self._root.glob("step_*")), default="none")
-
-
 def _restore(session: Session, prepared: Prepared, folder: Path, state: dict[str, Any]) -> None:
     session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
+    if session.draft_learners:
+        session.each_learner("load", str(folder / "draft"), what="the draft's learner to load its checkpoint", draft=True)
     get(
         session.buffer.load.remote(str(folder / "buffer")),
         timeout_s=session.timeout_s,

@@ -63,6 +63,19 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Callable[[str], 
     return str(kept)
 
 
+def with_drafts(config: RunConfig, prepared: Prepared, note: Callable[[str], None]) -> RunConfig:
+    """The same run with a folder for every draft that is to be made: a fresh model warmed up as the policy is."""
+    actors = dict(config.actor)
+    for label, actor in config.actor.items():
+        if actor.draft_fresh is None:
+            continue
+        model = config.model.model_copy(update={"fresh": actor.draft_fresh})
+        note(f"actor.{label}.draft_fresh: a draft of its own")
+        path = starting_model(config.model_copy(update={"model": model}), prepared, note)
+        actors[label] = actor.model_copy(update={"draft_path": path, "draft_fresh": None})
+    return config.model_copy(update={"actor": actors})
+
+
 def supervise(
     config: RunConfig, warmup: WarmupConfig, prepared: Prepared, start: str, out: Path, note: Callable[[str], None]
 ) -> None:
@@ -73,6 +86,9 @@ def supervise(
             "lr": warmup.lr,
             "lr_warmup_steps": warmup.lr_warmup_steps,
             "lr_schedule": warmup.lr_schedule,
+            "lora": None,
+            "distill": None,
+            "train_sparse": False,
             "lr_decay_steps": None,
             "lr_final": 0.0,
         }

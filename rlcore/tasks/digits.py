@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from rlcore.tasks.arguments import ArgumentError, integer, one_of
 from rlcore.tasks.made_up import MadeUpTask
 from rlcore.types import Grade, Item
@@ -13,26 +15,53 @@ OPERATIONS = {
 }
 
 
+COUNTED = 30  # digits up to which every number is a problem; of longer ones a sample of 2**62 each
+LONGEST = 500
+
+
 class Digits(MadeUpTask):
-    """Numbers of min_digits to max_digits digits (the difficulty), as many of each length as there are."""
+    """Numbers of min_digits to max_digits digits (the difficulty), as many of each length as there are.
+
+    `credit`: reward of a wrong answer. none is 0; digits is the share of digits that stand right (the part "correct"
+    stays all or nothing), so that long answers have something to learn from.
+    """
 
     name = "digits"
 
-    def __init__(self, *, min_digits: int = 4, max_digits: int = 8, op: str = "sort", seed: int = 0) -> None:
-        integer("min_digits", min_digits, 1, 30)
-        if integer("max_digits", max_digits, 1, 30) < min_digits:
+    def __init__(
+        self, *, min_digits: int = 4, max_digits: int = 8, op: str = "sort", credit: str = "none", seed: int = 0
+    ) -> None:
+        integer("min_digits", min_digits, 1, LONGEST)
+        if integer("max_digits", max_digits, 1, LONGEST) < min_digits:
             raise ArgumentError("max_digits", max_digits, f"is below task.args.min_digits={min_digits}.")
         self._lengths = range(min_digits, max_digits + 1)
         self._op = OPERATIONS[one_of("op", op, OPERATIONS)]
-        super().__init__({str(length): 9 * 10 ** (length - 1) for length in self._lengths}, seed)
+        self._credit = one_of("credit", credit, ("none", "digits"))
+        super().__init__({str(length): _count(length) for length in self._lengths}, seed)
 
     def problem(self, stratum: int, rank: int) -> Item:
-        digits = str(10 ** (self._lengths[stratum] - 1) + rank)
+        digits = _number(self._lengths[stratum], rank)
         return Item("", f"{digits}=", self._op(digits))
 
     def grade(self, item: Item, response: str) -> Grade:
-        correct = float(response.strip() == item.answer)
-        return Grade(correct, {"correct": correct})
+        answer = response.strip()
+        correct = float(answer == item.answer)
+        if self._credit == "none":
+            return Grade(correct, {"correct": correct})
+        places = max(len(answer), len(item.answer))
+        return Grade(sum(a == b for a, b in zip(answer, item.answer)) / places, {"correct": correct})
 
     def alphabet(self) -> str | None:
         return "0123456789="
+
+
+def _count(length: int) -> int:
+    return 9 * 10 ** (length - 1) if length <= COUNTED else 2**62
+
+
+def _number(length: int, rank: int) -> str:
+    """Number `rank` of those of a length; for the long ones a rank seeds the digits."""
+    if length <= COUNTED:
+        return str(10 ** (length - 1) + rank)
+    drawn = int.from_bytes(hashlib.shake_256(f"digits/{length}/{rank}".encode()).digest(length), "big")
+    return str(10 ** (length - 1) + drawn % (9 * 10 ** (length - 1)))

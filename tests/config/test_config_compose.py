@@ -21,7 +21,6 @@ MANDATORY = {  # what a user must give for the options that have no default
     "file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
     "ray": ["cluster.address=head:6379"],
     "draft": ["actor.draft.draft_path=folder"],
-    "draft_frozen": ["actor.draft.draft_path=folder"],
     "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
 }
 COMPANIONS = {"correction=rapid": ["algorithm=rapid"]}
