@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -185,7 +186,7 @@ class Outcome:
 def line_with(text: str, *words: str) -> str:
     """The last line of the log that holds all words, shortened."""
     found = [" ".join(line.split()) for line in text.splitlines() if all(w in line for w in words)]
-    return found[-1][:200] if found else ""
+    return re.sub(r"^\d\d:\d\d:\d\d ", "", found[-1])[:200] if found else ""
 
 
 def recovers(job: Job, inject: Callable[[], None], *words: str) -> Outcome:
@@ -452,6 +453,19 @@ def sigterm(folder: Path) -> tuple[Job, Outcome]:
     saw = line_with(job.text(), "SIGTERM")
     resumed, outcome = _resumed(folder)
     return resumed, Outcome(saw, outcome.seconds, [f"checkpoint and end {took:.0f} s after the signal"])
+
+
+@fault("Ctrl-C: SIGINT to the whole process group")
+def sigint_to_all(folder: Path) -> tuple[Job, Outcome]:
+    job = Job(folder)
+    job.wait(lambda: job.steps() >= 6, "six steps")
+    job.family()
+    os.killpg(job.process.pid, signal.SIGINT)
+    code = job.end()
+    assert code == 130 and not job.left(), (code, job.left(), job.text()[-2000:])
+    saw = line_with(job.text(), "SIGINT")
+    resumed, outcome = _resumed(folder)
+    return resumed, Outcome(saw, outcome.seconds)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,13 @@ def ask(run_dir: str | Path, counts: dict[str, int]) -> None:
 
 
 class Wanted:
-    """Reads what was asked for, once per request. A new command starts with the counts of its configuration."""
+    """What is asked of a run from outside: a number of actors, read once per request, and an early end.
+
+    A new command starts with the counts of its configuration.
+    """
 
     def __init__(self, run_dir: Path) -> None:
+        self.stop = False  # a signal came
         self._path = run_dir / CONTROL
         self._path.unlink(missing_ok=True)
 

@@ -74,6 +74,8 @@ def _recovering(
         try:
             return _on_cluster(config, prepared, reporter, run_dir, found, state, progress, wanted)
         except RoleLost as e:
+            if wanted.stop:
+                raise StageError(f"{e}, after the run was told to stop; the last checkpoint stands") from e
             recoveries = recoveries + 1 if progress_at == stood else 1
             stood = progress_at
             if recoveries > config.cluster.max_recoveries:
@@ -161,11 +163,11 @@ async def _run(
         wanted_actors=wanted,
         draft_learners=session.draft_learners,
     )
-    _stop_on_signals(controller, reporter.note)
+    _stop_on_signals(controller, wanted, reporter.note)
     await controller.run()
 
 
-def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> None:
+def _stop_on_signals(controller: Controller, wanted: Wanted, note: Callable[[str], None]) -> None:
     """The first SIGINT or SIGTERM ends the run after the current step with a checkpoint; the second ends it at once."""
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
@@ -176,6 +178,7 @@ def _stop_on_signals(controller: Controller, note: Callable[[str], None]) -> Non
             main.cancel()
             return
         note(f"{name}: finishing the current step, then a checkpoint (once more to stop at once)")
+        wanted.stop = True
         controller.request_stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
