@@ -80,9 +80,7 @@ class Policy(nn.Module):
         ).last_hidden_state
         return states.flatten(0, 1).index_select(0, mb.predict)
 
-    def forward(
-        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None
-    ) -> tuple:
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None) -> tuple:
         """KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
 
         ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions.

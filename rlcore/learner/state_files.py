@@ -27,7 +27,7 @@ def _now(write: Write) -> None:
 class StateWriter:
     """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write the index.
 
-    `run` is given each file's writing as a job, to be done in order: at once by default, in a thread to go on meanwhile.
+    `run` is given each file's writing as a job, to be done in order: at once by default, or in a thread.
     The tensors are copies on the CPU then, so a state written behind is held in memory until it is on disk.
     """
 

@@ -213,7 +213,10 @@ class VllmEngine:
         if self._keep_kv:  # blocks of older weights stay cached: a salt keeps new requests from reusing them
             prompt["cache_salt"] = f"v{self.version}"
         core_request = self._llm.input_processor.process_inputs(
-            request.request_id, prompt, params, supported_tasks=self._tasks  # type: ignore[arg-type]
+            request.request_id,
+            prompt,
+            params,
+            supported_tasks=self._tasks,  # type: ignore[arg-type]
         )
         core_request.external_req_id = request.request_id
         self._core.add_request(core_request)
@@ -460,4 +463,3 @@ def _keep_weights_live() -> None:
 
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
-

@@ -1,9 +1,9 @@
 """Run checkpoints: written beside, checksummed, fsynced, renamed; a half-written one is never chosen.
 
-    checkpoints/step_000010/learner/         DeepSpeed's sharded state, optimizer, scheduler, RNG
-                            buffer/          ledger, payloads, groups in flight
-                            controller.json  progress, prompt cursor
-                            MANIFEST.json    every file's size and BLAKE2b digest; written last
+checkpoints/step_000010/learner/         DeepSpeed's sharded state, optimizer, scheduler, RNG
+                        buffer/          ledger, payloads, groups in flight
+                        controller.json  progress, prompt cursor
+                        MANIFEST.json    every file's size and BLAKE2b digest; written last
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ def _check_capacity(cpus: float, gpus: float) -> None:
     have = ray.cluster_resources()
     for name, need in (("CPU", cpus), ("GPU", gpus)):
         if need > have.get(name, 0.0):
-            raise UserError(f"cluster.address: the cluster has {have.get(name, 0):g} {name}s, the roles ask for {need:g}.")
+            held = have.get(name, 0)
+            raise UserError(f"cluster.address: the cluster has {held:g} {name}s, the roles ask for {need:g}.")
 
 
 async def call(ref: Any, *, timeout_s: float, what: str, key: str, who: str = "a process of the run") -> Any:

@@ -219,7 +219,8 @@ class Controller:
         while True:
             await self._gate.wait()
             await self._buffer_call(
-                self.buffer.wait_room.remote(plan.heartbeat_s, plan.synchronous, plan.total_groups), "room in the buffer"
+                self.buffer.wait_room.remote(plan.heartbeat_s, plan.synchronous, plan.total_groups),
+                "room in the buffer",
             )
             async with self._admitting:
                 if not self._gate.is_set():
@@ -256,7 +257,7 @@ class Controller:
         self.fleet.forget(set(self._live))
         overdue = {g: in_flight[g] for g, d in self._live.items() if d < time.monotonic()}
         if overdue:
-            self.reporter.note(f"{len(overdue)} groups did not arrive within rollout.request_timeout_s: handed out again")
+            self.reporter.note(f"{len(overdue)} groups missed rollout.request_timeout_s: handed out again")
             await self._hand_out(overdue)
 
     async def _watch_fleet(self) -> None:
@@ -385,7 +386,8 @@ class Controller:
                 if time.monotonic() > deadline:
                     lacking = await self._buffer_call(self.buffer.waiting_for.remote(step), "the buffer's state")
                     raise DeadlineExceeded(
-                        f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
+                        f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): "
+                        f"{lacking}."
                     )
             batches[step] = await self._buffer_call(self.buffer.take.remote(step), "a training batch")
         return batches
@@ -396,7 +398,10 @@ class Controller:
         if self.plan.samples_per_step:
             samples = await self._buffer_call(self.buffer.samples.remote(first, self.plan.samples_per_step), "samples")
             decoded = await call(
-                self.scorer.decode.remote(samples), timeout_s=60, what="samples to be decoded", key="logging.samples_per_step"
+                self.scorer.decode.remote(samples),
+                timeout_s=60,
+                what="samples to be decoded",
+                key="logging.samples_per_step",
             )
             self.reporter.samples(first + 1, decoded)
         resumed, self._resume_phase_from = self._resume_phase_from, None

@@ -65,7 +65,8 @@ class RunSaver:
         except (OSError, StageError) as e:
             self._unsaved += 1
             if last:
-                raise StageError(f"the last checkpoint could not be written ({e}); the newest is {self._newest()}") from e
+                newest = self._newest()
+                raise StageError(f"the last checkpoint could not be written ({e}); the newest is {newest}") from e
             self._note(f"a checkpoint could not be written ({e}): the run goes on, the newest is {self._newest()}")
             return
         if self._unsaved:

@@ -1,4 +1,4 @@
-"""The processes of a run: buffer, scorer, rollout actors and learner ranks, started together and taken down together."""
+"""The processes of a run: buffer, scorer, rollout actors, learner ranks; started and taken down together."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Session:
                     spawn = self._spawner(label, actor)
                     spawned = spawn(f"{label}-{i}")
                     weights = options.actor_weights(config, actor)
-                    members.append(Member(f"{label}-{i}", label, spawn, spawned.handle, purpose=purpose, weights=weights))
+                    name = f"{label}-{i}"
+                    members.append(Member(name, label, spawn, spawned.handle, purpose=purpose, weights=weights))
                     starting.append((spawned.started, f"rollout actor {label}-{i} to start"))
         self.learners = self._spawn_learners(config.learner.ranks) if with_learner else []
         master = ("127.0.0.1", free_port(config.learner.port))

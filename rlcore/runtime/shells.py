@@ -286,7 +286,9 @@ class RolloutShell:
         start = time.monotonic()
         tensors = self.transport.receive(manifest, handle)
         received = time.monotonic()
-        loading = self.worker.update_weights(manifest.version, tensors, on_publish, manifest=manifest, timeout_s=timeout_s)
+        loading = self.worker.update_weights(
+            manifest.version, tensors, on_publish, manifest=manifest, timeout_s=timeout_s
+        )
         return {"receive_s": received - start, **loading.result(timeout=timeout_s)}
 
     def stamp(self, version: int, timeout_s: float) -> dict[str, float]:
@@ -370,9 +372,7 @@ class LearnerShell:
     def sft_step(self, step: int, examples: list[tuple[list[int], list[int]]]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)
 
-    def publish(
-        self, version: int, dtype: str, full: bool, seed: int, resumed: str | None, copy: bool = False
-    ) -> Any:
+    def publish(self, version: int, dtype: str, full: bool, seed: int, resumed: str | None, copy: bool = False) -> Any:
         """Gather the full weights (all ranks take part); rank 0 returns (manifest, handle), the others None.
 
         `copy`: those of the sparse copy (DistillSparse), adapters merged. `resumed`: a checkpoint made in the middle of

@@ -188,7 +188,8 @@ def _stop_on_signals(controller: Controller, wanted: Wanted, note: Callable[[str
 def _restore(session: Session, prepared: Prepared, folder: Path, state: dict[str, Any]) -> None:
     session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
     if session.draft_learners:
-        session.each_learner("load", str(folder / "draft"), what="the draft's learner to load its checkpoint", draft=True)
+        what = "the draft's learner to load its checkpoint"
+        session.each_learner("load", str(folder / "draft"), what=what, draft=True)
     get(
         session.buffer.load.remote(str(folder / "buffer")),
         timeout_s=session.timeout_s,

@@ -206,7 +206,7 @@ def test_nodes_that_do_not_join_end_the_job_without_a_run(allocation):
 
 @pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("3", False)])
 def test_sigterm_reaches_the_run_and_the_job_is_requeued_to_resume(allocation, restarts, requeued):
-    waiting = "trap 'echo checkpoint >> \"$LOG\"; exit 130' TERM; echo up >> \"$LOG\"; while :; do sleep 0.05; done"
+    waiting = 'trap \'echo checkpoint >> "$LOG"; exit 130\' TERM; echo up >> "$LOG"; while :; do sleep 0.05; done'
     process, log = allocation(RUN=waiting, SLURM_RESTART_COUNT=restarts)
     deadline = time.monotonic() + 30
     while not log.exists() or "up\n" not in log.read_text():

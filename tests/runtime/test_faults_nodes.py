@@ -25,7 +25,10 @@ WORDS = (
 def three_nodes():
     nodes = Cluster()
     try:
-        nodes.add_node(num_cpus=1, resources={"rlcore_learner": 1000}, include_dashboard=False, object_store_memory=10**8)
+        store = 10**8
+        nodes.add_node(
+            num_cpus=1, resources={"rlcore_learner": 1000}, include_dashboard=False, object_store_memory=store
+        )
         yield nodes
     finally:
         ray.shutdown()

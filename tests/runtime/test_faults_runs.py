@@ -13,8 +13,15 @@ from conftest import left_over, rows
 
 from rlcore.cli import main
 
-FAST = ("cluster.heartbeat_s=1", "cluster.hang_timeout_s=20", "checkpoint.every=3", "schedule.steps=10000",
-        "logging.console=plain", "logging.report=false", "evaluation.every=1000")
+FAST = (
+    "cluster.heartbeat_s=1",
+    "cluster.hang_timeout_s=20",
+    "checkpoint.every=3",
+    "schedule.steps=10000",
+    "logging.console=plain",
+    "logging.report=false",
+    "evaluation.every=1000",
+)
 
 
 def processes(run, word):

@@ -17,7 +17,7 @@ from rlcore.tasks import make_task
 from rlcore.tasks.scoring import Scorer
 from rlcore.types import Trajectory
 
-GRADER = '''
+GRADER = """
 import os, signal, subprocess, sys, tempfile, time
 
 def hold():
@@ -66,7 +66,7 @@ def score(item, response):
         return {"nan": float("nan"), "inf": float("inf"), "text": "1", "none": None, "true": True,
                 "parts": (0.5, {"style": 0.25}), "bad part": (0.5, {"style": float("nan")})}[rest]
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
