@@ -46,8 +46,8 @@ class PromptSource:
         if len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the "
-                f"{self.max_prompt_tokens} that model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves "
-                "for prompts."
+                f"{self.max_prompt_tokens} that model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) "
+                "leaves for prompts."
             )
         if not ids:
             raise UserError(f"task: prompt {item.prompt_id} is empty after tokenisation.")
