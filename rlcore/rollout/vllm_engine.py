@@ -214,9 +214,9 @@ class VllmEngine:
             prompt["cache_salt"] = f"v{self.version}"
         core_request = self._llm.input_processor.process_inputs(
             request.request_id,
-            prompt,
+            prompt,  # type: ignore[arg-type]
             params,
-            supported_tasks=self._tasks,  # type: ignore[arg-type]
+            supported_tasks=self._tasks,
         )
         core_request.external_req_id = request.request_id
         self._core.add_request(core_request)

@@ -30,9 +30,7 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _ray(config: RunConfig, *, actors: bool, learner: bool) -> Iterator[None]:
-    cpus = (sum(a.count * a.num_cpus for a in config.actor.values()) if actors else 0) + (
-        config.learner.ranks * config.learner.num_cpus if learner else 0
-    )
+    cpus, _ = options.needed(config, actors=actors, learner=learner)
     with cluster(
         address=config.cluster.address,
         num_cpus=config.cluster.num_cpus,
@@ -133,7 +131,10 @@ def _publication(config: RunConfig, session: Session, folder: Path, version: int
 
 
 def export(config: RunConfig, named: str | None, out: str) -> int:
-    """Write a checkpoint's policy and its tokenizer as a plain Hugging Face folder."""
+    """Write a checkpoint's policy and its tokenizer as a plain Hugging Face folder.
+
+    Beside it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter), `draft` (co-trained).
+    """
     folder = _checkpoint(config, named)
     if folder is None:
         raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
@@ -142,6 +143,7 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
     prepared = prepare(config)
     with _ray(config, actors=False, learner=True):
         model_path = checkpoints.state_of(folder)["model_path"]
+        config = with_drafts(config, prepared, _note) if config.learner.draft else config
         session = Session(
             config,
             model_path,
@@ -153,6 +155,9 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
         try:
             session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
             session.each_learner("export", out, what="the model to be written")
+            if session.draft_learners:
+                session.each_learner("load", str(folder / "draft"), what="the draft to load its state", draft=True)
+                session.each_learner("export", str(Path(out) / "draft"), what="the draft to be written", draft=True)
         finally:
             session.close()
     prepared.tokenizer.save_pretrained(out)

@@ -28,13 +28,13 @@ def sampling(config: RunConfig) -> SamplingSpec:
     )
 
 
-def needed(config: RunConfig) -> tuple[float, float]:
-    """(CPUs, GPUs) that the roles ask for together."""
+def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> tuple[float, float]:
+    """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: which of them there are."""
     le = config.learner
-    actors = [*config.actor.values(), *filter(None, [evaluation_actor(config)])]
-    ranks = le.ranks + (le.draft.ranks if le.draft else 0)
-    cpus = sum(a.count * a.num_cpus for a in actors) + ranks * le.num_cpus
-    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in actors) + ranks * le.num_gpus
+    engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
+    ranks = (le.ranks + (le.draft.ranks if le.draft else 0)) if learner else 0
+    cpus = sum(a.count * a.num_cpus for a in engines) + ranks * le.num_cpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines) + ranks * le.num_gpus
     return cpus, gpus
 
 

@@ -1,0 +1,110 @@
+"""Sparse actors, with and without DistillSparse: what the dense policy learns from them, and what a step costs.
+
+    python benchmarks/cheap_actors.py [--seeds 0 1 2] [--steps 40] [--work FOLDER] [key=value ...]
+
+The task is copying 96 digits (194 tokens with the prompt, 13 pages of 16), the budget 4 pages. Accuracy is that of the
+greedy held-out answers. "dense" is the policy on a dense engine; "sparse" is what the actors serve in the end, on the
+actors' own attention: the same weights in the training-free modes, theta + phi merged with DistillSparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import machine, read_rows, rlcore, table
+
+EIGHT = ["rollout.samples_per_prompt=8", "algorithm.keep_best=null"]
+MODES: dict[str, list[str]] = {
+    "dense actor": ["experiment=sparse_training_free", "actor=bf16", "evaluation.dense_actor=null"],
+    "sparse, training-free": ["experiment=sparse_training_free"],
+    "sparse rollout, sparse training": ["experiment=train_sparse"],
+    "DistillSparse, 8 of 8": ["experiment=distill_sparse", *EIGHT],
+    "DistillSparse, best 8 of 12": ["experiment=distill_sparse"],
+}
+TIMES = {
+    "wait for rollouts": ("time/wait_data_s",),
+    "dense log-probs": ("time/learner_ref_s",),
+    "dense update": ("time/learner_update_s",),
+    "sparse update": ("time/learner_distill_s",),
+    "publish": ("time/publish_s",),
+}
+
+
+def sparse_accuracy(folder: Path) -> dict[str, float]:
+    """The last checkpoint on the actors' own attention."""
+    words = [str(Path(sys.executable).parent / "rlcore"), "eval", f"run_dir={folder}"]
+    subprocess.run([*words, "evaluation.dense_actor=false"], check=True, capture_output=True, timeout=1800)
+    return dict(json.loads((folder / "eval.json").read_text()))
+
+
+def measure(mode: str, seed: int, folder: Path, words: list[str]) -> dict[str, Any]:
+    """One run, or what is left of one that was made before: a row of the table."""
+    if not (folder / "report.html").exists():
+        rlcore("train", *MODES[mode], f"seed={seed}", "logging=quiet", "evaluation.every=10", *words, run_dir=folder)
+    rows = read_rows(folder)
+    evals = [r for r in rows if "eval/digits/greedy" in r]
+    first, last = evals[0], evals[-1]
+    quarter = max(1, len(rows) // 4)
+    out: dict[str, Any] = {
+        "mode": mode,
+        "seed": seed,
+        "dense at start": first["eval/digits/greedy"],
+        "dense at end": last["eval/digits/greedy"],
+        "dense best": max(r["eval/digits/greedy"] for r in evals),
+        "KL actor to policy, first quarter": _mean(rows[:quarter], "mismatch/kl_k3"),
+        "KL, last quarter": _mean(rows[-quarter:], "mismatch/kl_k3"),
+        "rollout reward, last quarter": _mean(rows[-quarter:], "reward/mean"),
+    }
+    if mode != "dense actor":
+        out["sparse at end"] = sparse_accuracy(folder)["eval/digits/greedy"]
+    kept = rows[2:-1] or rows
+    for name, keys in TIMES.items():
+        out[f"s: {name}"] = sum(_mean(kept, k) for k in keys)
+    out["s: step"] = _mean(kept, "time/step_s")
+    return out
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(r.get(key) or 0.0 for r in rows) / len(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    parser.add_argument("--work", type=Path, help="folder of the runs; finished ones in it are not repeated")
+    parser.add_argument("words", nargs="*", help="further overrides")
+    args = parser.parse_args()
+    work = args.work or Path(tempfile.mkdtemp(prefix="rlcore-cheap-"))
+    found = []
+    for seed in args.seeds:
+        for mode in args.modes:
+            name = "".join(c if c.isalnum() else "-" for c in mode)
+            found.append(measure(mode, seed, work / f"{name}-{seed}", [f"schedule.steps={args.steps}", *args.words]))
+            print(json.dumps(found[-1]), flush=True)
+    print(f"\nCheap actors on {machine()}, {args.steps} steps, seeds {args.seeds}\n")
+    print(table(found, [k for k in _columns(found) if not k.startswith("s: ")]))
+    print("\nMeans over the seeds\n")
+    means = []
+    for mode in args.modes:
+        mine = [f for f in found if f["mode"] == mode]
+        keys = [k for k in _columns(mine) if k not in ("mode", "seed")]
+        means.append({"mode": mode, **{k: sum(f[k] for f in mine) / len(mine) for k in keys}})
+    print(table(means, [k for k in _columns(means) if not k.startswith("s: ")]))
+    print("\nSeconds of a step, by part; rollouts run beside the learner, which waits for what is left of them\n")
+    print(table(means, ["mode", *(k for k in _columns(means) if k.startswith("s: "))]))
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(k for row in rows for k in row))
+
+
+if __name__ == "__main__":
+    main()
