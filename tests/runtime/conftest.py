@@ -48,7 +48,7 @@ class Command:
             env={**os.environ, "COLUMNS": "200"},
         )
 
-    def wait(self, timeout_s: float = 280) -> int:
+    def wait(self, timeout_s: float = 600) -> int:
         try:
             return self.process.wait(timeout_s)
         finally:
@@ -64,7 +64,7 @@ class Command:
         except psutil.NoSuchProcess:
             return []
 
-    def wait_for(self, condition, timeout_s: float = 200, what: str = "a condition") -> None:
+    def wait_for(self, condition, timeout_s: float = 400, what: str = "a condition") -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the command ended while waiting for {what}:\n{self.text[-3000:]}"

@@ -91,7 +91,7 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(command, small, tmp_pat
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.text[-3000:]
+    assert run.wait(180) == 130, run.text[-3000:]
     assert not left_over(family)
     done = len(rows(run_dir))
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{done:06d}"]
