@@ -68,7 +68,6 @@ def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
     resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
     at = len(rows(run_dir))
     resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
-    assert "handed out again (" in resumed.text  # the reissued ones are named
     resumed.process.send_signal(signal.SIGTERM)
     assert resumed.wait(180) == 130, resumed.text[-3000:]
     found = rows(run_dir)
