@@ -377,9 +377,10 @@ class Controller:
         """The batches of a phase, each as soon as it is there; None when a stop was asked for first."""
         deadline = time.monotonic() + self.plan.wait_data_timeout_s
         batches: dict[int, Batch] = {}
+        wave = self.plan.total_groups if self.plan.synchronous else None
         for step in steps:
             while not await self._buffer_call(
-                self.buffer.wait_ready.remote(step, self.plan.heartbeat_s), "a training batch"
+                self.buffer.wait_ready.remote(step, self.plan.heartbeat_s, wave), "a training batch"
             ):
                 if self.stop_requested:
                     return None

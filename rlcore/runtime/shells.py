@@ -65,17 +65,27 @@ class BufferShell:
         samples share an engine step never depends on timing.
         """
 
-        def room() -> int:
-            buffer, ledger = self.buffer, self.buffer.ledger
-            if all_done and buffer.reissue():
-                return 0
-            return max(0, min(buffer.room(buffer.published), total - ledger.consumed - len(ledger.live)))
+        return int(await self._poll(lambda: self._room(all_done, total), timeout_s))
 
-        return int(await self._poll(room, timeout_s))
+    def _room(self, all_done: bool, total: int) -> int:
+        buffer, ledger = self.buffer, self.buffer.ledger
+        if all_done and buffer.reissue():
+            return 0
+        return max(0, min(buffer.room(buffer.published), total - ledger.consumed - len(ledger.live)))
 
-    async def wait_ready(self, step: int, timeout_s: float) -> bool:
-        """True as soon as the batch of `step`, the next one, can be taken."""
-        return bool(await self._poll(lambda: self.buffer.ready(step), timeout_s))
+    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
+        """True as soon as the batch of `step`, the next one, can be taken.
+
+        `wave`: the groups of the whole run, in synchronous schedules: everything that may be admitted has to be there
+        first, so that a phase cut short by the end of a plan begins as a whole one does.
+        """
+
+        def ready() -> bool:
+            if wave is not None and (self.buffer.reissue() or self._room(False, wave)):
+                return False
+            return self.buffer.ready(step)
+
+        return bool(await self._poll(ready, timeout_s))
 
     async def _poll(self, value: Callable[[], Any], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
