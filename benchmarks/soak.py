@@ -26,7 +26,8 @@ ROLES = ("RolloutShell", "LearnerShell", "BufferShell", "ScorerShell", "grading_
 QUICKSTART_SIZE = (  # instead of the fault suite's smallest
     "model.fresh.hidden_size=192",
     "model.fresh.layers=4",
-    "model.warmup.steps=70",
+    "task.args.min_digits=4",
+    "task.args.max_digits=8",
     "model.warmup.batch_size=128",
     "schedule.groups_per_step=64",
     "rollout.samples_per_prompt=8",
@@ -56,7 +57,7 @@ def slope(series: list[tuple[float, float]]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--kill-every", type=float, default=120, help="seconds")
+    parser.add_argument("--kill-every", type=float, default=120, help="seconds; 0: never")
     parser.add_argument("--learn-alike", help="run directory of an undisturbed run")
     chosen, words = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="rlcore-soak-")) / "job"
@@ -71,7 +72,7 @@ def main() -> int:
     begun, kills = time.monotonic(), 0
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     while (now := time.monotonic() - begun) < chosen.minutes * 60:
-        if now > (kills + 1) * chosen.kill_every:
+        if chosen.kill_every and now > (kills + 1) * chosen.kill_every:
             victims = job.find("RolloutShell")
             if victims:
                 victims[-1].kill()

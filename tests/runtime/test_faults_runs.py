@@ -96,7 +96,7 @@ def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_pa
     run.wait_for(lambda: "bf16-1 is removed" in run.text, what="its removal")
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
-    assert len(processes(run, "RolloutShell")) == 1
+    run.wait_for(lambda: len(processes(run, "RolloutShell")) == 1, what="the end of the removed actor's process")
     assert main(["scale", f"run_dir={run_dir}", "actor.fp8.count=1"]) == 0
     run.wait_for(lambda: "rlcore scale was refused" in run.text, what="a refusal that ends nothing")
     run.process.send_signal(signal.SIGTERM)
