@@ -5,6 +5,7 @@ import pytest
 from rlcore.config.compose import from_yaml, load
 from rlcore.errors import UserError
 
+DISTILL = "learner.distill={}"
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, tiny"]),
@@ -77,6 +78,23 @@ REFUSED = [  # words; parts that the sentence must hold
     (["learner.ranks=2", "schedule.groups_per_step=1"], ["learner.ranks=2", "schedule.groups_per_step=1"]),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
     (["+task@evaluation.tasks.digits=arithmetic"], ["evaluation.tasks.digits"]),
+    (["learner.train_sparse=true"], ["learner.train_sparse", "actor.bf16.kind=bf16"]),
+    ([DISTILL], ["learner.distill", "actor.bf16.kind=bf16"]),
+    (["actor=[sparse,bf16]", DISTILL], ["learner.distill", "actor.sparse.kind=sparse", "actor.bf16.kind=bf16"]),
+    (["actor=sparse", DISTILL, "learner.train_sparse=true"], ["learner.distill", "learner.train_sparse=true"]),
+    (["actor=sparse", DISTILL, "learner.lora={rank:4}"], ["learner.distill", "learner.lora=null"]),
+    (["actor=sparse", DISTILL, "learner.zero_stage=3"], ["learner.zero_stage=3", "0, 1 or 2"]),
+    (
+        ["actor=sparse", "learner.distill={kl:topk}", "rollout.logprobs_k=0"],
+        ["learner.distill.kl=topk", "logprobs_k=0"],
+    ),
+    (["actor=sparse", DISTILL, "cluster.transport=gloo"], ["cluster.transport=gloo", "object_store or disk"]),
+    (["learner.draft={}"], ["learner.draft", "actor=draft"]),
+    (
+        ["actor=draft", "actor.draft.draft_path=y", "evaluation.dense_actor=false"],
+        ["evaluation.dense_actor=false", "actor.draft"],
+    ),
+    (["experiment=draft_frozen", "model.path=x"], ["actor.draft.draft_fresh", "model.path=x"]),
 ]
 
 

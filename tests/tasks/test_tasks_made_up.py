@@ -21,6 +21,7 @@ CASES = [
     ("countdown", {"style": "short", "max_number": 9, "max_target": 99, "use_all": True}),
     ("sudoku4x4", {}),
     ("sudoku4x4", {"style": "short", "min_empty": 1, "max_empty": 6}),
+    ("digits", {"op": "copy", "min_digits": 96, "max_digits": 96, "credit": "digits"}),
 ]
 FIRST_HELDOUT = [
     ("5418=", "1458"),
@@ -110,6 +111,18 @@ def test_problems_of_the_first_version_have_not_moved():
     # Runs are compared over months: a change of the order of problems must be deliberate.
     items = [make_task(name, {**args}).item("heldout", 0) for name, args in (CASES[0], CASES[2], CASES[4], CASES[6])]
     assert [(item.question, item.answer) for item in items] == FIRST_HELDOUT
+
+
+def test_digits_credit_is_the_share_of_digits_that_stand_right():
+    task = make_task("digits", {"op": "copy", "min_digits": 40, "max_digits": 40, "credit": "digits"})
+    item = task.item("train", 0)
+    wrong = "".join("1" if d == "0" else "0" for d in item.answer)
+    for right in (0, 13, 39):
+        verdict = task.grade(item, item.answer[:right] + wrong[right:])
+        assert verdict.reward == pytest.approx(right / 40) and verdict.parts == {"correct": 0.0}
+    assert task.grade(item, item.answer[:10]).reward == pytest.approx(10 / 40)
+    too_long = task.grade(item, item.answer + "00000")
+    assert too_long.reward == pytest.approx(40 / 45) and too_long.parts == {"correct": 0.0}
 
 
 def test_countdown_expressions():
