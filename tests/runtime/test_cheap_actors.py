@@ -1,6 +1,7 @@
 """Whole runs on actors that are cheaper than the policy: what samples, what is trained, what is published to whom."""
 
 import json
+from pathlib import Path
 
 import pytest
 from conftest import rows
@@ -71,6 +72,21 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, tmp_pa
     changed = {n for n in dense if not (dense[n] == merged[n]).all()}
     assert changed == {n for n in dense if "_proj" in n}
     assert (out / "sparse" / "adapter" / "adapter_config.json").is_file()
+
+
+def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
+    _run(command, *words, "schedule.steps=2")
+    _run(command, "train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=4")
+    found = rows(run_dir)
+    assert len(found) == 4 and any(r["grad_norm"] > 0 for r in found)
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found)  # the engine has what the learner differentiates
+    _run(command, "export", f"run_dir={run_dir}", f"out={out}")
+    adapter = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    start = load_file(Path(adapter["base_model_name_or_path"]) / "model.safetensors")
+    merged = load_file(out / "model.safetensors")
+    assert {n for n in start if not (start[n] == merged[n]).all()} == {n for n in start if "_proj" in n}
 
 
 def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_path):
