@@ -29,6 +29,8 @@ Row = dict[str, Any]
 KINDS: dict[str, Row] = {
     "bf16": {},
     "fp8": {"quantization": "fp8"},
+    "fp8, channel": {"quantization": "fp8", "scales": "channel"},
+    "fp8, block": {"quantization": "fp8", "scales": "block"},
     "fp8 + fp8 kv": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 

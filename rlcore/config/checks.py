@@ -262,6 +262,11 @@ def _quantisation(key: str, actor: ActorConfig) -> None:
         "real thing: use rounding=none with kind=fp8.",
     )
     _refuse(
+        actor.scales != "tensor" and actor.rounding == "none" and actor.kind != "fp8",
+        f"{key}.scales={actor.scales} is about quantised weights, and {key}.kind={actor.kind} has none: leave it "
+        "tensor.",
+    )
+    _refuse(
         actor.kind == "fp8" and on_cpu and actor.rounding == "none",
         f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, or {key}.num_gpus=1.",
     )

@@ -88,6 +88,9 @@ class ActorConfig(Strict):
     rounding: Literal["none", "fp8", "int8", "int4"] = Field(
         default="none", description="emulated weight rounding (CPU)"
     )
+    scales: Literal["tensor", "channel", "block"] = Field(
+        default="tensor", description="of quantised weights: one a tensor, an output channel or a 128 x 128 block"
+    )
     fp8_kv_cache: bool = Field(default=False, description="GPU: keys and values in FP8")
     keep_high_precision: list[str] = Field(
         default_factory=lambda: ["lm_head", "embed_tokens"],

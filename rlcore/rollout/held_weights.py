@@ -9,7 +9,7 @@ import torch
 
 from rlcore.rollout.model_folder import read_shapes, read_weights
 from rlcore.weights.checksum import tensor_checksum
-from rlcore.weights.rounding import Rounding, round_weights
+from rlcore.weights.rounding import Granularity, Rounding, round_weights
 
 
 class HeldWeights:
@@ -22,12 +22,13 @@ class HeldWeights:
         *,
         dtype: torch.dtype,
         rounding: Rounding,
+        scales: Granularity,
         keep_high_precision: Sequence[str],
         quantised: bool,
     ) -> None:
         """`rpc(method, *args)` calls the worker extension of an engine that has just loaded `model_path`."""
         self._rpc = rpc
-        self._dtype, self._rounding, self._quantised = dtype, rounding, quantised
+        self._dtype, self._rounding, self._scales, self._quantised = dtype, rounding, scales, quantised
         self._keep_precise = tuple(keep_high_precision)
         self._shapes = read_shapes(model_path)
         self._arrived: dict[str, tuple[int, int | None]] = {}  # name -> checksums (as published, as held)
@@ -54,7 +55,9 @@ class HeldWeights:
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. Raises RuntimeError if vLLM did not take every one: the engine must not serve then."""
         self._arrived = {}
-        rounded = round_weights(tensors, self._rounding, keep_high_precision=self._keep_precise)
+        rounded = round_weights(
+            tensors, self._rounding, keep_high_precision=self._keep_precise, granularity=self._scales
+        )
         served = {n: t.to(self._dtype) for n, t in rounded.items()}
         for name, published in tensors.items():
             if self._quantised:

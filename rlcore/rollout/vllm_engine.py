@@ -28,11 +28,12 @@ from rlcore.rollout.checks import check_length, check_settings, check_vocabulary
 from rlcore.rollout.held_weights import HeldWeights
 from rlcore.rollout.model_folder import read_config
 from rlcore.rollout.prompt_lengths import PROMPT_LEN
+from rlcore.rollout.quantization import quantization_options
 from rlcore.rollout.segments import Sample
 from rlcore.rollout.stop_text import StopWatcher
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, FinishReason, OnPublish, Request, SamplingSpec, Trajectory
-from rlcore.weights.rounding import Rounding
+from rlcore.weights.rounding import Granularity, Rounding
 
 if TYPE_CHECKING:
     from rlcore.attention.block_topk import BlockTopK
@@ -90,6 +91,7 @@ class VllmEngine:
         quantization: Literal["fp8"] | None = None,
         kv_cache_dtype: str = "auto",
         rounding: Rounding = "none",
+        scales: Granularity = "tensor",
         keep_high_precision: Sequence[str] = ("lm_head", "embed_tokens"),
         logit_noise: float = 0.0,
         temperature_scale: float = 1.0,
@@ -101,9 +103,9 @@ class VllmEngine:
 
         logprobs_k: the most top log-probs a request may ask for. kv_on_update: what an in-flight update does with the
         keys and values of running requests. rounding: emulated precision, applied to every set of weights before it
-        is loaded. sparse: attend by this rule; it then holds for every engine started later in this process.
-        policy_path: the learner's model folder, whose vocabulary must be this model's. version: policy version of the
-        weights in `model_path`.
+        is loaded. scales: of quantised weights, emulated or vLLM's. sparse: attend by this rule; it then holds for
+        every engine started later in this process. policy_path: the learner's model folder, whose vocabulary must be
+        this model's. version: policy version of the weights in `model_path`.
         Raises UserError for settings or a model folder that cannot work.
         """
         config = read_config(model_path)
@@ -140,7 +142,7 @@ class VllmEngine:
             enforce_eager=enforce_eager,
             enable_prefix_caching=prefix_caching,
             max_logprobs=max(1, min(logprobs_k, self._vocab)),
-            quantization=quantization,
+            **quantization_options(quantization, scales, keep_high_precision),
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
@@ -155,6 +157,7 @@ class VllmEngine:
             self._rpc,
             dtype=torch_dtype,
             rounding=rounding,
+            scales=scales,
             keep_high_precision=keep_high_precision,
             quantised=quantization is not None,
         )

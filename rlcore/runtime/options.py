@@ -114,11 +114,12 @@ def describe_actor(label: str, actor: ActorConfig) -> str:
     """One line on what samples under this label."""
     if actor.rounding != "none":
         what = (
-            f"{actor.rounding} emulated: weights rounded to {actor.rounding} and back before loading, "
-            f"arithmetic in {actor_dtype(actor)}"
+            f"{actor.rounding} emulated: weights rounded to {actor.rounding} and back before loading, one scale a "
+            f"{actor.scales}, arithmetic in {actor_dtype(actor)}"
         )
     elif actor.kind == "fp8":
-        what = f"vLLM's FP8 (W8A8, dynamic scales){', FP8 KV cache' if actor.fp8_kv_cache else ''}"
+        cache = ", FP8 KV cache" if actor.fp8_kv_cache else ""
+        what = f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales}){cache}"
     elif actor.sparse is not None:
         budget = f"{actor.sparse.blocks} pages" if actor.sparse.blocks else f"{actor.sparse.share:g} of the pages"
         prompts = "" if actor.sparse.sparse_prompt else ", prompts dense"
@@ -256,6 +257,7 @@ def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, n
         "kv_cache_dtype": "fp8" if actor.fp8_kv_cache else "auto",
         "sparse": sparse_rule(actor),
         "rounding": actor.rounding,
+        "scales": actor.scales,
         "keep_high_precision": tuple(actor.keep_high_precision),
         "logit_noise": actor.logit_noise,
         "temperature_scale": actor.temperature_scale,

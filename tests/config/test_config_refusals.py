@@ -70,6 +70,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["actor=fp8", "actor.fp8.rounding=none"], ["actor.fp8.kind=fp8", "int8"]),
     (["actor=fp8", "actor.fp8.num_gpus=1"], ["actor.fp8.rounding=fp8", "rounding=none"]),
     (["actor=fp8", "actor.fp8.fp8_kv_cache=true"], ["actor.fp8.fp8_kv_cache"]),
+    (["actor.bf16.scales=channel"], ["actor.bf16.scales=channel", "kind=bf16"]),
     (["actor.bf16.num_gpus=2"], ["actor.bf16.num_gpus=2", "tensor_parallel=1", "count"]),
     (["actor.bf16.tensor_parallel=2"], ["actor.bf16.tensor_parallel=2", "count"]),
     (["actor.bf16.max_batched_tokens=64"], ["actor.bf16.max_batched_tokens=64", "model.max_len=128"]),

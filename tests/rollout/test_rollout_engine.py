@@ -11,6 +11,7 @@ from rlcore.errors import UserError
 from rlcore.models import build_fresh_model, load_tokenizer
 from rlcore.rollout.checks import check_length, check_vocabulary
 from rlcore.rollout.model_folder import read_config
+from rlcore.rollout.quantization import quantization_options
 from rlcore.rollout.stop_text import cut_at_stop
 
 
@@ -152,6 +153,23 @@ def test_k_of_the_whole_vocabulary_and_beyond_is_padded(start, model_a, ask, fin
     for t in finish(engine):
         assert t.topk_ids.shape[1] == 50 and (t.topk_ids[:, vocab:] == -1).all()
         np.testing.assert_allclose(np.exp(t.topk_logp).sum(1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "channel", "block"])
+def test_vllm_knows_the_quantisation_that_is_asked_of_it_on_gpus(scales):
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    config = OnlineQuantizationConfig(
+        resolve_quantization_config(**quantization_options("fp8", scales, ["lm_head", "layers.0."]))
+    )
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    kept, quantised = (
+        config.resolve_quant_method_cls(QKVParallelLinear, f"model.layers.{i}.self_attn.qkv_proj") for i in (0, 1)
+    )
+    assert kept is None
+    assert scales in quantised[1]
 
 
 def test_what_cannot_work_is_refused_before_an_engine_starts(model_a, tmp_path: Path, start):

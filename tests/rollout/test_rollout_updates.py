@@ -163,13 +163,13 @@ def test_untied_embeddings_are_checked_on_their_own(start, build, tmp_path, ask,
         np.testing.assert_allclose(t.logp_inf, b.sampled(t), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
-def test_rounding_is_applied_to_every_set_of_weights(start, model_a, model_b, ask, finish, kind):
-    engine = start(model_a, rounding=kind, actor_kind="fp8")
+@pytest.mark.parametrize(("kind", "scales"), [("fp8", "tensor"), ("int4", "channel")])
+def test_rounding_is_applied_to_every_set_of_weights(start, model_a, model_b, ask, finish, kind, scales):
+    engine = start(model_a, rounding=kind, scales=scales, actor_kind="fp8")
     for version, model in ((0, model_a), (1, model_b)):
         if version:
             engine.update_weights(version, model.tensors, "in_flight")
-        rounded = round_weights(model.tensors, kind)
+        rounded = round_weights(model.tensors, kind, granularity=scales)
         verify_tensors(make_manifest(version, model.tensors, full=False, seed=0), rounded)
         with torch.no_grad():
             reference = {n: p.clone() for n, p in model.hf.named_parameters()}
