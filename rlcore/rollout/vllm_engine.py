@@ -1,71 +1,28 @@
-"""The vLLM engine as a sampler whose weights change between two decode steps. The file that imports vLLM.
-
-The engine core is driven directly and its outputs are kept as the arrays they are: vLLM's own output processor turns
-every log-prob into Python objects, which costs more than computing them (see benchmarks/rollout_logprobs.py).
-"""
+"""The vLLM engine as a sampler whose weights change between two decode steps: requests, versions, drains."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.engine import FinishReason as VllmFinish
-from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from rlcore.errors import UserError
 from rlcore.models import load_tokenizer
 from rlcore.rollout.checks import check_length, check_settings, check_vocabulary
 from rlcore.rollout.held_weights import HeldWeights
 from rlcore.rollout.model_folder import read_config
-from rlcore.rollout.prompt_lengths import PROMPT_LEN
 from rlcore.rollout.quantization import quantization_options
 from rlcore.rollout.segments import Sample
 from rlcore.rollout.stop_text import StopWatcher
+from rlcore.rollout.vllm_core import Output, VllmCore, engine_dtype, on_cpu
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, FinishReason, OnPublish, Request, SamplingSpec, Trajectory
 from rlcore.weights.rounding import Granularity, Rounding
 
 if TYPE_CHECKING:
     from rlcore.attention.block_topk import BlockTopK
-
-_EXTENSION = "rlcore.rollout.worker_extension.WeightExtension"
-_FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
-
-
-class NoiseProcessor(LogitsProcessor):
-    """Gaussian noise on the logits, to make a mismatch on purpose. vLLM's processed log-probs include it.
-
-    The noise depends on (request seed, position) alone, so on neither the batch nor a recomputation.
-    """
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._std = float(vllm_config.additional_config["logit_noise"])
-        self._device = device
-        self._rows: dict[int, tuple[int, list[int]]] = {}  # batch row -> (request seed, its output tokens so far)
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def update_state(self, batch_update: Any) -> None:
-        process_dict_updates(self._rows, batch_update, lambda params, _, out: (int(params.seed or 0), out))
-
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        generator = torch.Generator()
-        for row, (seed, output) in self._rows.items():
-            generator.manual_seed(derive_seed(seed, "rollout/logit_noise", len(output)))
-            noise = torch.randn(logits.shape[1], generator=generator)
-            logits[row] += self._std * noise.to(logits.device, logits.dtype)
-        return logits
 
 
 class VllmEngine:
@@ -112,7 +69,7 @@ class VllmEngine:
         check_length(config, max_len)
         check_vocabulary(model_path, policy_path)
         check_settings(
-            on_cpu=current_platform.is_cpu(),
+            on_cpu=on_cpu(),
             tensor_parallel=tensor_parallel,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
@@ -124,16 +81,17 @@ class VllmEngine:
         self.actor_id, self.actor_kind = actor_id, actor_kind
         self._max_len, self._max_k, self._vocab = max_len, logprobs_k, int(config["vocab_size"])
         self._keep_kv = kv_on_update == "keep"
-        self._temperature_scale = temperature_scale
         self._tokenizer = load_tokenizer(model_path)
         self._active: dict[str, Sample] = {}  # request id -> sample, in order of admission
         self._held: list[Sample] = []  # not started, waiting for a drain to end
         self._draining = False
         self._ready: list[Trajectory] = []  # finished during a blocking drain
         self._step_tokens = 0
-        self._params: dict[SamplingSpec, SamplingParams] = {}
-        torch_dtype = _engine_dtype(dtype)
-        args = _engine_args(
+        torch_dtype = engine_dtype(dtype)
+        self._core = VllmCore(
+            vocab=self._vocab,
+            temperature_scale=temperature_scale,
+            sparse=sparse,
             model=model_path,
             dtype=torch_dtype,
             max_model_len=max_len,
@@ -147,21 +105,16 @@ class VllmEngine:
             kv_cache_gib=kv_cache_gib,
             gpu_memory_utilization=gpu_memory_utilization,
             logit_noise=logit_noise,
-            **({} if sparse is None else {"block_size": sparse.block_size}),
         )
-        self._llm = _start(args, sparse)
-        self._core = self._llm.engine_core
-        self._tasks = self._llm.get_supported_tasks()
         self._weights = HeldWeights(
             model_path,
-            self._rpc,
+            self._core.rpc,
             dtype=torch_dtype,
             rounding=rounding,
             scales=scales,
             keep_high_precision=keep_high_precision,
             quantised=quantization is not None,
         )
-        self._runner().sampler.gather_logprobs = _gather_logprobs
         self._warm_up()
         gc.collect()
         gc.freeze()  # the loaded modules never die: keep the collector from walking them during generation
@@ -205,45 +158,26 @@ class VllmEngine:
     def _submit(self, sample: Sample) -> None:
         """Hand a sample to the engine core: the prompt, then the tokens it has so far."""
         request = sample.request
-        params = self._sampling_params(request.sampling)
-        params.max_tokens = sample.budget - len(sample.tokens)
         seed = request.seed
         if sample.segments:  # never the draws of an earlier segment again
             seed = derive_seed(seed, "rollout/resubmit", sample.segments)
-        params.seed = seed
-        params.extra_args = {PROMPT_LEN: len(request.prompt_ids)}  # sparse attention: resubmitted tokens are response
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": [*map(int, request.prompt_ids), *sample.tokens]}
-        if self._keep_kv:  # blocks of older weights stay cached: a salt keeps new requests from reusing them
-            prompt["cache_salt"] = f"v{self.version}"
-        core_request = self._llm.input_processor.process_inputs(
+        self._core.add(
             request.request_id,
-            prompt,  # type: ignore[arg-type]
-            params,
-            supported_tasks=self._tasks,
+            [*map(int, request.prompt_ids), *sample.tokens],
+            request.sampling,
+            max_tokens=sample.budget - len(sample.tokens),
+            seed=seed,
+            prompt_len=len(request.prompt_ids),
+            # blocks of older weights stay cached: a salt keeps new requests from reusing them
+            cache_salt=f"v{self.version}" if self._keep_kv else None,
         )
-        core_request.external_req_id = request.request_id
-        self._core.add_request(core_request)
         self._active[request.request_id] = sample
-
-    def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
-        """A template per kind of request; vLLM copies it when a request is queued."""
-        if spec not in self._params:
-            self._params[spec] = SamplingParams(
-                temperature=spec.temperature * self._temperature_scale,
-                top_p=spec.top_p,
-                top_k=spec.top_k,
-                min_p=spec.min_p,
-                logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
-                flat_logprobs=True,
-                detokenize=False,
-            )
-        return self._params[spec]
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         ids = set(request_ids)
         self._held = [s for s in self._held if s.request.request_id not in ids]
-        self._core.abort_requests([i for i in ids if self._active.pop(i, None) is not None])
+        self._core.abort([i for i in ids if self._active.pop(i, None) is not None])
 
     def unfinished(self) -> int:
         """Requests queued, running or held back by a drain."""
@@ -251,14 +185,7 @@ class VllmEngine:
 
     def running(self) -> int:
         """Requests in the current batch."""
-        return len(self._scheduler.running)
-
-    def _runner(self) -> Any:
-        return self._llm.model_executor.driver_worker.model_runner
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._core.engine_core.scheduler  # type: ignore[attr-defined]
+        return self._core.running()
 
     # -- decoding ----------------------------------------------------------------------------------------------------
 
@@ -273,29 +200,23 @@ class VllmEngine:
 
     def _decode(self) -> list[Trajectory]:
         done = []
-        outputs = self._core.get_output().outputs
         self._step_tokens = 0
-        for out in outputs:
+        for out in list(self._core.step()):
             sample = self._active.get(out.request_id)
             if sample is None:
                 continue
-            tokens = out.new_token_ids
-            self._step_tokens += len(tokens)
-            sample.extend(tokens, out.new_logprobs[:2] if out.new_logprobs is not None else None)
+            self._step_tokens += len(out.tokens)
+            sample.extend(out.tokens, out.rows)
             if (reason := self._finish_reason(sample, out)) is not None:
                 del self._active[out.request_id]
                 done.append(sample.finish(reason, self.actor_id, self.actor_kind))
         return done
 
-    def _finish_reason(self, sample: Sample, out: EngineCoreOutput) -> FinishReason | None:
-        if out.finish_reason is not None:
-            if out.finish_reason not in _FINISH:
-                raise RuntimeError(f"vLLM ended {out.request_id} with {out.finish_reason.name}: {out.stop_reason}")
-            return _FINISH[out.finish_reason]
-        if sample.watcher is not None and any([sample.watcher.push(t) for t in out.new_token_ids]):
-            self._core.abort_requests([out.request_id])
+    def _finish_reason(self, sample: Sample, out: Output) -> FinishReason | None:
+        if out.finish is None and sample.watcher is not None and any([sample.watcher.push(t) for t in out.tokens]):
+            self._core.abort([out.request_id])
             return "stop"
-        return None
+        return out.finish
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +285,7 @@ class VllmEngine:
         ids = [s.request.request_id for s in samples]
         for request_id in ids:
             del self._active[request_id]
-        self._core.abort_requests(ids)
+        self._core.abort(ids)
 
     def _resubmit(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
@@ -377,7 +298,7 @@ class VllmEngine:
         self.version = version
         if running and self._keep_kv:
             return  # old keys and values stay on purpose; new requests carry another cache salt
-        if not self._llm.reset_prefix_cache(reset_running_requests=running):
+        if not self._core.forget_prefixes(running=running):
             raise RuntimeError("vLLM did not drop its prefix cache: keys and values of older weights would be reused")
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
@@ -388,9 +309,6 @@ class VllmEngine:
         """Hugging Face names of all weights, tied ones once."""
         return self._weights.names()
 
-    def _rpc(self, method: str, *args: Any) -> Any:
-        return self._llm.collective_rpc(method, args=args)[0]
-
     # -- start and end -----------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
@@ -400,69 +318,8 @@ class VllmEngine:
         self.add([Request(-1, i, "warm-up", prompt, spec, seed=i, purpose="warm-up") for i in range(2)])
         while self._active:
             self._decode()
-        self._llm.reset_prefix_cache()
+        self._core.forget_prefixes()
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
-        self._core.shutdown()
-
-
-def _engine_dtype(dtype: str) -> torch.dtype:
-    """auto: float32 on CPU, bfloat16 on GPU (vLLM's own auto would make float32 checkpoints half precision)."""
-    if dtype == "auto":
-        return torch.float32 if current_platform.is_cpu() else torch.bfloat16
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-
-
-def _gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-    """vLLM's Sampler.gather_logprobs without the sampled token's rank, which nobody here reads and which costs most.
-
-    `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
-    """
-    top, top_ids = torch.topk(logprobs, num_logprobs, dim=-1)
-    sampled = token_ids.unsqueeze(-1)
-    ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
-    rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
-    return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
-
-
-def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:
-    """The engine; a sparse rule replaces the platform's attention backend first."""
-    if sparse is None:
-        return LLMEngine.from_engine_args(args)
-    name = "sparse_backend_cpu" if current_platform.is_cpu() else "sparse_backend_gpu"
-    backend = importlib.import_module(f"rlcore.rollout.{name}")
-    backend.install(sparse)
-    llm = LLMEngine.from_engine_args(args)
-    backend.bind(llm.model_executor.driver_worker.model_runner)
-    return llm
-
-
-def _engine_args(*, kv_cache_gib: float, logit_noise: float, **common: Any) -> EngineArgs:
-    if current_platform.is_cpu():
-        _keep_weights_live()
-        # A prompt cut into chunks draws once too often from its seeded generator, and vLLM can rewind only GPU ones.
-        common["enable_chunked_prefill"] = False
-        common["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
-    if logit_noise:
-        common["logits_processors"] = [NoiseProcessor]
-        common["additional_config"] = {"logit_noise": logit_noise}
-    return EngineArgs(
-        **common,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        async_scheduling=False,
-        disable_log_stats=True,
-        worker_extension_cls=_EXTENSION,
-        seed=0,
-    )
-
-
-def _keep_weights_live() -> None:
-    """Keep vLLM's CPU linears from packing their weights away at load: packed ones cannot be updated in place, and a
-    reload silently leaves the tied LM head on its old copy."""
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.utils as layers
-
-    ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = lambda *_: False
+        self._core.close()

@@ -1,0 +1,222 @@
+"""vLLM's engine core, driven directly. The file that imports vLLM (besides the attention backends beside it).
+
+Its outputs are kept as the arrays they are: vLLM's own output processor turns every log-prob into Python objects, which
+costs more than computing them (see benchmarks/rollout_logprobs.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine import FinishReason as VllmFinish
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from rlcore.rollout.prompt_lengths import PROMPT_LEN
+from rlcore.seeding import derive_seed
+from rlcore.types import FinishReason, SamplingSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from rlcore.attention.block_topk import BlockTopK
+
+_EXTENSION = "rlcore.rollout.worker_extension.WeightExtension"
+_FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
+
+
+class Output(NamedTuple):
+    """What one step sampled for one request."""
+
+    request_id: str
+    tokens: list[int]
+    rows: tuple[np.ndarray, np.ndarray] | None  # ids and log-probs [tokens, >= k+1], the sampled token first
+    finish: FinishReason | None
+
+
+class VllmCore:
+    """One in-process engine of vLLM: requests in, tokens and log-prob rows out, a step at a time."""
+
+    def __init__(self, *, vocab: int, temperature_scale: float, sparse: BlockTopK | None, **options: Any) -> None:
+        """Start it. `options`: `_engine_args`. `temperature_scale` multiplies every temperature that is asked for."""
+        if sparse is not None:
+            options["block_size"] = sparse.block_size
+        self._llm = _start(_engine_args(**options), sparse)
+        self._core = self._llm.engine_core
+        self._tasks = self._llm.get_supported_tasks()
+        self._vocab, self._temperature_scale = vocab, temperature_scale
+        self._params: dict[SamplingSpec, SamplingParams] = {}
+        self._llm.model_executor.driver_worker.model_runner.sampler.gather_logprobs = _gather_logprobs
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        spec: SamplingSpec,
+        *,
+        max_tokens: int,
+        seed: int,
+        prompt_len: int,
+        cache_salt: str | None,
+    ) -> None:
+        """Queue a request. `token_ids`: the prompt's `prompt_len` tokens, and those of the response sampled before.
+
+        `cache_salt`: only requests of the same salt share keys and values of equal prefixes.
+        """
+        params = self._sampling_params(spec)
+        params.max_tokens, params.seed = max_tokens, seed
+        params.extra_args = {PROMPT_LEN: prompt_len}  # sparse attention: resubmitted tokens are response
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(token_ids)}
+        if cache_salt is not None:
+            prompt["cache_salt"] = cache_salt
+        core_request = self._llm.input_processor.process_inputs(
+            request_id,
+            prompt,  # type: ignore[arg-type]
+            params,
+            supported_tasks=self._tasks,
+        )
+        core_request.external_req_id = request_id
+        self._core.add_request(core_request)
+
+    def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
+        """A template per kind of request; vLLM copies it when a request is queued."""
+        if spec not in self._params:
+            self._params[spec] = SamplingParams(
+                temperature=spec.temperature * self._temperature_scale,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                min_p=spec.min_p,
+                logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
+                flat_logprobs=True,
+                detokenize=False,
+            )
+        return self._params[spec]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests that are queued or running."""
+        self._core.abort_requests(request_ids)
+
+    def step(self) -> Iterable[Output]:
+        """One engine step. Raises RuntimeError if vLLM failed a request."""
+        for out in self._core.get_output().outputs:
+            if out.finish_reason is not None and out.finish_reason not in _FINISH:
+                raise RuntimeError(f"vLLM ended {out.request_id} with {out.finish_reason.name}: {out.stop_reason}")
+            rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
+            finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
+            yield Output(out.request_id, out.new_token_ids, rows, finish)
+
+    def running(self) -> int:
+        """Requests in the current batch."""
+        return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
+
+    def forget_prefixes(self, *, running: bool = False) -> bool:
+        """Drop cached keys and values; those of `running` requests are computed anew. False: vLLM did not do it."""
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+    def rpc(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker extension."""
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self._core.shutdown()
+
+
+class NoiseProcessor(LogitsProcessor):
+    """Gaussian noise on the logits, to make a mismatch on purpose. vLLM's processed log-probs include it.
+
+    The noise depends on (request seed, position) alone, so on neither the batch nor a recomputation.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._std = float(vllm_config.additional_config["logit_noise"])
+        self._device = device
+        self._rows: dict[int, tuple[int, list[int]]] = {}  # batch row -> (request seed, its output tokens so far)
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(self._rows, batch_update, lambda params, _, out: (int(params.seed or 0), out))
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator()
+        for row, (seed, output) in self._rows.items():
+            generator.manual_seed(derive_seed(seed, "rollout/logit_noise", len(output)))
+            noise = torch.randn(logits.shape[1], generator=generator)
+            logits[row] += self._std * noise.to(logits.device, logits.dtype)
+        return logits
+
+
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here."""
+    return bool(current_platform.is_cpu())
+
+
+def engine_dtype(dtype: str) -> torch.dtype:
+    """auto: float32 on CPU, bfloat16 on GPU (vLLM's own auto would make float32 checkpoints half precision)."""
+    if dtype == "auto":
+        return torch.float32 if on_cpu() else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def _gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+    """vLLM's Sampler.gather_logprobs without the sampled token's rank, which nobody here reads and which costs most.
+
+    `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
+    """
+    top, top_ids = torch.topk(logprobs, num_logprobs, dim=-1)
+    sampled = token_ids.unsqueeze(-1)
+    ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
+    rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
+    return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
+
+
+def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:
+    """The engine; a sparse rule replaces the platform's attention backend first."""
+    if sparse is None:
+        return LLMEngine.from_engine_args(args)
+    name = "sparse_backend_cpu" if on_cpu() else "sparse_backend_gpu"
+    backend = importlib.import_module(f"rlcore.rollout.{name}")
+    backend.install(sparse)
+    llm = LLMEngine.from_engine_args(args)
+    backend.bind(llm.model_executor.driver_worker.model_runner)
+    return llm
+
+
+def _engine_args(*, kv_cache_gib: float, logit_noise: float, **common: Any) -> EngineArgs:
+    if on_cpu():
+        _keep_weights_live()
+        # A prompt cut into chunks draws once too often from its seeded generator, and vLLM can rewind only GPU ones.
+        common["enable_chunked_prefill"] = False
+        common["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+    if logit_noise:
+        common["logits_processors"] = [NoiseProcessor]
+        common["additional_config"] = {"logit_noise": logit_noise}
+    return EngineArgs(
+        **common,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        async_scheduling=False,
+        disable_log_stats=True,
+        worker_extension_cls=_EXTENSION,
+        seed=0,
+    )
+
+
+def _keep_weights_live() -> None:
+    """Keep vLLM's CPU linears from packing their weights away at load: packed ones cannot be updated in place, and a
+    reload silently leaves the tied LM head on its old copy."""
+    import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as layers
+
+    ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *_: False
