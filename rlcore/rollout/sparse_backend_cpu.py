@@ -29,22 +29,18 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rlcore.attention.block_topk import BlockTopK, group_queries, page_summaries, select_pages
-from rlcore.attention.step_plan import DenseSpans, SparseRows, StepPlan, plan_step
+from rlcore.attention.step_plan import DenseSpans, SparseRows, StepPlan
 from rlcore.errors import UserError
-from rlcore.rollout.prompt_lengths import PromptLengths, bind_prompt_lengths
+from rlcore.rollout.prompt_lengths import bind_prompt_lengths
+from rlcore.rollout.sparse_rule import StepPlanner, installed_rule, set_rule
 
 ROW_CHUNK = 1024  # tokens whose scores exist at one time
 GATHER_BYTES = 4 << 20  # summaries gathered at one time; more than the caches hold is slower than request by request
 
-_installed: BlockTopK | None = None
-
 
 def install(rule: BlockTopK) -> None:
     """Make engines that start later in this process attend by `rule`. Raises UserError for a page size vLLM lacks."""
-    global _installed
-    if rule.block_size % 16:
-        raise UserError(f"actor.sparse.block_size={rule.block_size} must be a multiple of 16 on the CPU.")
-    _installed = rule
+    set_rule(rule, kernel="vLLM's CPU kernel")
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.SparseCPUBackend")
 
 
@@ -74,19 +70,12 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     sparse_rows: KernelRows | None = None  # one row for each planned row and KV head
 
 
-class SparseCPUBuilder(CPUAttentionMetadataBuilder):
+class SparseCPUBuilder(StepPlanner, CPUAttentionMetadataBuilder):
     """Plans each step once for all layers."""
-
-    prompt_lengths: PromptLengths | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if _installed is None:
-            raise RuntimeError("install() was not called in the process that hosts the model")
-        self.rule = _installed
-        if self.block_size != self.rule.block_size:
-            wanted = f"actor.sparse.block_size={self.rule.block_size}"
-            raise UserError(f"{wanted} does not match the engine's pages of {self.block_size} tokens.")
+        self.take_rule(self.block_size)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -96,13 +85,7 @@ class SparseCPUBuilder(CPUAttentionMetadataBuilder):
         md = SparseCPUMetadata(**vars(stock))
         if self.rule.dense_positions >= self.vllm_config.model_config.max_model_len:
             return md
-        r = common.num_reqs
-        prompts = None
-        if not self.rule.sparse_prompt:
-            if self.prompt_lengths is None:
-                raise RuntimeError("sparse_prompt=false: bind(model_runner) was not called after the engine started")
-            prompts = self.prompt_lengths(r)
-        md.plan = plan_step(self.rule, common.query_start_loc[: r + 1], common.seq_lens[:r], prompts)
+        md.plan = self.plan(common.query_start_loc, common.seq_lens, common.num_reqs)
         if md.plan.sparse is None:
             return md
         if (dense := md.plan.dense) is not None:
@@ -302,7 +285,7 @@ class SparseCPUBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [_installed.block_size if _installed is not None else MultipleOf(16)]
+        return [installed_rule().block_size]
 
     @staticmethod
     def get_impl_cls() -> type[SparseCPUImpl]:

@@ -35,9 +35,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from rlcore.attention.block_topk import BlockTopK
-from rlcore.attention.step_plan import StepPlan, plan_step
+from rlcore.attention.step_plan import StepPlan
 from rlcore.errors import UserError
-from rlcore.rollout.prompt_lengths import PromptLengths, bind_prompt_lengths
+from rlcore.rollout.prompt_lengths import bind_prompt_lengths
 from rlcore.rollout.sparse_rows_gpu import (
     Dense,
     Rows,
@@ -48,16 +48,12 @@ from rlcore.rollout.sparse_rows_gpu import (
     page_scores,
     summarise_pages,
 )
-
-_installed: BlockTopK | None = None
+from rlcore.rollout.sparse_rule import StepPlanner, installed_rule, set_rule
 
 
 def install(rule: BlockTopK) -> None:
     """Make engines that start later in this process attend by `rule`. Raises UserError for a page size vLLM lacks."""
-    global _installed
-    if rule.block_size % 16:
-        raise UserError(f"actor.sparse.block_size={rule.block_size} must be a multiple of 16 for FlashAttention.")
-    _installed = rule
+    set_rule(rule, kernel="FlashAttention")
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.SparseGPUBackend")
 
 
@@ -75,23 +71,19 @@ class SparseGPUMetadata(FlashAttentionMetadata):
     summarise: torch.Tensor | None = None  # [C] int64, physical blocks; None: the budget covers every context
 
 
-class SparseGPUBuilder(FlashAttentionMetadataBuilder):
+class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
     """Plans each step once for all layers."""
 
     supports_update_block_table: bool = False
-    prompt_lengths: PromptLengths | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rule = _rule()
-        if self.block_size != self.rule.block_size:
-            wanted = f"actor.sparse.block_size={self.rule.block_size}"
-            raise UserError(f"{wanted} does not match the engine's pages of {self.block_size} tokens.")
+        self.take_rule(self.block_size)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         captured = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return captured if _rule().sparse_prompt else AttentionCGSupport.NEVER
+        return captured if installed_rule().sparse_prompt else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -104,21 +96,15 @@ class SparseGPUBuilder(FlashAttentionMetadataBuilder):
             pages = -(-max_len // self.rule.block_size)
             md.rows, md.summarise = decode_rows(self.rule, md.seq_lens, md.block_table, pages)
         else:
-            plan = self._plan(common_attn_metadata)
+            plan = self._plan_on_host(common_attn_metadata)
             md.rows, md.dense, md.summarise = mixed_rows(plan, md.block_table)
         return md
 
-    def _plan(self, common: CommonAttentionMetadata) -> StepPlan:
+    def _plan_on_host(self, common: CommonAttentionMetadata) -> StepPlan:
         """On the host: upper bounds of the lengths are exact as long as there is no speculative decoding."""
         if common.seq_lens_cpu_upper_bound is None:
             raise RuntimeError("vLLM gave no lengths on the host: sparse attention needs the V1 model runner")
-        n = common.num_reqs
-        prompts = None
-        if not self.rule.sparse_prompt:
-            if self.prompt_lengths is None:
-                raise RuntimeError("sparse_prompt=false: bind(model_runner) was not called after the engine started")
-            prompts = self.prompt_lengths(n)
-        return plan_step(self.rule, common.query_start_loc_cpu[: n + 1], common.seq_lens_cpu_upper_bound[:n], prompts)
+        return self.plan(common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.num_reqs)
 
 
 class SparseGPUImpl(FlashAttentionImpl):
@@ -209,7 +195,7 @@ class SparseGPUBackend(FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [_rule().block_size]
+        return [installed_rule().block_size]
 
     @staticmethod
     def get_impl_cls() -> type[SparseGPUImpl]:
@@ -218,9 +204,3 @@ class SparseGPUBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SparseGPUBuilder]:
         return SparseGPUBuilder
-
-
-def _rule() -> BlockTopK:
-    if _installed is None:
-        raise RuntimeError("install() was not called in the process that hosts the model")
-    return _installed

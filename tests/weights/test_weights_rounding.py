@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import UserError
-from rlcore.weights.lora import merge_lora
 from rlcore.weights.rounding import is_rounded, round_tensor, round_weights
 
 
@@ -76,19 +75,3 @@ def test_only_linear_weights_are_rounded():
     assert not is_rounded("x.weight", torch.ones(3), ())
     with pytest.raises(UserError, match=r"actor\.rounding=fp4"):
         round_tensor(weight(0), "fp4")  # type: ignore[arg-type]
-
-
-def test_merged_lora_computes_what_base_plus_adapter_computes():
-    base = {"q.weight": weight(0, 12, 8).double(), "norm.weight": torch.ones(8).double()}
-    a, b = weight(1, 4, 8).double(), weight(2, 12, 4).double()
-    x = torch.randn(5, 8, dtype=torch.float64)
-    merged = merge_lora(base, {"q.weight": (a, b)}, scale=2.0)
-    want = x @ base["q.weight"].T + 2.0 * (x @ a.T) @ b.T
-    torch.testing.assert_close(x @ merged["q.weight"].T, want, atol=1e-6, rtol=0)
-    assert merged["norm.weight"] is base["norm.weight"] and not torch.equal(merged["q.weight"], base["q.weight"])
-    half = {n: t.bfloat16() for n, t in base.items()}
-    assert merge_lora(half, {"q.weight": (a, b)}, scale=1.0)["q.weight"].dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"v\.weight"):
-        merge_lora(base, {"v.weight": (a, b)}, scale=1.0)
-    with pytest.raises(ValueError, match=r"A \(4, 9\)"):
-        merge_lora(base, {"q.weight": (torch.ones(4, 9), b)}, scale=1.0)
