@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import Job, audit
 from harness import machine, read_rows, table
+from job import Job, audit
 
 
 def life(folder: Path, seconds: float) -> tuple[Job, str]:

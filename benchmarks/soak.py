@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from faults import Job, audit
 from harness import machine, read_rows, table
+from job import Job, audit
 
 ROLES = ("RolloutShell", "LearnerShell", "BufferShell", "ScorerShell", "grading_worker", "gcs_server", "raylet")
 

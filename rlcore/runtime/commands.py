@@ -16,8 +16,8 @@ from rlcore.models import build_fresh_model
 from rlcore.runtime import checkpoint as checkpoints
 from rlcore.runtime import options
 from rlcore.runtime.cluster import cluster
-from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.fleet import Publication
+from rlcore.runtime.learners import Learners
 from rlcore.runtime.preflight import open_run_dir, prepare
 from rlcore.runtime.session import Session
 from rlcore.runtime.warmup import starting_model, supervise, with_drafts
@@ -99,16 +99,8 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
     if folder is not None:
         version = int(checkpoints.state_of(folder)["progress"]["step"])
         session.each_learner("load", str(folder / "learner"), what="the learner to load its checkpoint")
-        await session.fleet.publish(_publication(config, session, folder, version))
-    evaluator = Evaluator(
-        options.evaluation(config),
-        tasks=prepared.eval_prompts,
-        sampling=prepared.requests.sampling,
-        fleet=session.fleet,
-        scorer=session.scorer,
-        run_seed=config.seed,
-        on_samples=lambda version, label, verdicts: None,
-    )
+        await session.fleet.publish(await _publication(config, session, folder, version))
+    evaluator = session.evaluator(prepared, lambda version, label, verdicts: None)
     await evaluator.start(version)
     collecting = asyncio.create_task(evaluator.collect(wait=True))
     while not (await asyncio.wait([collecting], timeout=config.cluster.heartbeat_s))[0]:
@@ -117,17 +109,19 @@ async def _evaluate(config: RunConfig, session: Session, prepared: Any, folder: 
     return collecting.result()
 
 
-def _publication(config: RunConfig, session: Session, folder: Path, version: int) -> Publication:
+async def _publication(config: RunConfig, session: Session, folder: Path, version: int) -> Publication:
     """The weights of a checkpoint, for every kind of actor."""
-    common = (version, options.wire_dtype(config), True, config.seed, None)
-    manifest, handle = session.each_learner("publish", *common, what="the weights")[0]
-    others = {}
-    if config.learner.distill is not None:
-        others["sparse"] = session.each_learner("publish", *common, True, what="the sparse copy's weights")[0]
     if session.draft_learners:
         session.each_learner("load", str(folder / "draft"), what="the draft's learner to load its state", draft=True)
-        others["draft"] = session.each_learner("publish", *common, what="the draft's weights", draft=True)[0]
-    return Publication(manifest, handle, others)
+    learners = Learners(session.learners, session.draft_learners, timeout_s=config.schedule.step_timeout_s)
+    return await learners.publish(
+        version,
+        options.wire_dtype(config),
+        True,
+        config.seed,
+        resumed=None,
+        sparse_copy=config.learner.distill is not None,
+    )
 
 
 def export(config: RunConfig, named: str | None, out: str) -> int:

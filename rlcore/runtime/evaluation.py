@@ -16,6 +16,8 @@ from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.requests import evaluation_requests
 from rlcore.types import Request, SamplingSpec
 
+OnSamples = Callable[[int, str, list[dict[str, Any]]], None]  # version, label, some of its verdicts
+
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
@@ -51,7 +53,7 @@ class Evaluator:
         fleet: Fleet,
         scorer: Any,
         run_seed: int,
-        on_samples: Callable[[int, str, list[dict[str, Any]]], None],
+        on_samples: OnSamples,
     ) -> None:
         self.plan, self.tasks, self.fleet, self.scorer = plan, tasks, fleet, scorer
         self.run_seed, self._on_samples = run_seed, on_samples

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ActorConfig, RunConfig
-from rlcore.runtime.controller import Plan
 from rlcore.runtime.evaluation import EvalPlan
 from rlcore.runtime.fleet import POLICY
+from rlcore.runtime.plan import Plan
 from rlcore.types import ActorKind, SamplingSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.runtime import options, shells
 from rlcore.runtime.cluster import free_port, get
+from rlcore.runtime.evaluation import Evaluator, OnSamples
 from rlcore.runtime.fleet import Fleet, Member, Purpose, Spawned
+from rlcore.runtime.preflight import Prepared
 from rlcore.runtime.weights import GROUPS
 
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
@@ -40,55 +42,17 @@ class Session:
         self.config, self.model_path, self.run_dir, self._note = config, model_path, run_dir, note
         self.timeout_s = config.cluster.start_timeout_s
         self.transport = (config.cluster.transport, str(run_dir / "weights"))
+        self._starting: list[tuple[Any, str]] = []  # answers to wait for, and of whom
         buffer_name = f"buffer-{secrets.token_hex(8)}"  # by name, it outlives the arguments of whoever is restarted
         self.buffer = _remote(shells.BufferShell, num_cpus=0, name=buffer_name).remote()
-        starting = [(self.buffer.start.remote(options.buffer(config)), "the replay buffer to start")]
-        self.scorer: Any = None
-        members: list[Member] = []
-        if with_actors:
-            # Ray restarts the graders' process under the same handle and repeats calls that it did not answer.
-            scorer = _remote(
-                shells.ScorerShell,
-                num_cpus=0,
-                max_concurrency=8,
-                max_restarts=config.cluster.max_restarts,
-                max_task_retries=-1,
-            )
-            self.scorer = scorer.remote(buffer_name, options.scorer(config), model_path)
-            starting.append((self.scorer.start.remote(), "the graders to start"))
-            dense = options.evaluation_actor(config)
-            kinds: dict[str, tuple[ActorConfig, Purpose]] = {
-                label: (actor, "training" if dense else "all") for label, actor in config.actor.items()
-            }
-            if dense is not None:
-                kinds["evaluation"] = (dense, "evaluation")
-            for label, (actor, purpose) in kinds.items():
-                for i in range(actor.count):
-                    spawn = self._spawner(label, actor)
-                    spawned = spawn(f"{label}-{i}")
-                    weights = options.actor_weights(config, actor)
-                    name = f"{label}-{i}"
-                    members.append(Member(name, label, spawn, spawned.handle, purpose=purpose, weights=weights))
-                    starting.append((spawned.started, f"rollout actor {label}-{i} to start"))
-        self.learners = self._spawn_learners(config.learner.ranks) if with_learner else []
-        master = ("127.0.0.1", free_port(config.learner.port))
-        if with_learner and config.cluster.address:
-            master = get(self.learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
-        for rank, learner in enumerate(self.learners):
-            arguments = options.learner(config, model_path, rank, master, pad_id)
-            starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
+        self._starting.append((self.buffer.start.remote(options.buffer(config)), "the replay buffer to start"))
+        self.scorer = self._start_scorer(buffer_name) if with_actors else None
+        members = self._start_actors() if with_actors else []
+        self.learners: list[Any] = []
         self.draft_learners: list[Any] = []
-        if with_learner and config.learner.draft is not None:
-            self.draft_learners = self._spawn_learners(config.learner.draft.ranks)
-            draft_path = next(iter(config.actor.values())).draft_path
-            assert draft_path is not None
-            meeting = ("127.0.0.1", free_port())
-            if config.cluster.address:
-                meeting = get(self.draft_learners[0].address.remote(), timeout_s=60, what="an address", key="cluster")
-            for rank, learner in enumerate(self.draft_learners):
-                arguments = options.draft_learner(config, model_path, draft_path, rank, meeting, pad_id)
-                starting.append((learner.start.remote(arguments), f"the draft's learner rank {rank} to start"))
-        for ref, what in starting:  # the cluster's end takes down what has started, should one of them fail
+        if with_learner:
+            self._start_learners(pad_id)
+        for ref, what in self._starting:  # the cluster's end takes down what has started, should one of them fail
             get(ref, timeout_s=self.timeout_s, what=what, key="cluster.start_timeout_s")
         if config.cluster.transport in GROUPS and self.learners and members:
             self._join_transport(members)
@@ -101,6 +65,74 @@ class Session:
             max_restarts=config.cluster.max_restarts,
             joined=config.cluster.transport in GROUPS,
             log=note,
+        )
+
+    def _start_scorer(self, buffer_name: str) -> Any:
+        """Ray restarts the graders' process under the same handle and repeats calls that it did not answer."""
+        shell = _remote(
+            shells.ScorerShell,
+            num_cpus=0,
+            max_concurrency=8,
+            max_restarts=self.config.cluster.max_restarts,
+            max_task_retries=-1,
+        )
+        scorer = shell.remote(buffer_name, options.scorer(self.config), self.model_path)
+        self._starting.append((scorer.start.remote(), "the graders to start"))
+        return scorer
+
+    def _start_actors(self) -> list[Member]:
+        """The fleet of the configuration, and a dense actor for evaluation where the run has one."""
+        config = self.config
+        dense = options.evaluation_actor(config)
+        kinds: dict[str, tuple[ActorConfig, Purpose]] = {
+            label: (actor, "training" if dense else "all") for label, actor in config.actor.items()
+        }
+        if dense is not None:
+            kinds["evaluation"] = (dense, "evaluation")
+        members = []
+        for label, (actor, purpose) in kinds.items():
+            spawn, weights = self._spawner(label, actor), options.actor_weights(config, actor)
+            for name in (f"{label}-{i}" for i in range(actor.count)):
+                spawned = spawn(name)
+                members.append(Member(name, label, spawn, spawned.handle, purpose=purpose, weights=weights))
+                self._starting.append((spawned.started, f"rollout actor {name} to start"))
+        return members
+
+    def _start_learners(self, pad_id: int) -> None:
+        """The policy's ranks, and those of a draft that is trained beside it."""
+        config, model_path = self.config, self.model_path
+        self.learners = self._spawn_learners(config.learner.ranks)
+        meeting = self._meeting(self.learners, config.learner.port)
+        for rank, learner in enumerate(self.learners):
+            arguments = options.learner(config, model_path, rank, meeting, pad_id)
+            self._starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
+        if config.learner.draft is None:
+            return
+        draft_path = next(iter(config.actor.values())).draft_path
+        assert draft_path is not None
+        self.draft_learners = self._spawn_learners(config.learner.draft.ranks)
+        meeting = self._meeting(self.draft_learners)
+        for rank, learner in enumerate(self.draft_learners):
+            arguments = options.draft_learner(config, model_path, draft_path, rank, meeting, pad_id)
+            self._starting.append((learner.start.remote(arguments), f"the draft's learner rank {rank} to start"))
+
+    def _meeting(self, learners: list[Any], port: int = 0) -> tuple[str, int]:
+        """Where the ranks of one learner find each other: on rank 0's node."""
+        if not self.config.cluster.address:
+            return "127.0.0.1", free_port(port)
+        address = get(learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
+        return str(address[0]), int(address[1])
+
+    def evaluator(self, prepared: Prepared, on_samples: OnSamples) -> Evaluator:
+        """Evaluations of the run's held-out prompts on this fleet."""
+        return Evaluator(
+            options.evaluation(self.config),
+            tasks=prepared.eval_prompts,
+            sampling=prepared.requests.sampling,
+            fleet=self.fleet,
+            scorer=self.scorer,
+            run_seed=self.config.seed,
+            on_samples=on_samples,
         )
 
     def _on_nodes(self, resource: str) -> dict[str, float]:

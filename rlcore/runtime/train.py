@@ -16,8 +16,8 @@ from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.report import write_report
 from rlcore.runtime import checkpoint, options
 from rlcore.runtime.cluster import RoleLost, cluster, get
-from rlcore.runtime.controller import Controller, Progress
-from rlcore.runtime.evaluation import Evaluator
+from rlcore.runtime.controller import Controller
+from rlcore.runtime.plan import Progress
 from rlcore.runtime.preflight import Prepared, open_run_dir, prepare
 from rlcore.runtime.reporting import RunReporter
 from rlcore.runtime.saver import RunSaver
@@ -138,15 +138,6 @@ async def _run(
     learner_folder: str | None,
     wanted: Wanted,
 ) -> None:
-    evaluator = Evaluator(
-        options.evaluation(config),
-        tasks=prepared.eval_prompts,
-        sampling=prepared.requests.sampling,
-        fleet=session.fleet,
-        scorer=session.scorer,
-        run_seed=config.seed,
-        on_samples=reporter.evaluation_samples,
-    )
     controller = Controller(
         options.plan(config),
         fleet=session.fleet,
@@ -155,7 +146,7 @@ async def _run(
         learners=session.learners,
         prompts=prepared.prompts,
         requests=prepared.requests,
-        evaluator=evaluator,
+        evaluator=session.evaluator(prepared, reporter.evaluation_samples),
         reporter=reporter,
         saver=RunSaver(config, session.run_dir / "checkpoints", model_path, reporter.note),
         progress=progress,

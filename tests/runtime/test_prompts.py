@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from rlcore.errors import UserError
-from rlcore.runtime.controller import deal
 from rlcore.runtime.prompts import PromptSource
+from rlcore.runtime.ranks import deal
 from rlcore.runtime.requests import RequestMaker, evaluation_requests
 from rlcore.types import Item, SamplingSpec
 

@@ -1,0 +1,169 @@
+"""A small run as seen from outside: started, watched, killed, and its books recounted from its last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import read_rows
+
+HERE = Path(__file__).resolve().parent
+SMALL = (
+    "experiment=quickstart",
+    "model.fresh.hidden_size=64",
+    "model.fresh.layers=2",
+    "model.fresh.intermediate_size=192",
+    "model.warmup.steps=60",  # enough for mixed rewards, so that every step has a gradient
+    "model.warmup.batch_size=64",
+    "task.args.min_digits=2",
+    "task.args.max_digits=3",
+    "schedule.groups_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "evaluation.prompts=8",
+    "evaluation.every=10",
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "logging.report=false",
+    "cluster.object_store_mib=128",
+    "cluster.heartbeat_s=1",
+    "cluster.hang_timeout_s=10",
+    "checkpoint.every=5",
+    "schedule.steps=100000",
+)
+PATIENCE_S = 240.0
+
+
+class Job:
+    """A running `rlcore train`, seen from outside."""
+
+    def __init__(self, folder: Path, *words: str, fault: str = "") -> None:
+        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log"
+        self.mark = folder / "mark"
+        cache = f"model.warmup.cache_dir={folder.parent / 'warm'}"
+        resume = (self.run_dir / "config.yaml").exists()
+        self.words = [f"run_dir={self.run_dir}", *(["resume=auto"] if resume else [*SMALL, cache]), *words]
+        path = [str(HERE / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        injection = {"RLCORE_FAULT": fault, "RLCORE_FAULT_MARK": str(self.mark), "PYTHONPATH": os.pathsep.join(path)}
+        environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **(injection if fault else {})}
+        self.process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "rlcore"), "train", *self.words],
+            stdout=self.log.open("a"),
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        self.seen: set[psutil.Process] = set()
+
+    def family(self) -> list[psutil.Process]:
+        """The run's processes, now."""
+        try:
+            found = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+        self.seen |= set(found)
+        return found
+
+    def find(self, word: str) -> list[psutil.Process]:
+        """Its processes whose command line holds a word, such as a Ray actor's class."""
+        found = []
+        for p in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in " ".join(p.cmdline()) or word in p.name():
+                    found.append(p)
+        return found
+
+    def steps(self) -> int:
+        rows = read_rows(self.run_dir)
+        return rows[-1]["step"] if rows else 0
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> float:
+        """Seconds until a condition holds while the run lives."""
+        begun = time.monotonic()
+        while not condition():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the run ended ({self.process.returncode}) before {what}:\n{self.text()[-2000:]}")
+            if time.monotonic() - begun > timeout_s:
+                raise TimeoutError(f"{what} did not come in {timeout_s:g} s:\n{self.text()[-2000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def end(self, timeout_s: float = 90.0) -> int:
+        """Wait for the run's own end."""
+        return self.process.wait(timeout_s)
+
+    def stop(self) -> int:
+        """Ask the run to stop with a checkpoint."""
+        self.family()
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def kill_everything(self) -> None:
+        """kill -9 of every process of the run."""
+        for p in self.family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.kill()
+        self.process.wait(30)
+
+    def left(self, grace_s: float = 20.0) -> list[str]:
+        """Processes of the run that outlived it."""
+        _, alive = psutil.wait_procs(list(self.seen), timeout=grace_s)
+        names = []
+        for p in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if p.status() != psutil.STATUS_ZOMBIE:
+                    names.append(" ".join(p.cmdline())[:80] or p.name())
+        return names
+
+
+@dataclass(slots=True)
+class Audit:
+    """The books of a run, from its newest checkpoint."""
+
+    admitted: int
+    consumed: int
+    live: int
+    lost: int  # left, but not by being trained on, or not accounted for at all
+    twice: int
+    staleness: float
+
+
+def audit(run_dir: Path, groups_per_step: int = 8) -> Audit:
+    """Recount every group from the departures that the ledger names one by one."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    state = json.loads(json.loads((newest / "buffer" / "state.json").read_text())["state"])
+    ledger = state["ledger"]
+    departures = ledger["recent"]
+    counted = Counter(g for g, how in departures if how.startswith("consumed"))
+    gone = {g for g, _ in departures}
+    oldest = min(gone, default=0)  # the ledger names the last few thousand; earlier ones it only counts
+    expected = set(range(oldest, ledger["admitted"]))
+    missing = expected - gone - set(ledger["live"])
+    lost = len(missing) + sum(ledger["evicted"].values()) + sum(ledger["failed"].values())
+    twice = sum(n > 1 for n in counted.values()) + len(gone & set(ledger["live"]))
+    steps = int(newest.name.split("_")[1])
+    assert ledger["consumed"] == steps * groups_per_step, (ledger["consumed"], steps)
+    rows = read_rows(run_dir)
+    return Audit(
+        ledger["admitted"], ledger["consumed"], len(ledger["live"]), lost, twice, max(r["staleness/max"] for r in rows)
+    )
+
+
+def line_with(text: str, *words: str) -> str:
+    """The last line of the log that holds all words, shortened."""
+    found = [" ".join(line.split()) for line in text.splitlines() if all(w in line for w in words)]
+    return re.sub(r"^\d\d:\d\d:\d\d ", "", found[-1])[:200] if found else ""
