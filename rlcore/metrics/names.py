@@ -77,7 +77,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("mismatch/z_approx", "probability", "OBRS normaliser on the stored top k, lambda 1"),
     Metric("mismatch/kappa", "1", "bias correction of z_approx"),
     Metric("mismatch/unknown_share", "share", "top-k entries of the learner that the actor did not return"),
-    Metric("mismatch/ais_alpha<signal>", "1", "AIS: the blend and its three signals"),
+    Metric("mismatch/ais_alpha", "1", "AIS: the blend"),
+    Metric("mismatch/ais_alpha_<signal>", "1", "AIS: one of the three signals that the blend is made of"),
     Metric("mismatch/<statistic>", "1", "a further statistic of p_ref against p_inf"),
     Metric("correction/kept_share", "share", "tokens left in the loss by all corrections together"),
     Metric("correction/weight_mean", "1", "mean weight of the tokens left in the loss"),
@@ -101,7 +102,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/publish_s", "s", "learner and actors occupied by publishing weights", "sum"),
     Metric("time/eval_s", "s", "from the start of an evaluation to its last verdict, beside training", "sum"),
     Metric("time/total_s", "s", "training time since step 0, over all sessions", "last"),
-    Metric("time/<part>_s", "s", "a further part of a step", "sum"),
     Metric("time/<part>", "s", "a further part of a step", "sum"),
     Metric("throughput/rollout_tokens_per_s", "tokens/s", "sampled tokens that arrived per second of wall time"),
     Metric("throughput/train_tokens_per_s", "tokens/s", "trained tokens per second of learner time"),
@@ -111,8 +111,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("ledger/<count>", "groups", "groups since the start of the run, by fate; the sums always match", "last"),
     Metric("ledger/<fate>/<reason>", "groups", "the same by reason", "last"),
     Metric("rollout/<statistic>", "1", "the fleet of rollout actors", "last"),
-    Metric("memory/<role>_mib", "MiB", "resident memory of a role", "max"),
-    Metric("memory/<role>", "MiB", "resident memory of a role", "max"),
     Metric("metrics/nonfinite", "values", "values of this row that were NaN or infinite and stand as null", "sum"),
 )
 

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,10 @@ def test_a_name_is_matched_segment_by_segment():
     ]
     assert declared("eval/digits/mean@8").name == "eval/<task>/mean@<k>"
     assert declared("mismatch/ess").name == "mismatch/ess"  # its own declaration before the family's
+
+
+def test_no_declaration_hides_another():
+    assert [m.name for m in METRICS if declared(re.sub("<.*?>", "x", m.name)) is not m] == []
 
 
 def test_accuracies_are_told_from_other_evaluation_results():
