@@ -121,13 +121,20 @@ class Job:
 
     def left(self, grace_s: float = 20.0) -> list[str]:
         """Processes of the run that outlived it."""
-        _, alive = psutil.wait_procs(list(self.seen), timeout=grace_s)
+        deadline = time.monotonic() + grace_s
+        while (alive := [p for p in self.seen if _lives(p)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
         names = []
         for p in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if p.status() != psutil.STATUS_ZOMBIE:
-                    names.append(" ".join(p.cmdline())[:80] or p.name())
+                names.append(" ".join(p.cmdline())[:80] or p.name())
         return names
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @dataclass(slots=True)

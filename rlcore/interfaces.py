@@ -38,7 +38,9 @@ class Task(Protocol):
 class Engine(Protocol):
     """A sampler that can change weights between two decode steps."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Policy version that the tokens sampled now carry."""
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests. Raises ValueError for one longer than the model allows."""

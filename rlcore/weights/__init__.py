@@ -1,1 +1,1 @@
-"""Publishing and receiving weights: manifests and checksums, transports, rounding and LoRA merging."""
+"""Publishing and receiving weights: manifests and checksums, transports and rounding."""

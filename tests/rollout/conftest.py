@@ -88,7 +88,7 @@ def shared_engine(start: Callable[..., Any], model_a: Model) -> Any:
 @pytest.fixture
 def engine(shared_engine: Any, model_a: Model) -> Any:
     """The shared engine on model A's weights as version 0, with nothing queued."""
-    shared_engine.abort([*shared_engine._active])
+    shared_engine.abort([*shared_engine._book.active])
     shared_engine.end_drain()
     shared_engine.update_weights(0, model_a.tensors, "in_flight")
     return shared_engine

@@ -223,6 +223,6 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_log_prob(start, model
             if step == 12:
                 engine.update_weights(1, model_b.tensors, mode)
             done += engine.step()
-            preempted |= sum(bool(s.tokens) for s in engine._active.values()) > engine.running()
+            preempted |= sum(bool(s.tokens) for s in engine._book.active.values()) > engine.running()
         assert preempted and len(done) == 12
         check_spans(done, model_a, model_b)
