@@ -26,6 +26,12 @@ class RoleLost(StageError):
     """A process of the run is gone or hung. Nothing is wrong with the run itself: it can go on from a checkpoint."""
 
 
+def actor_class(shell: type, **settings: Any) -> Any:
+    """A class as a Ray actor's. Ray's head keeps no record of each call: those would grow by 200 MiB an hour."""
+    remote: Any = ray.remote
+    return remote(enable_task_events=False, **settings)(shell)
+
+
 @contextlib.contextmanager
 def cluster(
     *, address: str | None, num_cpus: int | None, needed_cpus: float, needed_gpus: float, object_store_mib: int

@@ -12,17 +12,13 @@ import ray
 from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.runtime import options, shells
-from rlcore.runtime.cluster import free_port, get
+from rlcore.runtime.cluster import actor_class, free_port, get
 from rlcore.runtime.evaluation import Evaluator, OnSamples
 from rlcore.runtime.fleet import Fleet, Member, Purpose, Spawned
 from rlcore.runtime.preflight import Prepared
 from rlcore.runtime.weights import GROUPS
 
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
-
-
-def _remote(shell: type, **settings: Any) -> Any:
-    return ray.remote(**settings)(shell)
 
 
 class Session:
@@ -44,7 +40,7 @@ class Session:
         self.transport = (config.cluster.transport, str(run_dir / "weights"))
         self._starting: list[tuple[Any, str]] = []  # answers to wait for, and of whom
         buffer_name = f"buffer-{secrets.token_hex(8)}"  # by name, it outlives the arguments of whoever is restarted
-        self.buffer = _remote(shells.BufferShell, num_cpus=0, name=buffer_name).remote()
+        self.buffer = actor_class(shells.BufferShell, num_cpus=0, name=buffer_name).remote()
         self._starting.append((self.buffer.start.remote(options.buffer(config)), "the replay buffer to start"))
         self.scorer = self._start_scorer(buffer_name) if with_actors else None
         members = self._start_actors() if with_actors else []
@@ -69,7 +65,7 @@ class Session:
 
     def _start_scorer(self, buffer_name: str) -> Any:
         """Ray restarts the graders' process under the same handle and repeats calls that it did not answer."""
-        shell = _remote(
+        shell = actor_class(
             shells.ScorerShell,
             num_cpus=0,
             max_concurrency=8,
@@ -143,7 +139,7 @@ class Session:
         """A function that starts one actor process of this kind under a name."""
 
         def spawn(name: str) -> Spawned:
-            shell = _remote(
+            shell = actor_class(
                 shells.RolloutShell,
                 num_cpus=actor.num_cpus,
                 num_gpus=actor.num_gpus * actor.tensor_parallel,
@@ -165,7 +161,7 @@ class Session:
 
     def _spawn_learners(self, ranks: int) -> list[Any]:
         le = self.config.learner
-        shell = _remote(
+        shell = actor_class(
             shells.LearnerShell,
             num_cpus=le.num_cpus,
             num_gpus=le.num_gpus,

@@ -16,7 +16,7 @@ from rlcore.config.schema import RunConfig, WarmupConfig
 from rlcore.errors import UserError
 from rlcore.models import build_fresh_model
 from rlcore.runtime import options, shells
-from rlcore.runtime.cluster import free_port, get
+from rlcore.runtime.cluster import actor_class, free_port, get
 from rlcore.runtime.preflight import Prepared
 from rlcore.runtime.prompts import PromptSource
 from rlcore.seeding import derive_seed
@@ -97,10 +97,8 @@ def supervise(
     algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
     sft = config.model_copy(update={"learner": le, "schedule": schedule, "algorithm": algorithm})
     master = ("127.0.0.1", free_port(le.port))
-    remote: Any = ray.remote
-    shell = remote(num_cpus=le.num_cpus, num_gpus=le.num_gpus, concurrency_groups=shells.LEARNER_THREADS)(
-        shells.LearnerShell
-    )
+    threads = shells.LEARNER_THREADS
+    shell = actor_class(shells.LearnerShell, num_cpus=le.num_cpus, num_gpus=le.num_gpus, concurrency_groups=threads)
     ranks = [shell.remote(None, "object_store", "") for _ in range(le.ranks)]
     try:
         _all(
