@@ -1,6 +1,6 @@
 """`make faults`: cause every fault for real in a running job, and print what came of it.
 
-    python benchmarks/faults.py [NAME ...] [--out docs/faults.md]
+    python benchmarks/faults.py [NAME ...] [--patience SECONDS] [--out docs/faults.md]
 
 Each fault gets a run of its own: the smallest model, asynchronous, a checkpoint every five steps. It is injected after
 a few steps; then the run must go on (or end as promised and be resumed), is stopped, and its books are audited from
@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fault_cases import FAULTS
+import fault_cases  # noqa: F401  registers its faults
+import fault_graders  # noqa: F401  registers its faults
+from fault_kit import FAULTS
 from harness import machine, table
 from job import Job, audit
 
@@ -41,7 +43,6 @@ def run(name: str, root: Path) -> dict[str, Any]:
     """One fault from start to audit."""
     title, scenario = FAULTS[name]
     with _folder(root, name) as folder:
-        job: Job | None = None
         try:
             job, outcome = scenario(folder)
             code = job.stop()
@@ -50,8 +51,8 @@ def run(name: str, root: Path) -> dict[str, Any]:
             left = job.left()
             books = audit(job.run_dir)
         finally:
-            if job is not None and job.process.poll() is None:
-                job.kill_everything()
+            while Job.started:
+                Job.started.pop().kill_everything()
     return {
         "injected": title,
         "what the user saw": "; ".join([outcome.saw, *outcome.notes]).replace("|", "/").replace(str(root), ""),
@@ -64,11 +65,24 @@ def run(name: str, root: Path) -> dict[str, Any]:
     }
 
 
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put rows into the table of a Markdown page; its rows of other faults stay, in the order of the register."""
+    begin, end = "<!-- table -->\n\n", "\n\n<!-- end of the table -->"
+    before, _, rest = path.read_text().partition(begin)
+    old, _, after = rest.partition(end)
+    head, rule, *lines = table(rows).splitlines()
+    by_title = {line.split(" | ")[0]: line for line in [*old.splitlines()[2:], *lines]}
+    order = [by_title[f"| {title}"] for title, _ in FAULTS.values() if f"| {title}" in by_title]
+    path.write_text(before + begin + "\n".join([head, rule, *order]) + end + after)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
-    parser.add_argument("--out", help="also write the table to this Markdown file")
+    parser.add_argument("--patience", type=float, default=Job.patience_s, help="seconds any one wait may take")
+    parser.add_argument("--out", help="also put the rows into the table of this Markdown page")
     chosen = parser.parse_args()
+    Job.patience_s = chosen.patience
     root = Path(tempfile.mkdtemp(prefix="rlcore-faults-"))
     rows, failed = [], []
     for name in chosen.names or FAULTS:
@@ -82,9 +96,7 @@ def main() -> int:
     print(f"\n{text}\n\n{machine()}")
     bad = [r["injected"] for r in rows if r["lost"] or r["twice"] or r["left over"]]
     if chosen.out and rows:
-        path = Path(chosen.out)
-        kept = path.read_text().split("<!-- table -->")[0] if path.exists() else ""
-        path.write_text(f"{kept}<!-- table -->\n\n{text}\n\nOn {machine()}.\n")
+        write(Path(chosen.out), rows)
     shutil.rmtree(root / "warm", ignore_errors=True)
     if failed or bad:
         print(f"failed: {failed}; books or processes not clean after: {bad}; logs under {root}")

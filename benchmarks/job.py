@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 from harness import read_rows
@@ -42,11 +42,13 @@ SMALL = (
     "checkpoint.every=5",
     "schedule.steps=100000",
 )
-PATIENCE_S = 240.0
 
 
 class Job:
-    """A running `rlcore train`, seen from outside."""
+    """A running `rlcore train`, seen from outside. No wait for it is longer than `patience_s`."""
+
+    patience_s = 240.0
+    started: ClassVar[list[Job]] = []  # by this script, so that whatever is left of them can be ended
 
     def __init__(self, folder: Path, *words: str, fault: str = "") -> None:
         self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log"
@@ -65,6 +67,7 @@ class Job:
             start_new_session=True,
         )
         self.seen: set[psutil.Process] = set()
+        self.started.append(self)
 
     def family(self) -> list[psutil.Process]:
         """The run's processes, now."""
@@ -91,8 +94,9 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> float:
+    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float | None = None) -> float:
         """Seconds until a condition holds while the run lives."""
+        timeout_s = self.patience_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while not condition():
             if self.process.poll() is not None:
@@ -102,9 +106,9 @@ class Job:
             time.sleep(0.1)
         return time.monotonic() - begun
 
-    def end(self, timeout_s: float = 90.0) -> int:
-        """Wait for the run's own end."""
-        return self.process.wait(timeout_s)
+    def end(self) -> int:
+        """The exit code of the run, which ends by itself."""
+        return self.process.wait(self.patience_s)
 
     def stop(self) -> int:
         """Ask the run to stop with a checkpoint."""
@@ -113,8 +117,8 @@ class Job:
         return self.end()
 
     def kill_everything(self) -> None:
-        """kill -9 of every process of the run."""
-        for p in self.family():
+        """kill -9 of every process of the run, those seen before that outlived their parent included."""
+        for p in {*self.family(), *self.seen}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.kill()
         self.process.wait(30)

@@ -1,0 +1,63 @@
+"""The faults of graders: each of them fails on about one response in sixty, and the run goes on without those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fault_kit import Outcome, fault
+from harness import read_rows
+from job import Job
+
+BODIES = {
+    "raises": "raise RuntimeError('the grader cannot judge this')",
+    "hangs": "time.sleep(10**6)",
+    "leaks": "self.hold = []\n            while True: self.hold.append(bytearray(10**7))",
+    "prints": "while True: print('x' * 1000)",
+}
+GRADER = """
+import time, zlib
+from rlcore.tasks.digits import Digits
+
+class Bad(Digits):
+    def __init__(self, *, min_digits=2, max_digits=3, op='sort', seed=0):
+        super().__init__(min_digits=min_digits, max_digits=max_digits, op=op, seed=seed)
+
+    def grade(self, item, response):
+        # by the response, so that hardly ever a group loses all but one of its samples, and with them itself
+        if zlib.crc32((item.question + response).encode()) % 61 == 0:
+            BODY
+        return super().grade(item, response)
+"""
+ERRORS = ("ledger/score_errors", "ledger/score_timeouts")
+
+
+def _bad_grader(folder: Path, kind: str) -> tuple[Job, Outcome]:
+    code = folder / "bad_grader.py"
+    code.write_text(GRADER.replace("BODY", BODIES[kind]))
+    job = Job(folder, f"task.name={code}:Bad", "task.grade_timeout_s=2")
+    job.wait(lambda: any(r[e] for r in read_rows(job.run_dir) for e in ERRORS), "a failed score")
+    at = job.steps()
+    seconds = job.wait(lambda: job.steps() >= at + 2, "further steps")
+    row = read_rows(job.run_dir)[-1]
+    saw = ", ".join(f"{e} {row[e]:.0f}" for e in ERRORS if row[e])
+    return job, Outcome(f"{saw} after {row['step']} steps; the groups go on without those samples", seconds)
+
+
+@fault("a grader that raises")
+def grader_raises(folder: Path) -> tuple[Job, Outcome]:
+    return _bad_grader(folder, "raises")
+
+
+@fault("a grader that hangs")
+def grader_hangs(folder: Path) -> tuple[Job, Outcome]:
+    return _bad_grader(folder, "hangs")
+
+
+@fault("a grader that leaks memory")
+def grader_leaks(folder: Path) -> tuple[Job, Outcome]:
+    return _bad_grader(folder, "leaks")
+
+
+@fault("a grader that prints for ever")
+def grader_prints(folder: Path) -> tuple[Job, Outcome]:
+    return _bad_grader(folder, "prints")
