@@ -85,16 +85,17 @@ def everything_killed(folder: Path) -> tuple[Job, Outcome]:
 def driver_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
     job.wait(lambda: job.steps() >= 7, "seven steps")
-    agents = [p for p in job.family() if "Agent" in p.name() or "Agent" in " ".join(p.cmdline())]
+    agents = job.find("Agent")
     job.process.kill()
     job.process.wait()
     begun = time.monotonic()
     others = [name for name in job.left() if "Agent" not in name]
     assert not others, others
-    resumed_job, outcome = resumed(folder)  # beside the agents, which hold no port and no file of the run
+    _, beside = psutil.wait_procs(agents, timeout=0)  # they hold no port and no file of the run
+    resumed_job, outcome = resumed(folder)
     _, alive = psutil.wait_procs(agents, timeout=max(0.0, begun + AGENTS_S + job.patience_s - time.monotonic()))
     assert not alive, alive
-    outcome.notes.append(f"resumed while {len(agents)} agents of Ray were still there")
+    outcome.notes.append(f"{len(beside)} agents of Ray were still there when it was resumed")
     return resumed_job, outcome
 
 
