@@ -25,20 +25,24 @@ from job import Job, audit
 
 def life(folder: Path, seconds: float) -> tuple[Job, str]:
     """Start or resume the run and kill all of it `seconds` after its first step (negative: so long after its start)."""
+    resumes = any((folder / "run" / "checkpoints").glob("step_*"))
+    log_at = (folder / "log").stat().st_size if resumes else 0
     job = Job(folder, "checkpoint.every=3", "checkpoint.keep=3")
-    at, begun = job.steps(), time.monotonic()
-    log_at = (folder / "log").stat().st_size
+    begun = time.monotonic()
     if seconds < 0:
         while time.monotonic() - begun < -seconds and job.process.poll() is None:
             time.sleep(0.05)
     else:
-        job.wait(lambda: job.steps() != at, "a step")
+        if resumes:  # until then metrics.jsonl may hold steps that are about to be taken back
+            job.wait(lambda: "continuing from" in job.log.read_bytes()[log_at:].decode(errors="replace"), "a resume")
+        at = job.steps()
+        job.wait(lambda: job.steps() > at, "a step")
         end = time.monotonic() + seconds
         while time.monotonic() < end and job.process.poll() is None:
             time.sleep(0.05)
     assert job.process.poll() is None, job.text()[-2000:]
     job.kill_everything()
-    said = (folder / "log").read_text(errors="replace")[log_at:]
+    said = job.log.read_bytes()[log_at:].decode(errors="replace")
     return job, said
 
 
