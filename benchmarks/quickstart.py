@@ -1,6 +1,6 @@
 """The quickstart on several seeds: time with the warm-up, held-out accuracy before and after, memory of everything.
 
-python benchmarks/quickstart.py [--seeds 0 1 2] [--fresh-cache]
+python benchmarks/quickstart.py [--seeds 0 1 2] [-- key=value ...]
 """
 
 from __future__ import annotations

@@ -319,6 +319,7 @@ class ReplayBuffer:
             Candidate(e.group_id, deadline(e.admitted_version), e.finished, e.task, uses - e.uses - len(e.taken_by))
             for e in self._entries.values()
             if e.uses + len(e.taken_by) < uses and e.group_id not in pinned
+            if not (e.taken_by and self._expired(e))  # it leaves at the commit
         ]
 
     @property
@@ -437,5 +438,7 @@ class ReplayBuffer:
         self.check()
         if self._taken:
             self.rollback(min(self._taken))
+        size = self.bound.groups_per_step  # batches of another size are chosen anew
+        self._pinned = {step: ids for step, ids in self._pinned.items() if len(ids) == size}
         for group_id in self.bound.excess(self._waiting(), self._horizon):
             self._evict_stale(self._entries[group_id])

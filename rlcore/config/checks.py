@@ -157,14 +157,14 @@ def _actors(c: RunConfig) -> None:
         _quantisation(key, actor)
         _draft_actor(c, key, actor)
         _refuse(
-            actor.tensor_parallel != 1,
-            f"{key}.tensor_parallel={actor.tensor_parallel} is not supported yet, since the arrival check of weights "
-            f"is exact for 1 only: use 1 and raise {key}.count.",
+            actor.tensor_parallel != 1 and actor.kind == "sparse",
+            f"{key}.tensor_parallel={actor.tensor_parallel} does not go with {key}.kind=sparse, whose attention lives "
+            f"in one process: use 1 and raise {key}.count.",
         )
         _refuse(
-            actor.num_gpus > 1,
-            f"{key}.num_gpus={actor.num_gpus:g} is more than an engine of {key}.tensor_parallel=1 uses: use 1 and "
-            f"raise {key}.count.",
+            actor.num_gpus > 1 or (actor.tensor_parallel > 1 and actor.num_gpus not in (0, 1)),
+            f"{key}.num_gpus={actor.num_gpus:g} is counted for each of the engine's {key}.tensor_parallel="
+            f"{actor.tensor_parallel} ranks: use 1 and raise {key}.tensor_parallel or {key}.count.",
         )
         _refuse(
             actor.max_batched_tokens is not None and actor.max_batched_tokens < c.model.max_len,

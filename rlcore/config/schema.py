@@ -68,8 +68,8 @@ class ActorConfig(Strict):
         default="auto", description="auto: bfloat16 on GPU, float32 on CPU"
     )
     num_cpus: float = Field(default=1, gt=0, description="CPUs an engine")
-    num_gpus: float = Field(default=0, ge=0, description="GPUs an engine: 0 (CPU) or 1")
-    tensor_parallel: int = Field(default=1, gt=0, description="GPUs that one engine spreads over")
+    num_gpus: float = Field(default=0, ge=0, description="GPUs a rank of an engine: 0 (CPU) or 1")
+    tensor_parallel: int = Field(default=1, gt=0, description="ranks that share one engine's model, each on its GPU")
     max_num_seqs: int = Field(default=256, gt=0, description="sequences decoded together")
     max_batched_tokens: int | None = Field(
         default=None, gt=0, description="tokens of one engine step; null: vLLM's choice"

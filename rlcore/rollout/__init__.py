@@ -7,6 +7,8 @@ import os
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads can hang
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks of an engine share the cores they are given
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",

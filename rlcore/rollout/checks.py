@@ -36,21 +36,34 @@ def check_vocabulary(model_path: str | Path, policy_path: str | Path | None) -> 
         )
 
 
+def attention_heads(config: dict[str, Any]) -> tuple[int, int]:
+    """Attention heads and KV heads of a model's config.json."""
+    heads = int(config["num_attention_heads"])
+    return heads, int(config.get("num_key_value_heads") or heads)
+
+
 def check_settings(
     *,
     on_cpu: bool,
     tensor_parallel: int,
+    heads: tuple[int, int],
+    sparse: bool,
     quantization: str | None,
     kv_cache_dtype: str,
     rounding: str,
     max_batched_tokens: int | None,
     max_len: int,
 ) -> None:
-    """Raise UserError for settings that this platform or this engine does not support."""
-    if tensor_parallel != 1:
+    """Raise UserError for settings that this platform or this engine does not support. `heads`: attention and KV."""
+    if heads[0] % tensor_parallel or (heads[1] % tensor_parallel and tensor_parallel % heads[1]):
         raise UserError(
-            f"actor.tensor_parallel={tensor_parallel} is not supported yet: the arrival check of weights is exact for "
-            f"1 only; choose 1 and raise actor.count instead."
+            f"actor.tensor_parallel={tensor_parallel} does not share out the model's {heads[0]} attention heads and "
+            f"{heads[1]} KV heads evenly: choose a divisor of {heads[0]}."
+        )
+    if sparse and tensor_parallel != 1:
+        raise UserError(
+            f"actor.tensor_parallel={tensor_parallel} does not go with actor.kind=sparse, whose attention lives in "
+            "one process: choose 1 and raise actor.count."
         )
     if on_cpu and (quantization is not None or kv_cache_dtype != "auto"):
         raise UserError(

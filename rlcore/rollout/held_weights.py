@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -12,13 +12,21 @@ from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.rounding import Granularity, Rounding, round_weights
 
 
+class Ranks(Protocol):
+    """The processes that hold the model: `VllmCore`."""
+
+    def rpc(self, method: str, *args: Any) -> Any: ...
+
+    def load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None: ...
+
+
 class HeldWeights:
-    """Loads sets of weights through `WeightExtension` and says what the engine holds of them."""
+    """Loads sets of weights into an engine's ranks and says what they hold of them."""
 
     def __init__(
         self,
         model_path: str,
-        rpc: Callable[..., Any],
+        ranks: Ranks,
         *,
         dtype: torch.dtype,
         rounding: Rounding,
@@ -26,13 +34,13 @@ class HeldWeights:
         keep_high_precision: Sequence[str],
         quantised: bool,
     ) -> None:
-        """`rpc(method, *args)` calls the worker extension of an engine that has just loaded `model_path`."""
-        self._rpc = rpc
+        """`ranks` have just loaded `model_path`."""
+        self._ranks = ranks
         self._dtype, self._rounding, self._scales, self._quantised = dtype, rounding, scales, quantised
         self._keep_precise = tuple(keep_high_precision)
         self._shapes = read_shapes(model_path)
         self._arrived: dict[str, tuple[int, int | None]] = {}  # name -> checksums (as published, as held)
-        self._rpc("rl_check_live")
+        self._ranks.rpc("rl_check_live")
         if rounding != "none":
             self.load(read_weights(model_path))
         elif quantised:
@@ -64,7 +72,7 @@ class HeldWeights:
                 self._arrived[name] = (tensor_checksum(published), None)
             elif served[name] is not published:
                 self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
-        self._rpc("rl_load", served, self._quantised)
+        self._ranks.load(served, self._quantised)
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names.
@@ -79,5 +87,5 @@ class HeldWeights:
             raise KeyError(f"the engine's model has no weight {unknown[0]}")
         if self._quantised:
             return {n: self._arrived[n][0] for n in wanted}
-        held: dict[str, int] = self._rpc("rl_checksums", self._shapes, wanted)
+        held: dict[str, int] = self._ranks.rpc("rl_checksums", self._shapes, wanted)
         return {n: self._arrived[n][0] if self._arrived.get(n, (0, None))[1] == c else c for n, c in held.items()}

@@ -7,10 +7,12 @@ costs more than computing them (see benchmarks/rollout_logprobs.py).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -21,6 +23,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from rlcore.rollout.prompt_lengths import PROMPT_LEN
+from rlcore.rollout.worker_extension import WeightExtension
 from rlcore.seeding import derive_seed
 from rlcore.types import FinishReason, SamplingSpec
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
     from rlcore.attention.block_topk import BlockTopK
 
-_EXTENSION = "rlcore.rollout.worker_extension.WeightExtension"
+_SHARED_MEMORY = "/dev/shm"  # where weights wait for the ranks of an engine
 _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
 
 
@@ -42,19 +45,33 @@ class Output(NamedTuple):
     finish: FinishReason | None
 
 
-class VllmCore:
-    """One in-process engine of vLLM: requests in, tokens and log-prob rows out, a step at a time."""
+class WorkerSide(WeightExtension):
+    """What vLLM's workers gain. With tensor parallelism each is a process of its own, which imports this file."""
 
-    def __init__(self, *, vocab: int, temperature_scale: float, sparse: BlockTopK | None, **options: Any) -> None:
+    def rl_plain_gather(self) -> None:
+        """Sample without the ranks of the sampled tokens."""
+        self.model_runner.sampler.gather_logprobs = _gather_logprobs
+
+
+class VllmCore:
+    """One engine of vLLM, its scheduler in this process: requests in, tokens and log-prob rows out, a step at a time.
+
+    With `tensor_parallel` ranks the model runs in as many child processes, which end with this one.
+    """
+
+    def __init__(
+        self, *, vocab: int, temperature_scale: float, sparse: BlockTopK | None, tensor_parallel: int, **options: Any
+    ) -> None:
         """Start it. `options`: `_engine_args`. `temperature_scale` multiplies every temperature that is asked for."""
         if sparse is not None:
             options["block_size"] = sparse.block_size
-        self._llm = _start(_engine_args(**options), sparse)
+        self._ranks = tensor_parallel
+        self._llm = _start(_engine_args(tensor_parallel=tensor_parallel, **options), sparse)
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._vocab, self._temperature_scale = vocab, temperature_scale
         self._params: dict[SamplingSpec, SamplingParams] = {}
-        self._llm.model_executor.driver_worker.model_runner.sampler.gather_logprobs = _gather_logprobs
+        self.rpc("rl_plain_gather")
 
     def add(
         self,
@@ -105,13 +122,21 @@ class VllmCore:
         self._core.abort_requests(request_ids)
 
     def step(self) -> Iterable[Output]:
-        """One engine step. Raises RuntimeError if vLLM failed a request."""
-        for out in self._core.get_output().outputs:
+        """One engine step. Raises RuntimeError if vLLM failed a request or lost a rank."""
+        for out in self._outputs():
             if out.finish_reason is not None and out.finish_reason not in _FINISH:
                 raise RuntimeError(f"vLLM ended {out.request_id} with {out.finish_reason.name}: {out.stop_reason}")
             rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
             finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
             yield Output(out.request_id, out.new_token_ids, rows, finish)
+
+    def _outputs(self) -> list[Any]:
+        try:
+            return list(self._core.get_output().outputs)
+        except RuntimeError as e:  # vLLM says only "cancelled" when the process of a rank is gone
+            if self._ranks > 1 and self._llm.model_executor.is_failed:
+                raise RuntimeError(f"one of the engine's {self._ranks} ranks died") from e
+            raise
 
     def running(self) -> int:
         """Requests in the current batch."""
@@ -122,8 +147,17 @@ class VllmCore:
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker extension."""
+        """Call a method of `WorkerSide` on every rank; what the first returned. Raises what a rank raised."""
         return self._llm.collective_rpc(method, args=args)[0]
+
+    def load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None:
+        """Replace the weights of all ranks. Raises RuntimeError if one did not take every tensor."""
+        if self._ranks == 1:
+            self.rpc("rl_load", tensors, quantised)
+            return
+        with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rlcore-weights-") as file:
+            save_file({n: t.contiguous() for n, t in tensors.items()}, file.name)
+            self.rpc("rl_load_file", file.name, quantised)
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
@@ -192,9 +226,8 @@ def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:
     return llm
 
 
-def _engine_args(*, kv_cache_gib: float, logit_noise: float, **common: Any) -> EngineArgs:
+def _engine_args(*, kv_cache_gib: float, logit_noise: float, tensor_parallel: int, **common: Any) -> EngineArgs:
     if on_cpu():
-        _keep_weights_live()
         # A prompt cut into chunks draws once too often from its seeded generator, and vLLM can rewind only GPU ones.
         common["enable_chunked_prefill"] = False
         common["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -203,11 +236,13 @@ def _engine_args(*, kv_cache_gib: float, logit_noise: float, **common: Any) -> E
         common["additional_config"] = {"logit_noise": logit_noise}
     return EngineArgs(
         **common,
+        tensor_parallel_size=tensor_parallel,
+        distributed_executor_backend="uni" if tensor_parallel == 1 else "mp",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         async_scheduling=False,
         disable_log_stats=True,
-        worker_extension_cls=_EXTENSION,
+        worker_extension_cls=f"{__name__}.{WorkerSide.__name__}",
         seed=0,
     )
 
@@ -220,3 +255,7 @@ def _keep_weights_live() -> None:
 
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
+
+
+if on_cpu():  # here, since every rank's process needs it before it loads its part
+    _keep_weights_live()

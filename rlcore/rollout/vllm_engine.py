@@ -10,7 +10,7 @@ import torch
 
 from rlcore.errors import UserError
 from rlcore.models import load_tokenizer
-from rlcore.rollout.checks import check_length, check_settings, check_vocabulary
+from rlcore.rollout.checks import attention_heads, check_length, check_settings, check_vocabulary
 from rlcore.rollout.held_weights import HeldWeights
 from rlcore.rollout.model_folder import read_config
 from rlcore.rollout.quantization import quantization_options
@@ -59,7 +59,8 @@ class VllmEngine:
         logprobs_k: the most top log-probs a request may ask for. kv_on_update: what an in-flight update does with the
         keys and values of running requests. rounding: emulated precision, applied to every set of weights before it
         is loaded. scales: of quantised weights, emulated or vLLM's. sparse: attend by this rule; it then holds for
-        every engine started later in this process. policy_path: the learner's model folder, whose vocabulary must be
+        every engine started later in this process. tensor_parallel: ranks that share the model, each a process and on
+        a GPU machine a GPU. policy_path: the learner's model folder, whose vocabulary must be
         this model's. version: policy version of the weights in `model_path`.
         Raises UserError for settings or a model folder that cannot work.
         """
@@ -69,6 +70,8 @@ class VllmEngine:
         check_settings(
             on_cpu=on_cpu(),
             tensor_parallel=tensor_parallel,
+            heads=attention_heads(config),
+            sparse=sparse is not None,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             rounding=rounding,
@@ -80,6 +83,7 @@ class VllmEngine:
             vocab=vocab,
             temperature_scale=temperature_scale,
             sparse=sparse,
+            tensor_parallel=tensor_parallel,
             model=model_path,
             dtype=torch_dtype,
             max_model_len=max_len,
@@ -96,7 +100,7 @@ class VllmEngine:
         )
         self._weights = HeldWeights(
             model_path,
-            self._core.rpc,
+            self._core,
             dtype=torch_dtype,
             rounding=rounding,
             scales=scales,

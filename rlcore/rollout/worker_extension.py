@@ -1,20 +1,22 @@
-"""Methods that vLLM's worker gains, called through `collective_rpc`. Torch only: vLLM imports this, not the reverse.
+"""Methods that vLLM's worker gains, called through `collective_rpc`. Torch only: `vllm_core` adds what needs vLLM.
 
-vLLM fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`, pads the vocabulary and stores tied embeddings
-once; `_held` undoes this, so that checksums are those of the weights as the engine holds them, under their Hugging
-Face names. Exact with tensor parallelism 1.
+vLLM fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`, pads the vocabulary, stores tied embeddings once
+and, with tensor parallelism, gives every rank a part; `_whole` undoes all of this, so that checksums are those of the
+weights as the engine holds them, under their Hugging Face names. Its ranks are torch.distributed's default group.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
 from rlcore.weights.checksum import tensor_checksum
 
+DIFFERENT = -1  # no tensor's checksum
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -42,11 +44,21 @@ class WeightExtension:
         if missing := expected - set(loaded):
             raise RuntimeError(f"the engine did not load {sorted(missing)[0]} (and {len(missing) - 1} more)")
 
+    def rl_load_file(self, path: str, quantised: bool) -> None:
+        """`rl_load` of a safetensors file: how weights reach several ranks without a copy for each."""
+        self.rl_load(load_file(path), quantised)
+
     @torch.no_grad()
     def rl_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
-        """Checksums of `names`; `shapes` are the Hugging Face shapes of at least them and their fused siblings."""
-        params = dict(self.model_runner.model.named_parameters())
-        return {n: tensor_checksum(_held(self.model_runner.model, params, shapes, n)) for n in names}
+        """Checksums of `names`, whose Hugging Face shapes are in `shapes`; every rank must be asked for the same.
+
+        DIFFERENT for a weight of which two ranks hold different copies: it is no exception, since vLLM stops listening
+        to the other ranks at the first one.
+        """
+        model = self.model_runner.model
+        params = dict(model.named_parameters())
+        wholes = ((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
+        return {n: DIFFERENT if whole is None else tensor_checksum(whole) for n, whole in wholes}
 
 
 def _tied(model: Any) -> bool:
@@ -67,17 +79,50 @@ def _fused_name(model: Any, name: str) -> str:
     return found[0] if found else name
 
 
-def _held(model: Any, params: Mapping[str, torch.Tensor], shapes: Shapes, name: str) -> torch.Tensor:
-    """The engine's tensor for a Hugging Face name, as a view. Raises KeyError or RuntimeError naming the tensor."""
+class _Held(NamedTuple):
+    """What this rank holds of one Hugging Face weight."""
+
+    part: torch.Tensor  # a view, padded rows included
+    is_vocabulary: bool  # rows are dealt out to ranks with their padding
+
+
+def _held(model: Any, params: Mapping[str, torch.Tensor], name: str) -> _Held:
+    """This rank's part of a weight. Raises KeyError naming a weight that the engine does not hold."""
     if name == "lm_head.weight" and _tied(model):
         name = "model.embed_tokens.weight"
     found = _siblings(model, name)
     target, parts = found if found else (name, [name])
     if target not in params:
         raise KeyError(f"the engine holds no weight {target} (for {name})")
-    before = sum(shapes[p][0] for p in parts[: parts.index(name)])
-    shape = shapes[name]
-    held = params[target][before : before + shape[0]]
-    if tuple(held.shape) != tuple(shape) or held.numel() != math.prod(shape):
-        raise RuntimeError(f"the engine holds {name} as {tuple(held.shape)}, the checkpoint as {tuple(shape)}")
-    return held
+    module = model.get_submodule(target.rpartition(".")[0])
+    held = params[target]
+    if len(parts) > 1:
+        held = held.split(module.output_partition_sizes)[parts.index(name)]
+    return _Held(held, hasattr(module, "num_embeddings_per_partition"))
+
+
+def _whole(held: _Held, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The weight of all ranks together, None if copies of a part differ. Raises RuntimeError for another shape."""
+    parts = _gather(held.part)
+    mine = held.part.shape
+    split = next((d for d in range(len(shape)) if mine[d] != shape[d]), 0) if len(mine) == len(shape) else 0
+    copies = 1 if held.is_vocabulary else max(1, mine[split] * len(parts) // shape[split])
+    for i, part in enumerate(parts):  # KV heads fewer than ranks, norms and the like: neighbours hold the same
+        if i % copies and not torch.equal(part, parts[i - i % copies]):
+            return None
+    whole = torch.cat(parts[::copies], dim=split) if len(parts) > copies else parts[0]
+    if held.is_vocabulary:
+        whole = whole[: shape[0]]
+    if tuple(whole.shape) != tuple(shape):
+        raise RuntimeError(f"the engine holds {name} as {tuple(whole.shape)}, the checkpoint as {tuple(shape)}")
+    return whole
+
+
+def _gather(part: torch.Tensor) -> list[torch.Tensor]:
+    """The same view on every rank, in order."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return [part]
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous())
+    return parts

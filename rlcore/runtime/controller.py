@@ -2,7 +2,8 @@
 
     task            consumes                     produces                      waits for, unblocked by
     feed            room in the buffer           requests to rollout actors    room: a publish, a taken batch, a drop
-    learn           a ready batch                optimizer steps, publishes    a batch: arrivals through the scorer
+    learn           a ready batch                optimizer steps, publishes    a batch: arrivals through the scorer;
+                                                                               the next one while it trains (eta > 0)
     publish         the learner's new weights    proven versions on actors     actors' arrival proofs
     watch           heartbeats                   replacements, lost groups     cluster.heartbeat_s
 
@@ -33,6 +34,8 @@ from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.publisher import Publisher
 from rlcore.runtime.requests import RequestMaker
 from rlcore.runtime.watch import RoleWatch
+
+Coming = asyncio.Task[dict[int, Batch] | None]  # batches of a phase, by step; None when a stop came first
 
 
 @dataclass(slots=True)
@@ -163,19 +166,29 @@ class Controller:
 
     async def _learn(self) -> None:
         plan, progress = self.plan, self.progress
-        while progress.step < plan.steps and not self.stop_requested:
-            phase = list(range(progress.step, plan.phase_end(progress.step)))
-            clocks = Clocks()
-            with clocks.measure("wait_data"):
-                batches = await self._take(phase)
-            if batches is None:
-                break
-            await self._begin_phase(batches, clocks)
-            for step, (_, stats) in batches.items():
-                await self._one_step(step, stats, clocks)
+        coming: Coming | None = None
+        try:
+            while progress.step < plan.steps and not self.stop_requested:
+                phase = list(range(progress.step, plan.phase_end(progress.step)))
                 clocks = Clocks()
-                if self.stop_requested:
+                coming = coming or asyncio.create_task(self._take(phase))
+                with clocks.measure("wait_data"):
+                    batches = await self._awaited(coming, phase)
+                if batches is None:
                     break
+                coming = None
+                await self._begin_phase(batches, clocks)
+                if not plan.synchronous and phase[-1] + 1 < plan.steps:  # gathered while this phase is trained on
+                    coming = asyncio.create_task(self._take([phase[-1] + 1]))
+                for step, (_, stats) in batches.items():
+                    await self._one_step(step, stats, clocks)
+                    clocks = Clocks()
+                    if self.stop_requested:
+                        break
+        finally:
+            if coming is not None:
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
         if self.stop_requested or self.plan.checkpoint_at_end:
             await self._checkpoint()
             await self._saver.done(last=True)
@@ -219,22 +232,26 @@ class Controller:
     # ---- parts of a step ------------------------------------------------------------------------------------------
 
     async def _take(self, steps: list[int]) -> dict[int, Batch] | None:
-        """The batches of a phase, each as soon as it is there; None when a stop was asked for first."""
-        deadline = time.monotonic() + self.plan.wait_data_timeout_s
+        """The batches of a phase, each as soon as it is there, fetched by the learners; None at a stop."""
         batches: dict[int, Batch] = {}
         wave = self.plan.total_groups if self.plan.synchronous else None
         for step in steps:
             while not await self.buffer.call("wait_ready", step, self.plan.heartbeat_s, wave, what="a training batch"):
                 if self.stop_requested:
                     return None
-                if time.monotonic() > deadline:
-                    lacking = await self.buffer.call("waiting_for", step, what="the buffer's state")
-                    raise DeadlineExceeded(
-                        f"waited {self.plan.wait_data_timeout_s:g} s for a batch (schedule.wait_data_timeout_s): "
-                        f"{lacking}."
-                    )
             batches[step] = await self.buffer.call("take", step, what="a training batch")
+        await self.learners.fetch(batches)
         return batches
+
+    async def _awaited(self, coming: Coming, phase: list[int]) -> dict[int, Batch] | None:
+        """What `_take` gives. Raises DeadlineExceeded, saying what is missing, when the learner idled too long."""
+        patience = self.plan.wait_data_timeout_s
+        await asyncio.wait([coming], timeout=patience)
+        if coming.done():
+            return coming.result()
+        coming.cancel()
+        lacking = await self.buffer.call("waiting_for", phase[-1], what="the buffer's state")
+        raise DeadlineExceeded(f"waited {patience:g} s for a batch (schedule.wait_data_timeout_s): {lacking}.")
 
     async def _begin_phase(self, batches: dict[int, Batch], clocks: Clocks) -> None:
         """Show a few samples, and have the learners take their shares and compute p_ref."""
@@ -253,7 +270,7 @@ class Controller:
         if several and resumed is None:
             self.progress.phase_version = first
         with clocks.measure("begin"):
-            await self.learners.begin_phase(batches, keep_start=several, resumed=resumed)
+            await self.learners.begin_phase(list(batches), keep_start=several, resumed=resumed)
 
     async def _evaluate_if_due(self, last: bool) -> None:
         """Results go into the row being written when they are there; `eval/policy_version` says whose they are."""

@@ -26,24 +26,30 @@ class Learners:
         groups = [self.policy, *([self.draft] if self.draft else [])]
         return [(handle, f"{group.name} rank {i}") for group in groups for i, handle in enumerate(group.handles)]
 
-    async def begin_phase(self, batches: dict[int, Batch], *, keep_start: bool, resumed: str | None) -> None:
-        """Deal whole groups to the ranks by tokens and have p_ref computed.
+    async def fetch(self, batches: dict[int, Batch]) -> None:
+        """Deal whole groups to the ranks by tokens; they get them beside whatever they compute."""
+        fetching = []
+        for ranks in filter(None, (self.policy, self.draft)):
+            shares: list[dict[int, list[int]]] = [{} for _ in ranks.handles]
+            for step, (groups, _) in batches.items():
+                for share, dealt in zip(shares, deal(groups, len(ranks.handles))):
+                    share[step] = dealt
+            arguments = [(share, ranks.timeout_s) for share in shares]
+            fetching.append(ranks.call("fetch", what="a training batch to be fetched", per_rank=arguments))
+        await asyncio.gather(*fetching)
+
+    async def begin_phase(self, steps: list[int], *, keep_start: bool, resumed: str | None) -> None:
+        """Have p_ref computed for the batches of these steps, which were fetched.
 
         `keep_start`: the phase has several steps, so that its first weights may be asked for again. `resumed`: the
         learner's folder of the checkpoint that was made in the middle of this phase.
         """
-        beginning = [self._begin_on(self.policy, batches, keep_start, resumed)]
+        what = "an update phase to begin"
+        beginning = [self.policy.call("begin_phase", steps, keep_start, resumed, what=what)]
         if self.draft is not None:
-            beginning.append(self._begin_on(self.draft, batches, keep_start, resumed and beside(resumed)))
+            theirs = resumed and beside(resumed)
+            beginning.append(self.draft.call("begin_phase", steps, keep_start, theirs, what=what))
         await asyncio.gather(*beginning)
-
-    async def _begin_on(self, ranks: Ranks, batches: dict[int, Batch], keep_start: bool, resumed: str | None) -> None:
-        shares: list[dict[int, list[int]]] = [{} for _ in ranks.handles]
-        for step, (groups, _) in batches.items():
-            for share, dealt in zip(shares, deal(groups, len(ranks.handles))):
-                share[step] = dealt
-        arguments = [(share, keep_start, resumed, ranks.timeout_s) for share in shares]
-        await ranks.call("begin_phase", what="an update phase to begin", per_rank=arguments)
 
     async def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step of the policy and of its draft; the draft's metrics are called `draft/...`."""

@@ -45,7 +45,8 @@ class Run:
     """A controller, actors, publishes and a learner around a real buffer, their order of events drawn from a seed.
 
     Samples finish in random order and span publishes; actors die and their samples are asked for again (sometimes the
-    first copy arrives all the same); publishes land late; batches are sometimes put back and taken again. What a sample
+    first copy arrives all the same); publishes land late; batches are sometimes put back and taken again. Unless the
+    schedule is synchronous, the next batch may be taken before the one being trained on is committed. What a sample
     contains depends on (group, sample) only.
     """
 
@@ -66,11 +67,15 @@ class Run:
         self.flight = []  # (group, sample, prompt, version at its start)
         self.version = self.served = 0
         self.publishes = []  # [events left, version]
+        self.taken = []  # batches not trained on yet, the next step's first
         while self.version < self.steps:
             events = [self.finish] * min(4, len(self.flight))
             events += [self.publish] if self.publishes else []
             events += [self.admit] if self.buffer.room(self.served) else []
-            events += [self.learn] if self.buffer.ready(self.version) else []
+            at_once = 1 if self.buffer.bound.synchronous else 2
+            can_take = len(self.taken) < at_once and self.buffer.ready(self.buffer.next_step)
+            events += [self.take] if can_take else []
+            events += [self.learn] if self.taken else []
             assert events, f"deadlock: {self.buffer.waiting_for(self.version)}"
             self.rng.choice(events)()
             self.buffer.check()
@@ -100,12 +105,19 @@ class Run:
         versions = [start, self.served]
         self.buffer.add([trajectory(group, index, prompt_id=prompt, version=versions, reward=reward, status=status)])
 
-    def learn(self):
-        groups = self.buffer.take(self.version)
+    def take(self):
+        self.taken.append(self.buffer.take(self.buffer.next_step))
         if self.rng.random() < 0.1:
             self.buffer.rollback(self.version)
-            again = self.buffer.take(self.version)
-            assert [g.group_id for g in again] == [g.group_id for g in groups]
+            self.take_again()
+
+    def take_again(self):
+        """What was put back is handed out as it was."""
+        again = [self.buffer.take(self.version + i) for i in range(len(self.taken))]
+        assert [[g.group_id for g in batch] for batch in again] == [[g.group_id for g in batch] for batch in self.taken]
+
+    def learn(self):
+        groups = self.taken.pop(0)
         ages = [self.version - int(v) for g in groups for t in g.trajectories for v in t.token_version]
         assert min(ages) >= 0 and max(ages) <= self.buffer.bound.cap, ages
         self.staleness.append(max(ages))

@@ -38,6 +38,16 @@ def test_round_trip_keeps_groups_accounts_and_the_uncommitted_batch(tmp_path):
     assert old.snapshot()[1] == new.snapshot()[1]
 
 
+def test_a_batch_of_another_size_is_chosen_anew_after_the_stop(tmp_path):
+    old = midway()
+    fill(old, [4], 2, prompt_id="digits/train/4")
+    journal.save(tmp_path / "buffer", old.snapshot())
+    new = ReplayBuffer(3, 2, steps_per_publish=2, max_staleness=1, run_seed=3)
+    journal.load(tmp_path / "buffer", new)
+    assert [g.group_id for g in new.take(0)] == [0, 1, 3]
+    new.check()
+
+
 def test_an_empty_buffer_round_trips(tmp_path):
     journal.save(tmp_path / "buffer", fresh().snapshot())
     new = fresh()
@@ -66,6 +76,7 @@ class Interrupted(Run):
         journal.save(self.folder / str(self.stops), self.buffer.snapshot())
         self.buffer = self.make()
         journal.load(self.folder / str(self.stops), self.buffer)
+        self.take_again()
         self.flight.clear()
         self.request(None)
         self.stops += 1

@@ -186,8 +186,8 @@ def test_what_cannot_work_is_refused_before_an_engine_starts(model_a, tmp_path: 
         check_vocabulary(other, None)
     with pytest.raises(UserError, match=r"actor\.rounding=fp8"):
         start(model_a, quantization="fp8")
-    with pytest.raises(UserError, match="tensor_parallel=2"):
-        start(model_a, tensor_parallel=2)
+    with pytest.raises(UserError, match="tensor_parallel=3"):
+        start(model_a, tensor_parallel=3)
     with pytest.raises(UserError, match="max_batched_tokens=100"):
         start(model_a, max_batched_tokens=100)
     with pytest.raises(UserError, match=r"config\.json"):

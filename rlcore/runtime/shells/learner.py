@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -14,7 +13,7 @@ import ray
 from rlcore.types import Group, WeightManifest
 
 PHASE_WEIGHTS = "phase_weights.safetensors"
-LEARNER_THREADS = {"watch": 1, "files": 1}  # beside the one that computes: heartbeats, waiting for files
+LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}  # beside the one that computes: heartbeats, files, next batches
 
 
 class LearnerShell:
@@ -24,6 +23,7 @@ class LearnerShell:
         self._buffer, self._transport, self._folder = buffer, transport, transport_folder
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: list[Future[object]] = []
+        self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
         self._phase_weights: dict[str, Any] = {}  # rank 0: name -> float32 tensor of what is trained
 
     def start(self, options: dict[str, Any]) -> int:
@@ -51,24 +51,26 @@ class LearnerShell:
         host = ray.util.get_node_ip_address()
         return host, free_port(host=host)
 
-    def begin_phase(self, shares: dict[int, list[int]], long: bool, resumed: str | None, timeout_s: float) -> float:
-        """Fetch this rank's groups of an update phase (step -> group ids), compute p_ref. Returns seconds of fetching.
+    @ray.method(concurrency_group="data")
+    def fetch(self, shares: dict[int, list[int]], timeout_s: float) -> None:
+        """Get this rank's groups of batches to come (step -> group ids), while it trains on others."""
+        refs = [self._buffer.payload.remote(step, ids) for step, ids in shares.items()]
+        self._fetched |= zip(shares, ray.get(refs, timeout=timeout_s))
+
+    def begin_phase(self, steps: list[int], long: bool, resumed: str | None) -> None:
+        """Compute p_ref for the batches of an update phase, which were fetched.
 
         `long`: the phase has several steps, so the weights it begins with are kept for a checkpoint in its middle.
         `resumed`: such a checkpoint; p_ref is computed under the weights kept, then its own are loaded.
         """
-        start = time.monotonic()
-        refs = [self._buffer.payload.remote(step, ids) for step, ids in sorted(shares.items())]
-        steps: list[list[Group]] = ray.get(refs, timeout=timeout_s)
-        fetched = time.monotonic() - start
+        batches = [self._fetched.pop(step) for step in steps]
         if resumed is not None:
             self._load_phase_weights(resumed)
         elif long:
             self._phase_weights = self.rank.trained_weights()
-        self.rank.begin_phase(steps, first=resumed is None)
+        self.rank.begin_phase(batches, first=resumed is None)
         if resumed is not None:
             self.rank.load(resumed, keep_phase=True)
-        return fetched
 
     def _load_phase_weights(self, folder: str) -> None:
         from safetensors.torch import load_file
