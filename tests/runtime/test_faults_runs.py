@@ -28,6 +28,18 @@ def processes(run, word):
     return [p for p in run.descendants() if p.is_running() and word in " ".join(p.cmdline())]
 
 
+def open_to_others(run):
+    """(process, address) of the run's listening sockets that can be reached from elsewhere."""
+    listening = {
+        (p.name(), c.laddr.ip)
+        for p in [psutil.Process(run.process.pid), *run.descendants()]
+        for c in p.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    return {(name, ip) for name, ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")}
+
+
 def books(run_dir):
     """(admitted, consumed) by the newest checkpoint, after recounting every group that its ledger names."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
@@ -75,19 +87,34 @@ def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
     assert max(r["staleness/max"] for r in found) <= 1
 
 
+def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    ranks = processes(run, "Worker_TP")
+    assert len(ranks) == 2
+    assert not open_to_others(run)
+    ranks[1].kill()
+    run.wait_for(lambda: "is in the rotation" in run.text, what="a replacement")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    assert len(processes(run, "Worker_TP")) == 2
+    family = run.descendants()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    found = rows(run_dir)
+    assert books(run_dir)[1] == len(found) * 8
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found if r["staleness/max"] == 0)
+    assert not left_over([*family, *ranks])
+
+
 def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "hush" * 10)
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3")
     run.wait_for(lambda: len(rows(run_dir)) >= 2, what="two steps")
-    listening = {
-        (p.name(), c.laddr.ip)
-        for p in [psutil.Process(run.process.pid), *run.descendants()]
-        for c in p.net_connections(kind="inet")
-        if c.status == psutil.CONN_LISTEN
-    }
-    assert listening and {ip for _, ip in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
+    assert not open_to_others(run)
     assert main(["scale", f"run_dir={run_dir}", "actor.bf16.count=2"]) == 0
     at = len(rows(run_dir))
     run.wait_for(lambda: "bf16-1 is in the rotation" in run.text, what="the second actor")
