@@ -49,6 +49,7 @@ class TaskConfig(Strict):
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
     grade_timeout_s: float = Field(default=10.0, gt=0, description="deadline of one grading")
     grader_processes: int = Field(default=1, gt=0, description="processes that grade")
+    grader_memory_mib: int = Field(default=4096, ge=256, description="address space of each of them")
     max_prompt_tokens: int | None = Field(
         default=None, gt=0, description="longer prompts are refused; null: whatever leaves room for a response"
     )

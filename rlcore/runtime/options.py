@@ -277,5 +277,6 @@ def scorer(config: RunConfig) -> dict[str, Any]:
         "tasks": {label: (task.name, dict(task.args)) for label, task in tasks.items()},
         "processes": config.task.grader_processes,
         "timeout_s": config.task.grade_timeout_s,
+        "memory_mib": config.task.grader_memory_mib,
         "stop": tuple(config.rollout.stop),
     }

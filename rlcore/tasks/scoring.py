@@ -38,9 +38,10 @@ class Scorer:
     tasks: label -> (task name, task args), where a trajectory's prompt_id begins with the label. Built here once too,
     so that a wrong argument is a UserError before anything starts.
     decode: token ids -> text, called under a lock; the text is cut before the first of the `stop` strings in it.
-    timeout_s: seconds one grading may take. on_scored: called from the scorer's threads, one at a time, with
-    trajectories in the order of completion. An exception of `decode` or `on_scored`, or a grading process that does not
-    start, ends the scorer: `submit`, `drain` and `close` then raise StageError.
+    timeout_s: seconds one grading may take. memory_mib: address space of a grading process.
+    on_scored: called from the scorer's threads, one at a time, with trajectories in the order of completion. An
+    exception of `decode` or `on_scored`, or a grading process that does not start, ends the scorer: `submit`, `drain`
+    and `close` then raise StageError.
     """
 
     def __init__(
