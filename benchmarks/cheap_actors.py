@@ -3,8 +3,9 @@
     python benchmarks/cheap_actors.py [--seeds 0 1 2] [--steps 40] [--work FOLDER] [key=value ...]
 
 The task is copying 96 digits (194 tokens with the prompt, 13 pages of 16), the budget 4 pages. Accuracy is that of the
-greedy held-out answers. "dense" is the policy on a dense engine; "sparse" is what the actors serve in the end, on the
-actors' own attention: the same weights in the training-free modes, theta + phi merged with DistillSparse.
+greedy held-out answers (all digits right), reward their share of right digits. "dense" is the policy on a dense engine;
+"sparse" is what the actors serve in the end, on the actors' own attention: the same weights in the training-free modes,
+theta + phi merged with DistillSparse.
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ def measure(mode: str, seed: int, folder: Path, words: list[str]) -> dict[str, A
         "seed": seed,
         "dense at start": first["eval/digits/greedy"],
         "dense at end": last["eval/digits/greedy"],
-        "dense best": max(r["eval/digits/greedy"] for r in evals),
+        "dense reward at start": first["eval/digits/greedy_reward"],
+        "dense reward at end": last["eval/digits/greedy_reward"],
         "KL actor to policy, first quarter": _mean(rows[:quarter], "mismatch/kl_k3"),
         "KL, last quarter": _mean(rows[-quarter:], "mismatch/kl_k3"),
         "rollout reward, last quarter": _mean(rows[-quarter:], "reward/mean"),
     }
     if mode != "dense actor":
-        out["sparse at end"] = sparse_accuracy(folder)["eval/digits/greedy"]
+        sparse = sparse_accuracy(folder)
+        out["sparse at end"] = sparse["eval/digits/greedy"]
+        out["sparse reward at end"] = sparse["eval/digits/greedy_reward"]
     kept = rows[2:-1] or rows
     for name, keys in TIMES.items():
         out[f"s: {name}"] = sum(_mean(kept, k) for k in keys)
