@@ -44,10 +44,11 @@ def sparse_accuracy(folder: Path) -> dict[str, float]:
     return dict(json.loads((folder / "eval.json").read_text()))
 
 
-def measure(mode: str, seed: int, folder: Path, words: list[str]) -> dict[str, Any]:
+def measure(mode: str, seed: int, folder: Path, steps: int, words: list[str]) -> dict[str, Any]:
     """One run, or what is left of one that was made before: a row of the table."""
-    if not (folder / "report.html").exists():
-        rlcore("train", *MODES[mode], f"seed={seed}", "logging=quiet", "evaluation.every=10", *words, run_dir=folder)
+    if not (folder / "metrics.jsonl").exists() or read_rows(folder)[-1]["step"] < steps:
+        words = [f"seed={seed}", f"schedule.steps={steps}", "resume=auto", *words]
+        rlcore("train", *MODES[mode], "logging=quiet", "evaluation.every=10", *words, run_dir=folder)
     rows = read_rows(folder)
     evals = [r for r in rows if "eval/digits/greedy" in r]
     first, last = evals[0], evals[-1]
@@ -91,7 +92,7 @@ def main() -> None:
     for seed in args.seeds:
         for mode in args.modes:
             name = "".join(c if c.isalnum() else "-" for c in mode)
-            found.append(measure(mode, seed, work / f"{name}-{seed}", [f"schedule.steps={args.steps}", *args.words]))
+            found.append(measure(mode, seed, work / f"{name}-{seed}", args.steps, args.words))
             print(json.dumps(found[-1]), flush=True)
     print(f"\nCheap actors on {machine()}, {args.steps} steps, seeds {args.seeds}\n")
     print(table(found, [k for k in _columns(found) if not k.startswith("s: ")]))
