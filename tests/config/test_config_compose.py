@@ -18,6 +18,8 @@ MANDATORY = {  # what a user must give for the options that have no default
     "path": ["model.path=folder"],
     "gsm8k": ["task.args.train_path=train.jsonl"],
     "math": ["task.args.train_path=train.jsonl"],
+    "leetcode": ["task.args.train_path=train.jsonl"],
+    "mbpp": ["task.args.train_path=train.jsonl"],
     "file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
     "ray": ["cluster.address=head:6379"],
     "draft": ["actor.draft.draft_path=folder"],
@@ -160,13 +162,15 @@ def test_the_refusals_of_the_corrections_are_made_at_the_door():
 
 
 def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
-    from rlcore.tasks import make_task
+    from rlcore.tasks import TASKS, make_task
 
-    rows = [{"question": f"{i}?", "problem": f"{i}?", "answer": f"so #### {i}"} for i in range(64)]
+    code = {"text": "?", "code": "x = 1", "test_list": ["assert x"], "tests": {"functional": "assert x"}}
+    rows = [{"question": f"{i}?", "problem": f"{i}?", "answer": f"so #### {i}", **code} for i in range(64)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "mine.py").write_text("def grade(item, response):\n    return 1.0\n")
     values = {"train_path": str(data), "grader": f"{tmp_path}/mine.py:grade"}
+    assert set(groups()["task"]) == set(TASKS)
     for option in groups()["task"]:
         given = [w for w in MANDATORY.get(option, [])]
         words = [w.partition("=")[0] + "=" + values[w.partition("=")[0].rpartition(".")[2]] for w in given]
