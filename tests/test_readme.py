@@ -1,0 +1,99 @@
+"""What the documents tell a user to type is accepted: commands, options in tables, make targets, files."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rlcore.cli import VERBS
+from rlcore.config.compose import load
+from rlcore.runtime.scale import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ["README.md", "docs/CONTRIBUTING.md", "docs/faults.md"]
+PLACES = {"NAME": "quickstart", "key=value": "seed=1", "HOST:PORT": "head:6379", "NAMES": "actor_killed"}
+NEEDS = {  # what an option has no default for, so that it cannot stand alone
+    "actor=draft": ["actor.draft.draft_path=folder"],
+    "correction=[rapid]": ["algorithm=rapid"],
+    "cluster=ray": ["cluster.address=head:6379"],
+    "task=file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
+}
+
+
+def text(name):
+    return (ROOT / name).read_text()
+
+
+def commands(name):
+    """Command lines of fenced and indented blocks: continued lines joined, comments dropped."""
+    blocks = re.findall(r"```bash\n(.*?)```", text(name), re.DOTALL)
+    blocks += re.findall(r"^    (rlcore .*|make .*|python .*)$", text(name), re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def inline(name):
+    """Words in backticks, outside blocks; "a|b" in a value means one of them."""
+    prose = re.sub(r"```.*?```", "", text(name), flags=re.DOTALL).replace(r"\|", "|")
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        yield from code.split()
+
+
+def concrete(word):
+    key, equals, value = word.partition("=")
+    if "|" in value:
+        return concrete(f"{key}={value.split('|')[0]}")
+    for place, real in PLACES.items():
+        word = word.replace(place, real)
+    return word
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in commands(name):
+        if words[0] != "rlcore":
+            continue
+        verb, rest = words[1], [concrete(w) for w in words[2:] if w not in ("...", "[DIR")]
+        assert verb in VERBS, words
+        if "--help" in rest or verb in ("report", "doctor"):
+            continue
+        if verb == "scale":
+            assert parse([w for w in rest if not w.startswith("run_dir=")])
+            continue
+        rest = [w for w in rest if w.partition("=")[0] not in ("out", "checkpoint", "dry_run")]
+        rest += [] if any(w.startswith("run_dir=") for w in rest) else ["run_dir=DIR"]
+        assert load(rest).schedule.steps > 0, words
+
+
+def test_options_named_in_the_readme_are_accepted():
+    seen = 0
+    for word in inline("README.md"):
+        key, equals, value = word.rstrip(",;").partition("=")
+        if not equals or key in ("out", "run_dir", "resume", "k") or not key[0].islower() or not value:
+            continue
+        for choice in value.split("|"):
+            one = f"{key}={choice}".replace(".*.", ".bf16.")
+            if key.startswith(("actor.", "task.args", "cluster.address")):
+                continue  # need the group that they belong to: the commands above have them
+            assert load(["run_dir=DIR", one, *NEEDS.get(one, [])]), word
+            seen += 1
+    assert seen > 25
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_targets_and_files_named_in_the_documents_exist(name):
+    targets = re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE)
+    for target in re.findall(r"`make ([a-z-]+)", text(name)) + re.findall(r"^make ([a-z-]+)", text(name), re.MULTILINE):
+        assert target in targets, target
+    for script in re.findall(r"\b((?:benchmarks|docs|tests|launchers|configs|rlcore)/[\w/.-]*\w\.\w+)", text(name)):
+        assert "NAME" in script or (ROOT / script).exists(), script
+
+
+def test_the_tree_of_the_readme_is_the_tree():
+    tree = re.search(r"```\nrlcore/\n(.*?)```", text("README.md"), re.DOTALL).group(1)
+    for line in tree.splitlines():
+        inside = line.startswith("  ")
+        for word in re.match(r"\s*((?:\S+ ?)+)", line).group(1).split():
+            assert (ROOT / ("rlcore" if inside else "") / word).exists(), word
