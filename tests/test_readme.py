@@ -41,7 +41,7 @@ def inline(name):
 
 
 def concrete(word):
-    key, equals, value = word.partition("=")
+    key, _equals, value = word.partition("=")
     if "|" in value:
         return concrete(f"{key}={value.split('|')[0]}")
     for place, real in PLACES.items():
