@@ -91,6 +91,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"model.path={path} holds no readable tokenizer: {str(e).splitlines()[0]}") from e
 
 
+def padding(tokenizer: Any) -> int:
+    """The token that fills unused places, which nothing reads: many tokenizers have none of that name."""
+    return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+
+
 def encode_prompt(
     tokenizer: Any, question: str, *, chat_template: str = "auto", system_prompt: str | None = None
 ) -> list[int]:

@@ -3,7 +3,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.errors import UserError
-from rlcore.models import build_char_tokenizer, build_fresh_model, decode_response, encode_prompt, load_tokenizer
+from rlcore.models import (
+    build_char_tokenizer,
+    build_fresh_model,
+    decode_response,
+    encode_prompt,
+    load_tokenizer,
+    padding,
+)
 
 ARCHITECTURE = dict(
     hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=64, max_len=64, tie_embeddings=True
@@ -53,3 +60,12 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(UserError, match=r"model\.path=.* holds no readable tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_a_pad_token_pads_all_the_same():
+    tokenizer = build_char_tokenizer("ab")
+    assert padding(tokenizer) == tokenizer.pad_token_id
+    tokenizer.pad_token = None
+    assert padding(tokenizer) == tokenizer.eos_token_id is not None
+    tokenizer.eos_token = None
+    assert padding(tokenizer) == 0

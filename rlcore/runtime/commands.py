@@ -79,7 +79,7 @@ def evaluate(config: RunConfig, named: str | None) -> int:
         session = Session(
             config,
             model_path,
-            pad_id=prepared.tokenizer.pad_token_id,
+            pad_id=prepared.pad_id,
             run_dir=run_dir,
             note=_note,
             with_learner=folder is not None,
@@ -141,7 +141,7 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
         session = Session(
             config,
             model_path,
-            pad_id=prepared.tokenizer.pad_token_id,
+            pad_id=prepared.pad_id,
             run_dir=Path(config.run_dir),
             note=_note,
             with_actors=False,

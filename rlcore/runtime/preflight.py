@@ -10,7 +10,7 @@ from typing import Any
 from rlcore.config.schema import RunConfig, TaskConfig
 from rlcore.corrections import build
 from rlcore.errors import UserError
-from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer
+from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer, padding
 from rlcore.runtime import options
 from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.requests import RequestMaker
@@ -25,6 +25,11 @@ class Prepared:
     requests: RequestMaker
     eval_prompts: dict[str, PromptSource]
     tokenizer: Any
+
+    @property
+    def pad_id(self) -> int:
+        """What fills the unused places of a micro-batch."""
+        return padding(self.tokenizer)
 
 
 def prepare(config: RunConfig) -> Prepared:

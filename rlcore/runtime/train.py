@@ -109,8 +109,7 @@ def _on_cluster(
         for label, actor in config.actor.items():
             reporter.note(options.describe_actor(label, actor))
         started = time.monotonic()
-        pad_id = prepared.tokenizer.pad_token_id
-        session = Session(config, model_path, pad_id=pad_id, run_dir=run_dir, note=reporter.note)
+        session = Session(config, model_path, pad_id=prepared.pad_id, run_dir=run_dir, note=reporter.note)
         try:
             reporter.note(
                 f"{len(session.fleet.members)} rollout actors and {len(session.learners)} learner ranks are up "

@@ -104,7 +104,7 @@ def supervise(
         _all(
             ranks,
             "start",
-            lambda r: (options.learner(sft, start, r, master, tokenizer.pad_token_id),),
+            lambda r: (options.learner(sft, start, r, master, prepared.pad_id),),
             "ranks to start",
             sft,
         )
