@@ -70,7 +70,7 @@ def _eval(words: list[str]) -> int:
     config = _config(_of_run(words))
     from rlcore.runtime.commands import evaluate
 
-    return evaluate(config, checkpoint)
+    return evaluate(config, checkpoint, model_named=_take(words, "model.path")[0] is not None)
 
 
 def _export(words: list[str]) -> int:

