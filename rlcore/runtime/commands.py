@@ -43,7 +43,7 @@ def _ray(config: RunConfig, *, actors: bool, learner: bool) -> Iterator[None]:
 
 def sft(config: RunConfig) -> int:
     """Supervised warm-up of `model.path` or of a fresh model; writes `run_dir/model`, a Hugging Face folder."""
-    prepared = prepare(config)
+    prepared = prepare(config, evaluates=False)
     run_dir = open_run_dir(config)
     out = run_dir / "model"
     if out.exists():
@@ -73,7 +73,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
     `named`: the checkpoint asked for. `model_named`: model.path was asked for by the command's own words.
     """
     model_path, folder = to_evaluate(config, named, model_named)
-    prepared = prepare(config)
+    prepared = prepare(config, trains=False)
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     _note(f"evaluating {folder or model_path}")
@@ -159,7 +159,7 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
         raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
     if Path(out).exists():
         raise UserError(f"out={out} exists: choose another folder.")
-    prepared = prepare(config)
+    prepared = prepare(config, trains=False, evaluates=False)
     with _ray(config, actors=False, learner=True):
         model_path = checkpoints.state_of(folder)["model_path"]
         config = with_drafts(config, prepared, _note) if config.learner.draft else config

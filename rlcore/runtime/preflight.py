@@ -10,11 +10,14 @@ from typing import Any
 from rlcore.config.schema import RunConfig, TaskConfig
 from rlcore.corrections import build
 from rlcore.errors import UserError
+from rlcore.interfaces import Task
 from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer, padding
 from rlcore.runtime import options
 from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.requests import RequestMaker
 from rlcore.tasks import make_task
+
+_NO_HELDOUT = "has no held-out problems to evaluate on: name a file of them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +35,66 @@ class Prepared:
         return padding(self.tokenizer)
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Build tasks, tokenizer and prompt sources, and check that they fit the model. Raises UserError."""
-    task = make_task(config.task.name, dict(config.task.args))
+def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -> Prepared:
+    """Build tasks, tokenizer and prompt sources, and check that they fit the model. Raises UserError.
+
+    `trains`, `evaluates`: which splits of the tasks will be read, and must hold problems that fit.
+    """
+    task = make_task(config.task.name, dict(config.task.args), label=options.task_label(config))
     tokenizer = load_tokenizer(config.model.path) if config.model.path else _made_up_tokenizer(config, task.alphabet())
     _check_vocabulary(config, _vocabulary_size(config, tokenizer))
 
-    def source(name: str, spec: TaskConfig, split_check: str) -> PromptSource:
+    def source(spec: TaskConfig, built: Task) -> PromptSource:
         limit = config.model.max_len - config.rollout.max_new_tokens
-        prompts = PromptSource(
-            make_task(spec.name, dict(spec.args), label=name),
+        return PromptSource(
+            built,
             lambda text: encode_prompt(
                 tokenizer, text, chat_template=config.model.chat_template, system_prompt=config.model.system_prompt
             ),
             run_seed=config.seed,
             max_prompt_tokens=min(limit, spec.max_prompt_tokens or limit),
         )
-        prompts.check("heldout", config.evaluation.prompts)
-        if split_check == "both":
-            prompts.check("train", 1 << 20)
-        return prompts
 
-    label = options.task_label(config)
-    train = source(label, config.task, "both")
-    extra = {label: source(label, spec, "heldout") for label, spec in config.evaluation.tasks.items()}
+    train = source(config.task, task)
+    if trains:
+        _check_train(config, train)
+    heldout = {options.task_label(config): train}
+    for label, spec in config.evaluation.tasks.items():
+        made = make_task(spec.name, dict(spec.args), label=label, key=f"evaluation.tasks.{label}")
+        heldout[label] = source(spec, made)
+    if evaluates:
+        heldout = _checked_heldout(config, heldout, trains)
     pipeline = build(config.correction.chosen(), run_seed=config.seed, keep_best=config.algorithm.keep_best)
     sampling = pipeline.constrain_sampling(options.sampling(config))
     pipeline.check(sampling, samples_per_prompt=config.rollout.samples_per_prompt)
     requests = RequestMaker(train, sampling=sampling, samples=config.rollout.samples_per_prompt, run_seed=config.seed)
-    return Prepared(train, requests, {label: train, **extra}, tokenizer)
+    return Prepared(train, requests, heldout, tokenizer)
+
+
+def _check_train(config: RunConfig, prompts: PromptSource) -> None:
+    if prompts.task.size("train") == 0:
+        raise UserError(
+            f"task.name={config.task.name} has no problems to train on: name a file of them with task.args.train_path."
+        )
+    prompts.check("train", 1 << 20)
+
+
+def _checked_heldout(config: RunConfig, sources: dict[str, PromptSource], trains: bool) -> dict[str, PromptSource]:
+    """Those that have held-out problems: all of them, unless it is training without evaluations that was asked for."""
+    e, own = config.evaluation, options.task_label(config)
+    optional = trains and e.every == 0 and not e.at_start
+    found = {}
+    for label, prompts in sources.items():
+        if prompts.task.size("heldout") != 0:
+            prompts.check("heldout", e.prompts)
+            found[label] = prompts
+        elif label != own:
+            key = f"evaluation.tasks.{label}"
+            raise UserError(f"{key}.name={e.tasks[label].name} {_NO_HELDOUT} with {key}.args.heldout_path.")
+        elif not optional:
+            instead = ", or train without: evaluation.every=0 evaluation.at_start=false" if trains else ""
+            raise UserError(f"task.name={config.task.name} {_NO_HELDOUT} with task.args.heldout_path{instead}.")
+    return found
 
 
 def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:
