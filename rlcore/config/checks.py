@@ -53,6 +53,12 @@ def _rollout(c: RunConfig) -> None:
             "rollout.min_p=0.",
         )
         cut["min_p"] = False
+    a = c.algorithm
+    _refuse(
+        dvp is not None and a.kl_coef > 0 and a.kl_estimator != "full",
+        f"algorithm.kl_estimator={a.kl_estimator} with correction=dvp would take the log-prob of a token outside a "
+        "policy's safe set, which has none, into the KL: use algorithm.kl_estimator=full or algorithm.kl_coef=0.",
+    )
     instead = "" if dvp else ", or prune on both sides with correction=[dvp,...]"
     for name, on in cut.items():
         _refuse(
@@ -222,6 +228,11 @@ def _companions(c: RunConfig) -> None:
             learner.distill.kl == "topk" and c.rollout.logprobs_k < 1,
             f"learner.distill.kl=topk needs the actors' top log-probs, and rollout.logprobs_k={c.rollout.logprobs_k}.",
         )
+        _refuse(
+            c.correction.dvp is not None,
+            f"correction=[{','.join(c.correction.names)}] cannot go with learner.distill: to dvp a token outside the "
+            "policy's safe set has no log-prob for the sparse copy to follow; leave one of the two out.",
+        )
     kinds = {a.kind for _, a in actors}
     _refuse(
         learner.draft is not None and (kinds != {"draft"} or len(actors) > 1),
@@ -286,6 +297,11 @@ def _learner(c: RunConfig) -> None:
         learner.ranks > c.schedule.groups_per_step,
         f"learner.ranks={learner.ranks} leaves ranks without data: a group is never split, so schedule.groups_per_step="
         f"{c.schedule.groups_per_step} must be at least as large.",
+    )
+    _refuse(
+        learner.zero_stage == 0 and (learner.dtype == "bfloat16" or (learner.dtype == "auto" and learner.num_gpus > 0)),
+        f"learner.zero_stage=0 would accumulate gradients in bfloat16, which learner.dtype={learner.dtype} with "
+        f"learner.num_gpus={learner.num_gpus:g} means: choose 1, 2 or 3, or learner.dtype=float32.",
     )
 
 

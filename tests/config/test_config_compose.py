@@ -164,7 +164,13 @@ def test_the_refusals_of_the_corrections_are_made_at_the_door():
 def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
     from rlcore.tasks import TASKS, make_task
 
-    code = {"text": "?", "code": "x = 1", "test_list": ["assert x"], "tests": {"functional": "assert x"}}
+    code = {
+        "text": "?",
+        "code": "x = 1",
+        "solutions": "x = 1",
+        "test_list": ["assert x"],
+        "tests": {"functional": "assert x"},
+    }
     rows = [{"question": f"{i}?", "problem": f"{i}?", "answer": f"so #### {i}", **code} for i in range(64)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))

@@ -90,6 +90,10 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", "learner.distill={kl:topk}", "rollout.logprobs_k=0"],
         ["learner.distill.kl=topk", "logprobs_k=0"],
     ),
+    (["actor=sparse", DISTILL, "correction=[dvp,mis]"], ["correction=[dvp,mis]", "learner.distill"]),
+    (["correction=dvp", "algorithm.kl_coef=0.1"], ["algorithm.kl_estimator=k3", "correction=dvp", "full"]),
+    (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
+    (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),
     (["actor=sparse", DISTILL, "cluster.transport=gloo"], ["cluster.transport=gloo", "object_store or disk"]),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
