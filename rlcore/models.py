@@ -79,16 +79,16 @@ def build_fresh_model(
     return folder
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local model folder. Raises UserError when there is none."""
+def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTokenizerBase:
+    """The tokenizer of a local model folder. Raises UserError, naming `key`, when there is none."""
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise UserError(f"model.path={path} is not a folder: give a local Hugging Face model folder.")
+        raise UserError(f"{key}={path} is not a folder: give a local Hugging Face model folder.")
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:
-        raise UserError(f"model.path={path} holds no readable tokenizer: {str(e).splitlines()[0]}") from e
+        raise UserError(f"{key}={path} holds no readable tokenizer: {str(e).splitlines()[0]}") from e
 
 
 def padding(tokenizer: Any) -> int:

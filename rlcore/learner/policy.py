@@ -38,6 +38,7 @@ def load_causal_lm(path: str | Path, dtype: str, attention: Attention, *, sparse
             dtype=DTYPES[dtype],
             attn_implementation=register(attention) if sparse else attention,
             local_files_only=True,
+            use_safetensors=True,  # another format would be unpickled
         )
     except OSError as e:
         raise UserError(f"model.path={path} holds no loadable model: {str(e).splitlines()[0]}") from e

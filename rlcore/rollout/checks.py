@@ -10,11 +10,20 @@ from rlcore.models import load_tokenizer
 from rlcore.rollout.model_folder import read_config
 
 
-def check_length(config: dict[str, Any], max_len: int) -> None:
+def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
     """Raise UserError when the model was not made for `max_len` positions."""
     limit = config.get("max_position_embeddings")
     if limit is not None and max_len > limit:
-        raise UserError(f"model.max_len={max_len} is beyond the model's {limit} positions: choose at most {limit}.")
+        raise UserError(f"model.max_len={max_len} is beyond the {limit} positions of {whose}: choose at most {limit}.")
+
+
+def check_heads(heads: tuple[int, int], tensor_parallel: int, *, key: str = "actor") -> None:
+    """Raise UserError when `heads`, attention and KV, cannot be shared out evenly."""
+    if heads[0] % tensor_parallel or (heads[1] % tensor_parallel and tensor_parallel % heads[1]):
+        raise UserError(
+            f"{key}.tensor_parallel={tensor_parallel} does not share out the model's {heads[0]} attention heads and "
+            f"{heads[1]} KV heads evenly: choose a divisor of {heads[0]}."
+        )
 
 
 def check_vocabulary(model_path: str | Path, policy_path: str | Path | None) -> None:
@@ -55,11 +64,7 @@ def check_settings(
     max_len: int,
 ) -> None:
     """Raise UserError for settings that this platform or this engine does not support. `heads`: attention and KV."""
-    if heads[0] % tensor_parallel or (heads[1] % tensor_parallel and tensor_parallel % heads[1]):
-        raise UserError(
-            f"actor.tensor_parallel={tensor_parallel} does not share out the model's {heads[0]} attention heads and "
-            f"{heads[1]} KV heads evenly: choose a divisor of {heads[0]}."
-        )
+    check_heads(heads, tensor_parallel)
     if sparse and tensor_parallel != 1:
         raise UserError(
             f"actor.tensor_parallel={tensor_parallel} does not go with actor.kind=sparse, whose attention lives in "

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def read_config(model_path: str | Path) -> dict[str, Any]:
-    """The folder's config.json. Raises UserError when there is none."""
+def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
+    """The folder's config.json. Raises UserError, naming `key`, when there is none with a vocab_size."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
-        raise UserError(f"model.path={model_path} holds no config.json: give a local Hugging Face model folder.")
-    return json.loads(path.read_text())
+        raise UserError(f"{key}={model_path} holds no config.json: give a local Hugging Face model folder.")
+    try:
+        config = dict(json.loads(path.read_text()))
+        int(config["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise UserError(f"{key}={model_path} holds no config.json with a vocab_size: {type(e).__name__}.") from e
+    return config
 
 
 def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
@@ -29,7 +34,7 @@ def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
     Raises UserError when the folder holds no safetensors file.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _files(model_path):
+    for file in weight_files(model_path):
         with file.open("rb") as f:
             (size,) = struct.unpack("<Q", f.read(8))
             header = json.loads(f.read(size))
@@ -42,15 +47,16 @@ def read_weights(model_path: str | Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     tensors: dict[str, torch.Tensor] = {}
-    for file in _files(model_path):
+    for file in weight_files(model_path):
         tensors.update(load_file(file))
     return _tied_once(model_path, tensors)
 
 
-def _files(model_path: str | Path) -> list[Path]:
+def weight_files(model_path: str | Path, *, key: str = "model.path") -> list[Path]:
+    """The folder's safetensors files; weights in no other format are ever read. Raises UserError when there is none."""
     files = sorted(Path(model_path).glob("*.safetensors"))
     if not files:
-        raise UserError(f"model.path={model_path} holds no .safetensors file: save the model in that format.")
+        raise UserError(f"{key}={model_path} holds no .safetensors file: save the model in that format.")
     return files
 
 

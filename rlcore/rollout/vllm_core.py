@@ -236,6 +236,7 @@ def _engine_args(*, kv_cache_gib: float, logit_noise: float, tensor_parallel: in
         common["additional_config"] = {"logit_noise": logit_noise}
     return EngineArgs(
         **common,
+        load_format="safetensors",  # "auto" would unpickle another format
         tensor_parallel_size=tensor_parallel,
         distributed_executor_backend="uni" if tensor_parallel == 1 else "mp",
         logprobs_mode="processed_logprobs",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer, padding
 from rlcore.runtime import options
+from rlcore.runtime.model_checks import check_models
 from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.requests import RequestMaker
 from rlcore.tasks import make_task
@@ -42,7 +42,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """
     task = make_task(config.task.name, dict(config.task.args), label=options.task_label(config))
     tokenizer = load_tokenizer(config.model.path) if config.model.path else _made_up_tokenizer(config, task.alphabet())
-    _check_vocabulary(config, _vocabulary_size(config, tokenizer))
+    check_models(config, tokenizer)
 
     def source(spec: TaskConfig, built: Task) -> PromptSource:
         limit = config.model.max_len - config.rollout.max_new_tokens
@@ -106,39 +106,6 @@ def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:
             "task's alphabet and this task is natural text; set model.path to a local Hugging Face folder."
         )
     return build_char_tokenizer(alphabet)
-
-
-def _vocabulary_size(config: RunConfig, tokenizer: Any) -> int:
-    """Width of the model's output layer, which may be padded beyond its tokenizer."""
-    if config.model.path is None:
-        assert config.model.fresh is not None
-        return config.model.fresh.vocab_size or len(tokenizer)
-    try:
-        return int(json.loads((Path(config.model.path) / "config.json").read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(
-            f"model.path={config.model.path} holds no config.json with a vocab_size: {type(e).__name__}."
-        ) from e
-
-
-def _check_vocabulary(config: RunConfig, size: int) -> None:
-    k = config.rollout.logprobs_k
-    if k > size:
-        raise UserError(
-            f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to {size}."
-        )
-    for label, actor in config.actor.items():
-        if actor.draft_path is None:
-            continue
-        drafted = load_tokenizer(actor.draft_path).get_vocab()
-        policy = load_tokenizer(config.model.path).get_vocab() if config.model.path else None
-        if policy is not None and drafted != policy:
-            differing = len(set(drafted.items()) ^ set(policy.items()))
-            raise UserError(
-                f"actor.{label}.draft_path={actor.draft_path} has another vocabulary than "
-                f"model.path={config.model.path} ({differing} entries differ): ratios between them mean nothing; "
-                "choose a draft with the policy's tokenizer."
-            )
 
 
 def open_run_dir(config: RunConfig) -> Path:

@@ -84,3 +84,67 @@ def test_an_evaluation_task_is_refused_under_its_own_key(model, tmp_path):
         prepared(model, extra)
     with pytest.raises(UserError, match=r"evaluation\.tasks\.more\.args\.digits"):
         prepared(model, "evaluation.tasks.more={name: arithmetic, args: {digits: 3}}")
+
+
+def _draft(tmp_path, alphabet=ALPHABET, **other):
+    return build_fresh_model(tmp_path / "draft", alphabet, seed=0, **SHAPE | other)
+
+
+def _drafted(model, draft, *words):
+    return prepared(model, "actor=draft", f"actor.draft.draft_path={draft}", *words)
+
+
+def test_a_draft_that_fits_is_accepted(model, tmp_path):
+    _drafted(model, _draft(tmp_path))
+
+
+def test_a_draft_of_another_vocabulary_is_refused(model, tmp_path):
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_path=.*1 entries of their tokenizers differ"):
+        _drafted(model, _draft(tmp_path, ALPHABET + "x"))
+
+
+def test_a_draft_of_another_width_is_refused(model, tmp_path):
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_path=.*vocab_size is 40, the policy's 15"):
+        _drafted(model, _draft(tmp_path, vocab_size=40))
+
+
+def test_a_draft_of_another_end_of_sequence_is_refused(model, tmp_path):
+    draft = _draft(tmp_path)
+    tokenizer = build_char_tokenizer(ALPHABET)
+    tokenizer.eos_token = "<unk>"
+    tokenizer.save_pretrained(draft)
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_path=.*end of sequence is <unk>, the policy's <eos>"):
+        _drafted(model, draft)
+
+
+def test_a_draft_is_held_against_a_policy_that_is_yet_to_be_made(tmp_path):
+    draft = f"actor.draft.draft_path={_draft(tmp_path)}"
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_path=.*differ.*ratios"):
+        prepare(load(["run_dir=x", "actor=draft", draft, "model.max_len=64", "rollout.max_new_tokens=32"]))
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_fresh\.vocab_size=40 .* 64"):
+        prepare(load(["run_dir=x", "experiment=draft_frozen", "actor.draft.draft_fresh.vocab_size=40"]))
+
+
+@pytest.mark.parametrize("missing", ["", "tokenizer.json", "config.json", "model.safetensors"])
+def test_a_draft_without_a_part_is_named_by_its_own_key(model, tmp_path, missing):
+    draft = _draft(tmp_path)
+    if missing:
+        (draft / missing).unlink()
+        (draft / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"^actor\.draft\.draft_path="):
+        _drafted(model, draft if missing else tmp_path / "none")
+
+
+def test_weights_in_another_format_are_refused(tmp_path):
+    folder = build_fresh_model(tmp_path / "old", ALPHABET, seed=0, **SHAPE)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"model\.path=.*old holds no \.safetensors file"):
+        prepared(folder)
+
+
+def test_settings_beyond_the_model_are_refused(model):
+    with pytest.raises(UserError, match=r"model\.max_len=65 is beyond the 64 positions of model\.path="):
+        prepared(model, "model.max_len=65")
+    with pytest.raises(UserError, match=r"actor\.bf16\.tensor_parallel=3 does not share out the model's 4 attention"):
+        prepared(model, "actor.bf16.tensor_parallel=3")
+    prepared(model, "actor.bf16.tensor_parallel=2")
