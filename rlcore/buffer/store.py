@@ -24,6 +24,7 @@ from rlcore.serialization import TopkDtype, dump_trajectory, load_trajectory
 from rlcore.types import Group, Trajectory
 
 STALE = "stale"
+REASON_CHARS = 300  # of a grader's words, in a message
 PEEK_STEPS = 2  # newest steps whose sample trajectories stay readable
 
 
@@ -82,6 +83,7 @@ class ReplayBuffer:
         self.arrivals = Arrivals()
         self.duplicates = 0  # samples that had already come
         self.late = 0  # samples of groups that had already left
+        self.failed_score = ""  # prompt id and reason of the newest sample that could not be scored
         self.published = 0
         self.learner = 0
         self.next_step = 0
@@ -188,6 +190,8 @@ class ReplayBuffer:
         self._bytes += len(sample.payload or b"")
         self.ledger.score_errors += t.score_status == "error"
         self.ledger.score_timeouts += t.score_status == "timeout"
+        if not sample.usable:
+            self.failed_score = f"{t.prompt_id}: {t.score_error or t.score_status}"[:REASON_CHARS]
         if len(entry.samples) == self.samples_per_group:
             self._complete(entry)
 
@@ -391,7 +395,17 @@ class ReplayBuffer:
                 f"; the oldest in flight is group {oldest.group_id} ({oldest.prompt_id}), with"
                 f" {len(oldest.sample_indices)} of {self.samples_per_group} samples missing"
             )
-        return line
+        failed, sentence = self.failed_scores()
+        return f"{line}; {sentence}" if failed else line
+
+    def failed_scores(self) -> tuple[int, str]:
+        """Samples that could not be scored so far, and a clause that says so with the last reason."""
+        errors, timeouts, arrived = self.ledger.score_errors, self.ledger.score_timeouts, self.arrivals.samples
+        sentence = (
+            f"{errors + timeouts} of {arrived} samples so far could not be scored"
+            f" ({errors} errors, {timeouts} timeouts), the last: {self.failed_score}"
+        )
+        return errors + timeouts, sentence
 
     # --- durable state -------------------------------------------------------------------------------------------
 
@@ -404,6 +418,7 @@ class ReplayBuffer:
             "next_step": self.next_step,
             "duplicates": self.duplicates,
             "late": self.late,
+            "failed_score": self.failed_score,
             "completed_bytes": list(self._completed_bytes),
             "arrivals": asdict(self.arrivals),
             "drawn": dict(self.sampler.drawn),
@@ -423,6 +438,7 @@ class ReplayBuffer:
         """
         self.published, self.learner, self.next_step = state["published"], state["learner"], state["next_step"]
         self.duplicates, self.late = state["duplicates"], state["late"]
+        self.failed_score = state["failed_score"]
         self._completed_bytes = (state["completed_bytes"][0], state["completed_bytes"][1])
         self.arrivals = Arrivals(**state["arrivals"])
         self.sampler.drawn.clear()

@@ -66,6 +66,11 @@ def _wait_share(row: Row) -> str | None:
     return f"{wait / step:.0%} of {number(step)} s" if wait is not None and step else None
 
 
+def _failed_scores(row: Row) -> str | None:
+    errors, timeouts = row.get("ledger/score_errors"), row.get("ledger/score_timeouts")
+    return f"{number(errors or 0)} errors, {number(timeouts or 0)} timeouts" if errors or timeouts else None
+
+
 CELLS = (
     Cell("reward", _pair("reward/mean", "reward/std", "{} ± {}")),
     Cell("response length", _pair("response_length/mean", "response_length/truncated_share", "{} tokens, {} cut off")),
@@ -78,6 +83,7 @@ CELLS = (
     ),
     Cell("learner waits", _wait_share),
     Cell("buffer", _pair("buffer/groups", "ledger/consumed", "{} groups ready, {} consumed")),
+    Cell("failed scores", _failed_scores),
 )
 
 

@@ -36,6 +36,7 @@ class Feed:
         self.gate = asyncio.Event()  # synchronous schedules: open while generation, and only generation, may start
         self.admitting = asyncio.Lock()  # an admission is whole or not at all in a checkpoint
         self._live: dict[int, float] = {}  # group id -> deadline of its arrival (monotonic)
+        self._told_at = 1  # failed scores at which they are told of next
 
     async def admit(self) -> None:
         """Admit prompts wherever the bound leaves room, for ever."""
@@ -100,6 +101,7 @@ class Feed:
                 except UserError as e:
                     self._note(f"rlcore scale was refused: {e}")
             await self._fleet.watch()
+            await self.tell_failed_scores()
             lost = self._fleet.take_lost()
             if lost:
                 in_flight = await self._buffer.in_flight()
@@ -107,6 +109,14 @@ class Feed:
                 self._note(f"{len(again)} groups of lost actors are handed out again")
                 await self._hand_out(again)
                 await self._fleet.assign({g: requests for g, requests in lost.items() if g < 0})  # evaluation
+
+    async def tell_failed_scores(self) -> None:
+        """The first sample that could not be scored, and then each tenfold number of them, with the last reason."""
+        failed, sentence = await self._buffer.call("failed_scores", what="the number of failed scores")
+        if failed >= self._told_at:
+            self._note(sentence)
+            while self._told_at <= failed:
+                self._told_at *= 10
 
     async def reissue_unscored(self) -> None:
         """The graders' process died with what waited in it: what no actor is still sampling is asked for again."""

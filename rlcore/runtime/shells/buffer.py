@@ -113,6 +113,9 @@ class BufferShell:
     async def waiting_for(self, step: int) -> str:
         return self.buffer.waiting_for(step)
 
+    async def failed_scores(self) -> tuple[int, str]:
+        return self.buffer.failed_scores()
+
     async def metrics(self) -> dict[str, float]:
         """Counts for a metrics row; also checks that every account matches."""
         self.buffer.check()
