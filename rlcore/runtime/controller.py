@@ -189,7 +189,8 @@ class Controller:
             if coming is not None:
                 coming.cancel()
                 await asyncio.gather(coming, return_exceptions=True)
-        if self.stop_requested or self.plan.checkpoint_at_end:
+        # until a resumed phase has begun anew, the learner holds its first weights: the checkpoint resumed from stands
+        if (self.stop_requested or self.plan.checkpoint_at_end) and self._resume_phase_from is None:
             await self._checkpoint()
             await self._saver.done(last=True)
 
@@ -203,7 +204,7 @@ class Controller:
         progress.step = step + 1
         await self.buffer.call("set_versions", progress.published, progress.step, what="a version to be noted")
         last = progress.step == plan.steps
-        if progress.step % plan.steps_per_publish == 0 or last or self.stop_requested:
+        if progress.step % plan.steps_per_publish == 0 or last:  # a stop publishes nothing: its checkpoint needs none
             with clocks.measure("publish"):
                 await self.publisher.begin(progress.step, full=False)
                 if plan.synchronous or last:
