@@ -161,6 +161,9 @@ class Controller:
             await self._evaluate()
             if self.plan.synchronous:
                 self._evals = await self.evaluator.collect(wait=True)
+        counts = await self.buffer.call("metrics", what="the buffer's counts")
+        self._arrived_tokens = counts["buffer/arrived_tokens"]  # a resumed run's go on from the checkpoint's
+        self.publisher.take_seconds()  # before the first row's time began
         self._row_at = time.monotonic()
         self.feed.gate.set()
 
@@ -205,10 +208,9 @@ class Controller:
         await self.buffer.call("set_versions", progress.published, progress.step, what="a version to be noted")
         last = progress.step == plan.steps
         if progress.step % plan.steps_per_publish == 0 or last:  # a stop publishes nothing: its checkpoint needs none
-            with clocks.measure("publish"):
-                await self.publisher.begin(progress.step, full=False)
-                if plan.synchronous or last:
-                    await self.publisher.done()
+            await self.publisher.begin(progress.step, full=False)
+            if plan.synchronous or last:
+                await self.publisher.done()
         await self._evaluate_if_due(last)
         await self._report(metrics | stats | self._evals, clocks)
         self._evals = {}
@@ -300,18 +302,18 @@ class Controller:
         step_s, self._row_at = now - self._row_at, now
         self.progress.seconds += step_s
         counts = await self.buffer.call("metrics", what="the buffer's counts")
-        arrived, published = counts["buffer/arrived_tokens"], self.publisher.take_seconds()
+        arrived = counts["buffer/arrived_tokens"]
         learn_s = clocks.parts.get("learn", 0.0) + clocks.parts.get("begin", 0.0)
         row = {
             "step": self.progress.step,
             "policy_version": self.progress.step,
             **metrics,
             **counts,
-            **published,
+            "time/publish_s": 0.0,
+            **self.publisher.take_seconds(),
             "time/step_s": step_s,
             "time/wait_data_s": clocks.parts.get("wait_data", 0.0),
             "time/learn_s": learn_s,
-            "time/publish_s": clocks.parts.get("publish", 0.0) + published.get("time/publish_s", 0.0),
             "time/total_s": self.progress.seconds,
             "throughput/rollout_tokens_per_s": (arrived - self._arrived_tokens) / step_s,
             "throughput/train_tokens_per_s": metrics.get("train/tokens", 0.0) / max(learn_s, 1e-9),

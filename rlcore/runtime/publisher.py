@@ -23,7 +23,7 @@ class Publisher:
     async def begin(self, version: int, *, full: bool, resumed: str | None = None) -> None:
         """Gather the weights and start giving them to the actors; returns when the learner may go on."""
         await self.done()
-        plan = self._plan
+        plan, start = self._plan, time.monotonic()
         publication = await self._learners.publish(
             version,
             plan.wire_dtype,
@@ -32,10 +32,10 @@ class Publisher:
             resumed=resumed,
             sparse_copy=plan.sparse_copy,
         )
-        self._delivering = asyncio.create_task(self._deliver(publication))
+        self._delivering = asyncio.create_task(self._deliver(publication, start))
 
-    async def _deliver(self, publication: Publication) -> dict[str, float]:
-        start, progress = time.monotonic(), self._progress
+    async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
+        progress = self._progress
         parts = await self._fleet.publish(publication)
         progress.published = publication.manifest.version
         await self._buffer.call("set_versions", progress.published, progress.step, what="a version to be noted")
@@ -44,7 +44,8 @@ class Publisher:
     async def done(self) -> None:
         """Wait until the actors have proven what was begun. Raises what the delivery raised."""
         if self._delivering is not None:
-            self._took = await self._delivering
+            for name, seconds in (await self._delivering).items():
+                self._took[name] = self._took.get(name, 0.0) + seconds
             self._delivering = None
 
     async def poll(self) -> None:
@@ -53,7 +54,7 @@ class Publisher:
             await self.done()
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds of the deliveries that ended since the last call, as metrics."""
+        """Seconds of the publications that ended since the last call, gathering included, as metrics."""
         took, self._took = self._took, {}
         return took
 
