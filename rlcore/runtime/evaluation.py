@@ -70,6 +70,11 @@ class Evaluator:
             return self.plan.at_start
         return step == last_step or bool(self.plan.every and step % self.plan.every == 0)
 
+    @property
+    def awaited(self) -> int | None:
+        """The version whose evaluation is under way; its last samples may be of later ones."""
+        return None if self._pending is None else self._pending.version
+
     async def start(self, version: int) -> None:
         """Hand out the requests for the newest published weights; an evaluation still running is waited for first."""
         if self._pending is not None:
@@ -104,6 +109,7 @@ class Evaluator:
         if self._pending is None:
             return {}
         pending, results = self._pending, {}
+        versions: set[int] = set()
         for label, mode in pending.expected:
             while not await self._arrived(pending, label, mode):
                 if not wait:
@@ -112,10 +118,17 @@ class Evaluator:
         for label, mode in pending.expected:
             verdicts = pending.verdicts[f"eval/{pending.version}/{label}/{mode}"]
             results.update(summarise(label, mode, verdicts, self._modes[mode][1]))
+            versions.update(version for v in verdicts for version in v["versions"])
             self._on_samples(pending.version, f"{label}/{mode}", sorted(verdicts, key=lambda v: v["prompt_id"])[:8])
         self.fleet.forget_evaluation()
         self._pending = None
-        return {**results, "eval/policy_version": pending.version, "time/eval_s": time.monotonic() - pending.started}
+        oldest, newest = min(versions, default=pending.version), max(versions, default=pending.version)
+        return {
+            **results,
+            "eval/policy_version": oldest,
+            "eval/version_span": newest - oldest,
+            "time/eval_s": time.monotonic() - pending.started,
+        }
 
     async def _arrived(self, pending: _Pending, label: str, mode: str) -> bool:
         """Fetch the verdicts of one mode once all have come; they may be lost with their process until then."""

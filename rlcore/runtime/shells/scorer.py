@@ -64,6 +64,7 @@ class ScorerShell:
             "reward": t.reward,
             "correct": correct,
             "length": len(t.response_ids),
+            "versions": _versions(t),
             "truncated": t.finish_reason == "length",
             "prompt": self._decode(t.prompt_ids),
             "response": self._decode(t.response_ids),
@@ -92,7 +93,7 @@ class ScorerShell:
                 "finish_reason": t.finish_reason,
                 "actor": t.actor_id,
                 "actor_kind": t.actor_kind,
-                "versions": [int(t.token_version.min(initial=0)), int(t.token_version.max(initial=0))],
+                "versions": _versions(t),
                 "tokens": len(t.response_ids),
             }
             for t in trajectories
@@ -100,3 +101,8 @@ class ScorerShell:
 
     def close(self) -> None:
         self.scorer.close()
+
+
+def _versions(t: Trajectory) -> list[int]:
+    """[oldest, newest] policy version among its tokens; empty without tokens."""
+    return [int(t.token_version.min()), int(t.token_version.max())] if len(t.token_version) else []
