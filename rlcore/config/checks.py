@@ -322,6 +322,15 @@ def _evaluation(c: RunConfig) -> None:
     )
 
 
+def _checkpoint(c: RunConfig) -> None:
+    best = c.checkpoint.keep_best
+    starts = [f"eval/{label}/" for label in (c.task.label, *c.evaluation.tasks)]
+    _refuse(
+        best is not None and not best.startswith(tuple(starts)),
+        f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with {' or '.join(starts)}.",
+    )
+
+
 RULES = (
     _model,
     _rollout,
@@ -334,4 +343,5 @@ RULES = (
     _learner,
     _transport,
     _evaluation,
+    _checkpoint,
 )

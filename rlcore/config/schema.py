@@ -54,6 +54,11 @@ class TaskConfig(Strict):
         default=None, gt=0, description="longer prompts are refused; null: whatever leaves room for a response"
     )
 
+    @property
+    def label(self) -> str:
+        """First part of its prompt ids: the name, or the class name of a user's own."""
+        return self.name.rpartition(":")[2].lower() if ":" in self.name else self.name
+
 
 class SparseConfig(Strict):
     block_size: int = Field(default=16, gt=0, description="tokens a page")

@@ -12,14 +12,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.errors import UserError
+from rlcore.errors import StageError, UserError
 
 MANIFEST = "MANIFEST.json"
+PARTS = ("learner/learner.json", "buffer/state.json")  # what no checkpoint of a run is without
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +32,20 @@ class Retention:
     best: str | None = None  # metric whose best value marks one more
     best_is: Literal["max", "min"] = "max"
 
-    def kept(self, folders: list[Path]) -> set[Path]:
-        """Of checkpoints in the order of their steps."""
+    def kept(self, folders: list[Path], scores: Mapping[str, float], awaited: int | None) -> set[Path]:
+        """Of checkpoints in the order of their steps; damaged ones are to be set aside before (`resume_from`).
+
+        `scores`: value of `best` by evaluated version, for all evaluations so far. `awaited`: version that is being
+        evaluated; its checkpoint is held until the score has come.
+        """
         keep = set(folders[-self.last :])
         if self.every:
             keep |= {f for f in folders if step_of(f) % self.every == 0}
         if self.best is not None:
-            scored = [(v, f) for f in folders if (v := state_of(f).get("metrics", {}).get(self.best)) is not None]
             sign = 1 if self.best_is == "max" else -1
-            if scored:
-                keep.add(max(scored, key=lambda pair: (sign * pair[0], pair[1]))[1])
+            scored = [(sign * scores[v], f) for f in folders if (v := str(step_of(f))) in scores]
+            keep |= {max(scored)[1]} if scored else set()  # of equals the newest
+            keep |= {f for f in folders if step_of(f) == awaited}
         return keep
 
 
@@ -60,8 +65,23 @@ def begin(root: Path, step: int) -> Path:
     return folder
 
 
-def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: Retention) -> Path:
-    """Seal `folder` as the checkpoint of `step` and drop those that `keep` does not hold. Returns its final path."""
+def commit(
+    root: Path,
+    step: int,
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    keep: Retention,
+    scores: Mapping[str, float] | None = None,
+    awaited: int | None = None,
+) -> Path:
+    """Seal `folder` as the checkpoint of `step` and drop those that `keep` does not hold. Returns its final path.
+
+    `scores`, `awaited`: see `Retention.kept`. Raises StageError for a folder that a part of the run is missing from.
+    """
+    missing = [part for part in PARTS if not (folder / part).is_file()]
+    if missing:
+        raise StageError(f"the checkpoint of step {step} lacks {' and '.join(missing)}")
     (folder / "controller.json").write_text(json.dumps(state, indent=1))
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     listing = {}
@@ -81,10 +101,15 @@ def commit(root: Path, step: int, folder: Path, state: dict[str, Any], *, keep: 
     else:
         folder.rename(final)
     _fsync(root)
-    folders = sorted(root.glob("step_*"), key=step_of)
-    for old in set(folders) - keep.kept(folders):
+    folders = _all(root)
+    for old in set(folders) - keep.kept(folders, scores or {}, awaited) - {final}:
         shutil.rmtree(old)
     return final
+
+
+def _all(root: Path) -> list[Path]:
+    """Finished checkpoints in the order of their steps."""
+    return sorted(root.glob("step_*"), key=step_of)
 
 
 def problem_with(folder: Path) -> str | None:
@@ -106,12 +131,32 @@ def problem_with(folder: Path) -> str | None:
 
 def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint whose every file is intact; those passed over are named through `note`."""
-    for folder in sorted(root.glob("step_*"), key=step_of, reverse=True):
+    for folder in reversed(_all(root)):
         problem = problem_with(folder)
         if problem is None:
             return folder
         note(f"checkpoint {folder.name} is passed over: {problem}")
     return None
+
+
+def resume_from(root: Path, note: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run goes on from; None if it has written none yet.
+
+    Damaged ones that are newer are renamed to `.damaged-*`, so that they crowd no valid one out. Raises UserError if
+    there are checkpoints and none is valid: going on would begin anew and drop what the run has recorded.
+    """
+    found, folders = newest_valid(root, note), _all(root)
+    if found is None and folders:
+        raise UserError(
+            f"run_dir={root.parent} holds {len(folders)} checkpoints and none is valid ({folders[-1].name}: "
+            f"{problem_with(folders[-1])}), so resume=auto has nothing to go on from: restore one of them, or choose "
+            "another run_dir to begin anew."
+        )
+    for damaged in folders[folders.index(found) + 1 :] if found else []:
+        aside = root / f".damaged-{damaged.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        damaged.rename(aside)
+    return found
 
 
 def state_of(folder: Path) -> dict[str, Any]:

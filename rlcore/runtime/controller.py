@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +65,9 @@ class Saver(Protocol):
     async def poll(self) -> None:
         """The same if it is written already, else nothing."""
 
+    def scored(self, version: int, results: Mapping[str, float], scores: dict[str, float]) -> None:
+        """Note in `scores` what an evaluation of `version` says about its checkpoint."""
+
     def cancel(self) -> None:
         """Give up the checkpoint being written."""
 
@@ -110,7 +113,6 @@ class Controller:
         # the learner's checkpoint folder, when a run goes on in the middle of an update phase
         middle = bool(self.progress.step % self.plan.phase_steps)
         self._resume_phase_from = resumed_from if middle else None
-        self.latest: dict[str, float] = {}  # newest value of every metric
         self._evals: dict[str, float] = {}  # results for the next row
         self._arrived_tokens = 0.0
         self._row_at = time.monotonic()
@@ -160,7 +162,7 @@ class Controller:
         if self.progress.evaluated < self.progress.step and self.evaluator.wants(self.progress.step, self.plan.steps):
             await self._evaluate()
             if self.plan.synchronous:
-                self._evals = await self.evaluator.collect(wait=True)
+                self._evals = await self._evaluated(wait=True)
         counts = await self.buffer.call("metrics", what="the buffer's counts")
         self._arrived_tokens = counts["buffer/arrived_tokens"]  # a resumed run's go on from the checkpoint's
         self.publisher.take_seconds()  # before the first row's time began
@@ -278,15 +280,23 @@ class Controller:
     async def _evaluate_if_due(self, last: bool) -> None:
         """Results go into the row being written when they are there; `eval/policy_version` says whose they are."""
         due = self.evaluator.wants(self.progress.step, self.plan.steps)
-        self._evals |= await self.evaluator.collect(wait=due or last)
+        self._evals |= await self._evaluated(wait=due or last)
         if due:
             await self._evaluate()
-            self._evals |= await self.evaluator.collect(wait=self.plan.synchronous or last)
+            self._evals |= await self._evaluated(wait=self.plan.synchronous or last)
 
     async def _evaluate(self) -> None:
         await self.publisher.done()  # the newest weights are what is evaluated
         self.progress.evaluated = self.progress.step
         await self.evaluator.start(self.progress.published)
+
+    async def _evaluated(self, *, wait: bool) -> dict[str, float]:
+        """Results of the evaluation under way, if they are there; they also mark the checkpoint of its version."""
+        version = self.evaluator.awaited
+        results = await self.evaluator.collect(wait=wait)
+        if results and version is not None:
+            self._saver.scored(version, results, self.progress.scores)
+        return results
 
     async def _checkpoint(self) -> None:
         """Cut a checkpoint between two steps and outside any admission; it is written while the run goes on."""
@@ -320,5 +330,4 @@ class Controller:
             "rollout/replacements": self.fleet.replacements,
         }
         self._arrived_tokens = arrived
-        self.latest.update(row)
         self.reporter.row(row)

@@ -266,8 +266,8 @@ def engine(config: RunConfig, label: str, actor: ActorConfig, model_path: str, n
 
 
 def task_label(config: RunConfig) -> str:
-    """First part of the training task's prompt ids: its name, or the class name of a user's own."""
-    return config.task.name.rpartition(":")[2].lower() if ":" in config.task.name else config.task.name
+    """First part of the training task's prompt ids."""
+    return config.task.label
 
 
 def scorer(config: RunConfig) -> dict[str, Any]:

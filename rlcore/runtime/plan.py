@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,4 @@ class Progress:
     phase_version: int = 0  # version at the start of the update phase: p_ref of a phase of several steps
     evaluated: int = -1  # last step whose evaluation was started
     seconds: float = 0.0  # of training, over all sessions
+    scores: dict[str, float] = field(default_factory=dict)  # checkpoint.keep_best's metric by version evaluated

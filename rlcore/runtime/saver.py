@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlcore.config.schema import RunConfig
-from rlcore.errors import StageError
+from rlcore.errors import DeadlineExceeded, StageError
+from rlcore.metrics.names import is_accuracy
 from rlcore.runtime import checkpoint
 from rlcore.runtime.cluster import RoleLost
 from rlcore.runtime.controller import Controller
@@ -37,19 +38,25 @@ class RunSaver:
             self._writing = asyncio.create_task(_failed(e))
             return
         await controller.cut_parts(str(folder / "learner"))
+        progress, awaited = asdict(controller.progress), controller.evaluator.awaited
+        if awaited is not None:
+            progress["evaluated"] = -1  # a resume finds no evaluation under way: what is due is started again
         state = {
-            "progress": asdict(controller.progress),
+            "progress": progress,
             "prompts": controller.prompts.state(),
             "model_path": self._model_path,
             "seed": self._seed,
-            "metrics": dict(controller.latest),
         }
-        self._writing = asyncio.create_task(self._write(controller, step, folder, state))
+        self._writing = asyncio.create_task(self._write(controller, step, folder, state, awaited))
 
-    async def _write(self, controller: Controller, step: int, folder: Path, state: dict[str, Any]) -> None:
+    async def _write(
+        self, controller: Controller, step: int, folder: Path, state: dict[str, Any], awaited: int | None
+    ) -> None:
+        scores = state["progress"]["scores"]
         try:
             await controller.write_parts(str(folder / "buffer"))
-            await asyncio.to_thread(checkpoint.commit, self._root, step, folder, state, keep=self._keep)
+            where = (self._root, step, folder, state)
+            await asyncio.to_thread(checkpoint.commit, *where, keep=self._keep, scores=scores, awaited=awaited)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -62,7 +69,7 @@ class RunSaver:
             await writing
         except RoleLost:
             raise
-        except (OSError, StageError) as e:
+        except (OSError, StageError, DeadlineExceeded) as e:  # also a disk that is only slow
             self._unsaved += 1
             if last:
                 newest = self._newest()
@@ -72,6 +79,14 @@ class RunSaver:
         if self._unsaved:
             self._note(f"the checkpoint is written again, after {self._unsaved} that could not be: {self._newest()}")
         self._unsaved = 0
+
+    def scored(self, version: int, results: Mapping[str, float], scores: dict[str, float]) -> None:
+        best = self._keep.best
+        if best in results:
+            scores[str(version)] = results[best]
+        elif best is not None:
+            has = ", ".join(sorted(name for name in results if is_accuracy(name))) or "nothing that could be judged"
+            self._note(f"checkpoint.keep_best={best} is not in the evaluation of version {version}, which has {has}")
 
     async def poll(self) -> None:
         if self._writing is not None and self._writing.done():

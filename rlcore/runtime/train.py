@@ -62,7 +62,7 @@ def _recovering(
     """Attempts until one ends: a lost process of the run costs the steps since its last checkpoint, not the run."""
     resume, recoveries, stood = config.resume == "auto", 0, 0
     while True:
-        found = checkpoint.newest_valid(run_dir / "checkpoints", reporter.note) if resume else None
+        found = checkpoint.resume_from(run_dir / "checkpoints", reporter.note) if resume else None
         state = checkpoint.state_of(found) if found else None
         progress = Progress(**state["progress"]) if state else Progress()
         if progress.step >= config.schedule.steps:

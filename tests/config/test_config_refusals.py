@@ -56,6 +56,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["correction.tis.adjusted=true", "algorithm=gspo"], ["correction.tis.adjusted", "algorithm.loss=gspo"]),
     (["correction=rapid"], ["algorithm.loss=ppo", "rapid"]),
     (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
+    (["checkpoint.keep_best=reward/mean"], ["checkpoint.keep_best=reward/mean", "eval/digits/"]),
     (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
     (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
     (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"]),

@@ -40,6 +40,8 @@ class Learners:
 
 
 class Evaluator:
+    awaited = None
+
     def wants(self, step, last_step):
         return False
 
