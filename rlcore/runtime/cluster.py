@@ -22,6 +22,9 @@ from rlcore.errors import DeadlineExceeded, StageError, UserError
 SHUTDOWN_TIMEOUT_S = 20.0  # what a local cluster's processes get to end by themselves once Ray has shut down
 
 
+LOST_RANK_GRACE_S = 5.0  # how long a failed process's peers are listened to before the failure is believed
+
+
 class RoleLost(StageError):
     """A process of the run is gone or hung. Nothing is wrong with the run itself: it can go on from a checkpoint."""
 
@@ -152,16 +155,32 @@ async def _awaitable(ref: Any) -> Any:
 
 
 def get(refs: Any, *, timeout_s: float, what: str, key: str) -> Any:
-    """The blocking twin of `call`, for start-up."""
+    """The blocking twin of `call`, for start-up; `refs` is one reference or a list whose answers depend on each other.
+
+    Of several failures the loss of a process is the one raised, as RoleLost.
+    """
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError as e:
         raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).") from e
     except RayTaskError as e:
+        for ref in refs if isinstance(refs, list) else []:  # a rank fails within moments of another's death
+            with contextlib.suppress(RayTaskError, GetTimeoutError):
+                _alive(ref, what)
         raise _cause(e, what) from e
     except RayActorError as e:
-        inner = getattr(e, "cause", None)
-        raise StageError(f"{what}: the process died: {_last_line(str(inner or e))}") from e
+        raise _lost(e, what) from e
+
+
+def _alive(ref: Any, what: str) -> None:
+    try:
+        ray.get(ref, timeout=LOST_RANK_GRACE_S)
+    except RayActorError as e:
+        raise _lost(e, what) from e
+
+
+def _lost(e: RayActorError, what: str) -> RoleLost:
+    return RoleLost(f"{what}: the process died: {_last_line(str(getattr(e, 'cause', None) or e))}")
 
 
 def _cause(e: RayTaskError, what: str) -> Exception:

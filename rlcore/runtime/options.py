@@ -172,6 +172,7 @@ def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, in
         "world_size": le.ranks,
         "master_addr": master[0],
         "master_port": master[1],
+        "collective_timeout_s": config.schedule.step_timeout_s,
         "device": learner_device(config),
         "dtype": learner_dtype(config),
         "zero_stage": le.zero_stage,

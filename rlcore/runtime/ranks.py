@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlcore.runtime.cluster import RoleLost, call
-
-LOST_RANK_GRACE_S = 5.0  # how long a failed rank's peers are listened to before the failure is believed
+from rlcore.errors import DeadlineExceeded
+from rlcore.runtime.cluster import LOST_RANK_GRACE_S, RoleLost, call
 
 
 class Ranks:
@@ -17,7 +16,10 @@ class Ranks:
         self.handles, self.timeout_s, self.name = handles, timeout_s, name
 
     async def call(self, method: str, *args: Any, what: str, per_rank: list[tuple[Any, ...]] | None = None) -> Any:
-        """The same method on every rank; rank 0's answer. Of several failures the loss of a rank is the one told."""
+        """The same method on every rank; rank 0's answer. Of several failures the loss of a rank is the one told.
+
+        Raises RoleLost for a rank that died or missed the deadline: it may hang in a collective for ever.
+        """
         asked = [
             asyncio.create_task(
                 call(
@@ -36,6 +38,8 @@ class Ranks:
                 await asyncio.wait(waiting, timeout=LOST_RANK_GRACE_S)
             errors = [e for t in asked if t.done() and (e := t.exception()) is not None]
             for error in sorted(errors, key=lambda e: not isinstance(e, RoleLost)):
+                if isinstance(error, DeadlineExceeded):
+                    raise RoleLost(f"the {self.name} hangs: {str(error).rstrip('.')}") from error
                 raise error
             return asked[0].result()
         finally:

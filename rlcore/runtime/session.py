@@ -10,9 +10,10 @@ from typing import Any
 import ray
 
 from rlcore.config.schema import ActorConfig, RunConfig
+from rlcore.errors import DeadlineExceeded
 from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.runtime import options, shells
-from rlcore.runtime.cluster import actor_class, free_port, get
+from rlcore.runtime.cluster import RoleLost, actor_class, free_port, get
 from rlcore.runtime.evaluation import Evaluator, OnSamples
 from rlcore.runtime.fleet import Fleet, Member, Purpose, Spawned
 from rlcore.runtime.preflight import Prepared
@@ -171,9 +172,13 @@ class Session:
         return [shell.remote(self.buffer, *self.transport) for _ in range(ranks)]
 
     def each_learner(self, method: str, *args: Any, what: str, draft: bool = False) -> list[Any]:
-        """The same call on every rank (of the draft's learner if asked), under the step deadline."""
+        """The same call on every rank (of the draft's learner if asked). Raises RoleLost for a rank that hangs."""
         refs = [getattr(learner, method).remote(*args) for learner in (self.draft_learners if draft else self.learners)]
-        return list(get(refs, timeout_s=self.config.schedule.step_timeout_s, what=what, key="schedule.step_timeout_s"))
+        limit = self.config.schedule.step_timeout_s
+        try:
+            return list(get(refs, timeout_s=limit, what=what, key="schedule.step_timeout_s"))
+        except DeadlineExceeded as e:
+            raise RoleLost(f"the learner hangs: {str(e).rstrip('.')}") from e
 
     def close(self) -> None:
         """End every process of the run; those that do not end by themselves are killed."""
