@@ -246,7 +246,9 @@ class ClusterConfig(Strict):
     start_timeout_s: float = Field(default=300.0, gt=0, description="deadline for every role to come up")
     heartbeat_s: float = Field(default=5.0, gt=0, description="between two looks at every role")
     hang_timeout_s: float = Field(default=120.0, gt=0, description="an actor silent for longer is replaced")
-    max_restarts: int = Field(default=10, ge=0, description="replaced rollout actors an hour before the run gives up")
+    max_restarts: int = Field(
+        default=10, ge=0, description="times an hour that a rollout actor is replaced before the run ends"
+    )
     max_recoveries: int = Field(
         default=3,
         ge=0,

@@ -47,7 +47,7 @@ class Member:
     version: int = -1  # last version whose arrival was proven on this process
     groups: Held = field(default_factory=dict)  # what it was given and has not completed
     status: dict[str, Any] = field(default_factory=dict)
-    restarts: int = 0
+    failures: list[float] = field(default_factory=list)  # when it fell sick within the last hour (monotonic)
     well: bool = True  # in the rotation
     purpose: Purpose = "all"  # what it is given: evaluation, everything else, or both
     weights: str | None = POLICY  # what of a publication it loads; None: its own weights are frozen
@@ -102,7 +102,6 @@ class Fleet:
         self._numbers = {label: sum(m.label == label for m in members) for label in self._kinds}  # names given out
         self._log = log
         self._lost: Held = {}
-        self._recent: list[float] = []  # when members fell sick within the last hour (monotonic)
         self._joining: set[asyncio.Task[None]] = set()
         self._failure: Exception | None = None
         self._alone_since: float | None = None  # when the rotation became empty (monotonic)
@@ -217,17 +216,16 @@ class Fleet:
             return  # it was replaced or removed since
         self._out(member)
         self.replacements += 1
-        member.restarts += 1
         reason = why.strip().splitlines()[0][:240]
         if self.joined:
             self._failure = RoleLost(f"{member.name} is lost, and with it the broadcast group of weights: {reason}")
             return
         now = time.monotonic()
-        self._recent = [t for t in self._recent if now - t < AN_HOUR_S] + [now]
-        if len(self._recent) > self.max_restarts:
+        member.failures = [t for t in member.failures if now - t < AN_HOUR_S] + [now]
+        if len(member.failures) > self.max_restarts:  # of one member: a node that goes takes many with it at once
             self._failure = StageError(
-                f"rollout actors failed {len(self._recent)} times within an hour "
-                f"(cluster.max_restarts={self.max_restarts}); last {member.name}: {reason}"
+                f"{member.name} failed {len(member.failures)} times within an hour "
+                f"(cluster.max_restarts={self.max_restarts}); last: {reason}"
             )
             return
         self._log(f"{member.name} is replaced: {reason}")
@@ -284,7 +282,7 @@ class Fleet:
             waiting.result()
 
     async def watch(self) -> None:
-        """One round of heartbeats. Raises when actors failed too often, or none is well for too long."""
+        """One round of heartbeats. Raises when an actor failed too often, or none is well for too long."""
         await asyncio.gather(*(self._check(m) for m in self.rotation()))
         if self._failure is not None:
             raise self._failure

@@ -193,6 +193,21 @@ def test_weights_that_do_not_arrive_cost_the_actor_and_too_many_failures_the_run
     play(scenario, count=1)
 
 
+def test_a_node_that_takes_many_actors_with_it_does_not_use_up_the_restarts_of_each():
+    async def scenario(world):
+        fleet = world.fleet
+        await fleet.publish(weights(0))
+        for m in fleet.members:
+            fleet.sicken(m, m.handle, "its node died")
+        await world.settled(3)
+        first = fleet.members[0]
+        fleet.sicken(first, first.handle, "it died alone")
+        with pytest.raises(StageError, match=r"bf16-0 failed 2 times within an hour \(cluster\.max_restarts=1\)"):
+            await fleet.watch()
+
+    play(scenario, count=3, max_restarts=1)
+
+
 def test_a_group_handed_out_again_is_dropped_by_its_holder_first():
     async def scenario(world):
         fleet = world.fleet
