@@ -99,7 +99,7 @@ class Fleet:
         self.publication: Publication | None = None
         self.replacements = 0
         self._kinds = {m.label: m for m in members}
-        self._numbers = {label: sum(m.label == label for m in members) for label in self._kinds}  # names given out
+        self._numbers = self.sizes()  # names given out
         self._log = log
         self._lost: Held = {}
         self._joining: set[asyncio.Task[None]] = set()
@@ -110,6 +110,10 @@ class Fleet:
     def rotation(self) -> list[Member]:
         """The members that may be given work."""
         return [m for m in self.members if m.well]
+
+    def sizes(self) -> dict[str, int]:
+        """How many members of each label there are, well or not."""
+        return {label: sum(m.label == label for m in self.members) for label in self._kinds}
 
     # ---- work -----------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
+from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 
 CONTROL = Path("control") / "actors.json"
@@ -25,11 +27,13 @@ def ask(run_dir: str | Path, counts: dict[str, int]) -> None:
 class Wanted:
     """What is asked of a run from outside: a number of actors, read once per request, and an early end.
 
-    A new command starts with the counts of its configuration.
+    A new command starts with the counts of its configuration; within one, the fleet's size outlives recoveries.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.stop = False  # a signal came
+        self._sizes: dict[str, int] = {}  # actors of each label when the last attempt ended
+        self._again: dict[str, int] | None = None  # what the next attempt is asked for once it runs
         self._path = run_dir / CONTROL
         self._path.unlink(missing_ok=True)
 
@@ -38,9 +42,27 @@ class Wanted:
         try:
             counts = json.loads(self._path.read_text())
         except FileNotFoundError:
-            return None
+            again, self._again = self._again, None
+            return again
         self._path.unlink()
-        return {str(label): int(count) for label, count in counts.items()}
+        again, self._again = self._again or {}, None
+        return again | {str(label): int(count) for label, count in counts.items()}
+
+    def keep(self, sizes: Mapping[str, int]) -> None:
+        """An attempt ended with this many actors of each label."""
+        self._sizes = dict(sizes)
+
+    def start_with(self, config: RunConfig) -> RunConfig:
+        """The configuration that an attempt starts with; what it differs by from the size kept is asked for again.
+
+        A fleet that had shrunk starts small. One that had grown grows again while it works, as it did: the cluster may
+        have no room yet, and the run was checked to fit with the counts of its configuration.
+        """
+        sizes = {label: self._sizes.get(label, actor.count) for label, actor in config.actor.items()}
+        starting = {label: max(1, min(actor.count, sizes[label])) for label, actor in config.actor.items()}
+        self._again = {label: n for label, n in sizes.items() if n != starting[label]} or None
+        actors = {label: a.model_copy(update={"count": starting[label]}) for label, a in config.actor.items()}
+        return config.model_copy(update={"actor": actors})
 
 
 def parse(words: list[str]) -> dict[str, int]:

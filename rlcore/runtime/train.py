@@ -96,6 +96,7 @@ def _on_cluster(
     wanted: Wanted,
 ) -> Progress:
     """The part of a run that needs processes; none is left when it returns or raises."""
+    config = wanted.start_with(config)
     cpus, gpus = options.needed(config)
     with cluster(
         address=config.cluster.address,
@@ -124,6 +125,7 @@ def _on_cluster(
         except asyncio.CancelledError as e:  # a second signal
             raise KeyboardInterrupt from e
         finally:
+            wanted.keep(session.fleet.sizes())
             session.close()
 
 
