@@ -26,6 +26,8 @@ from rlcore.attention.block_topk import BlockTopK, group_queries, page_mask, pag
 from rlcore.errors import UserError
 
 QUERY_CHUNK = 512  # queries whose masks exist at one time
+# Transformers takes every name with "flash" in it for a package or kernel to import.
+_NAMES = {"sdpa": "block_topk_sdpa", "eager": "block_topk_eager", "flash_attention_2": "block_topk_fa2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,13 @@ class SparseRows:
 def register(dense: str = "sdpa") -> str:
     """Register with transformers and return the implementation's name; `dense` serves forwards without `sparse_rows`.
 
+    flash_attention_2 lends its mask function alone (packed rows need no mask) and is not imported: transformers finds
+    its kernels by the implementation's name, so a forward without `sparse_rows` is then a RuntimeError.
     Raises UserError for a dense implementation that transformers does not know.
     """
-    known = ("sdpa", "eager", "flash_attention_2")
-    if dense not in known:
-        raise UserError.choice("learner.attention", dense, known)
-    name = f"block_topk_{dense}"
+    if dense not in _NAMES:
+        raise UserError.choice("learner.attention", dense, tuple(_NAMES))
+    name = _NAMES[dense]
 
     def attend(
         module: torch.nn.Module,
@@ -68,6 +71,8 @@ def register(dense: str = "sdpa") -> str:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if sparse_rows is None:
+            if dense == "flash_attention_2":
+                raise RuntimeError(f"{name} attends sparsely only: a dense forward needs a model loaded with {dense}")
             inner = ALL_ATTENTION_FUNCTIONS[dense]
             return inner(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         if kwargs.get("sliding_window") is not None or dropout:

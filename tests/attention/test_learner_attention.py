@@ -136,6 +136,23 @@ def test_one_module_is_dense_and_sparse_by_turns(model):
     assert float((sparse - want)[0, 12:].abs().max()) > 1e-3
 
 
+def test_a_model_for_flash_attention_loads_and_attends_sparsely_without_it(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    name = register("flash_attention_2")
+    assert "flash" not in name  # transformers imports what such a name says
+    net = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation=name)
+    assert net.config._attn_implementation == name
+    ids = batch()["input_ids"][:1]
+    packed = {"input_ids": ids, "position_ids": torch.cat([torch.arange(25), torch.arange(35)])[None]}
+    rows = SparseRows(SPARSE, cu_seqlens=[0, 25, 60])
+    with torch.no_grad():
+        got = net(**packed, use_cache=False, sparse_rows=rows).logits
+        want = model(**packed, use_cache=False, sparse_rows=rows).logits
+    torch.testing.assert_close(got, want)
+    with pytest.raises(RuntimeError, match="sparsely only"):
+        net(input_ids=ids, use_cache=False)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_forwards_attend_again_as_they_did(model, reentrant):
     def gradients(checkpoint):
