@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +14,11 @@ from rlcore.weights.rounding import Granularity, Rounding, round_weights
 
 
 class Ranks(Protocol):
-    """The processes that hold the model: `VllmCore`."""
+    """The processes that hold the model, `VllmCore`; the methods are those of `WeightExtension`."""
 
     def rpc(self, method: str, *args: Any) -> Any: ...
 
-    def load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None: ...
+    def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any: ...
 
 
 class HeldWeights:
@@ -39,12 +40,13 @@ class HeldWeights:
         self._dtype, self._rounding, self._scales, self._quantised = dtype, rounding, scales, quantised
         self._keep_precise = tuple(keep_high_precision)
         self._shapes = read_shapes(model_path)
-        self._arrived: dict[str, tuple[int, int | None]] = {}  # name -> checksums (as published, as held)
+        self._arrived: dict[str, tuple[int, int]] = {}  # name -> checksums (as published, as held)
+        self._proven: dict[str, int] = {}  # name of a quantised weight -> checksum as published
+        # vLLM quantises: the set it was given, until the first question what it holds of it
+        self._to_prove: Callable[[], Mapping[str, torch.Tensor]] | None = partial(read_weights, model_path)
         self._ranks.rpc("rl_check_live")
         if rounding != "none":
             self.load(read_weights(model_path))
-        elif quantised:
-            self._arrived = {n: (tensor_checksum(t), None) for n, t in read_weights(model_path).items()}
 
     def names(self) -> list[str]:
         """Hugging Face names of all weights, tied ones once."""
@@ -62,30 +64,42 @@ class HeldWeights:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. Raises RuntimeError if vLLM did not take every one: the engine must not serve then."""
-        self._arrived = {}
+        self._arrived, self._proven = {}, {}
         rounded = round_weights(
             tensors, self._rounding, keep_high_precision=self._keep_precise, granularity=self._scales
         )
         served = {n: t.to(self._dtype) for n, t in rounded.items()}
         for name, published in tensors.items():
-            if self._quantised:
-                self._arrived[name] = (tensor_checksum(published), None)
-            elif served[name] is not published:
+            if served[name] is not published:
                 self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
-        self._ranks.load(served, self._quantised)
+        self._ranks.send("rl_load", served, self._quantised)
+        if self._quantised:
+            self._to_prove = lambda: tensors
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names.
 
         With emulated rounding or another dtype than the published one, a weight that is exactly the rounding of what
-        was published reports the published checksum, anything else its own. With vLLM's FP8 the published bits are
-        gone after loading: the checksum is that of the tensor given to vLLM's loader. Raises KeyError for a name that
-        the model lacks.
+        was published reports the published checksum, anything else its own. So does a weight that vLLM quantised:
+        what was published is quantised once more and compared with the bits held. A loaded set is kept for this until
+        the first call only; a quantised weight that differs, or was not asked for then, is left out of the answer.
+        Raises KeyError for a name that the model lacks.
         """
         wanted = list(names)
         if unknown := [n for n in wanted if n not in self._shapes]:
             raise KeyError(f"the engine's model has no weight {unknown[0]}")
-        if self._quantised:
-            return {n: self._arrived[n][0] for n in wanted}
-        held: dict[str, int] = self._ranks.rpc("rl_checksums", self._shapes, wanted)
-        return {n: self._arrived[n][0] if self._arrived.get(n, (0, None))[1] == c else c for n, c in held.items()}
+        quantised: dict[str, list[str]] = self._ranks.rpc("rl_quantised", wanted) if self._quantised else {}
+        self._prove(quantised)
+        plain = [n for n in wanted if n not in quantised]
+        held: dict[str, int] = self._ranks.rpc("rl_checksums", self._shapes, plain)
+        held = {n: self._arrived[n][0] if self._arrived.get(n, (0, 0))[1] == c else c for n, c in held.items()}
+        return held | {n: self._proven[n] for n in quantised if n in self._proven}
+
+    def _prove(self, quantised: Mapping[str, list[str]]) -> None:
+        """Note which quantised weights (name -> all of its fused parameter) are those of the set loaded last."""
+        if self._to_prove is None or not quantised:
+            return
+        tensors, self._to_prove = self._to_prove(), None
+        parts = {part: tensors[part].to(self._dtype) for fused in quantised.values() for part in fused}
+        proven = self._ranks.send("rl_proven", parts)
+        self._proven = {n: tensor_checksum(tensors[n]) for n in proven}

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -51,6 +52,14 @@ class WorkerSide(WeightExtension):
     def rl_plain_gather(self) -> None:
         """Sample without the ranks of the sampled tokens."""
         self.model_runner.sampler.gather_logprobs = _gather_logprobs
+
+    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """vLLM's own reload, which keeps to itself what was taken, in its three steps."""
+        runner = self.model_runner
+        initialize_layerwise_reload(runner.model)
+        loaded = runner.model.load_weights(tensors)
+        finalize_layerwise_reload(runner.model, runner.model_config)
+        return set(loaded)
 
 
 class VllmCore:
@@ -150,14 +159,13 @@ class VllmCore:
         """Call a method of `WorkerSide` on every rank; what the first returned. Raises what a rank raised."""
         return self._llm.collective_rpc(method, args=args)[0]
 
-    def load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None:
-        """Replace the weights of all ranks. Raises RuntimeError if one did not take every tensor."""
+    def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any:
+        """`rpc` of a method whose first argument is tensors."""
         if self._ranks == 1:
-            self.rpc("rl_load", tensors, quantised)
-            return
+            return self.rpc(method, tensors, *args)
         with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY, prefix="rlcore-weights-") as file:
             save_file({n: t.contiguous() for n, t in tensors.items()}, file.name)
-            self.rpc("rl_load_file", file.name, quantised)
+            return self.rpc("rl_with_file", method, file.name, *args)
 
     def close(self) -> None:
         """Stop the engine and free its memory."""

@@ -7,7 +7,8 @@ weights as the engine holds them, under their Hugging Face names. Its ranks are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from rlcore.weights.checksum import tensor_checksum
 
 DIFFERENT = -1  # no tensor's checksum
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # of a weight that is not quantised
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -34,19 +36,21 @@ class WeightExtension:
     @torch.no_grad()
     def rl_load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None:
         """Load a whole set of weights. Raises RuntimeError if the model did not take every one of them."""
-        if quantised:  # quantise again and rebuild the kernels' layouts
-            self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
-            return
         model = self.model_runner.model
         tied = {"lm_head.weight"} if _tied(model) else set()
-        loaded = model.load_weights((n, t) for n, t in tensors.items() if n not in tied)
+        given = ((n, t) for n, t in tensors.items() if n not in tied)
+        loaded = self.rl_requantise(given) if quantised else model.load_weights(given)
         expected = {_fused_name(model, n) for n in tensors if n not in tied}
         if missing := expected - set(loaded):
             raise RuntimeError(f"the engine did not load {sorted(missing)[0]} (and {len(missing) - 1} more)")
 
-    def rl_load_file(self, path: str, quantised: bool) -> None:
-        """`rl_load` of a safetensors file: how weights reach several ranks without a copy for each."""
-        self.rl_load(load_file(path), quantised)
+    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load weights that vLLM quantises and lays out for its kernels again; the parameters that took one."""
+        raise NotImplementedError
+
+    def rl_with_file(self, method: str, path: str, *args: Any) -> Any:
+        """A method whose first argument is a safetensors file's tensors: how several ranks get them without a copy."""
+        return getattr(self, method)(load_file(path), *args)
 
     @torch.no_grad()
     def rl_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
@@ -59,6 +63,62 @@ class WeightExtension:
         params = dict(model.named_parameters())
         wholes = ((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
         return {n: DIFFERENT if whole is None else tensor_checksum(whole) for n, whole in wholes}
+
+    def rl_quantised(self, names: list[str]) -> dict[str, list[str]]:
+        """Those of `names` that vLLM holds quantised, each with all weights of its fused parameter, in order."""
+        model = self.model_runner.model
+        params = dict(model.named_parameters())
+        found = {n: _siblings(model, n) or (n, [n]) for n in names}
+        return {
+            n: parts for n, (fused, parts) in found.items() if fused in params and params[fused].dtype not in _PLAIN
+        }
+
+    @torch.no_grad()
+    def rl_proven(self, published: Mapping[str, torch.Tensor]) -> list[str]:
+        """Those of `published` (whole fused parameters) that quantised once more give the bits held, on every rank.
+
+        Every rank must be asked for the same; as in `rl_checksums` a difference is no exception.
+        """
+        model = self.model_runner.model
+        proven: list[str] = []
+        for name in published:
+            fused, parts = _siblings(model, name) or (name, [name])
+            if name != parts[0]:
+                continue
+            module = model.get_submodule(fused.rpartition(".")[0])
+            same = _holds(module, [published[n] for n in parts])
+            if all(bool(t) for t in _gather(torch.tensor([same], device=module.weight.device))):
+                proven += parts
+        return proven
+
+
+def _holds(module: Any, published: list[torch.Tensor]) -> bool:
+    """Whether a linear layer's parameters are bit for bit what its own method makes of these weights on this rank."""
+    sizes = module.logical_widths if len(published) > 1 else [sum(module.logical_widths)]
+    parts = [_shard(t, (rows, module.input_size_per_partition)) for t, rows in zip(published, sizes, strict=True)]
+    twin, method = copy.copy(module), copy.copy(module.quant_method)
+    if hasattr(method, "fp8_linear"):
+        method.fp8_linear = copy.copy(method.fp8_linear)
+    twin._parameters, twin._buffers = {}, dict(module._buffers)  # the layer itself stays as it is
+    twin._already_called_process_weights_after_loading = False
+    twin.weight = torch.nn.Parameter(torch.cat(parts).to(module.weight.device), requires_grad=False)
+    method.process_weights_after_loading(twin)
+    return all(
+        (held := module._parameters.get(n)) is not None
+        and held.shape == p.shape
+        and tensor_checksum(held) == tensor_checksum(p)
+        for n, p in twin._parameters.items()
+        if p is not None
+    )
+
+
+def _shard(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """This rank's part of a linear weight: `_whole` backwards."""
+    for d, size in enumerate(shape):
+        if size != whole.shape[d]:
+            copies = max(1, dist.get_world_size() * size // whole.shape[d])
+            whole = whole.narrow(d, dist.get_rank() // copies * size, size)
+    return whole
 
 
 def _tied(model: Any) -> bool:
