@@ -14,6 +14,7 @@ from rlcore.errors import UserError
 
 Rounding = Literal["none", "fp8", "int8", "int4"]
 Granularity = Literal["tensor", "channel", "block"]
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # one weight each in vLLM, in this order
 _MAX = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # largest magnitude of E4M3; symmetric integers
 
 
@@ -65,11 +66,34 @@ def round_weights(
     granularity: Granularity = "tensor",
     block: int = 128,
 ) -> dict[str, torch.Tensor]:
-    """All tensors, those that `is_rounded` selects rounded; the others are the same objects."""
+    """All tensors, those that `is_rounded` selects rounded; the others are the same objects.
+
+    fp8 has vLLM's scales: they are those of q, k, v and of gate, up as one weight. The integer formats, which vLLM
+    does not quantise to here, have a Hugging Face weight's own.
+    """
     keep = tuple(keep_high_precision)
     if kind == "none":
         return dict(tensors)
-    return {
-        n: round_tensor(t, kind, granularity=granularity, block=block) if is_rounded(n, t, keep) else t
-        for n, t in tensors.items()
-    }
+    done = dict(tensors)
+    groups: dict[str, list[str]] = {}
+    for n, t in tensors.items():
+        if is_rounded(n, t, keep):
+            groups.setdefault(_fused_name(n) if kind == "fp8" else n, []).append(n)
+    for names in groups.values():
+        parts = [tensors[n] for n in sorted(names, key=_place)]
+        whole = round_tensor(torch.cat(parts), kind, granularity=granularity, block=block)
+        done |= zip(sorted(names, key=_place), whole.split([len(p) for p in parts]), strict=True)
+    return done
+
+
+def _fused_name(name: str) -> str:
+    """The same for weights that vLLM fuses."""
+    for parts in _FUSED:
+        for part in parts:
+            name = name.replace(f".{part}.", f".{'+'.join(parts)}.")
+    return name
+
+
+def _place(name: str) -> int:
+    """Order within a fused weight."""
+    return next((i for parts in _FUSED for i, part in enumerate(parts) if f".{part}." in name), 0)

@@ -75,3 +75,26 @@ def test_only_linear_weights_are_rounded():
     assert not is_rounded("x.weight", torch.ones(3), ())
     with pytest.raises(UserError, match=r"actor\.rounding=fp4"):
         round_tensor(weight(0), "fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scales", ["tensor", "channel", "block"])
+def test_fp8_has_the_scales_of_the_weights_that_vllm_fuses(scales):
+    parts = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+    names = [f"model.layers.{i}.{m}.{p}.weight" for i in (0, 1) for m in parts for p in reversed(parts[m])]
+    tensors = {n: weight(i, 20 + i) for i, n in enumerate(names)}
+    got = round_weights(tensors, "fp8", granularity=scales, block=16)
+    assert list(got) == names
+    for layer in (0, 1):
+        for module, of in parts.items():
+            fused = [f"model.layers.{layer}.{module}.{p}.weight" for p in of]
+            want = round_tensor(torch.cat([tensors[n] for n in fused]), "fp8", granularity=scales, block=16)
+            assert torch.equal(torch.cat([got[n] for n in fused]), want)
+
+
+def test_a_larger_k_proj_changes_how_q_proj_of_its_layer_is_rounded():
+    k, q, other = (f"model.layers.{i}.self_attn.{p}_proj.weight" for i, p in ((0, "k"), (0, "q"), (1, "q")))
+    tensors = {k: weight(0), q: weight(1), other: weight(2)}
+    plain, scaled = (round_weights(tensors | {k: tensors[k] * f}, "fp8") for f in (1.0, 3.0))
+    assert not torch.equal(plain[q], scaled[q]) and torch.equal(plain[other], scaled[other])
+    plain, scaled = (round_weights(tensors | {k: tensors[k] * f}, "int4") for f in (1.0, 3.0))
+    assert torch.equal(plain[q], scaled[q])  # nothing of vLLM's to follow
