@@ -65,7 +65,7 @@ class StepBatch:
     arrival_version: Tensor  # [B] int32
     micro: list[MicroBatch] = field(default_factory=list)  # dummies at the end: as many as every other rank has
     ref: Scored | None = None  # under the policy that entered the update phase
-    base_logp: Tensor | None = None  # [B, T] under the frozen starting policy
+    base: Scored | None = None  # under the frozen starting policy
 
 
 def observed(

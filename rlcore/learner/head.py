@@ -268,7 +268,8 @@ def head_pass(
 def full_kl_pass(hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], spec: HeadSpec) -> Tensor:
     """Exact KL(p_new || p_base) per position [N] float32 at the spec's temperature, chunk by chunk, nothing kept of V.
 
-    base: the frozen policy's hidden states [N, D'] and LM-head weight [V, D']. No safe set is applied to either side.
+    base: the frozen policy's hidden states [N, D'] and LM-head weight [V, D']. Both policies are taken whole, also
+    under a safe set: constrained to sets that differ, their KL would be infinite.
     """
 
     def chunk(h: Tensor, w: Tensor, h_base: Tensor, w_base: Tensor) -> Tensor:

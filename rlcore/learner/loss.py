@@ -56,12 +56,13 @@ class Objective:
         coefficients: Tensor,
         entropy: Tensor,
         kl: Tensor | None,
-        base_logp: Tensor | None,
+        base: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (scalar) of whole sequences, all [b, T]; and sums over their tokens, by metric name.
 
-        `kl` is the full KL, `base_logp` what the sampled estimators need. Sums under "loss/" add up to the global
-        value; the others are to be divided by the number of kept tokens.
+        `kl` is the full KL; `base` what the sampled estimators need: the frozen policy's log-probs, and the mask of the
+        tokens that both policies give a log-prob. Sums under "loss/" add up to the global value; the others are to be
+        divided by the number of kept tokens.
         """
         per_token, indicators = policy_loss(
             self.loss,
@@ -76,8 +77,8 @@ class Objective:
         )
         loss = policy = (per_token * coefficients).sum()
         sums = {"loss/policy": policy.detach()}
-        if base_logp is not None:
-            kl = sampled_kl(self.kl_estimator, logp_new, base_logp, corrected.mask)  # type: ignore[arg-type]
+        if base is not None:
+            kl = sampled_kl(self.kl_estimator, logp_new, *base)  # type: ignore[arg-type]
         if kl is not None:
             kl_mean = (kl * coefficients).sum()
             loss = loss + self.kl_coef * kl_mean

@@ -65,7 +65,7 @@ class Update:
                 topk = self.topk if index == 0 or self.keep_topk or not self.pipeline.needs.new else 0
                 batch.ref = self._score(batch, self.engine, topk)
             if self.objective.needs_base_logp and self.frozen is not None:
-                batch.base_logp = self._score(batch, self.frozen, 0).logp
+                batch.base = self._score(batch, self.frozen, 0)
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> tuple[Sums, int, dict[str, float]]:
         """All backward passes of a step, `first` of its phase or not: (sums for the metrics, kept tokens, metrics)."""
@@ -126,6 +126,11 @@ class Update:
         rows = mb.sequences
         if len(rows):
             logp_new = mb.dense(scores.logp, width)
+            base = batch.base
+            kl_mask = corrected.mask
+            if base is not None and base.inside is not None and scores.inside is not None:
+                # under a safe set, a token outside either set has a filler for one of the KL's two log-probs
+                kl_mask = kl_mask & mb.dense(scores.inside, width) & base.inside[rows]
             loss, values = self.objective(
                 logp_new,
                 logp_new.detach() if logp_ref is None else logp_ref,
@@ -134,7 +139,7 @@ class Update:
                 coefs[rows],
                 mb.dense(scores.entropy, width),
                 None if kl is None else mb.dense(kl, width),
-                None if batch.base_logp is None else batch.base_logp[rows],
+                None if base is None else (base.logp[rows], kl_mask),
             )
             values["entropy"] = scores.entropy.detach().sum().double()
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum().double()
