@@ -57,8 +57,10 @@ class Update:
         return alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
 
     def prepare(self, phase: Sequence[StepBatch]) -> None:
-        """Compute p_ref of a whole phase where it needs its own pass, and the frozen policy's log-probs."""
+        """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen policy's log-probs."""
         one_pass = self.one_pass(phase)
+        for batch in phase:
+            batch.sent.rewards = self._shaped_rewards(batch)
         for index, batch in enumerate(phase):
             if not one_pass:
                 # beyond the phase's first step, a correction towards p_new has its top k from p_new
@@ -95,7 +97,8 @@ class Update:
             alone = Scored.of(mb, scores, usable.shape[1])
             part = rows_of(batch.sent, mb.sequences)
             part = observed(part, step, advantages[mb.sequences], alone, alone, topk_of_new=False)
-            self._backward(batch, i, scores, kl, None, advantages, self.pipeline.correct(part, ONE_RANK), coefs, sums)
+            corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
+            self._backward(batch, i, scores, kl, None, advantages, corrected, coefs, sums)
             parts.append((mb, _detached(scores)))
         whole = Scored.collect(usable.shape, parts, usable.device)
         batch.ref = whole
@@ -153,13 +156,15 @@ class Update:
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
-        rewards = batch.sent.rewards
+        sent = batch.sent
+        return over_tokens(sequence_advantages(self.advantage, sent.rewards, sent.group_ids, self.reduce), sent.mask)
+
+    def _shaped_rewards(self, batch: StepBatch) -> Tensor:
+        """[B]: what advantages and RAPID's baseline are taken of."""
         buffer, penalty = self.overlong
-        if buffer:
-            lengths = batch.sent.mask.sum(dim=1)
-            rewards = rewards + overlong_penalty(lengths, max_len=self.max_response_len, buffer=buffer, penalty=penalty)
-        return over_tokens(
-            sequence_advantages(self.advantage, rewards, batch.sent.group_ids, self.reduce), batch.sent.mask
+        lengths = batch.sent.mask.sum(dim=1)
+        return batch.sent.rewards + overlong_penalty(
+            lengths, max_len=self.max_response_len, buffer=buffer, penalty=penalty
         )
 
     def _coefficients(self, mask: Tensor) -> tuple[Tensor, int]:

@@ -99,3 +99,39 @@ def test_kl_leaves_out_tokens_outside_either_policy_s_safe_set(model, estimator)
     expected = {"k1": -d, "k2": d * d / 2, "k3": torch.expm1(d) - d}[estimator].sum() / kept
     assert float(sums._values["loss/kl"]) == pytest.approx(float(expected), rel=1e-5)
     assert max(float(g.abs().max()) for g in _gradients(update)) < 10.0
+
+
+def test_rapid_takes_its_advantages_of_the_rewards_shaped_for_length(model):
+    def gradients(buffer: int, rewards: Any) -> list[torch.Tensor]:
+        update = _update(model, {"rapid": {}}, overlong=(buffer, 0.5))
+        groups = make_groups(4)
+        for g in groups:
+            for t in g.trajectories:
+                t.reward = float(rewards(t))
+        batch = _batch(groups)
+        update.prepare([batch])
+        update.run(batch, 0, first=True)
+        return _gradients(update)
+
+    shaped = gradients(5, lambda t: t.reward)
+    by_hand = gradients(0, lambda t: t.reward - 0.5 * min(max((len(t.response_ids) - 5) / 5, 0.0), 1.0))
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(shaped, by_hand))
+    plain = gradients(0, lambda t: t.reward)
+    assert not all(torch.allclose(a, b, atol=1e-4) for a, b in zip(shaped, plain))
+
+
+def test_a_micro_batch_is_corrected_without_measuring_it(model, monkeypatch):
+    update = _update(model, {"tis": {}})
+    batch = _batch(make_groups(4), micro_batch_tokens=40)
+    measured = []
+    correct = update.pipeline.correct
+
+    def spy(step: Any, reduce: Any, *, measure: bool = True) -> Any:
+        measured.append(measure)
+        return correct(step, reduce, measure=measure)
+
+    monkeypatch.setattr(update.pipeline, "correct", spy)
+    update.prepare([batch])
+    metrics = update.run(batch, 0, first=True)[2]
+    assert measured == [False] * len(batch.micro) + [True] and len(batch.micro) > 1
+    assert "mismatch/kl_k3" in metrics
