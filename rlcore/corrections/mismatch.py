@@ -74,7 +74,7 @@ def _maximum(values: Tensor, reduce: Reduce) -> float:
 
 
 def _normalizer_metrics(step: StepTensors, on: Tensor, acceptance: Tensor, reduce: Reduce) -> dict[str, float]:
-    """OBRS's normaliser at lambda 1 with the residual tail, where the learner's top k was asked for."""
+    """OBRS's normaliser at lambda 1 with the residual tail, where the actors store their top k."""
     ids, logp, at_inf = step.ref_topk_ids, step.ref_topk_logp, step.ref_logp_at_inf_ids
     if step.topk_ids_inf is None or step.topk_logp_inf is None or ids is None or logp is None or at_inf is None:
         return {}

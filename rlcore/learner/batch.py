@@ -68,25 +68,23 @@ class StepBatch:
     base: Scored | None = None  # under the frozen starting policy
 
 
-def observed(
-    sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored, *, topk_of_new: bool
-) -> StepTensors:
+def observed(sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored) -> StepTensors:
     """What corrections see at optimizer step `step`: `sent` with the learner's scores under p_ref and p_new."""
-    inside = ref.inside if ref.inside is None or new.inside is None else ref.inside & new.inside
-    seen = replace(
+    return replace(
         sent,
         step=step,
         advantages=advantages,
         logp_ref=ref.logp,
         logp_new=new.logp,
-        inside=inside,
+        ref_topk_ids=ref.topk_ids,
+        ref_topk_logp=ref.topk_logp,
+        ref_logp_at_inf_ids=ref.logp_at_ids,
+        new_topk_ids=new.topk_ids,
+        new_topk_logp=new.topk_logp,
+        new_logp_at_inf_ids=new.logp_at_ids,
+        inside=ref.inside if ref.inside is None or new.inside is None else ref.inside & new.inside,
         coverage=ref.coverage,
     )
-    if topk_of_new:
-        seen.new_topk_ids, seen.new_topk_logp, seen.new_logp_at_inf_ids = new.topk_ids, new.topk_logp, new.logp_at_ids
-    else:
-        seen.ref_topk_ids, seen.ref_topk_logp, seen.ref_logp_at_inf_ids = ref.topk_ids, ref.topk_logp, ref.logp_at_ids
-    return seen
 
 
 def rows_of(step: StepTensors, rows: Tensor) -> StepTensors:

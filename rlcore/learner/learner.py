@@ -155,7 +155,7 @@ class LearnerRank:
             pipeline=pipeline,
             objective=objective,
             spec=HeadSpec(temperature, 0, needs.safe_set_rho, entropy_coef != 0.0, head_chunk_tokens),
-            topk=max(logprobs_k, 0) if needs.topk else 0,
+            topk=max(logprobs_k, 0),
             reduce=self.reduce,
             advantage=advantage,
             max_response_len=max_response_len,
@@ -209,7 +209,7 @@ class LearnerRank:
         self._next, self._fresh = 0, first
         for batch in self._phase:
             batch.micro = self._micro_batches(batch.tokens)
-        self.update.prepare(self._phase)
+        self.update.prepare(self._phase, first=first)
         self._ref_seconds = time.monotonic() - start
 
     def train_step(self, step: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The reinforcement-learning step of one rank: reference passes, corrections, the backward pass of every micro-batch.
 
-Two ways lead to the same gradient. Where corrections need the whole batch first, p_ref (and p_new) is computed by a
-pass of its own. Where a phase is one step and each sequence is corrected by its own tokens, p_ref is p_new detached,
-taken from the pass that is differentiated.
+Two ways lead to the same gradient. Where corrections need the whole batch first and it takes several micro-batches,
+p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is the whole share, or each sequence is
+corrected by its own tokens, both come from the pass that is differentiated (p_ref only if the phase is one step).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Update:
     pipeline: Pipeline
     objective: Objective
     spec: HeadSpec  # of the differentiated pass
-    topk: int  # own top entries that corrections ask for; 0: none
+    topk: int  # own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
     reduce: Reduce
     advantage: Advantage
     max_response_len: int
@@ -49,40 +49,52 @@ class Update:
     ref_pass: Literal["auto", "always"]
     keep_topk: bool = False  # p_ref at the actor's top k is wanted after the step too (distillation)
 
-    def one_pass(self, phase: Sequence[StepBatch]) -> bool:
+    def one_pass(self, phase: Sequence[StepBatch], *, first: bool) -> bool:
         """Whether p_ref may be taken from the pass that is differentiated."""
+        if len(phase) > 1 or not first or self.ref_pass == "always":
+            return False
         needs = self.pipeline.needs
-        alone = len(phase) == 1 and self.ref_pass == "auto"
-        alone = alone and not (needs.new or needs.batch_stats or self.keep_topk)
-        return alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
+        alone = not (needs.new or needs.batch_stats or self.keep_topk)
+        alone = alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
+        return alone or _one_forward(phase[0])
 
-    def prepare(self, phase: Sequence[StepBatch]) -> None:
-        """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen policy's log-probs."""
-        one_pass = self.one_pass(phase)
+    def prepare(self, phase: Sequence[StepBatch], *, first: bool) -> None:
+        """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen policy's log-probs.
+
+        `first`: the phase holds its first step. The rest of a resumed phase does not: its p_ref is not p_new.
+        """
+        one_pass = self.one_pass(phase, first=first)
         for batch in phase:
             batch.sent.rewards = self._shaped_rewards(batch)
-        for index, batch in enumerate(phase):
             if not one_pass:
-                # beyond the phase's first step, a correction towards p_new has its top k from p_new
-                topk = self.topk if index == 0 or self.keep_topk or not self.pipeline.needs.new else 0
-                batch.ref = self._score(batch, self.engine, topk)
+                batch.ref = self._score(batch, self.engine, self.topk)
             if self.objective.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> tuple[Sums, int, dict[str, float]]:
         """All backward passes of a step, `first` of its phase or not: (sums for the metrics, kept tokens, metrics)."""
         advantages = self.group_advantages(batch)
-        if batch.ref is None:
+        if batch.ref is None and not _one_forward(batch):
             return self._one_pass(batch, step, advantages)
         needs = self.pipeline.needs
-        new = batch.ref if first or not needs.new else self._score(batch, self.engine, self.topk)
-        tensors = observed(batch.sent, step, advantages, batch.ref, new, topk_of_new=needs.new)
+        ready = None  # the differentiated pass, made before the corrections because it is what they look at
+        new = batch.ref
+        if batch.ref is None or (needs.new and not first):
+            topk = self.topk if batch.ref is None or needs.topk else 0
+            if _one_forward(batch) and self.ref_pass == "auto":
+                ready = self._forward(batch, batch.micro[0], topk)
+                new = Scored.collect(batch.sent.mask.shape, [(batch.micro[0], ready[0])], batch.sent.mask.device)
+            else:
+                new = self._score(batch, self.engine, topk)
+            batch.ref = batch.ref or new
+        assert new is not None and batch.ref is not None
+        tensors = observed(batch.sent, step, advantages, batch.ref, new)
         tensors.advantages = advantages = self.pipeline.advantages(tensors, self.reduce)
         corrected = self.pipeline.correct(tensors, self.reduce)
         coefs, kept = self._coefficients(corrected.mask)
         sums = Sums()
         for i, mb in enumerate(batch.micro):
-            scores, kl = self._forward(mb)
+            scores, kl = ready or self._forward(batch, mb, 0)
             mine = Corrected(corrected.weight[mb.sequences], corrected.mask[mb.sequences], {})
             logp_ref = None if first else batch.ref.logp[mb.sequences]
             self._backward(batch, i, scores, kl, logp_ref, advantages, mine, coefs, sums)
@@ -93,24 +105,23 @@ class Update:
         coefs, kept = self._coefficients(usable)
         sums, parts = Sums(), []
         for i, mb in enumerate(batch.micro):
-            scores, kl = self._forward(mb)
+            scores, kl = self._forward(batch, mb, self.topk)
             alone = Scored.of(mb, scores, usable.shape[1])
-            part = rows_of(batch.sent, mb.sequences)
-            part = observed(part, step, advantages[mb.sequences], alone, alone, topk_of_new=False)
+            part = observed(rows_of(batch.sent, mb.sequences), step, advantages[mb.sequences], alone, alone)
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
             self._backward(batch, i, scores, kl, None, advantages, corrected, coefs, sums)
             parts.append((mb, _detached(scores)))
         whole = Scored.collect(usable.shape, parts, usable.device)
         batch.ref = whole
-        tensors = observed(batch.sent, step, advantages, whole, whole, topk_of_new=False)
-        corrected = self.pipeline.correct(tensors, self.reduce)
+        corrected = self.pipeline.correct(observed(batch.sent, step, advantages, whole, whole), self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction rejected tokens without asking to see the whole batch first")
         return sums, kept, corrected.metrics
 
-    def _forward(self, mb: MicroBatch) -> tuple[TokenScores, Tensor | None]:
+    def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> tuple[TokenScores, Tensor | None]:
+        """The pass that is differentiated."""
         base = self.frozen.base(mb) if self.frozen is not None and self.objective.needs_full_kl else None
-        return self.engine.forward_with_kl(mb, None, self.spec, base)
+        return self.engine.forward_with_kl(mb, _actor_ids(batch, mb, topk), replace(self.spec, topk=topk), base)
 
     def _backward(
         self,
@@ -175,14 +186,21 @@ class Update:
     def _score(self, batch: StepBatch, policy: ZeroEngine | FrozenPolicy, topk: int) -> Scored:
         """A pass without gradients over the whole batch."""
         spec = replace(self.spec, topk=topk, entropy_grad=False)
-        ids = batch.sent.topk_ids_inf if topk else None
-        parts = []
-        for mb in batch.micro:
-            mine = None
-            if ids is not None:
-                mine = mb.flat(ids) if len(mb.sequences) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
-            parts.append((mb, policy.forward(mb, mine, spec)))
+        parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, topk), spec)) for mb in batch.micro]
         return Scored.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
+
+
+def _one_forward(batch: StepBatch) -> bool:
+    """Whether one forward pass sees the whole share of this rank, and so of every rank: their counts are the same."""
+    return len(batch.micro) == 1
+
+
+def _actor_ids(batch: StepBatch, mb: MicroBatch, topk: int) -> Tensor | None:
+    """The actor's top ids [N, k] where the pass takes the learner's top k, else None."""
+    ids = batch.sent.topk_ids_inf
+    if not topk or ids is None:
+        return None
+    return mb.flat(ids) if len(mb.sequences) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
 
 
 def _detached(scores: TokenScores) -> TokenScores:

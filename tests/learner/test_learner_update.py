@@ -55,13 +55,14 @@ def _policy(model: str, noise: float = 0.0) -> Policy:
 def _update(model: str, corrections: dict[str, Any], **over: Any) -> Update:
     pipeline = build(corrections, 5)
     needs = pipeline.needs
-    kl = {"kl_coef": over.pop("kl_coef", 0.0), "kl_estimator": over.pop("kl_estimator", "k3")}
+    terms = {"kl_coef": 0.0, "kl_estimator": "k3", "entropy_coef": 0.0}
+    terms |= {name: over.pop(name) for name in terms if name in over}
     settings: dict[str, Any] = {
         "engine": PlainEngine(_policy(model, 0.05)),
-        "frozen": FrozenPolicy(_policy(model, -0.05)) if kl["kl_coef"] else None,
+        "frozen": FrozenPolicy(_policy(model, -0.05)) if terms["kl_coef"] else None,
         "pipeline": pipeline,
-        "objective": Objective("ppo", 0.2, 0.2, needs.short_circuit, "token-mean", entropy_coef=0.0, **kl),
-        "spec": HeadSpec(safe_set_rho=needs.safe_set_rho),
+        "objective": Objective("ppo", 0.2, 0.2, needs.short_circuit, "token-mean", **terms),
+        "spec": HeadSpec(safe_set_rho=needs.safe_set_rho, entropy_grad=terms["entropy_coef"] > 0),
         "topk": 4,
         "reduce": ONE_RANK,
         "advantage": "group_mean",
@@ -90,7 +91,7 @@ def test_kl_leaves_out_tokens_outside_either_policy_s_safe_set(model, estimator)
         for t in g.trajectories:
             t.reward = 0.0  # the KL alone
     batch = _batch(groups)
-    update.prepare([batch])
+    update.prepare([batch], first=True)
     sums, kept, _ = update.run(batch, 0, first=True)
     inside_new, inside_base, on = batch.ref.inside, batch.base.inside, batch.sent.mask
     assert (on & ~inside_new & inside_base).any() and (on & inside_new & ~inside_base).any()
@@ -109,7 +110,7 @@ def test_rapid_takes_its_advantages_of_the_rewards_shaped_for_length(model):
             for t in g.trajectories:
                 t.reward = float(rewards(t))
         batch = _batch(groups)
-        update.prepare([batch])
+        update.prepare([batch], first=True)
         update.run(batch, 0, first=True)
         return _gradients(update)
 
@@ -131,7 +132,72 @@ def test_a_micro_batch_is_corrected_without_measuring_it(model, monkeypatch):
         return correct(step, reduce, measure=measure)
 
     monkeypatch.setattr(update.pipeline, "correct", spy)
-    update.prepare([batch])
+    update.prepare([batch], first=True)
     metrics = update.run(batch, 0, first=True)[2]
     assert measured == [False] * len(batch.micro) + [True] and len(batch.micro) > 1
     assert "mismatch/kl_k3" in metrics
+
+
+def _disturb(update: Update) -> None:
+    """What an optimizer step does, for the purpose: the policy is another one now."""
+    with torch.no_grad():
+        update.engine.policy.head.weight.mul_(1.1)
+
+
+WHOLE_BATCH = {
+    "none": {},
+    "tis+veto": {"tis": {}, "veto": {"threshold": 0.01}},
+    "tis.adjusted": {"tis": {"adjusted": True}},
+    "ais": {"ais": {}},
+    "rapid": {"rapid": {}},
+    "dvp+mis+veto": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}},
+    "jackpot": {"jackpot": {}},
+    "jackpot new": {"jackpot": {"target": "new", "tail": "none"}},
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_a_single_micro_batch_is_scored_and_differentiated_by_one_pass(model, name, later):
+    results = []
+    for ref_pass in ("auto", "always"):
+        update = _update(model, WHOLE_BATCH[name], ref_pass=ref_pass, entropy_coef=0.01)
+        batch = _batch(make_groups(5))
+        update.prepare([batch], first=not later)
+        if later:
+            _disturb(update)
+        _, kept, metrics = update.run(batch, 0, first=not later)
+        results.append((_gradients(update), kept, metrics, update.engine.forwards, batch))
+    (gradients, kept, metrics, passes, batch), (two, its_kept, its_metrics, its_passes, its_batch) = results
+    assert passes == 1 + later and its_passes == 2 + (later and update.pipeline.needs.new)
+    assert kept == its_kept > 0 and metrics == its_metrics
+    assert all(torch.equal(a, b) for a, b in zip(gradients, two, strict=True))
+    assert max(float(g.abs().max()) for g in gradients) > 0
+    assert torch.equal(batch.ref.logp, its_batch.ref.logp)
+
+
+def test_the_last_step_of_a_resumed_phase_keeps_the_p_ref_that_the_phase_began_with(model):
+    update = _update(model, {"tis": {}})
+    batch = _batch(make_groups(4))
+    update.prepare([batch], first=False)
+    assert update.engine.forwards == 1
+    logp = batch.ref.logp
+    _disturb(update)
+    sums, kept, _ = update.run(batch, 1, first=False)
+    assert batch.ref.logp is logp
+    assert abs(float(sums._values["policy/ratio"]) / kept - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("corrections", [{}, {"tis": {}}, {"jackpot": {"target": "new"}}])
+def test_every_run_says_how_far_the_stored_top_k_reaches(model, corrections):
+    rows = []
+    for micro_batch_tokens, ref_pass in ((10_000, "auto"), (40, "auto"), (40, "always")):
+        for later in (False, True):
+            update = _update(model, corrections, ref_pass=ref_pass)
+            batch = _batch(make_groups(4), micro_batch_tokens)
+            update.prepare([batch], first=not later)
+            rows.append(update.run(batch, 0, first=not later)[2])
+    for row in rows:
+        for key in ("z_approx", "kappa", "unknown_share"):
+            assert row[f"mismatch/{key}"] == pytest.approx(rows[0][f"mismatch/{key}"], rel=1e-4)
+    assert 0 < rows[0]["mismatch/unknown_share"] < 1
