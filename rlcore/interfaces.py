@@ -85,9 +85,7 @@ class Reduce(Protocol):
 class Needs:
     """What a correction wants computed. The learner computes the union and nothing more."""
 
-    topk: bool = (
-        False  # the learner's own top k and its log-probs on the actor's: p_ref's are there anyway, for metrics
-    )
+    topk: bool = False  # the learner's own top k and its log-probs on the actor's top k: of p_new if `new`, else p_ref
     new: bool = False  # p_new over the whole batch before the backward pass of every step
     batch_stats: bool = False  # statistics over the whole batch before the backward pass
     safe_set_rho: float | None = None  # constrain the learner's log-probs (DVP)

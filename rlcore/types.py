@@ -146,8 +146,8 @@ class Group:
 class StepTensors:
     """What corrections and objectives see of one rank's share of a step. Right-padded, everything detached.
 
-    Rows are sequences, columns response positions. Optional fields are None unless
-    the pipeline asked for them; the top k is there wherever actors store one.
+    Rows are sequences, columns response positions. Optional fields are None unless the pipeline asked for them;
+    p_ref's top k is there wherever actors store theirs.
     """
 
     mask: torch.Tensor  # [B, T] bool, sampled response tokens

@@ -31,11 +31,12 @@ class Dvp(BaseCorrection):
         self.needs = Needs(safe_set_rho=rho)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
-        self.check(sampling)
-        return replace(sampling, min_p=self.rho)
+        constrained = replace(sampling, min_p=sampling.min_p or self.rho)
+        self.check(constrained)
+        return constrained
 
     def check(self, sampling: SamplingSpec) -> None:
-        if sampling.min_p not in (0.0, self.rho):
+        if sampling.min_p != self.rho:
             raise UserError(
                 f"rollout.min_p={sampling.min_p} contradicts correction.dvp.rho={self.rho}: DVP sets the actor's min-p "
                 "to rho, so that the learner can apply the same rule; leave rollout.min_p=0."

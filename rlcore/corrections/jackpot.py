@@ -10,13 +10,14 @@ stayed). Zero weights of MIS, IcePop and DVP are the other case: terms of a sum 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 import torch
 
 from rlcore.corrections.base import BaseCorrection, at_least_one
 from rlcore.corrections.draws import token_uniforms
-from rlcore.corrections.formulas.numerics import total
+from rlcore.corrections.formulas.numerics import log_difference, ratio, total
 from rlcore.corrections.formulas.obrs import Missing, Tail, Target
 from rlcore.corrections.functional import jackpot_weight, obrs_acceptance, obrs_calibrate, obrs_normalizer
 from rlcore.errors import UserError
@@ -97,10 +98,21 @@ class Jackpot(BaseCorrection):
         weight = jackpot_weight(
             z, step.logp_new, logp_ref, step.logp_inf, target=self.target, lam=self.lam, c1=self.c1, c2=self.c2
         )
-        values = [z_approx, z, unknown, dropped, weight, (weight >= self.c1).float()]
-        *sums, count = total([*(v.where(on, 0.0) for v in values), on], reduce)
-        names = ("z_approx", "z", "unknown_share", "dropped_mass", "weight_mean", "truncated_share")
-        return weight, {"kappa": kappa, **{n: s / max(count, 1.0) for n, s in zip(names, sums)}}
+        # each factor against its own cap: their product tells neither
+        logp_target = step.logp_new if self.target == "new" else logp_ref
+        uncapped = jackpot_weight(z, logp_target, logp_target, step.logp_inf, target="ref", lam=self.lam, c1=inf)
+        values = {
+            "z_approx": z_approx,
+            "z": z,
+            "unknown_share": unknown,
+            "dropped_mass": dropped,
+            "weight_mean": weight,
+        }
+        values["truncated_share"] = uncapped > self.c1
+        if self.target == "new":
+            values["c2_truncated_share"] = ratio(log_difference(logp_ref, step.logp_new, on)[0]) > self.c2
+        *sums, count = total([*(v.where(on, 0.0) for v in values.values()), on], reduce)
+        return weight, {"kappa": kappa, **{name: s / max(count, 1.0) for name, s in zip(values, sums)}}
 
     def _normalizer(self, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """z_approx, unknown share and the actor's probability mass outside its stored top k, all [B,T]."""

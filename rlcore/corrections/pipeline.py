@@ -40,7 +40,7 @@ class Pipeline:
     def check(self, sampling: SamplingSpec, *, samples_per_prompt: int) -> None:
         """Refuse sampling whose log-probs would make the ratios biased or impossible.
 
-        `sampling` may be the run's own or what `constrain_sampling` made of it. Raises UserError with the reason.
+        `sampling` is what `constrain_sampling` made of the run's own. Raises UserError with the reason.
         """
         for correction in self.corrections:
             correction.check(sampling)

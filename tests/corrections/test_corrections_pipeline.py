@@ -142,6 +142,21 @@ def test_jackpot_modes_and_targets() -> None:
     assert not torch.equal(new.mask, both.mask)
 
 
+def test_jackpot_s_truncated_shares_are_of_each_cap_by_itself() -> None:
+    # two tokens: the first's Z p_new/p_inf is above c1, and its p_ref/p_new of 1/9 takes the product far below
+    p_inf, p_ref, p_new = (torch.tensor(p).log() for p in ([0.5, 0.5], [0.1, 0.9], [0.9, 0.1]))
+    step = make_step(*(p.expand(4, 8, 2) for p in (p_inf, p_ref, p_new)), k=2)
+    first = (step.logp_new - step.logp_inf > 0).float().mean().item()
+    assert 0 < first < 1
+    settings = {"target": "new", "alpha_hat": "bernoulli", "c1": 1.01, "c2": 8.0}
+    metrics = build({"jackpot": settings}, 5).correct(step, ONE_RANK).metrics
+    assert metrics["correction/jackpot/z"] * 1.8 > 1.01
+    assert metrics["correction/jackpot/truncated_share"] == pytest.approx(first)
+    assert metrics["correction/jackpot/c2_truncated_share"] == pytest.approx(1 - first)  # 9 > 8
+    towards_ref = build({"jackpot": {}}, 5).correct(step, ONE_RANK).metrics
+    assert "correction/jackpot/c2_truncated_share" not in towards_ref
+
+
 def test_dvp_gives_tokens_outside_the_learners_set_no_weight_whatever_stands_there() -> None:
     step = with_safe_set(mismatched_step(noise=0.1))
     step.inside[0, 0] = False
@@ -232,7 +247,8 @@ def test_truncated_support_is_refused_unless_the_learner_applies_the_same(cut: d
     sampling = SamplingSpec(**cut)  # type: ignore[arg-type]
     for chosen in ({}, {"tis": {}}, {"dvp": {}}):
         with pytest.raises(UserError, match=next(iter(cut))):
-            build(chosen, 0).check(sampling, samples_per_prompt=4)
+            pipeline = build(chosen, 0)
+            pipeline.check(pipeline.constrain_sampling(sampling), samples_per_prompt=4)
     with pytest.raises(UserError, match="greedy"):
         build({}, 0).check(SamplingSpec(temperature=0.0), samples_per_prompt=4)
 
@@ -241,7 +257,8 @@ def test_dvp_constrains_the_actor_and_jackpot_wants_a_stored_top_k() -> None:
     dvp = build({"dvp": {"rho": 0.001}, "mis": {}}, 0)
     constrained = dvp.constrain_sampling(SamplingSpec())
     assert constrained.min_p == 0.001 and constrained.temperature == 1.0
-    dvp.check(SamplingSpec(), samples_per_prompt=4)
+    with pytest.raises(UserError, match=r"min_p=0\.0 contradicts"):
+        dvp.check(SamplingSpec(), samples_per_prompt=4)  # an actor that kept to no safe set
     dvp.check(constrained, samples_per_prompt=4)
     assert dvp.constrain_sampling(constrained) == constrained
     with pytest.raises(UserError, match="logprobs_k=0"):

@@ -1,5 +1,6 @@
 """What is refused, and what is made, before any process is started: plain calls of `prepare`."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,10 @@ def test_settings_beyond_the_model_are_refused(model):
     with pytest.raises(UserError, match=r"actor\.bf16\.tensor_parallel=3 does not share out the model's 4 attention"):
         prepared(model, "actor.bf16.tensor_parallel=3")
     prepared(model, "actor.bf16.tensor_parallel=2")
+
+
+def test_under_dvp_the_actors_keep_to_the_learner_s_safe_set(tmp_path):
+    words = ["experiment=quickstart", f"run_dir={tmp_path}", "correction=[dvp]"]
+    requests = prepare(load(words)).requests.group(0, "digits/train/0")
+    assert requests and all(r.sampling.min_p == math.exp(-13.0) for r in requests)
+    assert prepare(load([*words, "correction.dvp.rho=0.01"])).requests.sampling.min_p == 0.01
