@@ -133,8 +133,10 @@ class LearnerRank:
         if gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         frozen = None
-        if kl_coef > 0:
-            frozen = FrozenPolicy(Policy(load_causal_lm(frozen_path or model_path, dtype, attention).to(self.device)))
+        if kl_coef > 0:  # the starting policy attends as the trained one does, another model densely
+            its = None if frozen_path else mine
+            start = load_causal_lm(frozen_path or model_path, dtype, attention, sparse=its is not None)
+            frozen = FrozenPolicy(Policy(start.to(self.device), its))
         make_engine = partial(
             ZeroEngine,
             zero_stage=zero_stage,

@@ -79,7 +79,7 @@ def distill_only(rank: int, world: int, port: int, model: str) -> dict[str, list
 
 def train_sparse(rank: int, world: int, port: int, model: str) -> dict[str, Any]:
     """The baseline: the policy itself is trained through sparse attention."""
-    one = learner(rank, world, port, model, sparse=RULE)
+    one = learner(rank, world, port, model, sparse=RULE, kl_coef=0.1)
     dense = learner(rank, world, port, model)
     one.begin_phase([share(make_groups(4), rank, world)])
     row = one.train_step(0)

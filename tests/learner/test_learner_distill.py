@@ -63,6 +63,7 @@ def test_every_estimator_pulls_the_copy_to_the_policy(model):
 def test_the_policy_itself_can_be_trained_sparsely(model):
     out = on_ranks(1, train_sparse, model)[0]
     assert out["row"]["grad_norm"] > 0.01
+    assert abs(out["row"]["loss/kl"]) < 1e-9  # the starting policy attends sparsely too
     assert out["row"]["mismatch/abs_dlogp_mean"] != pytest.approx(out["dense"]["mismatch/abs_dlogp_mean"], rel=1e-4)
 
 
