@@ -72,8 +72,7 @@ class VllmCore:
         self, *, vocab: int, temperature_scale: float, sparse: BlockTopK | None, tensor_parallel: int, **options: Any
     ) -> None:
         """Start it. `options`: `_engine_args`. `temperature_scale` multiplies every temperature that is asked for."""
-        if sparse is not None:
-            options["block_size"] = sparse.block_size
+        options |= _sparse_options(sparse)
         self._ranks = tensor_parallel
         self._llm = _start(_engine_args(tensor_parallel=tensor_parallel, **options), sparse)
         self._core = self._llm.engine_core
@@ -220,6 +219,13 @@ def _gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch
     ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
     rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
     return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
+
+
+def _sparse_options(sparse: BlockTopK | None) -> dict[str, Any]:
+    """The rule's pages, and the backend that `install` replaces: on some GPUs vLLM would prefer another."""
+    if sparse is None:
+        return {}
+    return {"block_size": sparse.block_size} | ({} if on_cpu() else {"attention_backend": "FLASH_ATTN"})
 
 
 def _start(args: EngineArgs, sparse: BlockTopK | None) -> LLMEngine:

@@ -115,3 +115,13 @@ def test_resubmitted_requests_keep_their_prompt_length(runs, models, name):
     if not RULES[name].sparse_prompt:
         longer = [s | {"prompt_len": len(s["prompt"])} for s in samples]
         assert gaps(samples, learner_logp(models[0], longer, RULES[name])).mean() > 1e-3
+
+
+def test_on_a_gpu_the_backend_that_is_replaced_is_asked_for_by_name(monkeypatch):
+    from rlcore.rollout import vllm_core
+
+    monkeypatch.setattr(vllm_core, "on_cpu", lambda: False)
+    asked = vllm_core._sparse_options(BlockTopK(block_size=32, blocks=4))
+    args = vllm_core._engine_args(kv_cache_gib=1, logit_noise=0, tensor_parallel=1, model="m", **asked)
+    assert (args.block_size, str(args.attention_backend).rpartition(".")[2]) == (32, "FLASH_ATTN")
+    assert vllm_core._sparse_options(None) == {}
