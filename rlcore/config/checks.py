@@ -264,8 +264,17 @@ def _sparse_section(key: str, actor: ActorConfig) -> None:
 def _quantisation(key: str, actor: ActorConfig) -> None:
     on_cpu = actor.num_gpus == 0
     _refuse(
-        actor.fp8_kv_cache and (on_cpu or actor.kind != "fp8"),
-        f"{key}.fp8_kv_cache=true needs {key}.kind=fp8 and a GPU: CPUs have no FP8 kernels (set {key}.num_gpus=1).",
+        actor.fp8_kv_cache and on_cpu,
+        f"{key}.fp8_kv_cache=true needs a GPU: CPUs have no FP8 kernels (set {key}.num_gpus=1).",
+    )
+    _refuse(
+        actor.fp8_kv_cache and actor.kind not in ("bf16", "fp8"),
+        f"{key}.fp8_kv_cache=true does not go with {key}.kind={actor.kind}: choose kind=bf16 or fp8.",
+    )
+    _refuse(
+        actor.rounding != "none" and actor.kind not in ("bf16", "fp8"),
+        f"{key}.rounding={actor.rounding} would hide {key}.kind={actor.kind} in what trajectories say of their actor: "
+        "use rounding=none, or kind=bf16 or fp8.",
     )
     _refuse(
         actor.rounding != "none" and not on_cpu,

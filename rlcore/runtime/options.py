@@ -110,7 +110,7 @@ def actor_kind(actor: ActorConfig) -> ActorKind:
     return emulated[actor.rounding]
 
 
-def describe_actor(label: str, actor: ActorConfig) -> str:
+def describe_actor(label: str, actor: ActorConfig, max_len: int) -> str:
     """One line on what samples under this label."""
     if actor.rounding != "none":
         what = (
@@ -118,8 +118,7 @@ def describe_actor(label: str, actor: ActorConfig) -> str:
             f"{actor.scales}, arithmetic in {actor_dtype(actor)}"
         )
     elif actor.kind == "fp8":
-        cache = ", FP8 KV cache" if actor.fp8_kv_cache else ""
-        what = f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales}){cache}"
+        what = f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"
     elif actor.sparse is not None:
         budget = f"{actor.sparse.blocks} pages" if actor.sparse.blocks else f"{actor.sparse.share:g} of the pages"
         prompts = "" if actor.sparse.sparse_prompt else ", prompts dense"
@@ -128,6 +127,10 @@ def describe_actor(label: str, actor: ActorConfig) -> str:
         what = f"a draft model, {actor_dtype(actor)}"
     else:
         what = f"the policy in {actor_dtype(actor)}"
+    if actor.fp8_kv_cache:
+        what += ", FP8 KV cache"
+    if (rule := sparse_rule(actor)) is not None and rule.dense_positions >= max_len:
+        what += f"; the budget covers model.max_len={max_len}: NOTHING IS SPARSE"
     return f"actor.{label}: {what}"
 
 

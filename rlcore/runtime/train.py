@@ -108,7 +108,7 @@ def _on_cluster(
         model_path = str(state["model_path"]) if state else starting_model(config, prepared, reporter.note)
         config = with_drafts(config, prepared, reporter.note)
         for label, actor in config.actor.items():
-            reporter.note(options.describe_actor(label, actor))
+            reporter.note(options.describe_actor(label, actor, config.model.max_len))
         started = time.monotonic()
         session = Session(config, model_path, pad_id=prepared.pad_id, run_dir=run_dir, note=reporter.note)
         try:
