@@ -11,6 +11,7 @@ from rlcore.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ATTENTION_FILE = "rlcore.json"  # in an exported folder: the sparse attention that its weights are made for
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 

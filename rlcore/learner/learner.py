@@ -6,10 +6,12 @@ An update phase is the H optimizer steps between two publishes; p_ref is the pol
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,7 @@ from rlcore.learner.packing import Layout, MicroBatch, Tokens, dummy, pack
 from rlcore.learner.policy import DTYPES, Attention, FrozenPolicy, Policy, load_causal_lm
 from rlcore.learner.state_files import Write
 from rlcore.learner.update import Update
+from rlcore.models import ATTENTION_FILE
 from rlcore.objectives.advantages import Advantage
 from rlcore.objectives.aggregate import Aggregation
 from rlcore.objectives.policy_loss import Loss
@@ -124,6 +127,7 @@ class LearnerRank:
         join_ranks(rank, world_size, master_addr, master_port, self.device, collective_timeout_s)
         self.reduce = RankReduce(self.device)
         rule = None if sparse is None else BlockTopK(**sparse)
+        self._rule = rule
         mine = None if distill is not None else rule
         lm = load_causal_lm(model_path, dtype, attention, sparse=mine is not None)
         self.model_path, self.model_config = model_path, lm.config
@@ -366,11 +370,14 @@ class LearnerRank:
         """Write a Hugging Face folder: merged weights as safetensors, configuration and tokenizer.
 
         Adapters are written beside them as a PEFT folder, `adapter`; a sparse copy the same way in `sparse`, merged
-        and as an adapter on the policy exported here.
+        and as an adapter on the policy exported here, with its rule of attention in ATTENTION_FILE.
         """
         self._export(Path(folder), self.engine, self.lora, self.model_path)
         if self.copy is not None:
             self._export(Path(folder) / COPY, self.copy.engine, self._copy_lora, str(Path(folder).resolve()))
+            if self.rank == 0:  # its weights are made for this attention and load without a word for any
+                text = json.dumps({"sparse": asdict(self._rule)}, indent=1)  # type: ignore[arg-type]
+                (Path(folder) / COPY / ATTENTION_FILE).write_text(text)
 
     def _export(self, out: Path, engine: ZeroEngine, lora: LoraSpec | None, base_model: str) -> None:
         if lora is not None:

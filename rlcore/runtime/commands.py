@@ -18,7 +18,7 @@ from rlcore.runtime import options
 from rlcore.runtime.cluster import cluster
 from rlcore.runtime.fleet import Publication
 from rlcore.runtime.learners import Learners
-from rlcore.runtime.preflight import open_run_dir, prepare
+from rlcore.runtime.preflight import check_attention, open_run_dir, prepare
 from rlcore.runtime.session import Session
 from rlcore.runtime.warmup import supervise, with_drafts
 from rlcore.seeding import derive_seed
@@ -73,6 +73,8 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
     `named`: the checkpoint asked for. `model_named`: model.path was asked for by the command's own words.
     """
     model_path, folder = to_evaluate(config, named, model_named)
+    if folder is None:
+        check_attention(config)
     prepared = prepare(config, trains=False)
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -179,7 +181,9 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
                 session.each_learner("export", str(Path(out) / "draft"), what="the draft to be written", draft=True)
         finally:
             session.close()
-    prepared.tokenizer.save_pretrained(out)
+    for sub in ("", "sparse", "draft"):
+        if (Path(out) / sub).is_dir():
+            prepared.tokenizer.save_pretrained(Path(out) / sub)
     _note(f"{folder.name} written to {out}")
     return 0
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.schema import RunConfig, TaskConfig
+from rlcore.config.schema import RunConfig, SparseConfig, TaskConfig
 from rlcore.corrections import build
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.models import build_char_tokenizer, encode_prompt, load_tokenizer, padding
+from rlcore.models import ATTENTION_FILE, build_char_tokenizer, encode_prompt, load_tokenizer, padding
 from rlcore.runtime import options
 from rlcore.runtime.model_checks import check_models
 from rlcore.runtime.prompts import PromptSource
@@ -95,6 +95,23 @@ def _checked_heldout(config: RunConfig, sources: dict[str, PromptSource], trains
             instead = ", or train without: evaluation.every=0 evaluation.at_start=false" if trains else ""
             raise UserError(f"task.name={config.task.name} {_NO_HELDOUT} with task.args.heldout_path{instead}.")
     return found
+
+
+def check_attention(config: RunConfig) -> None:
+    """Raise UserError when model.path was exported for a sparse attention that the evaluating engines do not have."""
+    path = config.model.path
+    if path is None or not (file := Path(path) / ATTENTION_FILE).is_file():
+        return
+    made_for = SparseConfig(**json.loads(file.read_text())["sparse"])
+    plain = options.evaluation_actor(config)
+    engines = {"evaluation.dense_actor": plain} if plain else {f"actor.{n}": a for n, a in config.actor.items()}
+    for key, engine in engines.items():
+        if engine.sparse != made_for:
+            keys = ",".join(f"{k}:{json.dumps(v)}" for k, v in made_for.model_dump().items())
+            raise UserError(
+                f"model.path={path} is made for sparse attention that {key} does not have, and would answer otherwise "
+                f"without a word: choose actor=sparse 'actor.sparse.sparse={{{keys}}}'."
+            )
 
 
 def _made_up_tokenizer(config: RunConfig, alphabet: str | None) -> Any:

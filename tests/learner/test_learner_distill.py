@@ -1,5 +1,7 @@
 """DistillSparse on real ranks: phi learns, theta does not notice, and theta + phi is what is handed out."""
 
+import json
+
 import numpy as np
 import pytest
 from distill_jobs import RULE, distill_once, distill_only, score_sparse, train_sparse
@@ -37,6 +39,8 @@ def test_the_copy_is_theta_plus_phi_and_theta_is_untouched_by_it(model, tmp_path
         np.testing.assert_allclose(mine, theirs, atol=2e-6)
     for mine, theirs in zip(on_ranks(1, score_sparse, str(exported / "sparse"), RULE)[0], out["sparse"]):
         np.testing.assert_allclose(mine, theirs, atol=2e-6)
+    recorded = json.loads((exported / "sparse" / "rlcore.json").read_text())["sparse"]
+    assert recorded == {"share": None, "sparse_prompt": True, **RULE} and not (exported / "rlcore.json").exists()
     adapter = load_file(exported / "sparse" / "adapter" / "adapter_model.safetensors")
     assert adapter and all(".lora_" in n for n in adapter)
 
