@@ -96,7 +96,6 @@ def serve(args: argparse.Namespace) -> None:
         logprobs_k=args.topk,
         ref_pass="auto" if args.serve == "none, one pass" else "always",
         micro_batch_tokens=args.micro,
-        head_chunk_tokens=256,
         threads=args.threads,
     )
     batch = groups(args)

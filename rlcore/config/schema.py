@@ -224,7 +224,7 @@ class LearnerConfig(Strict):
         default="auto", description="auto: flash-attn on GPU"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations")
-    head_chunk_tokens: int = Field(default=1024, gt=0, description="positions per chunk of the LM-head pass")
+    head_chunk_tokens: int = Field(default=1024, gt=0, description="most positions per chunk of the LM-head pass")
     ref_pass: Literal["auto", "always"] = Field(
         default="auto", description="auto: p_ref is p_new detached when both coincide"
     )

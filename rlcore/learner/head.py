@@ -1,8 +1,8 @@
 """One pass over hidden states and the LM head: log-probs, entropy, top k and safe set without `[N, V]` in float32.
 
 Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and the softmax's row
-statistics survive; the backward pass recomputes the chunk's logits. Two `[chunk, V]` float32 buffers are held, and of
-the exponentials as many rows as fit into half a GiB, which spares a short batch the recomputation.
+statistics survive; the backward pass recomputes the chunk's logits. A pass holds two `[chunk, V]` float32 buffers, and
+a chunk is an eighth of the positions at most, so that this is no `[N, V]` for a short micro-batch either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlcore.objectives.distill import distill_topk
 from rlcore.objectives.kl import full_kl
 from rlcore.types import TokenScores
 
-_KEEP_BYTES = 2**29  # exponentials kept for the backward pass: the last chunks' need no second product
+_FEWEST = 64  # positions that a chunk may always have: fewer would waste the products
 _BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
 
 
@@ -29,7 +29,7 @@ class HeadSpec:
 
     temperature: divides the logits, as the actor does. topk: number of own top entries (0: none).
     safe_set_rho: None, or DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}.
-    entropy_grad: whether gradients flow through the entropy. chunk: positions per chunk.
+    entropy_grad: whether gradients flow through the entropy. chunk: the most positions per chunk.
     """
 
     temperature: float = 1.0
@@ -37,6 +37,11 @@ class HeadSpec:
     safe_set_rho: float | None = None
     entropy_grad: bool = False
     chunk: int = 1024
+
+    def slices(self, n: int) -> list[slice]:
+        """The chunks of n positions."""
+        rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
+        return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
 class _Buffers:
@@ -160,21 +165,17 @@ class _HeadFunction(torch.autograd.Function):
     """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage); gradients through logp and entropy."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, keep_from: int
-    ) -> tuple:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
         n, rho = hidden.shape[0], spec.safe_set_rho
         k = min(spec.topk, weight.shape[0])
         out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
-        buffers = _Buffers(min(spec.chunk, n), weight, both=True)
-        kept = buffers.e.new_empty(n - keep_from, weight.shape[0])
-        for start in range(0, n, spec.chunk):
-            s = slice(start, min(start + spec.chunk, n))
+        chunks = spec.slices(n)
+        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True)
+        for s in chunks:
             z = buffers.logits(hidden[s], weight, spec.temperature)
-            e = buffers.e[: len(z)] if start < keep_from else kept[start - keep_from :][: len(z)]
-            _score_chunk(out, s, z, e, targets[s], None if ids is None else ids[s], k, rho)
+            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], None if ids is None else ids[s], k, rho)
         ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
-        ctx.spec, ctx.keep_from, ctx.kept = spec, keep_from, kept
+        ctx.spec = spec
         extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
         ctx.mark_non_differentiable(*(t for t in extras if t is not None))
         ctx.set_materialize_grads(False)
@@ -186,25 +187,20 @@ class _HeadFunction(torch.autograd.Function):
         spec: HeadSpec = ctx.spec
         g_entropy = g_entropy if spec.entropy_grad else None
         if g_logp is None and g_entropy is None:
-            return None, None, None, None, None, None
+            return None, None, None, None, None
         g = torch.zeros_like(entropy) if g_logp is None else g_logp
         if inside is not None:
             g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
-        kept, ctx.kept = ctx.kept, None  # used up by this pass
-        n = hidden.shape[0]
         d_hidden = torch.empty_like(hidden)
         trained = ctx.needs_input_grad[1]  # with adapters the head's weight is frozen
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trained else None
-        buffers = _Buffers(min(spec.chunk, n), weight, both=g_entropy is not None)
-        for start in range(0, n, spec.chunk):
-            s = slice(start, min(start + spec.chunk, n))
-            if kept is not None and start >= ctx.keep_from:
-                z = e = kept[start - ctx.keep_from :][: s.stop - start]
-            else:
-                z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
-                e = torch.exp(z, out=buffers.e[: len(z)])
-                if spec.safe_set_rho is not None:
-                    _keep_safe(e, spec.safe_set_rho)
+        chunks = spec.slices(hidden.shape[0])
+        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=g_entropy is not None)
+        for s in chunks:
+            z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
+            e = torch.exp(z, out=buffers.e[: len(z)])
+            if spec.safe_set_rho is not None:
+                _keep_safe(e, spec.safe_set_rho)
             ge = None if g_entropy is None else g_entropy[s]
             dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
             dz = dz.to(weight.dtype)
@@ -215,7 +211,7 @@ class _HeadFunction(torch.autograd.Function):
                 d_weight.addmm_(dz.t(), hidden[s])
             else:
                 d_weight.add_(torch.mm(dz.t(), hidden[s]))
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 def _d_logits(
@@ -242,15 +238,6 @@ def _d_logits(
     return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / temperature)
 
 
-def _keep_from(hidden: Tensor, weight: Tensor, spec: HeadSpec) -> int:
-    """First position, the start of a chunk, from which on exponentials are kept for the backward pass; N for none."""
-    n = hidden.shape[0]
-    if spec.entropy_grad or not torch.is_grad_enabled():
-        return n
-    dropped = max(0, n - _KEEP_BYTES // (4 * weight.shape[0]))
-    return min(n, -(-dropped // spec.chunk) * spec.chunk)
-
-
 def head_pass(
     hidden: Tensor, weight: Tensor, targets: Tensor, spec: HeadSpec, ids: Tensor | None = None
 ) -> TokenScores:
@@ -261,7 +248,7 @@ def head_pass(
     Gradients flow to `hidden` and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP)
     they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant OUTSIDE_LOGP.
     """
-    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec, _keep_from(hidden, weight, spec))
+    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
 
 
@@ -277,8 +264,7 @@ def full_kl_pass(hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], sp
         return full_kl(new, torch.log_softmax((h_base @ w_base.t()).float() / spec.temperature, dim=-1))
 
     parts = [
-        checkpoint(chunk, hidden[s : s + spec.chunk], weight, base[0][s : s + spec.chunk], base[1], use_reentrant=False)
-        for s in range(0, len(hidden), spec.chunk)
+        checkpoint(chunk, hidden[s], weight, base[0][s], base[1], use_reentrant=False) for s in spec.slices(len(hidden))
     ]
     return torch.cat(parts)
 
@@ -301,10 +287,11 @@ def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadS
         new = torch.log_softmax((h @ w.t()).float() / spec.temperature, dim=-1)
         return distill_topk(new.gather(1, ids.clamp_min(0)), logp, ids, torch.ones_like(ids[:, 0]))
 
-    slices = [slice(s, s + spec.chunk) for s in range(0, len(hidden), spec.chunk)]
-    return torch.cat(
-        [checkpoint(chunk, hidden[s], weight, target.ids[s], target.logp[s], use_reentrant=False) for s in slices]
-    )
+    parts = [
+        checkpoint(chunk, hidden[s], weight, target.ids[s], target.logp[s], use_reentrant=False)
+        for s in spec.slices(len(hidden))
+    ]
+    return torch.cat(parts)
 
 
 class Head(nn.Module):
