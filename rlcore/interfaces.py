@@ -102,7 +102,10 @@ class Corrected:
 
 
 class Correction(Protocol):
-    """Up to five hooks, each pure and each optional (the base class makes every one the identity)."""
+    """Up to four hooks, each pure and each optional (the base class makes every one the identity).
+
+    Which samples of a finished group are kept (oversampling) is the buffer's to say: `algorithm.keep_best`.
+    """
 
     name: str
     needs: Needs
@@ -112,14 +115,11 @@ class Correction(Protocol):
 
     # Hook 2, constraining the learner's log-probs, is declared by `needs.safe_set_rho`.
 
-    def select(self, rewards: Sequence[float], keep: int) -> list[int] | None:
-        """Hook 3: which samples of one finished group are kept (oversampling); None keeps all."""
-
     def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor | None:
-        """Hook 4: replace the advantages, [B, T]; None keeps them (RAPID)."""
+        """Hook 3: replace the advantages, [B, T]; None keeps them (RAPID)."""
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        """Hook 5: weights and masks on top of those so far (TIS, MIS, veto, Jackpot, AIS)."""
+        """Hook 4: weights and masks on top of those so far (TIS, MIS, veto, Jackpot, AIS)."""
 
 
 class Buffer(Protocol):

@@ -1,6 +1,6 @@
 """Corrections of the mismatch between the policy that sampled and the one that learns.
 
-One method a file, each on the five hooks of `rlcore.interfaces.Correction`; `build` makes a run's pipeline out of names
+One method a file, each on the four hooks of `rlcore.interfaces.Correction`; `build` makes a run's pipeline out of names
 and plain arguments. The formulas themselves are in `rlcore.corrections.functional`.
 """
 
@@ -34,11 +34,10 @@ REGISTRY: dict[str, Callable[..., BaseCorrection]] = {
 SEEDED = frozenset({"jackpot"})  # draw random numbers, so they get the run's seed
 
 
-def build(names_and_args: Mapping[str, Mapping[str, Any]], run_seed: int, keep_best: int | None = None) -> Pipeline:
+def build(names_and_args: Mapping[str, Mapping[str, Any]], run_seed: int) -> Pipeline:
     """The pipeline of a run.
 
-    Args: name -> keyword arguments, in the order in which they apply; the run's seed (Jackpot's draws derive from it);
-    how many samples of each group are kept (None keeps all).
+    Args: name -> keyword arguments, in the order in which they apply; the run's seed (Jackpot's draws derive from it).
     Raises UserError for an unknown name or a combination that contradicts itself.
     """
     corrections = []
@@ -47,7 +46,7 @@ def build(names_and_args: Mapping[str, Mapping[str, Any]], run_seed: int, keep_b
             raise UserError.choice("correction", name, ("none", *REGISTRY))
         seed = {"run_seed": run_seed} if name in SEEDED else {}
         corrections.append(REGISTRY[name](**args, **seed))
-    return Pipeline(corrections, keep_best=keep_best)
+    return Pipeline(corrections)
 
 
 __all__ = ["REGISTRY", "BaseCorrection", "Pipeline", "build"]

@@ -1,8 +1,7 @@
-"""The five hooks of a correction, each the identity. A correction overrides those it is about."""
+"""The four hooks of a correction, each the identity. A correction overrides those it is about."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.errors import UserError
@@ -28,16 +27,12 @@ class BaseCorrection:
         """Hook 1: the distribution the actor samples from. Raises UserError where the constraint cannot be added."""
         return sampling
 
-    def select(self, rewards: Sequence[float], keep: int) -> list[int] | None:
-        """Hook 3: indices of one finished group's samples to keep, ascending; None keeps all."""
-        return None
-
     def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor | None:
-        """Hook 4: advantages [B,T] in place of the algorithm's; None keeps those."""
+        """Hook 3: advantages [B,T] in place of the algorithm's; None keeps those."""
         return None
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        """Hook 5: weights multiplied, masks intersected, metrics of this correction added under plain names."""
+        """Hook 4: weights multiplied, masks intersected, metrics of this correction added under plain names."""
         return current
 
     def check(self, sampling: SamplingSpec) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from rlcore.corrections.base import BaseCorrection
-from rlcore.corrections.best_of import BestOf
 from rlcore.corrections.formulas.numerics import total
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.errors import UserError
@@ -23,13 +22,10 @@ class Pipeline:
     that contradicts itself.
     """
 
-    def __init__(self, corrections: Sequence[BaseCorrection], *, keep_best: int | None = None) -> None:
+    def __init__(self, corrections: Sequence[BaseCorrection]) -> None:
         self.corrections = list(corrections)
-        self.keep_best = keep_best
-        if keep_best is not None:
-            self.corrections.insert(0, BestOf())
         self.needs = _union([c.needs for c in self.corrections])
-        _refuse_contradictions(self.corrections, keep_best)
+        _refuse_contradictions(self.corrections)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
         """What the actors sample from, every correction's constraint added. Raises UserError on a conflict."""
@@ -37,7 +33,7 @@ class Pipeline:
             sampling = correction.constrain_sampling(sampling)
         return sampling
 
-    def check(self, sampling: SamplingSpec, *, samples_per_prompt: int) -> None:
+    def check(self, sampling: SamplingSpec) -> None:
         """Refuse sampling whose log-probs would make the ratios biased or impossible.
 
         `sampling` is what `constrain_sampling` made of the run's own. Raises UserError with the reason.
@@ -45,19 +41,6 @@ class Pipeline:
         for correction in self.corrections:
             correction.check(sampling)
         _refuse_truncated_support(sampling, self.needs.safe_set_rho)
-        if self.keep_best is not None and self.keep_best > samples_per_prompt:
-            raise UserError(
-                f"algorithm.keep_best={self.keep_best} is not accepted: only rollout.samples_per_prompt="
-                f"{samples_per_prompt} samples are drawn of each prompt."
-            )
-
-    def select(self, rewards: Sequence[float]) -> list[int] | None:
-        """Indices (ascending) of one finished group's samples that are trained on; None keeps all."""
-        for correction in self.corrections:
-            chosen = correction.select(rewards, self.keep_best or len(rewards))
-            if chosen is not None:
-                return chosen
-        return None
 
     def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor:
         """The advantages [B,T] to train with: `step.advantages` unless a correction brings its own."""
@@ -121,19 +104,13 @@ def _union(needs: Sequence[Needs]) -> Needs:
     )
 
 
-def _refuse_contradictions(corrections: Sequence[BaseCorrection], keep_best: int | None) -> None:
-    names = [c.name for c in corrections if c.name != BestOf.name]
-    listed = f"correction=[{','.join(names)}]"
+def _refuse_contradictions(corrections: Sequence[BaseCorrection]) -> None:
+    listed = f"correction=[{','.join(c.name for c in corrections)}]"
     weighers = [c.name for c in corrections if c.weighs]
     if len(weighers) > 1:
         raise UserError(
             f"{listed} is not accepted: {' and '.join(weighers)} each correct the ratio between actor and learner, and "
             "together they would correct it more than once; choose one of them (dvp and veto go with any)."
-        )
-    if keep_best is not None and "rapid" in names:
-        raise UserError(
-            f"algorithm.keep_best={keep_best} with {listed} is not accepted: RAPID's baseline is an importance-"
-            "weighted mean over all samples of a prompt, which the best of them are not; leave one of the two out."
         )
 
 

@@ -65,9 +65,9 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         heldout[label] = source(spec, made)
     if evaluates:
         heldout = _checked_heldout(config, heldout, trains)
-    pipeline = build(config.correction.chosen(), run_seed=config.seed, keep_best=config.algorithm.keep_best)
+    pipeline = build(config.correction.chosen(), run_seed=config.seed)
     sampling = pipeline.constrain_sampling(options.sampling(config))
-    pipeline.check(sampling, samples_per_prompt=config.rollout.samples_per_prompt)
+    pipeline.check(sampling)
     requests = RequestMaker(train, sampling=sampling, samples=config.rollout.samples_per_prompt, run_seed=config.seed)
     return Prepared(train, requests, heldout, tokenizer)
 

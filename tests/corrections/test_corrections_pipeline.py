@@ -232,25 +232,15 @@ def test_contradictions_are_refused_with_the_reason(chosen: dict[str, dict[str, 
         build(chosen, run_seed=0)
 
 
-def test_keep_best_selects_and_does_not_go_with_rapid() -> None:
-    pipeline = build({"tis": {}}, 0, keep_best=2)
-    assert pipeline.select([0.0, 1.0, 0.5, 1.0, 1.0]) == [1, 3]
-    assert build({"tis": {}}, 0).select([0.0, 1.0]) is None
-    with pytest.raises(UserError, match="RAPID's baseline"):
-        build({"rapid": {}}, 0, keep_best=2)
-    with pytest.raises(UserError, match="samples_per_prompt=1"):
-        pipeline.check(SamplingSpec(), samples_per_prompt=1)
-
-
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.01}])
 def test_truncated_support_is_refused_unless_the_learner_applies_the_same(cut: dict[str, float]) -> None:
     sampling = SamplingSpec(**cut)  # type: ignore[arg-type]
     for chosen in ({}, {"tis": {}}, {"dvp": {}}):
         with pytest.raises(UserError, match=next(iter(cut))):
             pipeline = build(chosen, 0)
-            pipeline.check(pipeline.constrain_sampling(sampling), samples_per_prompt=4)
+            pipeline.check(pipeline.constrain_sampling(sampling))
     with pytest.raises(UserError, match="greedy"):
-        build({}, 0).check(SamplingSpec(temperature=0.0), samples_per_prompt=4)
+        build({}, 0).check(SamplingSpec(temperature=0.0))
 
 
 def test_dvp_constrains_the_actor_and_jackpot_wants_a_stored_top_k() -> None:
@@ -258,14 +248,14 @@ def test_dvp_constrains_the_actor_and_jackpot_wants_a_stored_top_k() -> None:
     constrained = dvp.constrain_sampling(SamplingSpec())
     assert constrained.min_p == 0.001 and constrained.temperature == 1.0
     with pytest.raises(UserError, match=r"min_p=0\.0 contradicts"):
-        dvp.check(SamplingSpec(), samples_per_prompt=4)  # an actor that kept to no safe set
-    dvp.check(constrained, samples_per_prompt=4)
+        dvp.check(SamplingSpec())  # an actor that kept to no safe set
+    dvp.check(constrained)
     assert dvp.constrain_sampling(constrained) == constrained
     with pytest.raises(UserError, match="logprobs_k=0"):
-        build({"jackpot": {}}, 0).check(SamplingSpec(logprobs_k=0), samples_per_prompt=4)
-    build({"jackpot": {"mode": "mask"}}, 0).check(SamplingSpec(logprobs_k=0), samples_per_prompt=4)
+        build({"jackpot": {}}, 0).check(SamplingSpec(logprobs_k=0))
+    build({"jackpot": {"mode": "mask"}}, 0).check(SamplingSpec(logprobs_k=0))
     with pytest.raises(UserError, match="logprobs_k=-1"):
-        build({}, 0).check(SamplingSpec(logprobs_k=-1), samples_per_prompt=4)
+        build({}, 0).check(SamplingSpec(logprobs_k=-1))
 
 
 def test_missing_tensors_are_an_invariant_not_a_fallback() -> None:
