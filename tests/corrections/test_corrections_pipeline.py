@@ -142,6 +142,23 @@ def test_jackpot_modes_and_targets() -> None:
     assert not torch.equal(new.mask, both.mask)
 
 
+@pytest.mark.parametrize("target", ["ref", "new"])
+@pytest.mark.parametrize("alpha_hat", ["expected", "bernoulli"])
+def test_without_a_tail_matched_weights_are_off_by_the_dropped_mass_at_most_and_the_run_says_it(
+    target: str, alpha_hat: str
+) -> None:
+    logp = log_softmax(2.0 * torch.randn(6, 9, 40, generator=torch.Generator().manual_seed(3)))
+    step = make_step(logp, logp, k=5)
+    dropped = 1.0 - logp.topk(5, -1).values.exp().sum(-1)
+    settings = {"tail": "none", "target": target, "alpha_hat": alpha_hat, "c1": 10.0}
+    corrected = build({"jackpot": settings}, 5).correct(step, ONE_RANK)
+    assert corrected.mask.all() and dropped.min() > 0.01
+    assert ((corrected.weight - 1.0).abs() <= dropped + 1e-6).all()
+    assert (corrected.weight != 1.0).any()
+    assert corrected.metrics["correction/jackpot/dropped_mass"] == pytest.approx(dropped.mean().item(), rel=1e-5)
+    assert corrected.metrics["correction/jackpot/z_approx"] == pytest.approx(1 - dropped.mean().item(), rel=1e-5)
+
+
 def test_jackpot_s_truncated_shares_are_of_each_cap_by_itself() -> None:
     # two tokens: the first's Z p_new/p_inf is above c1, and its p_ref/p_new of 1/9 takes the product far below
     p_inf, p_ref, p_new = (torch.tensor(p).log() for p in ([0.5, 0.5], [0.1, 0.9], [0.9, 0.1]))

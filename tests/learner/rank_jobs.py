@@ -182,38 +182,55 @@ def one_pass_and_two(
     return out
 
 
+ALL_CORRECTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tis": {"tis": {}},
+    "tis sequence": {"tis": {"level": "sequence"}},
+    "tis adjusted": {"tis": {"adjusted": True}},
+    "mis+veto": {"mis": {}, "veto": {}},
+    "icepop": {"icepop": {}},
+    "ais": {"ais": {}},
+    "dvp": {"dvp": {}},
+    "jackpot": {"jackpot": {"tail": "residual"}},
+    "jackpot mask": {"jackpot": {"mode": "mask"}},
+    "jackpot reweight": {"jackpot": {"mode": "reweight"}},
+    "jackpot bernoulli": {"jackpot": {"alpha_hat": "bernoulli"}},
+    "jackpot new": {"jackpot": {"target": "new"}},
+    "jackpot short_circuit": {"jackpot": {"target": "new", "short_circuit": True}},
+    "jackpot whole": {"jackpot": {"tail": "none"}},
+    "rapid": {"rapid": {}},
+    "jackpot cut": {"jackpot": {"tail": "none", "c1": 10.0}},
+}
+
+
 def identity(rank: int, world: int, port: int, model: str) -> dict[str, tuple[dict[str, np.ndarray], dict[str, float]]]:
-    """Weights after a step on data whose log-probs are the learner's own, uncorrected and under each correction."""
-    scorer = learner(rank, world, port, model)
+    """Weights after a step on data whose log-probs and top k are the learner's own, under each correction.
+
+    Advantages are RAPID's without a correction too: those of weight 1. k is the whole vocabulary but for "jackpot cut".
+    """
     out = {}
-    for name, settings in {
-        "none": {},
-        "tis": {"tis": {}},
-        "mis_veto": {"mis": {}, "veto": {}},
-        "ais": {"ais": {}},
-        "jackpot": {"jackpot": {"tail": "residual"}},
-    }.items():
-        groups = make_groups(4, k=15)
-        trajectories = [t for g in groups for t in g.trajectories]
-        logp = scorer.score([(t.prompt_ids, t.response_ids) for t in trajectories])
-        for t, own in zip(trajectories, logp):
-            t.logp_inf[:] = own
-        _own_topk(scorer, trajectories)
-        one = learner(rank, world, port, model, corrections=settings, logprobs_k=15)
+    for name, settings in ALL_CORRECTIONS.items():
+        k = 4 if name == "jackpot cut" else 15
+        groups = make_groups(4, k=k)
+        one = learner(
+            rank, world, port, model, corrections=settings, logprobs_k=k, advantage="group_mean", loss="reinforce"
+        )
+        one.begin_phase([groups, groups])
+        _replay_own_scores(one, [t for g in groups for t in g.trajectories])
         one.begin_phase([groups])
         row = one.train_step(0)
         out[name] = arrays(one.state_for_publish("float32")), row
     return out
 
 
-def _own_topk(scorer: LearnerRank, trajectories: list[Any]) -> None:
-    """Give each trajectory the scorer's own whole distribution as its top k."""
-    for t in trajectories:
-        for k in range(t.topk_ids.shape[1]):
-            t.topk_ids[:, k] = k
-        for at in range(len(t.response_ids)):
-            prompt = np.concatenate([t.prompt_ids, t.response_ids[:at]])
-            t.topk_logp[at] = [float(x[0]) for x in scorer.score([(prompt, [k]) for k in range(t.topk_ids.shape[1])])]
+def _replay_own_scores(one: LearnerRank, trajectories: list[Any]) -> None:
+    """Make what the actors sent what the learner's own pass says, and its top k their top k."""
+    ref = one._phase[0].ref
+    assert ref is not None and ref.topk_ids is not None and ref.topk_logp is not None
+    for row, t in enumerate(trajectories):
+        n = len(t.response_ids)
+        t.logp_inf[:] = ref.logp[row, :n].numpy()
+        t.topk_ids[:], t.topk_logp[:] = ref.topk_ids[row, :n].numpy(), ref.topk_logp[row, :n].numpy()
 
 
 def learn_to_copy(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
