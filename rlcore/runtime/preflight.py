@@ -56,12 +56,14 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
             max_prompt_tokens=min(limit, spec.max_prompt_tokens or limit),
         )
 
+    _check_deadline(config, "task", task)
     train = source(config.task, task)
     if trains:
         _check_train(config, train)
     heldout = {options.task_label(config): train}
     for label, spec in config.evaluation.tasks.items():
         made = make_task(spec.name, dict(spec.args), label=label, key=f"evaluation.tasks.{label}")
+        _check_deadline(config, f"evaluation.tasks.{label}", made)
         heldout[label] = source(spec, made)
     if evaluates:
         heldout = _checked_heldout(config, heldout, trains)
@@ -70,6 +72,16 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     pipeline.check(sampling)
     requests = RequestMaker(train, sampling=sampling, samples=config.rollout.samples_per_prompt, run_seed=config.seed)
     return Prepared(train, requests, heldout, tokenizer)
+
+
+def _check_deadline(config: RunConfig, key: str, task: Task) -> None:
+    """A task that stops what it judges must do so within the deadline of grading, else that looks like a hang."""
+    own, limit = getattr(task, "timeout_s", None), config.task.grade_timeout_s
+    if own is not None and own >= limit:
+        raise UserError(
+            f"{key}.args.timeout_s={own:g} is not below task.grade_timeout_s={limit:g}: every endless program would be "
+            "a failed score instead of a wrong answer; lower the one or raise the other."
+        )
 
 
 def _check_train(config: RunConfig, prompts: PromptSource) -> None:

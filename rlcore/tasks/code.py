@@ -86,7 +86,8 @@ class CodeTask(RecordTask):
         self._fields = question_field, tests_field, worked_field, setup_field
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
             raise ArgumentError("timeout_s", timeout_s, "is not accepted: give a number of seconds above 0.")
-        self._limits = Limits(timeout_s=float(timeout_s), memory_mib=integer("memory_mib", memory_mib, 64, 1 << 20))
+        self.timeout_s = float(timeout_s)  # of a program; grading one takes longer
+        self._limits = Limits(timeout_s=self.timeout_s, memory_mib=integer("memory_mib", memory_mib, 64, 1 << 20))
         self._format_reward = share("format_reward", format_reward)
         self._sandbox: Sandbox | None = None
         super().__init__(**files)

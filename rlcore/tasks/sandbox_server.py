@@ -6,9 +6,10 @@ every program is a fork of it. A program is confined by four layers, all of them
 * rlimits: address space, CPU seconds, file size, open files;
 * no capabilities and no_new_privs;
 * Landlock: the standard library and shared libraries can be read, its own temporary folder written, nothing else;
-* seccomp: an allowlist of system calls; no sockets, no new processes (threads only), no exec, no signals to others.
+* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets, no new processes
+  (threads only), no exec, no signals to others.
 
-The server watches the clock, the output and the temporary folder, and kills a program that exceeds them.
+The server watches the clock, the output, the threads and the temporary folder, and kills a program that exceeds them.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ for _names in (
 VERDICT_FD = 3
 POLL_S = 0.05
 MAX_FILES = 1000
+MAX_THREADS = 64
 REMOVE_S = 60.0
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -55,12 +57,17 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, JUMP_EQ, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
 CLONE, CLONE3, CLONE_THREAD = 56, 435, 0x00010000
+# Commands of calls that also do more than a program needs: owners of a file's signals could be anyone's processes.
+COMMANDS = {
+    72: [0, 1, 2, 3, 4, 5, 6, 7, 1030],  # fcntl: duplicates, flags, locks
+    16: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A],  # ioctl: is it a terminal, its size, flags
+}
 SELF_ONLY = {62: "kill", 234: "tgkill", 302: "prlimit64"}  # allowed on the program itself
 
 # x86_64. Whatever is not here fails with EPERM: sockets, fork, exec, ptrace, mounts, namespaces, keys, io_uring, shared
 # memory, and what Landlock does not govern (chmod, chown, utimes, extended attributes).
 ALLOWED = {
-    "reading and writing": [0, 1, 2, 3, 8, 16, 17, 18, 19, 20, 32, 33, 40, 72, 74, 75, 77, 285, 292, 295, 296, 326],
+    "reading and writing": [0, 1, 2, 3, 8, 17, 18, 19, 20, 32, 33, 40, 74, 75, 77, 285, 292, 295, 296, 326],
     "files": [4, 5, 6, 21, 73, 78, 79, 80, 82, 83, 84, 87, 89, 95, 137, 138, 217, 257, 258, 262, 263, 264, 267, 269],
     "files, newer": [316, 332, 439],
     "memory": [9, 10, 11, 12, 25, 26, 28, 149, 150, 324],
@@ -133,6 +140,11 @@ def restrict_system_calls() -> None:
     # clone3 hides its flags from the filter: as if the kernel had none, the C library then uses clone.
     program += [(JUMP_EQ, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     program += [(JUMP_EQ, 0, 4, CLONE), (LOAD, 0, 0, 16), (JUMP_SET, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW), refuse]
+    for number, commands in COMMANDS.items():
+        program += [(JUMP_EQ, 0, 2 * len(commands) + 2, number), (LOAD, 0, 0, 24)]
+        for command in commands:
+            program += [(JUMP_EQ, 0, 1, command), (RETURN, 0, 0, ALLOW)]
+        program += [refuse]
     for number in SELF_ONLY:
         allow_zero = (JUMP_EQ, 1, 0, 0) if number == 302 else (JUMP_EQ, 1, 0, os.getpid())
         program += [(JUMP_EQ, 0, 5, number), (LOAD, 0, 0, 16), allow_zero, (JUMP_EQ, 0, 1, os.getpid())]
@@ -186,7 +198,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             _become(request, folder, nonce, output_end, verdict_end, server)
         os.close(output_end)
         os.close(verdict_end)
-        why, text = _watch(output, folder, start + request["timeout_s"], request)
+        why, text = _watch(pid, output, folder, start + request["timeout_s"], request)
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         passed = not why and os.read(verdict, len(nonce)) == nonce
@@ -200,7 +212,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         _remove(folder)
 
 
-def _watch(output: int, folder: str, deadline: float, request: dict[str, Any]) -> tuple[str, bytes]:
+def _watch(pid: int, output: int, folder: str, deadline: float, request: dict[str, Any]) -> tuple[str, bytes]:
     """Follow the program until its output ends: (limit that it exceeded or "", output so far)."""
     text = b""
     looked = time.monotonic()
@@ -209,6 +221,8 @@ def _watch(output: int, folder: str, deadline: float, request: dict[str, Any]) -
             looked = now
             if _oversized(folder, request["file_mib"] << 20):
                 return f"more than {request['file_mib']} MiB or {MAX_FILES} of files", text
+            if _threads(pid) > MAX_THREADS:
+                return f"more than {MAX_THREADS} threads", text
         if select.select([output], [], [], min(POLL_S, deadline - now))[0]:
             data = os.read(output, 1 << 16)
             if not data:
@@ -217,6 +231,14 @@ def _watch(output: int, folder: str, deadline: float, request: dict[str, Any]) -
             if len(text) > request["output_kib"] << 10:
                 return f"more than {request['output_kib']} KiB of output", text
     return f"time limit of {request['timeout_s']:g} s", text
+
+
+def _threads(pid: int) -> int:
+    """Of a child that has not been waited for, which may have ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def _oversized(folder: str, limit: int) -> bool:

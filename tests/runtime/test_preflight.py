@@ -1,5 +1,6 @@
 """What is refused, and what is made, before any process is started: plain calls of `prepare`."""
 
+import json
 import math
 from pathlib import Path
 
@@ -156,3 +157,16 @@ def test_under_dvp_the_actors_keep_to_the_learner_s_safe_set(tmp_path):
     requests = prepare(load(words)).requests.group(0, "digits/train/0")
     assert requests and all(r.sampling.min_p == math.exp(-13.0) for r in requests)
     assert prepare(load([*words, "correction.dvp.rho=0.01"])).requests.sampling.min_p == 0.01
+
+
+def test_a_program_must_end_before_its_grading_does(model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"text": "1", "code": "x = 1", "test_list": ["assert x == 1"], "tests": "assert x == 1"}
+    rows.write_text(json.dumps(row) + "\n")
+    words = ["task=mbpp", f"task.args.train_path={rows}", f"task.args.heldout_path={rows}", "model.max_len=64"]
+    said = r"task\.args\.timeout_s=5 is not below task\.grade_timeout_s=5"
+    with pytest.raises(UserError, match=said):
+        prepared(model, *words, "task.grade_timeout_s=5")
+    extra = f"evaluation.tasks.more={{name: mbpp, args: {{heldout_path: {rows}, timeout_s: 20}}}}"
+    with pytest.raises(UserError, match=r"evaluation\.tasks\.more\.args\.timeout_s=20 .*grade_timeout_s=10"):
+        prepared(model, extra)

@@ -114,8 +114,13 @@ def test_a_fork_bomb_makes_no_process(hasty):
 
 def test_a_thread_bomb_ends_with_its_program(sandbox):
     before = len(psutil.Process().children(recursive=True))
-    program = "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()"
-    assert not sandbox.run(program).passed
+    program = (
+        "import threading, time\nthreading.stack_size(1 << 15)\n"
+        "for _ in range({}):\n    threading.Thread(target=time.sleep, args=({},), daemon=True).start()\ntime.sleep({})"
+    )
+    outcome = sandbox.run(program.format(2000, 60, 60))
+    assert outcome.why == "more than 64 threads" and outcome.seconds < 15
+    assert sandbox.run(program.format(50, 0.5, 0.5)).passed
     assert len(psutil.Process().children(recursive=True)) == before
 
 
@@ -219,6 +224,13 @@ def test_no_signals_to_others(sandbox):
             f"syscall(200, {victim.pid}, 9)",  # tkill
             f"syscall(129, {victim.pid}, 9, bytes(128))",  # rt_sigqueueinfo
             "os.setsid()",
+            # whom the input and output of a file signals: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP
+            f"__import__('fcntl').fcntl(1, 8, {victim.pid})",
+            "__import__('fcntl').fcntl(1, 10, 9)",
+            f"syscall(72, 1, 15, (ctypes.c_int * 2)(1, {victim.pid}))",
+            f"syscall(16, 1, 0x8901, (ctypes.c_int * 1)({victim.pid}))",
+            f"syscall(16, 1, 0x8902, (ctypes.c_int * 1)({victim.pid}))",
+            "syscall(16, 1, 0x5452, (ctypes.c_int * 1)(1))",  # FIOASYNC
             f"os.setpriority(os.PRIO_PROCESS, {victim.pid}, 19)",
         )
         assert victim.poll() is None
