@@ -44,12 +44,11 @@ class ModelConfig(Strict):
     warmup: WarmupConfig | None = Field(default=None, description="make the starting policy by `sft` when path is null")
 
 
-class TaskConfig(Strict):
+class EvalTask(Strict):
+    """A task that is only evaluated; the training task's graders grade it too."""
+
     name: str = Field(description="a task of rlcore.tasks, e.g. digits")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the task")
-    grade_timeout_s: float = Field(default=10.0, gt=0, description="deadline of one grading")
-    grader_processes: int = Field(default=1, gt=0, description="processes that grade")
-    grader_memory_mib: int = Field(default=4096, ge=256, description="address space of each of them")
     max_prompt_tokens: int | None = Field(
         default=None, gt=0, description="longer prompts are refused; null: whatever leaves room for a response"
     )
@@ -58,6 +57,12 @@ class TaskConfig(Strict):
     def label(self) -> str:
         """First part of its prompt ids: the name, or the class name of a user's own."""
         return self.name.rpartition(":")[2].lower() if ":" in self.name else self.name
+
+
+class TaskConfig(EvalTask):
+    grade_timeout_s: float = Field(default=10.0, gt=0, description="deadline of one grading")
+    grader_processes: int = Field(default=1, gt=0, description="processes that grade")
+    grader_memory_mib: int = Field(default=4096, ge=256, description="address space of each of them")
 
 
 class SparseConfig(Strict):
@@ -152,7 +157,7 @@ class ScheduleConfig(Strict):
     on_publish: Literal["finish", "abort", "in_flight"] = Field(
         default="finish", description="what actors do with running samples when new weights come"
     )
-    sampling: Literal["fifo", "uniform", "by_task"] = Field(
+    sampling: Literal["fifo", "uniform"] = Field(
         default="fifo", description="order in which the buffer gives groups out"
     )
     max_uses: int = Field(default=1, gt=0, description="uniform: times a group may be trained on")
@@ -276,7 +281,7 @@ class EvalConfig(Strict):
         default=None,
         description="evaluate the policy on an engine of its own, plain and dense; null: only where actors are drafts",
     )
-    tasks: dict[str, TaskConfig] = Field(default_factory=dict, description="further held-out tasks, by label")
+    tasks: dict[str, EvalTask] = Field(default_factory=dict, description="further held-out tasks, by label")
 
 
 class CheckpointConfig(Strict):

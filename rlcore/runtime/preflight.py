@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.schema import RunConfig, SparseConfig, TaskConfig
+from rlcore.config.schema import EvalTask, RunConfig, SparseConfig
 from rlcore.corrections import build
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
@@ -45,7 +45,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     tokenizer = load_tokenizer(config.model.path) if config.model.path else _made_up_tokenizer(config, task.alphabet())
     check_models(config, tokenizer)
 
-    def source(spec: TaskConfig, built: Task) -> PromptSource:
+    def source(spec: EvalTask, built: Task) -> PromptSource:
         limit = config.model.max_len - config.rollout.max_new_tokens
         return PromptSource(
             built,

@@ -62,6 +62,11 @@ REFUSED = [  # words; parts that the sentence must hold
     (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"]),
     (["algorithm.overlong_buffer=64"], ["algorithm.overlong_buffer=64", "rollout.max_new_tokens"]),
     (["schedule.max_staleness=0"], ["on_publish=in_flight", "max_staleness=0"]),
+    (["schedule.sampling=by_task"], ["schedule.sampling=by_task", "fifo, uniform"]),  # a run trains on one task
+    (
+        ["evaluation.tasks={more: {name: digits, grade_timeout_s: 3}}"],
+        ["evaluation.tasks.more.grade_timeout_s=3"],
+    ),
     (["schedule.max_uses=2"], ["schedule.max_uses=2", "uniform"]),
     (["actor.bf16.kind=sparse"], ["actor.bf16.kind=sparse", "actor.bf16.sparse"]),
     (["actor.bf16.sparse={blocks:4}"], ["actor.bf16.kind=bf16", "actor.bf16.sparse"]),
