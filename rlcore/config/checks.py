@@ -136,11 +136,6 @@ def _algorithm(c: RunConfig) -> None:
         f"{'algorithm.keep_best' if a.keep_best else 'rollout.samples_per_prompt'}={kept} leaves one: use 2 or more, "
         "or algorithm.advantage=reinforce.",
     )
-    _refuse(
-        a.overlong_buffer >= c.rollout.max_new_tokens,
-        f"algorithm.overlong_buffer={a.overlong_buffer} must be below "
-        f"rollout.max_new_tokens={c.rollout.max_new_tokens}.",
-    )
 
 
 def _schedule(c: RunConfig) -> None:

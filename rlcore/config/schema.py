@@ -140,8 +140,8 @@ class AlgorithmConfig(Strict):
     kl_estimator: Literal["k1", "k2", "k3", "full"] = Field(default="k3", description="of that KL")
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
     dynamic_sampling: bool = Field(default=False, description="groups with all-equal rewards are filtered and replaced")
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="DAPO's soft overlong penalty over the last n tokens; 0: off"
+    overlong_share: float = Field(
+        default=0.0, ge=0, lt=1, description="DAPO's soft overlong penalty: over this share of max_new_tokens; 0: off"
     )
     overlong_penalty: float = Field(default=1.0, ge=0, description="its largest value")
     keep_best: int | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from rlcore.config.schema import ActorConfig, RunConfig
@@ -204,7 +205,7 @@ def learner(config: RunConfig, model_path: str, rank: int, master: tuple[str, in
         "kl_estimator": al.kl_estimator,
         "entropy_coef": al.entropy_coef,
         "max_response_len": config.rollout.max_new_tokens,
-        "overlong_buffer": al.overlong_buffer,
+        "overlong_buffer": ceil(al.overlong_share * config.rollout.max_new_tokens),
         "overlong_penalty": al.overlong_penalty,
         "logprobs_k": config.rollout.logprobs_k,
         "run_seed": config.seed,

@@ -60,7 +60,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
     (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
     (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"]),
-    (["algorithm.overlong_buffer=64"], ["algorithm.overlong_buffer=64", "rollout.max_new_tokens"]),
+    (["algorithm.overlong_share=1"], ["algorithm.overlong_share=1", "less than 1"]),
     (["schedule.max_staleness=0"], ["on_publish=in_flight", "max_staleness=0"]),
     (["schedule.sampling=by_task"], ["schedule.sampling=by_task", "fifo, uniform"]),  # a run trains on one task
     (

@@ -1,6 +1,9 @@
 """Keys reach the parts that they govern."""
 
+import torch
+
 from rlcore.config.compose import load
+from rlcore.objectives.shaping import overlong_penalty
 from rlcore.runtime import options
 
 
@@ -28,3 +31,14 @@ def test_an_fp8_cache_goes_with_bf16_weights_too():
     engine = options.engine(config, "bf16", config.actor["bf16"], "model", "bf16-0")
     assert (engine["quantization"], engine["kv_cache_dtype"]) == (None, "fp8")
     assert described(*gpu).endswith("the policy in bfloat16, FP8 KV cache")
+
+
+def test_dapo_punishes_answers_that_near_the_limit():
+    config = load(["run_dir=runs/x", "algorithm=dapo"])
+    given = options.learner(config, "model", 0, ("127.0.0.1", 1), 0)
+    assert (given["max_response_len"], given["overlong_buffer"]) == (64, 13)  # a fifth, as in the paper
+    lengths = torch.tensor([50, 51, 52, 64])
+    punished = overlong_penalty(
+        lengths, max_len=given["max_response_len"], buffer=given["overlong_buffer"], penalty=given["overlong_penalty"]
+    )
+    assert (punished < 0).tolist() == [False, False, True, True] and punished[-1] == -1.0
