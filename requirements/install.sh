@@ -15,12 +15,16 @@ stamp=$(cat requirements/"$profile".lock requirements/dev.lock pyproject.toml | 
 pip=(.venv/bin/python -m pip --disable-pip-version-check install -q --no-deps)
 torch=$(grep '^torch==' requirements/"$profile".lock)
 if ! "${pip[@]}" "$torch" 2>/tmp/rlcore-pip.$$; then
-  if [ -z "${RLCORE_TORCH_INDEX:-}" ]; then
-    cat /tmp/rlcore-pip.$$ >&2
-    echo "rlcore: $torch is not in the configured package index: set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for this build, and run again" >&2
-    exit 2
+  if [ -n "${RLCORE_TORCH_INDEX:-}" ]; then
+    "${pip[@]}" --index-url "$RLCORE_TORCH_INDEX" "$torch"
+  else # uv knows the index of PyTorch's own builds
+    backend=$([ "$profile" = cpu ] && echo cpu || echo auto)
+    if ! { "${pip[@]}" uv && .venv/bin/uv pip install -q --no-deps --python .venv/bin/python --torch-backend "$backend" "$torch"; } 2>>/tmp/rlcore-pip.$$; then
+      cat /tmp/rlcore-pip.$$ >&2
+      echo "rlcore: $torch is neither in the configured package index nor found by uv: set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for this build, and run again" >&2
+      exit 2
+    fi
   fi
-  "${pip[@]}" --index-url "$RLCORE_TORCH_INDEX" "$torch"
 fi
 rm -f /tmp/rlcore-pip.$$
 "${pip[@]}" -r requirements/"$profile".lock 2> >(grep -v "^WARNING: Location" >&2)
