@@ -47,6 +47,7 @@ class Entry:
     uses: int = 0  # committed steps
     last_step: int = -1  # newest committed step that used it
     taken_by: list[int] = field(default_factory=list)  # uncommitted steps
+    losses: int = 0  # times that whoever sampled it was lost or late
 
     @property
     def task(self) -> str:
@@ -89,7 +90,10 @@ class Entry:
         return cls(**{name: state[name] for name in _PLAIN}, samples=samples)
 
 
-_PLAIN = ("group_id", "prompt_id", "admitted_version", "finished", "arrival_version", "uses", "last_step", "taken_by")
+_PLAIN = (
+    *("group_id", "prompt_id", "admitted_version", "finished", "arrival_version"),
+    *("uses", "last_step", "taken_by", "losses"),
+)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from safetensors.numpy import save as save_arrays
 from rlcore.buffer.store import ReplayBuffer
 
 FORMAT = "rlcore.buffer"
-VERSION = 1
+VERSION = 2
 STATE, PAYLOADS = "state.json", "payloads.safetensors"
 
 

@@ -214,13 +214,25 @@ class ReplayBuffer:
         entry.finished, entry.arrival_version = True, self.learner
 
     def fail_group(self, group_id: int, reason: str) -> bool:
-        """Give up a group in flight (e.g. its request timed out too often). False if it has finished or left."""
+        """Give up a group in flight (e.g. it was lost too often). False if it has finished or left."""
         entry = self._entries.get(group_id)
         if entry is None or entry.finished:
             return False
         self.ledger.fail(group_id, reason)
         self._drop(entry)
         return True
+
+    def lost(self, group_ids: Iterable[int], limit: int) -> list[int]:
+        """Count a loss for each of these that is in flight; those lost `limit` times are given up and returned."""
+        given_up = []
+        for group_id in sorted(set(group_ids)):
+            entry = self._entries.get(group_id)
+            if entry is None or entry.finished:
+                continue
+            entry.losses += 1
+            if entry.losses >= limit and self.fail_group(group_id, f"lost_{limit}_times"):
+                given_up.append(group_id)
+        return given_up
 
     def reissue(self, group_ids: Iterable[int] | None = None) -> list[Missing]:
         """The samples still missing, of these groups or of all in flight; groups finished or gone are left out."""

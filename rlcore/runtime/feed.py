@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rlcore.errors import UserError
 from rlcore.runtime.buffer_client import BufferClient, Missing
@@ -13,6 +13,8 @@ from rlcore.runtime.fleet import Fleet
 from rlcore.runtime.plan import Plan
 from rlcore.runtime.prompts import PromptSource
 from rlcore.runtime.requests import RequestMaker
+
+LOSSES = 3  # of one group, to dead, hung or late actors, after which it is given up
 
 
 class Feed:
@@ -76,7 +78,7 @@ class Feed:
         """Hand out what was in flight at the checkpoint that the run goes on from, and name it."""
         in_flight = await self._buffer.in_flight()
         if in_flight:
-            named = ", ".join(map(str, sorted(in_flight)[:12])) + (", ..." if len(in_flight) > 12 else "")
+            named = spans(in_flight)
             self._note(f"{len(in_flight)} groups were in flight at the checkpoint: handed out again ({named})")
             await self._hand_out(in_flight)
 
@@ -85,10 +87,19 @@ class Feed:
         in_flight = await self._buffer.in_flight()
         self._live = {g: d for g, d in self._live.items() if g in in_flight}
         self._fleet.forget(set(self._live))
-        overdue = {g: in_flight[g] for g, d in self._live.items() if d < time.monotonic()}
+        overdue = [g for g, d in self._live.items() if d < time.monotonic()]
         if overdue:
-            self._note(f"{len(overdue)} groups missed rollout.request_timeout_s: handed out again")
-            await self._hand_out(overdue)
+            await self._hand_out_again(overdue, "missed rollout.request_timeout_s")
+
+    async def _hand_out_again(self, group_ids: list[int], what: str) -> None:
+        """Groups that were lost, which is counted: a prompt that ends every actor it meets must not meet them all."""
+        again, given_up = await self._buffer.call("lost", group_ids, LOSSES, what="lost groups to be noted")
+        if again:
+            self._note(f"{len(again)} groups {what}: handed out again ({spans(again)})")
+            await self._hand_out(again)
+        if given_up:
+            named = ", ".join(f"{g} ({prompt_id})" for g, prompt_id in given_up.items())
+            self._note(f"{len(given_up)} groups {what}, {LOSSES} times by now: given up ({named})")
 
     async def watch_fleet(self) -> None:
         """Heartbeats of the rollout actors, the size asked for, and what sick ones left undone, for ever."""
@@ -104,10 +115,7 @@ class Feed:
             await self.tell_failed_scores()
             lost = self._fleet.take_lost()
             if lost:
-                in_flight = await self._buffer.in_flight()
-                again = {g: in_flight[g] for g in lost if g in in_flight}
-                self._note(f"{len(again)} groups of lost actors are handed out again")
-                await self._hand_out(again)
+                await self._hand_out_again([g for g in lost if g >= 0], "were held by lost actors")
                 await self._fleet.assign({g: requests for g, requests in lost.items() if g < 0})  # evaluation
 
     async def tell_failed_scores(self) -> None:
@@ -129,3 +137,14 @@ class Feed:
         self._note(f"the graders' process died and was restarted: {len(lost)} groups are handed out again")
         await self._hand_out(lost)
         await self._evaluator.again()
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """All of them, briefly: "3-5, 9"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

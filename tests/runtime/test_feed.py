@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rlcore.runtime.feed import Feed
+from rlcore.buffer.journal import load, save
+from rlcore.runtime.feed import Feed, spans
 from rlcore.runtime.shells.buffer import BufferShell
 from rlcore.types import Request, SamplingSpec, Trajectory
 
@@ -85,3 +86,40 @@ def test_a_grader_that_always_raises_is_told_of_with_its_reason_at_each_tenfold_
         assert reason in await world.shell.waiting_for(0)  # what a batch that never comes is explained with
 
     asyncio.run(scenario())
+
+
+def test_a_prompt_that_ends_every_actor_it_meets_is_given_up_and_replaced(tmp_path):
+    async def scenario():
+        world = World()
+        await world.begin()
+        await world.feed._hand_out_again([0], "were held by lost actors")
+        save(tmp_path / "journal", world.shell.buffer.snapshot())
+        world = World()  # the count outlives a resume
+        await world.shell.start({"groups_per_step": 2, "samples_per_group": 2})
+        load(tmp_path / "journal", world.shell.buffer)
+        await world.feed._hand_out_again([0, 1], "were held by lost actors")
+        assert world.assigned == [[0, 1]] and "(0-1)" in world.said[0]
+        await world.feed._hand_out_again([0, 1], "were held by lost actors")
+        assert world.assigned == [[0, 1], [1]]
+        assert "given up (0 (digits/train/0))" in world.said[-1]
+        assert (await world.shell.metrics())["ledger/failed/lost_3_times"] == 1
+        assert await world.shell.wait_room(0.0, False, 100) == 1  # another prompt takes its place
+
+    asyncio.run(scenario())
+
+
+def test_overdue_groups_are_counted_as_lost():
+    async def scenario():
+        world = World()
+        await world.begin()
+        await world.feed._hand_out(await world.buffer.in_flight())
+        for _ in range(3):
+            world.feed._live = dict.fromkeys(world.feed._live, 0.0)
+            await world.feed._reissue_overdue()
+        assert world.assigned == [[0, 1]] * 3 and not await world.buffer.in_flight()
+
+    asyncio.run(scenario())
+
+
+def test_groups_are_all_named():
+    assert spans([*range(3, 40), 50, 1]) == "1, 3-39, 50"

@@ -11,6 +11,8 @@ from typing import Any
 from rlcore.errors import StageError
 from rlcore.types import Group, Trajectory
 
+Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, indices of samples that have not arrived)
+
 
 class BufferShell:
     """The replay buffer behind an event loop: every method runs alone, waits are long polls with a deadline."""
@@ -106,9 +108,18 @@ class BufferShell:
         del self._taken[step]
         await self._notify()
 
-    async def in_flight(self) -> dict[int, tuple[str, tuple[int, ...]]]:
+    async def in_flight(self) -> Missing:
         """group id -> (prompt id, sample indices not arrived yet) of the incomplete groups."""
         return {m.group_id: (m.prompt_id, m.sample_indices) for m in self.buffer.reissue()}
+
+    async def lost(self, group_ids: list[int], limit: int) -> tuple[Missing, dict[int, str]]:
+        """Note that these were lost: what is to be handed out again, and those given up, with their prompt ids."""
+        prompts = {m.group_id: m.prompt_id for m in self.buffer.reissue(group_ids)}
+        given_up = {g: prompts[g] for g in self.buffer.lost(group_ids, limit)}
+        if given_up:
+            await self._notify()
+        again = {m.group_id: (m.prompt_id, m.sample_indices) for m in self.buffer.reissue(group_ids)}
+        return again, given_up
 
     async def waiting_for(self, step: int) -> str:
         return self.buffer.waiting_for(step)
