@@ -29,6 +29,7 @@ MODES: dict[str, list[str]] = {
     "DistillSparse, best 8 of 12": ["experiment=distill_sparse"],
 }
 TIMES = {
+    "rollout": ("time/rollout_s",),
     "wait for rollouts": ("time/wait_data_s",),
     "dense log-probs": ("time/learner_ref_s",),
     "dense update": ("time/learner_update_s",),

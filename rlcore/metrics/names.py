@@ -99,6 +99,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("draft/<statistic>", "1", "the co-trained draft's own step"),
     Metric("time/step_s", "s", "from the previous row to this one", "sum"),
     Metric("time/wait_data_s", "s", "learner waiting for a batch", "sum"),
+    Metric(
+        "time/rollout_s", "s", "engines stepping since the row before, mean over actors, by newest heartbeats", "sum"
+    ),
     Metric("time/learn_s", "s", "learner computing: p_ref, forward, backward, optimizer", "sum"),
     Metric("time/publish_s", "s", "learner and actors occupied by publishing weights", "sum"),
     Metric("time/eval_s", "s", "from the start of an evaluation to its last verdict, beside training", "sum"),

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rlcore.errors import DeadlineExceeded
 from rlcore.interfaces import Reporter
 from rlcore.runtime.buffer_client import BufferClient
+from rlcore.runtime.busy import BusyTime
 from rlcore.runtime.cluster import call
 from rlcore.runtime.evaluation import Evaluator
 from rlcore.runtime.feed import Feed
@@ -115,6 +116,7 @@ class Controller:
         self._resume_phase_from = resumed_from if middle else None
         self._evals: dict[str, float] = {}  # results for the next row
         self._arrived_tokens = 0.0
+        self._busy = BusyTime()
         self._row_at = time.monotonic()
 
     # ---- the tasks ------------------------------------------------------------------------------------------------
@@ -165,7 +167,8 @@ class Controller:
                 self._evals = await self._evaluated(wait=True)
         counts = await self.buffer.call("metrics", what="the buffer's counts")
         self._arrived_tokens = counts["buffer/arrived_tokens"]  # a resumed run's go on from the checkpoint's
-        self.publisher.take_seconds()  # before the first row's time began
+        self.publisher.take_seconds()  # these two: before the first row's time began
+        self._busy.take(self.fleet.members)
         self._row_at = time.monotonic()
         self.feed.gate.set()
 
@@ -319,6 +322,7 @@ class Controller:
             "policy_version": self.progress.step,
             **metrics,
             **counts,
+            "time/rollout_s": self._busy.take(self.fleet.members),
             "time/publish_s": 0.0,
             **self.publisher.take_seconds(),
             "time/step_s": step_s,

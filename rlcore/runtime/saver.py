@@ -82,9 +82,11 @@ class RunSaver:
 
     def scored(self, version: int, results: Mapping[str, float], scores: dict[str, float]) -> None:
         best = self._keep.best
+        if best is None:
+            return
         if best in results:
             scores[str(version)] = results[best]
-        elif best is not None:
+        else:
             has = ", ".join(sorted(name for name in results if is_accuracy(name))) or "nothing that could be judged"
             self._note(f"checkpoint.keep_best={best} is not in the evaluation of version {version}, which has {has}")
 

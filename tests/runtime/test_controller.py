@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.runtime.controller import Clocks, Controller
+from rlcore.runtime.fleet import Member
 from rlcore.runtime.plan import Plan, Progress
 from rlcore.runtime.publisher import Publisher
 
@@ -138,5 +139,24 @@ def test_a_stop_before_a_resumed_phase_began_anew_leaves_the_checkpoint_resumed_
         made.request_stop()
         await made._learn()
         assert made._saver.begun == written
+
+    asyncio.run(scenario())
+
+
+def test_a_row_has_the_seconds_that_engines_were_busy_since_the_row_before():
+    def member(name, status, **kw):
+        return Member(name, "bf16", None, None, status=status, **kw)
+
+    async def scenario():
+        made, rows = controller()
+        first, second = member("bf16-0", {"pid": 1, "busy_s": 4.0}), member("bf16-1", {})
+        other = member("evaluation-0", {"pid": 3, "busy_s": 50.0}, purpose="evaluation")
+        made.fleet.members = [first, second, other, member("bf16-2", {}, well=False)]
+        await made._start()
+        first.status, second.status = {"pid": 1, "busy_s": 7.0}, {"pid": 2, "busy_s": 1.0}
+        await made._one_step(0, {}, Clocks())
+        first.status = {"pid": 9, "busy_s": 0.5}  # a new process under the old name
+        await made._one_step(1, {}, Clocks())
+        assert [row["time/rollout_s"] for row in rows] == [2.0, 0.25]
 
     asyncio.run(scenario())
