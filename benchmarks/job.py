@@ -1,4 +1,7 @@
-"""A small run as seen from outside: started, watched, killed, and its books recounted from its last checkpoint."""
+"""A small run as seen from outside: started, watched, killed, and its books recounted from its last checkpoint.
+
+The learner's processes record beside the books which groups they trained on (see fault_injection/sitecustomize.py).
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import psutil
 from harness import read_rows
 
 HERE = Path(__file__).resolve().parent
+TRAINED = "trained.jsonl"  # beside the run directory
 SMALL = (
     "experiment=quickstart",
     "model.fresh.hidden_size=64",
@@ -57,8 +61,13 @@ class Job:
         resume = (self.run_dir / "config.yaml").exists()
         self.words = [f"run_dir={self.run_dir}", *(["resume=auto"] if resume else [*SMALL, cache]), *words]
         path = [str(HERE / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        injection = {"RLCORE_FAULT": fault, "RLCORE_FAULT_MARK": str(self.mark), "PYTHONPATH": os.pathsep.join(path)}
-        environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **(injection if fault else {})}
+        injection = {
+            "RLCORE_FAULT": fault,
+            "RLCORE_FAULT_MARK": str(self.mark),
+            "RLCORE_TRAINED": str(folder / TRAINED),
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+        environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **injection}
         self.process = subprocess.Popen(
             [str(Path(sys.executable).parent / "rlcore"), "train", *self.words],
             stdout=self.log.open("a"),
@@ -153,25 +162,47 @@ class Audit:
     staleness: float
 
 
+def trained_on(record: Path, steps: int) -> list[int]:
+    """Groups that the learner's ranks say they trained on in the first `steps` steps, as often as they did.
+
+    A recovery goes back to a checkpoint, and takes back what was trained on since.
+    """
+    kept: dict[tuple[int, int], list[int]] = {}
+    for text in record.read_text().splitlines():
+        line = json.loads(text)
+        step, rank = line["step"], line["rank"]
+        kept = {at: groups for at, groups in kept.items() if at[0] <= step and at != (step, rank)}
+        kept[step, rank] = line["groups"]
+    told = {at for at, _ in kept if at < steps}
+    assert told == set(range(steps)), f"steps without a record: {sorted(set(range(steps)) - told)[:5]}"
+    return [g for (at, _), groups in kept.items() if at < steps for g in groups]
+
+
 def audit(run_dir: Path, groups_per_step: int = 8) -> Audit:
-    """Recount every group from the departures that the ledger names one by one."""
+    """Recount every group from the departures that the ledger names one by one and from the learner's own record."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     state = json.loads(json.loads((newest / "buffer" / "state.json").read_text())["state"])
-    ledger = state["ledger"]
-    departures = ledger["recent"]
-    counted = Counter(g for g, how in departures if how.startswith("consumed"))
-    gone = {g for g, _ in departures}
-    oldest = min(gone, default=0)  # the ledger names the last few thousand; earlier ones it only counts
-    expected = set(range(oldest, ledger["admitted"]))
-    missing = expected - gone - set(ledger["live"])
-    lost = len(missing) + sum(ledger["evicted"].values()) + sum(ledger["failed"].values())
-    twice = sum(n > 1 for n in counted.values()) + len(gone & set(ledger["live"]))
     steps = int(newest.name.split("_")[1])
-    assert ledger["consumed"] == steps * groups_per_step, (ledger["consumed"], steps)
-    rows = read_rows(run_dir)
-    return Audit(
-        ledger["admitted"], ledger["consumed"], len(ledger["live"]), lost, twice, max(r["staleness/max"] for r in rows)
-    )
+    assert state["ledger"]["consumed"] == steps * groups_per_step, (state["ledger"]["consumed"], steps)
+    staleness = max(r["staleness/max"] for r in read_rows(run_dir))
+    return recount(state["ledger"], trained_on(run_dir.parent / TRAINED, steps), staleness)
+
+
+def recount(ledger: dict[str, Any], trained: list[int], staleness: float) -> Audit:
+    """The books of a ledger, held against the groups that were trained on."""
+    departures = ledger["recent"]
+    consumed = {g for g, how in departures if how.startswith("consumed")}
+    gone, live = {g for g, _ in departures}, set(ledger["live"])
+    oldest = min(gone, default=0)  # the ledger names the last few thousand; earlier ones it only counts
+    named = {g for g in trained if g >= oldest}
+    lost = set(range(oldest, ledger["admitted"])) - gone - live
+    lost |= consumed - named  # the books say trained on, the learner does not
+    # more than once by the learner's record or the books; or once, and the books would hand it out again
+    departed = [g for g, _ in departures]
+    again = {g for found in (trained, departed) for g, n in Counter(found).items() if n > 1}
+    again |= (named - consumed) | (gone & live)
+    counted = sum(ledger["evicted"].values()) + sum(ledger["failed"].values())
+    return Audit(ledger["admitted"], ledger["consumed"], len(live), len(lost) + counted, len(again), staleness)
 
 
 def line_with(text: str, *words: str) -> str:

@@ -1,16 +1,23 @@
-"""Faults from inside a process, for `benchmarks/faults.py`: put on PYTHONPATH, chosen by RLCORE_FAULT, never shipped.
+"""What `benchmarks/job.py` puts into the processes of a run: faults, and a record of what was trained on.
 
-Python imports this file in every process of the run. It waits for the module that the fault belongs to and changes one
-function there. RLCORE_FAULT_MARK names a file: a fault that happens once creates it, so its mtime is when it happened.
+Python imports this file, which is on PYTHONPATH, in every process. It waits for the module that a fault belongs to and
+changes one function there. RLCORE_FAULT names the fault. RLCORE_FAULT_MARK names a file: a fault that happens once
+creates it, so its mtime is when it happened; one that waits for a moment happens while or as soon as it is there.
+RLCORE_TRAINED names the record: a line for each optimizer step that a learner rank took, with the groups it held.
 """
 
+import builtins
 import importlib.abc
 import importlib.machinery
+import io
+import json
 import os
+import signal
 import sys
 import time
 
 FAULT, MARK = os.environ.get("RLCORE_FAULT", ""), os.environ.get("RLCORE_FAULT_MARK", "")
+TRAINED = os.environ.get("RLCORE_TRAINED", "")
 
 
 def once() -> bool:
@@ -68,33 +75,85 @@ def slow_actor(module):
     module.VllmEngine.__init__, module.VllmEngine.step = init, slow
 
 
+def killed_in_backward(module):
+    """Once the mark is there, a learner rank kills itself while autograd is half-way down the model."""
+    init = module.ZeroEngine.__init__
+
+    def kill(gradient):
+        if os.path.exists(MARK):
+            os.unlink(MARK)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hooked(self, *args, **arguments):
+        init(self, *args, **arguments)
+        trained = list(self.trained.values())
+        trained[len(trained) // 2].register_hook(kill)
+
+    module.ZeroEngine.__init__ = hooked
+
+
+def record(module):
+    """Notes the groups of every optimizer step from what the learner was given, not from the buffer's books."""
+    begin, step = module.LearnerRank.begin_phase, module.LearnerRank.train_step
+
+    def begin_phase(self, groups_per_step, **arguments):
+        self._given = [[g.group_id for g in groups] for groups in groups_per_step]
+        return begin(self, groups_per_step, **arguments)
+
+    def train_step(self, number):
+        metrics = step(self, number)
+        line = {"step": number, "rank": self.rank, "groups": self._given.pop(0)}
+        with open(TRAINED, "a") as file:  # one write of less than a page: ranks do not mix their lines
+            file.write(json.dumps(line) + "\n")
+        return metrics
+
+    module.LearnerRank.begin_phase, module.LearnerRank.train_step = begin_phase, train_step
+
+
+def fill_disk():
+    """While the mark is there, what Python writes below `checkpoints` meets a device that is always full."""
+    real = builtins.open
+
+    def full(file, mode="r", *args, **arguments):
+        writes = isinstance(file, (str, os.PathLike)) and any(c in mode for c in "wax")
+        if writes and "/checkpoints/" in os.fspath(file) and os.path.exists(MARK):
+            file, mode = "/dev/full", mode.replace("x", "w")
+        return real(file, mode, *args, **arguments)
+
+    builtins.open = io.open = full
+
+
 TARGETS = {
+    "killed_in_backward": ("rlcore.learner.deepspeed_engine", killed_in_backward),
     "lost_tensor": ("rlcore.rollout.worker_extension", lost_tensor),
     "nan_loss": ("rlcore.learner.update", nan_loss),
     "slow_actor": ("rlcore.rollout.vllm_engine", slow_actor),
 }
+CHANGES = dict([TARGETS[FAULT]] if FAULT in TARGETS else [])  # module -> what is changed in it
+if TRAINED:
+    CHANGES["rlcore.learner.learner"] = record
 
 
 class Hook(importlib.abc.MetaPathFinder):
-    """Applies the fault right after its module was executed."""
+    """Applies a change right after its module was executed."""
 
     def find_spec(self, name, path=None, target=None):
-        wanted, fault = TARGETS[FAULT]
-        if name != wanted:
+        if name not in CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            fault(module)
+            CHANGES[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if FAULT in TARGETS:
-    sys.meta_path.insert(0, Hook())
+sys.meta_path.insert(0, Hook())
+if FAULT == "disk_full":
+    fill_disk()
 elif FAULT == "clock_jump":
     real = time.time
     # once the file is there, the wall clock of every Python process stands a day ahead
