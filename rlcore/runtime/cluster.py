@@ -9,16 +9,20 @@ import os
 import random
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
 import ray
 from ray._private import ray_constants, ray_logging
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
+POLL_S = 2.0  # between two looks at a cluster that is waited for
 SHUTDOWN_TIMEOUT_S = 20.0  # what a local cluster's processes get to end by themselves once Ray has shut down
 
 
@@ -35,21 +39,38 @@ def actor_class(shell: type, **settings: Any) -> Any:
     return remote(enable_task_events=False, **settings)(shell)
 
 
+def beside_driver() -> NodeAffinitySchedulingStrategy:
+    """The driver's node, whose loss ends the attempt anyway: a role without resources would be put on any node."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
 @contextlib.contextmanager
 def cluster(
-    *, address: str | None, num_cpus: int | None, needed_cpus: float, needed_gpus: float, object_store_mib: int
+    *,
+    address: str | None,
+    num_cpus: int | None,
+    needed_cpus: float,
+    needed_gpus: float,
+    object_store_mib: int,
+    patience_s: float = 0.0,
 ) -> Iterator[None]:
     """A connected Ray driver for the duration of the block; a cluster started here is stopped at the end.
 
-    Raises UserError when the machine or the cluster cannot hold the roles.
+    Raises UserError when the machine or the cluster cannot hold the roles. With `patience_s` (a run that has been there
+    before) a joined cluster has that long to answer and to have room again; DeadlineExceeded then.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = joined_address(address)
     if address is None:
         cpus = num_cpus if num_cpus is not None else max(os.cpu_count() or 1, math.ceil(needed_cpus))
         if needed_cpus > cpus:
             raise UserError(
                 f"cluster.num_cpus={cpus} is too few: actors and learner ask for {needed_cpus:g} "
                 "(lower actor.*.num_cpus, actor.*.count, learner.num_cpus or learner.ranks)."
+            )
+        if needed_gpus > (gpus := _local_gpus()):
+            raise UserError(
+                f"actor.*.num_gpus and learner.num_gpus ask for {needed_gpus:g} GPUs where this machine shows {gpus}: "
+                "choose actor.*.num_gpus=0 and learner.num_gpus=0, or a machine that has them."
             )
     # A leftover of this machine's last run must not be joined by accident: the address is always explicit.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -60,18 +81,57 @@ def cluster(
         if address is None:
             _start_local(num_cpus=cpus, object_store_memory=object_store_mib << 20, **common)
         else:
+            deadline = time.monotonic() + patience_s
+            _poll(lambda: _check_reachable(address), deadline, patience_s)
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **common)
     except (ConnectionError, TimeoutError) as e:
         raise UserError(f"cluster.address={address} does not answer: {str(e).splitlines()[0]}.") from e
     try:
         if address is not None:
-            _check_capacity(needed_cpus, needed_gpus)
+            _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
         yield
     finally:
         ours = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
         ray.shutdown()
         if address is None:
             _end(ours)
+
+
+def _local_gpus() -> int:
+    """The GPUs that Ray will find on this machine: those that CUDA_VISIBLE_DEVICES leaves visible."""
+    count = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return count if visible is None else min(count, len(visible))
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts its own."""
+    return address or os.environ.get("RAY_ADDRESS")
+
+
+def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None:
+    """Repeat a check that raises UserError until it passes. Without patience its first word counts."""
+    while True:
+        try:
+            return check()
+        except UserError as e:
+            if not patience_s:
+                raise
+            if time.monotonic() > deadline:
+                why = str(e).rstrip(".")
+                raise DeadlineExceeded(f"{why}, after {patience_s:g} s (cluster.start_timeout_s).") from e
+        time.sleep(min(POLL_S, patience_s))
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries a head that is gone for many minutes, with a deadline of nobody's."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return  # "auto" and the like: Ray knows where to look
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError as e:
+        raise UserError(f"cluster.address={address} does not answer: {e.strerror or e}.") from e
 
 
 def _start_local(**settings: Any) -> None:

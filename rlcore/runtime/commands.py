@@ -30,12 +30,12 @@ def _note(text: str) -> None:
 
 @contextmanager
 def _ray(config: RunConfig, *, actors: bool, learner: bool) -> Iterator[None]:
-    cpus, _ = options.needed(config, actors=actors, learner=learner)
+    cpus, gpus = options.needed(config, actors=actors, learner=learner)
     with cluster(
         address=config.cluster.address,
         num_cpus=config.cluster.num_cpus,
         needed_cpus=cpus,
-        needed_gpus=0,
+        needed_gpus=gpus,
         object_store_mib=config.cluster.object_store_mib,
     ):
         yield

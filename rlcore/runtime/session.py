@@ -11,15 +11,14 @@ import ray
 
 from rlcore.config.schema import ActorConfig, RunConfig
 from rlcore.errors import DeadlineExceeded
-from rlcore.launch.settings import ACTOR_RESOURCE, LEARNER_RESOURCE
+from rlcore.launch.settings import ACTOR_RESOURCE
 from rlcore.runtime import options, shells
-from rlcore.runtime.cluster import RoleLost, actor_class, free_port, get
+from rlcore.runtime.cluster import RoleLost, actor_class, beside_driver, get
 from rlcore.runtime.evaluation import Evaluator, OnSamples
 from rlcore.runtime.fleet import Fleet, Member, Purpose, Spawned
+from rlcore.runtime.placing import meeting, on_nodes, spawn_ranks
 from rlcore.runtime.preflight import Prepared
 from rlcore.runtime.weights import GROUPS
-
-SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
 
 
 class Session:
@@ -41,7 +40,9 @@ class Session:
         self.transport = (config.cluster.transport, str(run_dir / "weights"))
         self._starting: list[tuple[Any, str]] = []  # answers to wait for, and of whom
         buffer_name = f"buffer-{secrets.token_hex(8)}"  # by name, it outlives the arguments of whoever is restarted
-        self.buffer = actor_class(shells.BufferShell, num_cpus=0, name=buffer_name).remote()
+        self.buffer = actor_class(
+            shells.BufferShell, num_cpus=0, name=buffer_name, scheduling_strategy=beside_driver()
+        ).remote()
         self._starting.append((self.buffer.start.remote(options.buffer(config)), "the replay buffer to start"))
         self.scorer = self._start_scorer(buffer_name) if with_actors else None
         members = self._start_actors() if with_actors else []
@@ -69,6 +70,7 @@ class Session:
         shell = actor_class(
             shells.ScorerShell,
             num_cpus=0,
+            scheduling_strategy=beside_driver(),
             max_concurrency=8,
             max_restarts=self.config.cluster.max_restarts,
             max_task_retries=-1,
@@ -98,8 +100,8 @@ class Session:
     def _start_learners(self, pad_id: int) -> None:
         """The policy's ranks, and those of a draft that is trained beside it."""
         config, model_path = self.config, self.model_path
-        self.learners = self._spawn_learners(config.learner.ranks)
-        meeting = self._meeting(self.learners, config.learner.port)
+        self.learners = spawn_ranks(config, config.learner.ranks, self.buffer, *self.transport)
+        meeting = meeting(config, self.learners, config.learner.port)
         for rank, learner in enumerate(self.learners):
             arguments = options.learner(config, model_path, rank, meeting, pad_id)
             self._starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
@@ -107,18 +109,11 @@ class Session:
             return
         draft_path = next(iter(config.actor.values())).draft_path
         assert draft_path is not None
-        self.draft_learners = self._spawn_learners(config.learner.draft.ranks)
-        meeting = self._meeting(self.draft_learners)
+        self.draft_learners = spawn_ranks(config, config.learner.draft.ranks, self.buffer, *self.transport)
+        meeting = meeting(config, self.draft_learners)
         for rank, learner in enumerate(self.draft_learners):
             arguments = options.draft_learner(config, model_path, draft_path, rank, meeting, pad_id)
             self._starting.append((learner.start.remote(arguments), f"the draft's learner rank {rank} to start"))
-
-    def _meeting(self, learners: list[Any], port: int = 0) -> tuple[str, int]:
-        """Where the ranks of one learner find each other: on rank 0's node."""
-        if not self.config.cluster.address:
-            return "127.0.0.1", free_port(port)
-        address = get(learners[0].address.remote(), timeout_s=60, what="the learner's address", key="cluster")
-        return str(address[0]), int(address[1])
 
     def evaluator(self, prepared: Prepared, on_samples: OnSamples) -> Evaluator:
         """Evaluations of the run's held-out prompts on this fleet."""
@@ -132,10 +127,6 @@ class Session:
             on_samples=on_samples,
         )
 
-    def _on_nodes(self, resource: str) -> dict[str, float]:
-        """The custom resource that binds a role to its nodes, when the learner has nodes of its own."""
-        return {resource: SLIVER} if self.config.cluster.launch.learner_nodes else {}
-
     def _spawner(self, label: str, actor: ActorConfig) -> Callable[[str], Spawned]:
         """A function that starts one actor process of this kind under a name."""
 
@@ -144,7 +135,7 @@ class Session:
                 shells.RolloutShell,
                 num_cpus=actor.num_cpus,
                 num_gpus=actor.num_gpus * actor.tensor_parallel,
-                resources=self._on_nodes(ACTOR_RESOURCE),
+                resources=on_nodes(self.config, ACTOR_RESOURCE),
                 max_concurrency=8,
             )
             handle = shell.remote(self.scorer, *self.transport)
@@ -159,17 +150,6 @@ class Session:
         parties = [self.learners[0], *(m.handle for m in members)]
         joins = [p.join.remote(host, port, i, len(parties), self.timeout_s) for i, p in enumerate(parties)]
         get(joins, timeout_s=self.timeout_s, what="the weight transport to join", key="cluster.start_timeout_s")
-
-    def _spawn_learners(self, ranks: int) -> list[Any]:
-        le = self.config.learner
-        shell = actor_class(
-            shells.LearnerShell,
-            num_cpus=le.num_cpus,
-            num_gpus=le.num_gpus,
-            resources=self._on_nodes(LEARNER_RESOURCE),
-            concurrency_groups=shells.LEARNER_THREADS,
-        )
-        return [shell.remote(self.buffer, *self.transport) for _ in range(ranks)]
 
     def each_learner(self, method: str, *args: Any, what: str, draft: bool = False) -> list[Any]:
         """The same call on every rank (of the draft's learner if asked). Raises RoleLost for a rank that hangs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ def train(config: RunConfig) -> int:
     ) as logger:
         reporter = RunReporter(logger)
         wanted = Wanted(run_dir)
+        _sigterm_interrupts()
         try:
             progress = _recovering(config, prepared, logger, reporter, run_dir, wanted)
             logger.finish({"steps": progress.step, "seconds": progress.seconds})
@@ -60,7 +62,7 @@ def _recovering(
     wanted: Wanted,
 ) -> Progress:
     """Attempts until one ends: a lost process of the run costs the steps since its last checkpoint, not the run."""
-    resume, recoveries, stood = config.resume == "auto", 0, 0
+    resume, recoveries, stood, patience_s = config.resume == "auto", 0, 0, 0.0
     while True:
         found = checkpoint.resume_from(run_dir / "checkpoints", reporter.note) if resume else None
         state = checkpoint.state_of(found) if found else None
@@ -72,7 +74,7 @@ def _recovering(
         progress_at = progress.step
         (run_dir / "config.yaml").write_text(to_yaml(config))
         try:
-            return _on_cluster(config, prepared, reporter, run_dir, found, state, progress, wanted)
+            return _on_cluster(config, prepared, reporter, run_dir, found, state, progress, wanted, patience_s)
         except RoleLost as e:
             if wanted.stop:
                 raise StageError(f"{e}, after the run was told to stop; the last checkpoint stands") from e
@@ -81,7 +83,7 @@ def _recovering(
             if recoveries > config.cluster.max_recoveries:
                 raise StageError(f"{e} (cluster.max_recoveries={config.cluster.max_recoveries} are used up)") from e
             reporter.note(f"{e}: recovery {recoveries} of cluster.max_recoveries={config.cluster.max_recoveries}")
-            resume = True
+            resume, patience_s = True, config.cluster.start_timeout_s  # what was lost may take a while to come back
             prepared.prompts.restore({"cursor": 0})
 
 
@@ -94,6 +96,7 @@ def _on_cluster(
     state: dict[str, Any] | None,
     progress: Progress,
     wanted: Wanted,
+    patience_s: float,
 ) -> Progress:
     """The part of a run that needs processes; none is left when it returns or raises."""
     config = wanted.start_with(config)
@@ -104,7 +107,9 @@ def _on_cluster(
         needed_cpus=cpus,
         needed_gpus=gpus,
         object_store_mib=config.cluster.object_store_mib,
+        patience_s=patience_s,
     ):
+        _sigterm_interrupts()  # Ray has put a handler of its own in place
         model_path = str(state["model_path"]) if state else starting_model(config, prepared, reporter.note)
         config = with_drafts(config, prepared, reporter.note)
         for label, actor in config.actor.items():
@@ -125,6 +130,7 @@ def _on_cluster(
         except asyncio.CancelledError as e:  # a second signal
             raise KeyboardInterrupt from e
         finally:
+            _sigterm_interrupts()  # the loop took its own away
             wanted.keep(session.fleet.sizes())
             session.close()
 
@@ -157,6 +163,16 @@ async def _run(
     )
     _stop_on_signals(controller, wanted, reporter.note)
     await controller.run()
+
+
+def _sigterm_interrupts() -> None:
+    """Outside the loop, while processes start or end, SIGTERM is what Ctrl-C is: they are taken down, exit code 130."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def _stop_on_signals(controller: Controller, wanted: Wanted, note: Callable[[str], None]) -> None:

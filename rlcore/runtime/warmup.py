@@ -15,8 +15,9 @@ import ray
 from rlcore.config.schema import RunConfig, WarmupConfig
 from rlcore.errors import UserError
 from rlcore.models import build_fresh_model
-from rlcore.runtime import options, shells
-from rlcore.runtime.cluster import actor_class, free_port, get
+from rlcore.runtime import options
+from rlcore.runtime.cluster import get
+from rlcore.runtime.placing import meeting, spawn_ranks
 from rlcore.runtime.preflight import Prepared
 from rlcore.runtime.prompts import PromptSource
 from rlcore.seeding import derive_seed
@@ -96,11 +97,9 @@ def supervise(
     schedule = config.schedule.model_copy(update={"steps": warmup.steps})
     algorithm = config.algorithm.model_copy(update={"kl_coef": 0.0})
     sft = config.model_copy(update={"learner": le, "schedule": schedule, "algorithm": algorithm})
-    master = ("127.0.0.1", free_port(le.port))
-    threads = shells.LEARNER_THREADS
-    shell = actor_class(shells.LearnerShell, num_cpus=le.num_cpus, num_gpus=le.num_gpus, concurrency_groups=threads)
-    ranks = [shell.remote(None, "object_store", "") for _ in range(le.ranks)]
+    ranks = spawn_ranks(sft, le.ranks, None, "object_store", "")
     try:
+        master = meeting(sft, ranks, le.port)
         _all(
             ranks,
             "start",

@@ -44,12 +44,12 @@ class LearnerShell:
     def alive(self) -> bool:
         return True
 
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 listens for the others, when ranks may be on several nodes."""
+    def address(self, port: int = 0) -> tuple[str, int]:
+        """Where rank 0 listens for the others, when ranks may be on several nodes; `port` 0: any free one."""
         from rlcore.runtime.cluster import free_port
 
         host = ray.util.get_node_ip_address()
-        return host, free_port(host=host)
+        return host, free_port(port, host)
 
     @ray.method(concurrency_group="data")
     def fetch(self, shares: dict[int, list[int]], timeout_s: float) -> None:
