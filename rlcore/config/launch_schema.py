@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rlcore.config.correction_schema import Strict
+from rlcore.errors import UserError
+
+SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
 
 
 class LaunchConfig(Strict):
-    """Read by `rlcore launch` only; `rlcore train` on the machines it started ignores it."""
+    """Read by `rlcore launch`; of these `rlcore train` reads learner_nodes alone, to bind roles to their nodes."""
 
     kind: Literal["local", "ray", "slurm", "kubernetes"] = Field(default="local", description="what starts the run")
     nodes: int = Field(default=1, gt=0, description="slurm, kubernetes: machines that roles run on")
@@ -35,3 +39,17 @@ class LaunchConfig(Strict):
     mount: str = Field(default="/data", description="kubernetes: where the claim is mounted")
     secret: str | None = Field(default=None, description="kubernetes: secret whose keys become environment variables")
     node_selector: dict[str, str] = Field(default_factory=dict, description="kubernetes: labels of eligible machines")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_no_secret(cls, data: Any) -> Any:
+        """Values of `env` end up in config.yaml, the job's script and its dry run. No message shows one either."""
+        env = data.get("env") if isinstance(data, dict) else None
+        if isinstance(env, dict):
+            for name in env:
+                if SECRET_NAME.search(str(name)):
+                    raise UserError(
+                        f"cluster.launch.env.{name} is not accepted: its value would be written to config.yaml and the "
+                        "job's script; export it in the job's environment instead (kubernetes: cluster.launch.secret)."
+                    )
+        return data

@@ -140,3 +140,11 @@ def test_an_unreadable_saved_configuration_is_refused(tmp_path, content):
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError):
         from_yaml(file)
+
+
+def test_secrets_are_not_taken_into_a_job_s_script():
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password"):
+        with pytest.raises(UserError, match=rf"cluster\.launch\.env\.{name}.*export it") as refusal:
+            load(["run_dir=x", "experiment=quickstart", f"cluster.launch.env.{name}=hush"])
+        assert "hush" not in str(refusal.value)
+    load(["run_dir=x", "experiment=quickstart", "cluster.launch.env.TOKENIZERS_PARALLELISM='false'"])
