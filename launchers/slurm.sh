@@ -73,7 +73,8 @@ code=0
 while kill -0 "$driver" 2>/dev/null; do # a trapped signal ends `wait` early
   wait "$driver" && code=0 || code=$?
 done
-if ((stopping && code == 130 && ${SLURM_RESTART_COUNT:-0} < retries)); then
+# Stopped by a signal, however it ended, or failed: both go on from the newest checkpoint, `retries` times.
+if ((code != 0 && (stopping || code == 1) && ${SLURM_RESTART_COUNT:-0} < retries)); then
   scontrol requeue "$SLURM_JOB_ID" # continues from the checkpoint: the command says resume=auto
 fi
 exit "$code"

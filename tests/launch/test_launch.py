@@ -218,6 +218,15 @@ def test_sigterm_reaches_the_run_and_the_job_is_requeued_to_resume(allocation, r
     assert "checkpoint" in lines and ("scontrol requeue 7" in lines) == requeued
 
 
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [("1", "0", True), ("1", "3", False), ("2", "0", False), ("0", "0", False)]
+)
+def test_a_failed_run_is_tried_again_and_a_wrong_configuration_is_not(allocation, code, restarts, requeued):
+    process, log = allocation(RUN=f"sleep 0.3; exit {code}", SLURM_RESTART_COUNT=restarts)
+    assert process.wait(timeout=30) == int(code)
+    assert ("scontrol requeue 7" in log.read_text().splitlines()) == requeued
+
+
 def test_a_refused_job_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
