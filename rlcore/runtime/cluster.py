@@ -86,15 +86,23 @@ def cluster(
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **common)
     except (ConnectionError, TimeoutError) as e:
         raise UserError(f"cluster.address={address} does not answer: {str(e).splitlines()[0]}.") from e
+    except SystemExit as e:  # a SIGTERM while Ray started: its handler, in place by then, exits with a code of its own
+        _shut_down(before, ours=address is None)
+        raise KeyboardInterrupt from e
     try:
         if address is not None:
             _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
         yield
     finally:
-        ours = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
-        ray.shutdown()
-        if address is None:
-            _end(ours)
+        _shut_down(before, ours=address is None)
+
+
+def _shut_down(before: set[psutil.Process], *, ours: bool) -> None:
+    """Disconnect, and end what is left of a cluster of `ours`: every child that was not there `before`."""
+    started = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
+    ray.shutdown()
+    if ours:
+        _end(started)
 
 
 def _local_gpus() -> int:

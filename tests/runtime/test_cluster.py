@@ -19,18 +19,22 @@ def test_an_unreachable_head_is_refused_at_once_but_waited_for_in_a_recovery():
     begun = time.monotonic()
     with pytest.raises(UserError, match="does not answer"), cluster(**where):
         pass
-    with pytest.raises(DeadlineExceeded, match=r"does not answer.*after 1 s \(cluster\.start_timeout_s\)"):
-        with cluster(**where, patience_s=1):
-            pass
+    with (
+        pytest.raises(DeadlineExceeded, match=r"does not answer.*after 1 s \(cluster\.start_timeout_s\)"),
+        cluster(**where, patience_s=1),
+    ):
+        pass
     assert 1 < time.monotonic() - begun < 20
 
 
 def test_gpus_that_this_machine_does_not_show_are_refused_before_ray_starts(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match=r"learner\.num_gpus ask for 1 GPUs where this machine shows 0"):
-        with cluster(address=None, needed_gpus=1, **SIZE):
-            pass
+    with (
+        pytest.raises(UserError, match=r"learner\.num_gpus ask for 1 GPUs where this machine shows 0"),
+        cluster(address=None, needed_gpus=1, **SIZE),
+    ):
+        pass
     assert not ray.is_initialized()
 
 
@@ -57,3 +61,15 @@ def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
             ._default_options["scheduling_strategy"]
             .soft
         )
+
+
+def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
+    """Ray's own handler exits with the number of the signal, as if that were a result."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def start(**settings):
+        raise SystemExit(15)
+
+    monkeypatch.setattr(ray, "init", start)
+    with pytest.raises(KeyboardInterrupt), cluster(address=None, needed_gpus=0, **SIZE):
+        pass
