@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlcore.config.checks import check
+from rlcore.config.paths import absolute
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import closest, one_line, validate
 from rlcore.errors import UserError
@@ -244,7 +245,7 @@ def _checked(cfg: DictConfig, selected: dict[str, Any]) -> RunConfig:
         data = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:
         raise UserError(f"A value of the configuration cannot be resolved: {one_line(e)}.") from e
-    return check(validate(data))
+    return absolute(check(validate(data)))
 
 
 def _read(path: Path) -> dict[str, Any]:

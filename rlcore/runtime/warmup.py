@@ -38,8 +38,8 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Callable[[str], 
         "format": 1,
     }
     digest = hashlib.blake2b(json.dumps(fingerprint, sort_keys=True).encode(), digest_size=8).hexdigest()
-    root = Path(warmup.cache_dir if warmup else WarmupConfig().cache_dir)
-    kept = root / f"{config.task.name}-{digest}"
+    root = Path(warmup.cache_dir if warmup else WarmupConfig().cache_dir).absolute()
+    kept = root / f"{options.task_label(config)}-{digest}"
     if kept.is_dir():
         note(f"starting model: {kept} (kept from an earlier run)")
         return str(kept)

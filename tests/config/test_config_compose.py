@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,7 @@ def run(*words, config_dir=None):
 def test_every_option_and_experiment_is_a_valid_run(group, option):
     word = f"{group}={option}"
     config = run(word, *MANDATORY.get(option, []), *COMPANIONS.get(word, []))
-    assert config.run_dir == "runs/x"
+    assert config.run_dir == str(Path("runs/x").absolute())
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -209,3 +210,14 @@ def test_help_lists_everything_and_loads_nothing_heavy():
     for word in ["experiment=NAME", "large_batch_jackpot", "learner.lr: float = 0.0002", "schedule.max_staleness"]:
         assert word in done.stdout
     assert {group for group, _ in OPTIONS} >= {*LABELLED, "model", "task", "experiment"}
+
+
+def test_paths_are_absolute_since_other_nodes_have_other_working_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["task=file", "model.path=m", "task.args.train_path=t.jsonl", "task.args.heldout_path=h.jsonl"]
+    config = load(["run_dir=runs/x", *words, "task.args.grader=g.py:grade"])
+    assert (config.run_dir, config.model.path) == (f"{tmp_path}/runs/x", f"{tmp_path}/m")
+    assert config.task.args["train_path"] == f"{tmp_path}/t.jsonl"
+    assert config.task.args["grader"] == f"{tmp_path}/g.py:grade" and config.task.name == "file"
+    warmed = load(["run_dir=x", "experiment=quickstart"]).model.warmup
+    assert warmed.cache_dir == f"{tmp_path}/cache/warmup"
