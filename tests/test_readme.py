@@ -17,6 +17,7 @@ NEEDS = {  # what an option has no default for, so that it cannot stand alone
     "actor=draft": ["actor.draft.draft_path=folder"],
     "correction=[rapid]": ["algorithm=rapid"],
     "cluster=ray": ["cluster.address=head:6379"],
+    "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
     "task=file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
 }
 

@@ -53,12 +53,6 @@ def _rollout(c: RunConfig) -> None:
             "rollout.min_p=0.",
         )
         cut["min_p"] = False
-    a = c.algorithm
-    _refuse(
-        dvp is not None and a.kl_coef > 0 and a.kl_estimator != "full",
-        f"algorithm.kl_estimator={a.kl_estimator} with correction=dvp would take the log-prob of a token outside a "
-        "policy's safe set, which has none, into the KL: use algorithm.kl_estimator=full or algorithm.kl_coef=0.",
-    )
     instead = "" if dvp else ", or prune on both sides with correction=[dvp,...]"
     for name, on in cut.items():
         _refuse(
@@ -233,6 +227,11 @@ def _companions(c: RunConfig) -> None:
         learner.draft is not None and (kinds != {"draft"} or len(actors) > 1),
         "learner.draft trains the draft on its own rollouts: every actor must be of one and the same kind=draft "
         "(actor=draft).",
+    )
+    _refuse(
+        learner.draft is not None and c.correction.dvp is not None,
+        f"correction=[{','.join(c.correction.names)}] cannot go with learner.draft: its learner takes log-probs over "
+        "the whole vocabulary, and dvp's actors sample from the safe set; leave one of the two out.",
     )
     several = learner.distill is not None or "draft" in kinds
     _refuse(

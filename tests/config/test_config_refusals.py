@@ -100,7 +100,7 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.distill.kl=topk", "logprobs_k=0"],
     ),
     (["actor=sparse", DISTILL, "correction=[dvp,mis]"], ["correction=[dvp,mis]", "learner.distill"]),
-    (["correction=dvp", "algorithm.kl_coef=0.1"], ["algorithm.kl_estimator=k3", "correction=dvp", "full"]),
+    (["experiment=draft_cotrain", "correction=[dvp]"], ["correction=[dvp]", "learner.draft"]),
     (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
     (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),
     (["actor=sparse", DISTILL, "cluster.transport=gloo"], ["cluster.transport=gloo", "object_store or disk"]),
