@@ -2,9 +2,16 @@
 
     python benchmarks/correction_cost.py [--hidden 256] [--layers 4] [--vocab 151936] [--sequences 8] [--rounds 7]
 
-Every variant takes the same batch. `none` is run with the pass that computes p_ref (`ref_pass=always`), which every
-method with batch statistics needs; the row `none, one pass` shows what doing without it saves. A round runs every
-variant once, in an order that changes, and a share is the median over rounds of (variant - none) / none.
+Every variant takes the same batch, in several micro-batches. Three kinds of step:
+
+- `first`: the first step of a phase of several, p_ref's pass included (`ref_pass=always`): every method pays it.
+- `later`: the second step of such a phase, without p_ref's pass. A correction towards p_new scores the batch anew.
+- `alone`: a phase of one step as runs have it (`ref_pass=auto`). Methods with statistics over the batch need p_ref's
+  pass, the others do not; with one micro-batch a rank (--micro 100000) none does.
+
+The kinds run one after another; a round runs every variant of a kind once, in an order that changes. A share is the
+median over rounds of (variant - none) / none within the kind; `over none alone` compares the medians with `none` in a
+phase of one step, the cheapest step there is.
 """
 
 from __future__ import annotations
@@ -21,16 +28,20 @@ from typing import Any
 import numpy as np
 from harness import machine, table
 
-VARIANTS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, dict[str, Any]] = {
     "none": {},
-    "none, one pass": {},
     "tis": {"tis": {}},
+    "tis.adjusted": {"tis": {"adjusted": True}},
     "ais": {"ais": {}},
     "dvp": {"dvp": {}},
     "dvp+mis+veto": {"dvp": {}, "mis": {"low": 0.5, "high": 2.0}, "veto": {}},
     "jackpot (ref, k=20)": {"jackpot": {"target": "ref"}},
     "jackpot (new, k=20)": {"jackpot": {"target": "new"}},
 }
+LATER = ("none", "tis.adjusted", "jackpot (new, k=20)")
+KINDS = {"first": CORRECTIONS, "later": LATER, "alone": CORRECTIONS}
+VARIANTS = {f"{kind}: {name}": (kind, name) for kind, names in KINDS.items() for name in names}
+BASE = "alone: none"
 
 
 def groups(args: argparse.Namespace) -> list[Any]:
@@ -88,22 +99,27 @@ def serve(args: argparse.Namespace) -> None:
     """One variant in a process of its own: a step for every line on standard input, its seconds on standard output."""
     from rlcore.learner.learner import LearnerRank
 
+    kind, name = VARIANTS[args.serve]
     rank = LearnerRank(
         model_path=args.model,
         master_port=0,
         lr=1e-5,
-        corrections=VARIANTS[args.serve],
+        corrections=CORRECTIONS[name],
         logprobs_k=args.topk,
-        ref_pass="auto" if args.serve == "none, one pass" else "always",
+        ref_pass="always" if kind == "first" else "auto",
         micro_batch_tokens=args.micro,
         threads=args.threads,
     )
     batch = groups(args)
     print("ready", flush=True)
     for step, _ in enumerate(sys.stdin):
+        if kind == "later":
+            rank.begin_phase([batch, batch])
+            rank.train_step(2 * step)
         begin = time.process_time()
-        rank.begin_phase([batch])
-        rank.train_step(step)
+        if kind != "later":
+            rank.begin_phase([batch])
+        rank.train_step(2 * step + 1)
         print(time.process_time() - begin, flush=True)
 
 
@@ -118,9 +134,10 @@ def main() -> None:
         "topk": 20,
         "rounds": 7,
         "threads": 1,
-        "micro": 1024,
+        "micro": 512,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", nargs="+", default=list(KINDS), choices=list(KINDS), help="kinds of step")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--model", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -128,22 +145,16 @@ def main() -> None:
         return serve(args)
     with tempfile.TemporaryDirectory() as folder:
         path = model(Path(folder) / "model", args)
-        workers = {name: _start(name, path) for name in VARIANTS}
-        seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-        for round_ in range(args.rounds + 1):
-            names = list(VARIANTS)
-            for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-                taken = _step(workers[name])
-                if round_:  # the first round warms allocators up
-                    seconds[name].append(taken)
-        for worker in workers.values():
-            worker.stdin.close()
-            worker.wait(60)
+        seconds: dict[str, list[float]] = {}
+        for kind in args.steps:
+            seconds |= _rounds([v for v in VARIANTS if VARIANTS[v][0] == kind], path, args.rounds)
     rows = []
-    for name, taken in seconds.items():
-        shares = [(a - b) / b for a, b in zip(taken, seconds["none"])]
+    for variant, taken in seconds.items():
+        kind, name = VARIANTS[variant]
+        shares = [(a - b) / b for a, b in zip(taken, seconds[f"{kind}: none"])]
         rows.append(
             {
+                "step": kind,
                 "correction": name,
                 "CPU s per step (median)": statistics.median(taken),
                 "added share (median)": statistics.median(shares),
@@ -151,12 +162,31 @@ def main() -> None:
                 "max": max(shares),
             }
         )
+        if BASE in seconds:
+            rows[-1]["over none alone"] = statistics.median(taken) / statistics.median(seconds[BASE]) - 1
     parameters = args.vocab * args.hidden + args.layers * (args.hidden * args.hidden * 12)
     print(
         f"\nLearner step of {args.sequences * args.tokens} response tokens, about {parameters / 1e6:.0f}M parameters, "
     )
-    print(f"vocabulary {args.vocab}, k={args.topk}, {args.rounds} rounds; {machine()}\n")
+    print(f"vocabulary {args.vocab}, k={args.topk}, micro-batches of {args.micro} tokens, ")
+    print(f"{args.rounds} rounds; {machine()}\n")
     print(table(rows))
+
+
+def _rounds(names: list[str], path: str, rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each round's step, by variant; one process a variant, all alive together."""
+    workers = {name: _start(name, path) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(rounds + 1):
+        turn = round_ % len(names)
+        for name in names[turn:] + names[:turn]:
+            taken = _step(workers[name])
+            if round_:  # the first round warms allocators up
+                seconds[name].append(taken)
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait(60)
+    return seconds
 
 
 def _start(name: str, path: str) -> subprocess.Popen[str]:
