@@ -101,18 +101,18 @@ class Session:
         """The policy's ranks, and those of a draft that is trained beside it."""
         config, model_path = self.config, self.model_path
         self.learners = spawn_ranks(config, config.learner.ranks, self.buffer, *self.transport)
-        meeting = meeting(config, self.learners, config.learner.port)
+        place = meeting(config, self.learners, config.learner.port)
         for rank, learner in enumerate(self.learners):
-            arguments = options.learner(config, model_path, rank, meeting, pad_id)
+            arguments = options.learner(config, model_path, rank, place, pad_id)
             self._starting.append((learner.start.remote(arguments), f"learner rank {rank} to start"))
         if config.learner.draft is None:
             return
         draft_path = next(iter(config.actor.values())).draft_path
         assert draft_path is not None
         self.draft_learners = spawn_ranks(config, config.learner.draft.ranks, self.buffer, *self.transport)
-        meeting = meeting(config, self.draft_learners)
+        place = meeting(config, self.draft_learners)
         for rank, learner in enumerate(self.draft_learners):
-            arguments = options.draft_learner(config, model_path, draft_path, rank, meeting, pad_id)
+            arguments = options.draft_learner(config, model_path, draft_path, rank, place, pad_id)
             self._starting.append((learner.start.remote(arguments), f"the draft's learner rank {rank} to start"))
 
     def evaluator(self, prepared: Prepared, on_samples: OnSamples) -> Evaluator:
