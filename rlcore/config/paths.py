@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
-from rlcore.config.schema import RunConfig, TaskConfig
+from rlcore.config.schema import EvalTask, RunConfig
 
+AnyTask = TypeVar("AnyTask", bound=EvalTask)
 FILES = ("train_path", "heldout_path")  # task arguments that name a file
 
 
@@ -31,7 +33,7 @@ def absolute(config: RunConfig) -> RunConfig:
     )
 
 
-def _task(task: TaskConfig) -> TaskConfig:
+def _task(task: AnyTask) -> AnyTask:
     args = dict(task.args)
     for name in FILES:
         if isinstance(args.get(name), str):
