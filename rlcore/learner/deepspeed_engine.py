@@ -30,6 +30,7 @@ from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import Policy
 from rlcore.learner.state_files import StateWriter, Write, read_index, read_tensors
 from rlcore.types import TokenScores
+from rlcore.weights.rendezvous import meeting_store
 
 LrSchedule = Literal["constant", "linear", "cosine"]
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -45,14 +46,14 @@ def join_ranks(
         torch.cuda.set_device(device)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     if not dist.is_initialized():
+        timeout = timedelta(seconds=timeout_s)
         alone = world_size == 1  # nobody to meet: no port is taken
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
-            init_method=None if alone else f"tcp://{master_addr}:{master_port}",
-            store=dist.HashStore() if alone else None,
+            store=dist.HashStore() if alone else meeting_store(master_addr, master_port, rank, world_size, timeout),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
     # DeepSpeed's progress reports, and a deprecation inside it that nobody here can act on
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)

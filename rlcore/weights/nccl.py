@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlcore.errors import DeadlineExceeded
 from rlcore.types import WeightManifest
 from rlcore.weights.manifest import verify_tensors
+from rlcore.weights.rendezvous import meeting_store
 
 _Part = list[tuple[str, tuple[int, ...], int]]  # (name, shape, first byte), the tensors of one buffer
 
@@ -47,7 +48,7 @@ class NcclTransport:
         self._timeout = timedelta(seconds=timeout_s)
         self._sending: list[tuple[Any, torch.Tensor]] = []  # work in flight and the buffer it reads
         try:
-            store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=self._timeout)
+            store = meeting_store(host, port, rank, world_size, self._timeout)
             self._group = self._make_group(dist.PrefixStore("rlcore/weights", store), world_size, backend)
         except (dist.DistStoreError, dist.DistNetworkError) as e:
             raise DeadlineExceeded(

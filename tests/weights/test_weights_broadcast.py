@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 
+import psutil
 import pytest
 import torch
 
@@ -26,12 +27,17 @@ def member(rank: int, port: int, timeout_s: float) -> NcclTransport:
     return NcclTransport(**settings, timeout_s=timeout_s, buffer_bytes=200)
 
 
+def listens_on() -> set[str]:
+    return {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
 def receive(rank: int, port: int, answers, versions: int) -> None:
     transport = member(rank, port, 60.0)
     for version in range(versions):
         manifest = make_manifest(version, weights(version), full=True, seed=0)
         got = transport.receive(manifest, version)
-        answers.put({n: tensor_checksum(t) for n, t in got.items()} == manifest.checksums)
+        whole = {n: tensor_checksum(t) for n, t in got.items()} == manifest.checksums
+        answers.put(whole and listens_on() == {"127.0.0.1"})
 
 
 def free_port() -> int:
@@ -49,6 +55,7 @@ def run_group(sent: int, received: int, timeout_s: float):
         p.start()
     try:
         transport = member(0, port, timeout_s)
+        assert listens_on() == {"127.0.0.1"}  # the store and gloo's own socket: nobody else can reach them
         for version in range(sent):
             tensors = weights(version)
             transport.publish(make_manifest(version, tensors, full=True, seed=0), tensors)
