@@ -142,11 +142,11 @@ class Fleet:
             taken = [r for g in groups if g in member.groups for r in member.groups.pop(g)]
             if taken and member.well:
                 ids = [r.request_id for r in taken]
-                waiting.append(self._ask(member, "abort", ids, what=f"it to drop {len(ids)} requests"))
+                waiting.append(self._ask(member, "abort", ids, what=f"dropping {len(ids)} requests"))
         await asyncio.gather(*waiting)
 
     async def _submit(self, member: Member, requests: list[Request]) -> None:
-        await self._ask(member, "submit", requests, what=f"it to take {len(requests)} requests")
+        await self._ask(member, "submit", requests, what=f"taking {len(requests)} requests")
 
     async def _ask(self, member: Member, method: str, *args: Any, what: str, timeout_s: float | None = None) -> Any:
         """A call under a deadline; a member that fails it is replaced and the answer is None."""
@@ -199,7 +199,7 @@ class Fleet:
     async def _load(self, member: Member) -> dict[str, float] | None:
         assert self.publication is not None
         version, limit = self.publication.manifest.version, self.publish_timeout_s
-        what = f"it to load version {version}"
+        what = f"loading version {version}"
         took: dict[str, float] | None
         if member.weights is None:
             took = await self._ask(member, "stamp", version, limit, what=what, timeout_s=limit)
@@ -262,7 +262,7 @@ class Fleet:
             await call(
                 spawned.started,
                 timeout_s=self.start_timeout_s,
-                what="it to start",
+                what="its start",
                 key="cluster.start_timeout_s",
                 who="its process",
             )
