@@ -73,7 +73,7 @@ def start(tmp_path, monkeypatch):
 
     def start():
         save_file(weights(0), tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "config.json").write_text('{"vocab_size": 8}')
         engine = Engine(weights(0))
         plain = {"rounding": "none", "scales": "tensor", "keep_high_precision": ()}
         return engine, HeldWeights(str(tmp_path), engine, dtype=torch.float32, quantised=True, **plain)
