@@ -72,16 +72,15 @@ def _run(folder, model, *, steps=()):
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(load(words)))
     state = {"model_path": str(model), "progress": {"step": 0}}
-    return [
-        checkpoint.commit(
-            folder / "checkpoints",
-            step,
-            checkpoint.begin(folder / "checkpoints", step),
-            state,
-            keep=checkpoint.Retention(last=9),
-        )
-        for step in steps
-    ]
+    return [_checkpoint(folder / "checkpoints", step, state) for step in steps]
+
+
+def _checkpoint(root, step, state):
+    written = checkpoint.begin(root, step)
+    for part in checkpoint.PARTS:
+        (written / part).parent.mkdir(exist_ok=True)
+        (written / part).write_text("{}")
+    return checkpoint.commit(root, step, written, state, keep=checkpoint.Retention(last=9))
 
 
 def _chosen(run_dir, *words, named=None):
