@@ -13,7 +13,7 @@ def test_a_dry_run_prints_what_would_be_started_and_writes_nothing(tmp_path, mon
     assert main([*WORDS, *words]) == 0
     printed = capsys.readouterr().out
     assert "#SBATCH --nodes=3" in printed and "rlcore train experiment=quickstart run_dir=runs/there" in printed
-    assert "dry_run" not in printed and "rlcore_learner" in printed
+    assert "dry_run=" not in printed and "rlcore_learner" in printed
     assert not list(tmp_path.iterdir())
 
 
