@@ -24,8 +24,6 @@ from rlcore.errors import DeadlineExceeded, StageError, UserError
 
 POLL_S = 2.0  # between two looks at a cluster that is waited for
 SHUTDOWN_TIMEOUT_S = 20.0  # what a local cluster's processes get to end by themselves once Ray has shut down
-
-
 LOST_RANK_GRACE_S = 5.0  # how long a failed process's peers are listened to before the failure is believed
 
 

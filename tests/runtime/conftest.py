@@ -64,12 +64,12 @@ class Command:
         except psutil.NoSuchProcess:
             return []
 
-    def wait_for(self, condition, timeout_s: float = 400, what: str = "a condition") -> None:
+    def wait_for(self, condition, timeout_s: float = 400, what: str = "a condition", every_s: float = 0.2) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the command ended while waiting for {what}:\n{self.text[-3000:]}"
             assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}:\n{self.text[-3000:]}"
-            time.sleep(0.2)
+            time.sleep(every_s)
 
     def kill(self) -> None:
         for child in [*self.descendants(), self.process]:
