@@ -2,31 +2,36 @@
 PROFILE ?= cpu
 PY := .venv/bin/python
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+# Tests without any of these marks start no process.
+NO_PROCESS := not slow and not engine and not ranks and not cluster and not processes
 
-.PHONY: venv quickstart test test-slow lint bench faults clean
+.PHONY: help venv quickstart test test-fast test-slow lint faults clean
 
-venv:
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv:  ## make or update .venv from its lock file (PROFILE=cpu or cuda)
 	@bash requirements/install.sh $(PROFILE)
 
-# Trains a model with reinforcement learning on two CPU cores, in a few minutes.
-quickstart: venv
+quickstart: venv  ## train a model with RL on two CPU cores, in about five minutes
 	.venv/bin/rlcore train experiment=quickstart run_dir=$(RUN_DIR)
 
-# Lint, import rules, types, then every test that is not marked slow.
-test: venv lint
+test: venv lint  ## lint, import rules, types, and every test that is not marked slow
 	$(PY) -m pytest
 
-test-slow: venv
+test-fast: venv  ## the tests that start no process: under three minutes, for every edit
+	$(PY) -m pytest -m "$(NO_PROCESS)"
+
+test-slow: venv  ## the tests marked slow
 	$(PY) -m pytest -m slow
 
-lint: venv
+lint: venv  ## ruff, import rules, mypy
 	$(PY) -m ruff check rlcore tests benchmarks
 	.venv/bin/lint-imports
 	$(PY) -m mypy
 
-# Every fault of docs/faults.md, caused for real in running jobs, and the table written there (about half an hour).
-faults: venv
+faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
 	$(PY) benchmarks/faults.py --out docs/faults.md
 
-clean:
+clean:  ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

@@ -1,11 +1,12 @@
-"""Sparse actors, with and without DistillSparse: what the dense policy learns from them, and what a step costs.
+"""Sparse actors with and without DistillSparse: accuracy of the dense policy, and cost of a step.
 
     python benchmarks/cheap_actors.py [--seeds 0 1 2] [--steps 40] [--work FOLDER] [key=value ...]
 
-The task is copying 96 digits (194 tokens with the prompt, 13 pages of 16), the budget 4 pages. Accuracy is that of the
-greedy held-out answers (all digits right), reward their share of right digits. "dense" is the policy on a dense engine;
-"sparse" is what the actors serve in the end, on the actors' own attention: the same weights in the training-free modes,
-theta + phi merged with DistillSparse.
+The task is copying 96 digits (194 tokens with the prompt, 13 pages of 16), the budget 4 pages.
+Accuracy is the share of greedy held-out answers with all digits right, reward the share of right
+digits. "dense" is the policy on a dense engine. "sparse" is what the actors serve at the end of the
+run, with the actors' attention: the same weights in the training-free modes, theta + phi merged
+with DistillSparse.
 """
 
 from __future__ import annotations
@@ -39,17 +40,21 @@ TIMES = {
 
 
 def sparse_accuracy(folder: Path) -> dict[str, float]:
-    """The last checkpoint on the actors' own attention."""
+    """Held-out accuracy of the last checkpoint with the actors' attention."""
     words = [str(Path(sys.executable).parent / "rlcore"), "eval", f"run_dir={folder}"]
-    subprocess.run([*words, "evaluation.dense_actor=false"], check=True, capture_output=True, timeout=1800)
+    subprocess.run(
+        [*words, "evaluation.dense_actor=false"], check=True, capture_output=True, timeout=1800
+    )
     return dict(json.loads((folder / "eval.json").read_text()))
 
 
 def measure(mode: str, seed: int, folder: Path, steps: int, words: list[str]) -> dict[str, Any]:
-    """One run, or what is left of one that was made before: a row of the table."""
+    """A row of the table, from a new run or from a finished one in `folder`."""
     if not (folder / "metrics.jsonl").exists() or read_rows(folder)[-1]["step"] < steps:
         words = [f"seed={seed}", f"schedule.steps={steps}", "resume=auto", *words]
-        rlcore("train", *MODES[mode], "logging=quiet", "evaluation.every=10", *words, run_dir=folder)
+        rlcore(
+            "train", *MODES[mode], "logging=quiet", "evaluation.every=10", *words, run_dir=folder
+        )
     rows = read_rows(folder)
     evals = [r for r in rows if "eval/digits/greedy" in r]
     first, last = evals[0], evals[-1]
@@ -81,11 +86,15 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
-    parser.add_argument("--work", type=Path, help="folder of the runs; finished ones in it are not repeated")
+    parser.add_argument(
+        "--work", type=Path, help="folder of the runs; finished runs in it are reused"
+    )
     parser.add_argument("words", nargs="*", help="further overrides")
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="rlcore-cheap-"))
@@ -104,7 +113,7 @@ def main() -> None:
         keys = [k for k in _columns(mine) if k not in ("mode", "seed")]
         means.append({"mode": mode, **{k: sum(f[k] for f in mine) / len(mine) for k in keys}})
     print(table(means, [k for k in _columns(means) if not k.startswith("s: ")]))
-    print("\nSeconds of a step, by part; rollouts run beside the learner, which waits for what is left of them\n")
+    print("\nSeconds of a step, by part; rollouts overlap with learning, apart from the wait\n")
     print(table(means, ["mode", *(k for k in _columns(means) if k.startswith("s: "))]))
 
 

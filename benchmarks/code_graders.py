@@ -1,10 +1,11 @@
-"""Programs judged per second, through the whole path of a run: scorer, grading processes, sandbox.
+"""Programs graded per second, through the path of a run: scorer, grading processes, sandbox.
 
-    python benchmarks/code_graders.py --file FILE.jsonl [--programs 800] [--wrong 0.5] [--processes 1 2]
+    python benchmarks/code_graders.py --file FILE.jsonl [--programs 800] [--wrong 0.5]
+                                      [--processes 1 2]
 
-The file has LeetCode-style rows with solutions. A share of the programs is wrong at once (they do not define what is
-tested), as most are early in training; the others run all their tests. "does nothing" is what an empty program costs:
-the fork, its confinement and its removal.
+The file has LeetCode-style rows with solutions. A share of the programs fails immediately (they do
+not define what is tested), as most programs do early in training; the others run all their tests.
+The last line is the rate of empty programs: the cost of forking, confining and removing a process.
 """
 
 from __future__ import annotations
@@ -12,34 +13,24 @@ from __future__ import annotations
 import argparse
 import time
 
-import numpy as np
 from harness import machine, table
 
 from rlcore.tasks import format_prompt_id, make_task
 from rlcore.tasks.sandbox import Limits, Sandbox
 from rlcore.tasks.scoring import Scorer
-from rlcore.types import Trajectory
+from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
+from rlcore.testing.records import make_answer
+from rlcore.types import Answer, Score
 
 WRONG = "```python\nclass Solution:\n    pass\n```"
 
 
-def sample(number: int, problem: int) -> Trajectory:
-    """One of which the scorer needs the prompt's name and the response: its one token is the text's number."""
-    one = np.zeros(1, np.int32)
-    return Trajectory(
-        prompt_ids=one,
-        response_ids=one + number,
-        logp_inf=one.astype(np.float32),
-        topk_ids=np.zeros((1, 0), np.int32),
-        topk_logp=np.zeros((1, 0), np.float32),
-        token_version=one,
-        actor_id="none",
-        actor_kind="bf16",
-        group_id=number,
-        prompt_id=format_prompt_id("leetcode", "train", problem),
-        sample_index=0,
-        finish_reason="stop",
-    )
+def answers(texts: list[str], problems: int) -> list[Answer]:
+    """One answer for each text, to the problems in turn."""
+    return [
+        make_answer(i, 0, text, prompt_id=format_prompt_id("leetcode", "train", i % problems))
+        for i, text in enumerate(texts)
+    ]
 
 
 def graded(file: str, programs: int, wrong: float, processes: int) -> dict[str, float | int | str]:
@@ -47,40 +38,43 @@ def graded(file: str, programs: int, wrong: float, processes: int) -> dict[str, 
     task = make_task("leetcode", {"train_path": file})
     problems = task.size("train") or 1
     items = [task.item("train", i) for i in range(problems)]
-    texts = [WRONG if i % 10 < 10 * wrong else task.worked_answer(items[i % problems]) or "" for i in range(programs)]
-    done: list[Trajectory] = []
+    texts = [
+        WRONG if i % 10 < 10 * wrong else task.worked_answer(items[i % problems]) or ""
+        for i in range(programs)
+    ]
+    done: list[tuple[Answer, Score]] = []
     scorer = Scorer(
-        {"leetcode": ("leetcode", {"train_path": file})},
-        lambda ids: texts[ids[0]],
-        processes=processes,
-        timeout_s=10.0,
+        {"leetcode": EvalTaskSpec(name="leetcode", args={"train_path": file})},
+        GradingSpec(grader_processes=processes),
         on_scored=done.extend,
     )
     try:
-        scorer.submit([sample(i, i % problems) for i in range(processes)])  # starts the processes and their sandboxes
+        # the first answers start the processes and their sandboxes
+        scorer.submit(answers(texts[:processes], problems))
         scorer.drain(120)
         done.clear()
         start = time.monotonic()
-        scorer.submit([sample(i, i % problems) for i in range(programs)])
+        scorer.submit(answers(texts, problems))
         scorer.drain(3600)
         seconds = time.monotonic() - start
     finally:
         scorer.close()
-    right = [t for t in done if texts[t.response_ids[0]] != WRONG]
+    right = [score for answer, score in done if answer.text != WRONG]
+    failing = [score for answer, score in done if answer.text == WRONG]
     return {
         "processes": processes,
         "programs": programs,
         "wrong": wrong,
         "solutions/s": programs / seconds,
-        "right ones that passed": sum(t.reward == 1.0 for t in right),
+        "right ones that passed": sum(score.reward == 1.0 for score in right),
         "of": len(right),
-        "wrong ones that passed": sum(t.reward == 1.0 for t in done) - sum(t.reward == 1.0 for t in right),
-        "failed scores": sum(t.score_status != "ok" for t in done),
+        "wrong ones that passed": sum(score.reward == 1.0 for score in failing),
+        "failed scores": sum(score.status != "ok" for _, score in done),
     }
 
 
-def does_nothing(programs: int) -> float:
-    """Empty programs per second in one sandbox, without scorer and task."""
+def empty_programs(programs: int) -> float:
+    """Empty programs per second in one sandbox, without scorer or task."""
     sandbox = Sandbox(Limits())
     try:
         sandbox.run("")
@@ -102,7 +96,7 @@ def main() -> None:
     rows = [graded(args.file, args.programs, w, p) for w in args.wrong for p in args.processes]
     print(f"\nPrograms in the sandbox on {machine()}\n")
     print(table(rows))
-    print(f"\nA program that does nothing: {does_nothing(args.programs):.0f} a second, one at a time.")
+    print(f"\nEmpty programs, one at a time: {empty_programs(args.programs):.0f} a second.")
 
 
 if __name__ == "__main__":

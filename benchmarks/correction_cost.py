@@ -1,17 +1,22 @@
-"""What a correction adds to a learner step, on a model of real vocabulary: real DeepSpeed, whole steps, in turns.
+"""Cost that each correction adds to a learner step, on a model with a realistic vocabulary.
 
-    python benchmarks/correction_cost.py [--hidden 256] [--layers 4] [--vocab 151936] [--sequences 8] [--rounds 7]
+    python benchmarks/correction_cost.py [--hidden 256] [--layers 4] [--vocab 151936]
+                                         [--sequences 8] [--rounds 7]
 
-Every variant takes the same batch, in several micro-batches. Three kinds of step:
+Whole steps with DeepSpeed. Every variant takes the same batch, in several micro-batches. Three
+kinds of step are measured:
 
-- `first`: the first step of a phase of several, p_ref's pass included (`ref_pass=always`): every method pays it.
-- `later`: the second step of such a phase, without p_ref's pass. A correction towards p_new scores the batch anew.
-- `alone`: a phase of one step as runs have it (`ref_pass=auto`). Methods with statistics over the batch need p_ref's
-  pass, the others do not; with one micro-batch a rank (--micro 100000) none does.
+- `first`: the first step of a phase of several, with the pass for p_ref (`ref_pass=always`). Every
+  method pays for that pass.
+- `later`: the second step of such a phase, without that pass. A correction towards p_new scores the
+  batch again.
+- `alone`: a phase of one step as in a run (`ref_pass=auto`). Methods with statistics over the batch
+  need the pass for p_ref, the others do not; with one micro-batch a rank (--micro 100000) none
+  does.
 
-The kinds run one after another; a round runs every variant of a kind once, in an order that changes. A share is the
-median over rounds of (variant - none) / none within the kind; `over none alone` compares the medians with `none` in a
-phase of one step, the cheapest step there is.
+The kinds run one after another. A round runs every variant of a kind once, in an order that
+changes. A share is the median over rounds of (variant - none) / none within the kind. `over none
+alone` compares the medians with `none` in a phase of one step, the cheapest step.
 """
 
 from __future__ import annotations
@@ -28,88 +33,110 @@ from typing import Any
 import numpy as np
 from harness import machine, table
 
-CORRECTIONS: dict[str, dict[str, Any]] = {
+from rlcore.corrections.specs import (
+    AisSpec,
+    CorrectionSpec,
+    DvpSpec,
+    JackpotSpec,
+    MisSpec,
+    TisSpec,
+    VetoSpec,
+)
+from rlcore.types import Group, Trajectory
+
+CORRECTIONS: dict[str, dict[str, CorrectionSpec]] = {
     "none": {},
-    "tis": {"tis": {}},
-    "tis.adjusted": {"tis": {"adjusted": True}},
-    "ais": {"ais": {}},
-    "dvp": {"dvp": {}},
-    "dvp+mis+veto": {"dvp": {}, "mis": {"low": 0.5, "high": 2.0}, "veto": {}},
-    "jackpot (ref, k=20)": {"jackpot": {"target": "ref"}},
-    "jackpot (new, k=20)": {"jackpot": {"target": "new"}},
+    "tis": {"tis": TisSpec()},
+    "tis.adjusted": {"tis": TisSpec(adjusted=True)},
+    "ais": {"ais": AisSpec()},
+    "dvp": {"dvp": DvpSpec()},
+    "dvp+mis+veto": {"dvp": DvpSpec(), "mis": MisSpec(), "veto": VetoSpec()},
+    "jackpot (ref, k=20)": {"jackpot": JackpotSpec(target="ref")},
+    "jackpot (new, k=20)": {"jackpot": JackpotSpec(target="new")},
 }
 LATER = ("none", "tis.adjusted", "jackpot (new, k=20)")
 KINDS = {"first": CORRECTIONS, "later": LATER, "alone": CORRECTIONS}
 VARIANTS = {f"{kind}: {name}": (kind, name) for kind, names in KINDS.items() for name in names}
 BASE = "alone: none"
+PROMPT = 16  # tokens
 
 
-def groups(args: argparse.Namespace) -> list[Any]:
-    """Two groups of random tokens with plausible top-k log-probs."""
-    from rlcore.types import Group, Trajectory
+def groups(args: argparse.Namespace) -> list[Group]:
+    """Two groups of random tokens with plausible top-k log-probs and random rewards."""
+    from rlcore.testing.records import make_group
 
     rng = np.random.default_rng(0)
-    made: list[list[Any]] = [[], []]
+    drawn: list[list[tuple[Trajectory, float]]] = [[], []]
     for i in range(args.sequences):
-        t, k = args.tokens, args.topk
-        logits = np.sort(rng.normal(size=(t, k)).astype(np.float32), axis=1)[:, ::-1]
-        topk = logits - np.log(np.exp(logits).sum(1, keepdims=True)) - 2.0
-        made[i % 2].append(
-            Trajectory(
-                prompt_ids=rng.integers(0, args.vocab, 16).astype(np.int32),
-                response_ids=rng.integers(0, args.vocab, t).astype(np.int32),
-                logp_inf=np.full(t, -np.log(args.vocab), np.float32),
-                topk_ids=rng.integers(0, args.vocab, (t, k)).astype(np.int32),
-                topk_logp=np.ascontiguousarray(topk),
-                token_version=np.zeros(t, np.int32),
-                actor_id="a",
-                actor_kind="bf16",
-                group_id=i % 2,
-                prompt_id=f"t/train/{i % 2}",
-                sample_index=i // 2,
-                finish_reason="stop",
-                score_status="ok",
-                reward=float(rng.integers(0, 2)),
-            )
-        )
-    return [Group(g, f"t/train/{g}", 0, members) for g, members in enumerate(made)]
+        drawn[i % 2].append((random_trajectory(rng, i, args), float(rng.integers(0, 2))))
+    return [make_group([t for t, _ in one], [r for _, r in one]) for one in drawn]
+
+
+def random_trajectory(rng: np.random.Generator, i: int, args: argparse.Namespace) -> Trajectory:
+    from rlcore.testing.records import make_trajectory
+
+    count, k = args.tokens, args.topk
+    logits = np.sort(rng.normal(size=(count, k)).astype(np.float32), axis=1)[:, ::-1]
+    topk = logits - np.log(np.exp(logits).sum(1, keepdims=True)) - 2.0
+    prompt = rng.integers(0, args.vocab, PROMPT).tolist()
+    response = rng.integers(0, args.vocab, count).tolist()
+    return make_trajectory(
+        i % 2,
+        i // 2,
+        turns=[(prompt, response)],
+        logp_inf=np.full(count, -np.log(args.vocab), np.float32),
+        topk_ids=rng.integers(0, args.vocab, (count, k)).astype(np.int32),
+        topk_logp=np.ascontiguousarray(topk),
+    )
 
 
 def model(folder: Path, args: argparse.Namespace) -> str:
-    from rlcore.models import build_fresh_model
+    """Write a fresh model of the requested size; its folder."""
+    from rlcore.models.fresh import build_fresh_model
+    from rlcore.models.specs import FreshModelSpec
 
-    return str(
-        build_fresh_model(
-            folder,
-            "0123456789",
-            seed=0,
-            hidden_size=args.hidden,
-            layers=args.layers,
-            heads=args.hidden // 64,
-            kv_heads=max(1, args.hidden // 128),
-            head_dim=64,
-            intermediate_size=3 * args.hidden,
-            max_len=2048,
-            vocab_size=args.vocab,
-        )
+    spec = FreshModelSpec(
+        hidden_size=args.hidden,
+        layers=args.layers,
+        heads=args.hidden // 64,
+        kv_heads=max(1, args.hidden // 128),
+        head_dim=64,
+        intermediate_size=3 * args.hidden,
+        vocab_size=args.vocab,
     )
+    return str(build_fresh_model(folder, "0123456789", spec, seed=0, max_len=2048))
+
+
+def learner_rank(kind: str, name: str, args: argparse.Namespace) -> Any:
+    """One DeepSpeed rank with the correction of a variant."""
+    from rlcore.learner.rank import LearnerRank
+    from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
+    from rlcore.objectives.specs import ObjectiveSpec
+    from rlcore.testing.records import make_sampling
+
+    job = LearnerJob(
+        model_path=args.model,
+        learner=LearnerSpec(
+            lr=1e-5,
+            ref_pass="always" if kind == "first" else "auto",
+            micro_batch_tokens=args.micro,
+            num_cpus=args.threads,
+        ),
+        objective=ObjectiveSpec(),
+        corrections=CORRECTIONS[name],
+        sampling=make_sampling(logprobs_k=args.topk),
+        total_steps=1000,
+        run_seed=0,
+        pad_id=0,
+    )
+    return LearnerRank(job, RankPlace(0, 1, "127.0.0.1", 0, timeout_s=600))
 
 
 def serve(args: argparse.Namespace) -> None:
-    """One variant in a process of its own: a step for every line on standard input, its seconds on standard output."""
-    from rlcore.learner.learner import LearnerRank
-
+    """One variant in its own process: one step for each line on standard input, its CPU seconds on
+    standard output."""
     kind, name = VARIANTS[args.serve]
-    rank = LearnerRank(
-        model_path=args.model,
-        master_port=0,
-        lr=1e-5,
-        corrections=CORRECTIONS[name],
-        logprobs_k=args.topk,
-        ref_pass="always" if kind == "first" else "auto",
-        micro_batch_tokens=args.micro,
-        threads=args.threads,
-    )
+    rank = learner_rank(kind, name, args)
     batch = groups(args)
     print("ready", flush=True)
     for step, _ in enumerate(sys.stdin):
@@ -137,7 +164,9 @@ def main() -> None:
         "micro": 512,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--steps", nargs="+", default=list(KINDS), choices=list(KINDS), help="kinds of step")
+    parser.add_argument(
+        "--steps", nargs="+", default=list(KINDS), choices=list(KINDS), help="kinds of step"
+    )
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--model", default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -163,18 +192,19 @@ def main() -> None:
             }
         )
         if BASE in seconds:
-            rows[-1]["over none alone"] = statistics.median(taken) / statistics.median(seconds[BASE]) - 1
+            rows[-1]["over none alone"] = (
+                statistics.median(taken) / statistics.median(seconds[BASE]) - 1
+            )
     parameters = args.vocab * args.hidden + args.layers * (args.hidden * args.hidden * 12)
-    print(
-        f"\nLearner step of {args.sequences * args.tokens} response tokens, about {parameters / 1e6:.0f}M parameters, "
-    )
+    tokens = args.sequences * args.tokens
+    print(f"\nLearner step of {tokens} sampled tokens, about {parameters / 1e6:.0f}M parameters, ")
     print(f"vocabulary {args.vocab}, k={args.topk}, micro-batches of {args.micro} tokens, ")
     print(f"{args.rounds} rounds; {machine()}\n")
     print(table(rows))
 
 
 def _rounds(names: list[str], path: str, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each round's step, by variant; one process a variant, all alive together."""
+    """CPU seconds of each round's step, by variant; all variants' processes live at once."""
     workers = {name: _start(name, path) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_ in range(rounds + 1):
@@ -213,7 +243,7 @@ def _step(worker: subprocess.Popen[str]) -> float:
         try:
             return float(line)
         except ValueError:
-            continue  # something a library printed
+            continue  # output of a library
 
 
 if __name__ == "__main__":

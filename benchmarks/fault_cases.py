@@ -1,4 +1,4 @@
-"""The faults of processes, machines and numbers: how each is caused in a running job, and what must come of it."""
+"""Faults of processes, machines and numbers: how each is caused, and the outcome it must have."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from fault_kit import Outcome, fault, kill, recovers, resumed
 from harness import read_rows
 from job import Job, line_with
 
-AGENTS_S = 60.0  # how long an agent of Ray tries to tell a dead head that its node is dead, before it ends itself
+# Ray's agents try for this long to report their node's death to a dead head, then exit.
+AGENTS_S = 60.0
 
 
 @fault("rollout actor killed (kill -9) while generating")
 def actor_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "RolloutShell"), "is in the rotation")
+    return job, recovers(job, kill(job, "RolloutActor"), "is in the rotation")
 
 
 @fault("engine stopped (SIGSTOP)")
 def engine_stopped(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "RolloutShell", signal.SIGSTOP), "is in the rotation")
+    return job, recovers(job, kill(job, "RolloutActor", signal.SIGSTOP), "is in the rotation")
 
 
-@fault("one of two actors killed: the other works on")
+@fault("one of two actors killed: the other continues")
 def one_of_two_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder, "actor.bf16.count=2", "cluster.num_cpus=3")
-    return job, recovers(job, kill(job, "RolloutShell"), "is replaced")
+    return job, recovers(job, kill(job, "RolloutActor"), "is replaced")
 
 
 @fault("learner rank killed (kill -9) in the middle of a backward pass")
@@ -44,25 +45,25 @@ def learner_killed(folder: Path) -> tuple[Job, Outcome]:
 @fault("one of two ZeRO-2 learner ranks killed")
 def rank_of_two_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder, "learner.ranks=2", "learner.zero_stage=2", "cluster.num_cpus=3")
-    return job, recovers(job, kill(job, "LearnerShell"), "recovery 1")
+    return job, recovers(job, kill(job, "LearnerActor"), "recovery 1")
 
 
 @fault("learner rank stopped (SIGSTOP)")
 def learner_stopped(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "LearnerShell", signal.SIGSTOP), "recovery 1")
+    return job, recovers(job, kill(job, "LearnerActor", signal.SIGSTOP), "recovery 1")
 
 
 @fault("replay buffer killed")
 def buffer_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "BufferShell"), "recovery 1")
+    return job, recovers(job, kill(job, "BufferActor"), "recovery 1")
 
 
 @fault("graders' process killed")
 def scorer_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "ScorerShell"), "was restarted")
+    return job, recovers(job, kill(job, "ScorerActor"), "was restarted")
 
 
 @fault("Ray's head (GCS) killed")
@@ -89,11 +90,13 @@ def driver_killed(folder: Path) -> tuple[Job, Outcome]:
     begun = time.monotonic()
     others = [name for name in job.left() if "Agent" not in name]
     assert not others, others
-    _, beside = psutil.wait_procs(agents, timeout=0)  # they hold no port and no file of the run
+    _, beside = psutil.wait_procs(agents, timeout=0)  # may still be there
     resumed_job, outcome = resumed(folder)
-    _, alive = psutil.wait_procs(agents, timeout=max(0.0, begun + AGENTS_S + job.patience_s - time.monotonic()))
+    _, alive = psutil.wait_procs(
+        agents, timeout=max(0.0, begun + AGENTS_S + job.patience_s - time.monotonic())
+    )
     assert not alive, alive
-    outcome.notes.append(f"{len(beside)} agents of Ray were still there when it was resumed")
+    outcome.notes.append(f"{len(beside)} agents of Ray were still running when it was resumed")
     return resumed_job, outcome
 
 
@@ -105,7 +108,7 @@ def checkpoint_damaged(folder: Path) -> tuple[Job, Outcome]:
     older, newer = sorted((job.run_dir / "checkpoints").glob("step_*"))[-2:]
     damaged = next((newer / "learner").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"\0corrupt")
-    cut = next((older / "buffer").glob("*.safetensors"))
+    cut = older / "buffer" / "records.bin"
     cut.write_bytes(cut.read_bytes()[:-1])
     return resumed(folder, "is passed over")
 
@@ -115,7 +118,9 @@ def disk_full(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder, fault="disk_full")
     outcome = recovers(job, job.mark.touch, "could not be written")
     job.mark.unlink()
-    job.wait(lambda: line_with(job.text(), "is written again"), "a checkpoint after the disk was freed")
+    job.wait(
+        lambda: line_with(job.text(), "is written again"), "a checkpoint after the disk was freed"
+    )
     return job, outcome
 
 
@@ -138,7 +143,8 @@ def lost_tensor(folder: Path) -> tuple[Job, Outcome]:
     seconds = job.wait(lambda: line_with(job.text(), "is in the rotation"), "a replacement")
     at = job.steps()
     seconds += job.wait(lambda: job.steps() >= at + 2, "further steps")
-    note = "with cluster.verify_weights=full"  # a sample of the tensors may not hold the one that was lost
+    # "sampled" might not select the tensor that was lost
+    note = "with cluster.verify_weights=full"
     return job, Outcome(line_with(job.text(), "is replaced"), seconds, [note])
 
 
@@ -175,7 +181,9 @@ def sigterm(folder: Path) -> tuple[Job, Outcome]:
     assert code == 130 and not job.left(), (code, job.left())
     saw = line_with(job.text(), "SIGTERM")
     job, outcome = resumed(folder)
-    return job, Outcome(saw, outcome.seconds, [f"checkpoint and end {took:.0f} s after the signal"])
+    return job, Outcome(
+        saw, outcome.seconds, [f"checkpoint and exit {took:.0f} s after the signal"]
+    )
 
 
 @fault("Ctrl-C: SIGINT to the whole process group")

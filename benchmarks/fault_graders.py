@@ -1,4 +1,4 @@
-"""The faults of graders: each of them fails on about one response in sixty, and the run goes on without those."""
+"""Faults of graders: each fails on about one response in sixty; the run continues without those."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bad(Digits):
         super().__init__(min_digits=min_digits, max_digits=max_digits, op=op, seed=seed)
 
     def grade(self, item, response):
-        # by the response, so that hardly ever a group loses all but one of its samples, and with them itself
+        # chosen by the response, so that a group rarely loses so many samples that it fails
         if zlib.crc32((item.question + response).encode()) % 61 == 0:
             BODY
         return super().grade(item, response)
@@ -31,7 +31,7 @@ class Bad(Digits):
 
 
 def _bad_grader(folder: Path, kind: str, failure: str, timeout_s: float = 2) -> tuple[Job, Outcome]:
-    """`failure`: where the ledger must count the samples."""
+    """A run whose grader fails in one `kind` of way; `failure`: the metric that must count it."""
     code = folder / "bad_grader.py"
     code.write_text(GRADER.replace("BODY", BODIES[kind]))
     job = Job(folder, f"task.name={code}:Bad", f"task.grade_timeout_s={timeout_s:g}")
@@ -39,9 +39,8 @@ def _bad_grader(folder: Path, kind: str, failure: str, timeout_s: float = 2) -> 
     at = job.steps()
     seconds = job.wait(lambda: job.steps() >= at + 2, "further steps")
     row = read_rows(job.run_dir)[-1]
-    return job, Outcome(
-        f"{failure} {row[failure]:.0f} after {row['step']} steps; the groups go on without those samples", seconds
-    )
+    saw = f"{failure} {row[failure]:.0f} after {row['step']} steps"
+    return job, Outcome(f"{saw}; the groups continue without those samples", seconds)
 
 
 @fault("a grader that raises")
@@ -56,9 +55,10 @@ def grader_hangs(folder: Path) -> tuple[Job, Outcome]:
 
 @fault("a grader that leaks memory")
 def grader_leaks(folder: Path) -> tuple[Job, Outcome]:
-    return _bad_grader(folder, "leaks", "ledger/score_errors", timeout_s=60)  # the memory limit comes first
+    # a long deadline, so that the memory limit is what ends it
+    return _bad_grader(folder, "leaks", "ledger/score_errors", timeout_s=60)
 
 
-@fault("a grader that prints for ever")
+@fault("a grader that prints without end")
 def grader_prints(folder: Path) -> tuple[Job, Outcome]:
     return _bad_grader(folder, "prints", "ledger/score_timeouts")

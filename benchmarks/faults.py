@@ -1,12 +1,14 @@
-"""`make faults`: cause every fault for real in a running job, and print what came of it.
+"""`make faults`: causes every fault in a running job and prints the outcome.
 
     python benchmarks/faults.py [NAME ...] [--patience SECONDS] [--out docs/faults.md]
 
-Each fault gets a run of its own: the smallest model, asynchronous, a checkpoint every five steps. It is injected after
-a few steps; then the run must go on (or end as promised and be resumed), is stopped, and its books are audited from
-the last checkpoint: every group ever admitted is live or left exactly once, and those that left to be trained on are
-those that the learner's own record names. "Lost" are groups that left in another way, or by the books but not by that
-record; "twice" are groups trained on more than once, or that the books would hand out again.
+Each fault gets its own run: the smallest model, asynchronous, a checkpoint every five steps. The
+fault is injected after a few steps. Then the run must continue (or end as documented and be
+resumed). It is stopped, and its ledger is audited from the last checkpoint: every group ever
+admitted is live or left exactly once, and those that were consumed are those in the learner's own
+log. "Lost" counts groups that left in another way, or that are consumed by the ledger but not by
+that log; "twice" counts groups that were trained on more than once, or that would be assigned again
+although they were trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from job import Job, audit
 
 
 def run(name: str, root: Path) -> dict[str, Any]:
-    """One fault from start to audit."""
+    """A row of the table: one fault from start to audit."""
     title, scenario = FAULTS[name]
     folder = root / name
     folder.mkdir()
@@ -34,7 +36,10 @@ def run(name: str, root: Path) -> dict[str, Any]:
         job, outcome = scenario(folder)
         code = job.stop()
         if code != 130:
-            raise RuntimeError(f"{name}: the stop after it ended with {code}:\n{job.text()[-2000:]}")
+            raise RuntimeError(
+                f"{name}: stopping the run afterwards gave exit code {code}, not 130:\n"
+                f"{job.text()[-2000:]}"
+            )
         left = job.left()
         books = audit(job.run_dir)
     finally:
@@ -42,7 +47,9 @@ def run(name: str, root: Path) -> dict[str, Any]:
             Job.started.pop().kill_everything()
     return {
         "injected": title,
-        "what the user saw": "; ".join([outcome.saw, *outcome.notes]).replace("|", "/").replace(str(root), ""),
+        "what the user saw": "; ".join([outcome.saw, *outcome.notes])
+        .replace("|", "/")
+        .replace(str(root), ""),
         "groups": books.admitted,
         "lost": books.lost,
         "twice": books.twice,
@@ -53,7 +60,7 @@ def run(name: str, root: Path) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Put rows into the table of a Markdown page; its rows of other faults stay, in the order of the register."""
+    """Replace rows in the table of a Markdown page, ordered as FAULTS; other rows stay."""
     begin, end = "<!-- table -->\n\n", "\n\n<!-- end of the table -->"
     before, _, rest = path.read_text().partition(begin)
     old, _, after = rest.partition(end)
@@ -64,9 +71,15 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all")
-    parser.add_argument("--patience", type=float, default=Job.patience_s, help="seconds any one wait may take")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(FAULTS)}; default: all"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=Job.patience_s, help="deadline of every wait, seconds"
+    )
     parser.add_argument("--out", help="also put the rows into the table of this Markdown page")
     chosen = parser.parse_args()
     Job.patience_s = chosen.patience
@@ -76,17 +89,17 @@ def main() -> int:
         try:
             rows.append(run(name, root))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-        except Exception as e:  # the next fault is tried all the same; the exit code tells
+        except Exception as e:  # try the next fault anyway; the exit code reports the failure
             failed.append(name)
             print(f"{name} FAILED: {type(e).__name__}: {e}", flush=True)
-    text = table(rows) if rows else "nothing ran"
+    text = table(rows) if rows else "no fault was run"
     print(f"\n{text}\n\n{machine()}")
     bad = [r["injected"] for r in rows if r["lost"] or r["twice"] or r["left over"]]
     if chosen.out and rows:
         write(Path(chosen.out), rows)
     shutil.rmtree(root / "warm", ignore_errors=True)
     if failed or bad:
-        print(f"failed: {failed}; books or processes not clean after: {bad}; logs under {root}")
+        print(f"failed: {failed}; ledger or processes not clean after: {bad}; logs in {root}")
         return 1
     shutil.rmtree(root)
     return 0

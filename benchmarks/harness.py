@@ -1,4 +1,4 @@
-"""Running whole `rlcore` commands and reading what they leave: shared by the scripts beside it."""
+"""Runs whole `rlcore` commands and reads their results; shared by the scripts of this folder."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ class Run:
     output: str = ""
 
 
-def rlcore(*words: str, run_dir: str | Path | None = None, timeout_s: float = 3600, every_s: float = 1.0) -> Run:
-    """Run `rlcore WORDS run_dir=...`, sampling the memory of its whole process tree. Raises on a non-zero exit."""
+def rlcore(
+    *words: str, run_dir: str | Path | None = None, timeout_s: float = 3600, every_s: float = 1.0
+) -> Run:
+    """Run `rlcore WORDS run_dir=...` and sample the memory of its process tree.
+
+    Raises RuntimeError on a non-zero exit code, TimeoutError after `timeout_s`.
+    """
     folder = Path(run_dir or tempfile.mkdtemp(prefix="rlcore-bench-"))
     command = [str(Path(sys.executable).parent / "rlcore"), *words, f"run_dir={folder}"]
     log = folder.with_suffix(".log")
@@ -44,7 +49,9 @@ def rlcore(*words: str, run_dir: str | Path | None = None, timeout_s: float = 36
         while child.poll() is None:
             if time.monotonic() - start > timeout_s:
                 child.terminate()
-                raise TimeoutError(f"{' '.join(command)} ran longer than {timeout_s:g} s; see {log}")
+                raise TimeoutError(
+                    f"{' '.join(command)} ran longer than {timeout_s:g} s; see {log}"
+                )
             memory.append((time.monotonic() - start, tree_memory(child.pid)))
             time.sleep(every_s)
     text = log.read_text(errors="replace")
@@ -89,12 +96,14 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = Non
     lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
     for row in rows:
         cells = [row.get(c, "") for c in columns]
-        lines.append("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |")
+        lines.append(
+            "| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |"
+        )
     return "\n".join(lines)
 
 
 def machine() -> str:
-    """One line that says where figures come from."""
+    """One line that names the machine."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -103,7 +112,8 @@ def machine() -> str:
         ),
         "unknown CPU",
     )
-    return f"{os.cpu_count()} cores of {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB, no GPU"
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU"
 
 
 def median(values: Iterable[float]) -> float:

@@ -1,6 +1,7 @@
-"""A small run as seen from outside: started, watched, killed, and its books recounted from its last checkpoint.
+"""A small run controlled from outside: started, watched, killed, and its ledger audited.
 
-The learner's processes record beside the books which groups they trained on (see fault_injection/sitecustomize.py).
+The audit compares the ledger of the last checkpoint with a log that the learner's processes write
+of the groups they trained on (fault_injection/sitecustomize.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import psutil
 from harness import read_rows
 
 HERE = Path(__file__).resolve().parent
-TRAINED = "trained.jsonl"  # beside the run directory
+TRAINED = "trained.jsonl"  # the log of what was trained on, next to the run directory
 SMALL = (
     "experiment=quickstart",
     "model.fresh.hidden_size=64",
@@ -49,17 +50,24 @@ SMALL = (
 
 
 class Job:
-    """A running `rlcore train`, seen from outside. No wait for it is longer than `patience_s`."""
+    """A running `rlcore train`. Every wait has a deadline of `patience_s`."""
 
     patience_s = 240.0
-    started: ClassVar[list[Job]] = []  # by this script, so that whatever is left of them can be ended
+    # every job of this script, so that all of their processes can be killed at the end
+    started: ClassVar[list[Job]] = []
 
     def __init__(self, folder: Path, *words: str, fault: str = "") -> None:
-        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log"
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.log = folder / "log"
         self.mark = folder / "mark"
         cache = f"model.warmup.cache_dir={folder.parent / 'warm'}"
         resume = (self.run_dir / "config.yaml").exists()
-        self.words = [f"run_dir={self.run_dir}", *(["resume=auto"] if resume else [*SMALL, cache]), *words]
+        self.words = [
+            f"run_dir={self.run_dir}",
+            *(["resume=auto"] if resume else [*SMALL, cache]),
+            *words,
+        ]
         path = [str(HERE / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
         injection = {
             "RLCORE_FAULT": fault,
@@ -79,16 +87,19 @@ class Job:
         self.started.append(self)
 
     def family(self) -> list[psutil.Process]:
-        """The run's processes, now."""
+        """The processes of the run that are alive now."""
         try:
-            found = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            found = [
+                psutil.Process(self.process.pid),
+                *psutil.Process(self.process.pid).children(recursive=True),
+            ]
         except psutil.NoSuchProcess:
             return []
         self.seen |= set(found)
         return found
 
     def find(self, word: str) -> list[psutil.Process]:
-        """Its processes whose command line holds a word, such as a Ray actor's class."""
+        """Processes whose command line contains a word, such as the class of a Ray actor."""
         found = []
         for p in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,30 +114,33 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, condition: Callable[[], Any], what: str, timeout_s: float | None = None) -> float:
-        """Seconds until a condition holds while the run lives."""
+    def wait(
+        self, condition: Callable[[], Any], what: str, timeout_s: float | None = None
+    ) -> float:
+        """Seconds until a condition holds. Raises if the run ends before that."""
         timeout_s = self.patience_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while not condition():
             if self.process.poll() is not None:
-                raise RuntimeError(f"the run ended ({self.process.returncode}) before {what}:\n{self.text()[-2000:]}")
+                code = self.process.returncode
+                raise RuntimeError(f"the run ended ({code}) before {what}:\n{self.text()[-2000:]}")
             if time.monotonic() - begun > timeout_s:
-                raise TimeoutError(f"{what} did not come in {timeout_s:g} s:\n{self.text()[-2000:]}")
+                raise TimeoutError(f"no {what} within {timeout_s:g} s:\n{self.text()[-2000:]}")
             time.sleep(0.1)
         return time.monotonic() - begun
 
     def end(self) -> int:
-        """The exit code of the run, which ends by itself."""
+        """Wait for the run to end by itself; its exit code."""
         return self.process.wait(self.patience_s)
 
     def stop(self) -> int:
-        """Ask the run to stop with a checkpoint."""
+        """Stop the run with SIGTERM, which writes a checkpoint; its exit code."""
         self.family()
         self.process.send_signal(signal.SIGTERM)
         return self.end()
 
     def kill_everything(self) -> None:
-        """kill -9 of every process of the run, those seen before that outlived their parent included."""
+        """kill -9 of every process of the run, including those that outlived their parent."""
         for p in {*self.family(), *self.seen}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 p.kill()
@@ -152,20 +166,21 @@ def _lives(process: psutil.Process) -> bool:
 
 @dataclass(slots=True)
 class Audit:
-    """The books of a run, from its newest checkpoint."""
+    """The groups of a run, from its newest checkpoint."""
 
     admitted: int
     consumed: int
     live: int
-    lost: int  # left, but not by being trained on, or not accounted for at all
+    lost: int  # left without being trained on, or not accounted for
     twice: int
     staleness: float
 
 
 def trained_on(record: Path, steps: int) -> list[int]:
-    """Groups that the learner's ranks say they trained on in the first `steps` steps, as often as they did.
+    """Groups that the learner's log lists for the first `steps` steps, with repetitions.
 
-    A recovery goes back to a checkpoint, and takes back what was trained on since.
+    A recovery returns to a checkpoint: steps that follow it and are logged again replace the
+    earlier ones.
     """
     kept: dict[tuple[int, int], list[int]] = {}
     for text in record.read_text().splitlines():
@@ -173,39 +188,49 @@ def trained_on(record: Path, steps: int) -> list[int]:
         step, rank = line["step"], line["rank"]
         kept = {at: groups for at, groups in kept.items() if at[0] <= step and at != (step, rank)}
         kept[step, rank] = line["groups"]
-    told = {at for at, _ in kept if at < steps}
-    assert told == set(range(steps)), f"steps without a record: {sorted(set(range(steps)) - told)[:5]}"
+    missing = set(range(steps)) - {at for at, _ in kept}
+    assert not missing, f"steps without a record: {sorted(missing)[:5]}"
     return [g for (at, _), groups in kept.items() if at < steps for g in groups]
 
 
 def audit(run_dir: Path, groups_per_step: int = 8) -> Audit:
-    """Recount every group from the departures that the ledger names one by one and from the learner's own record."""
+    """Count every group from the ledger's list of departures and from the learner's log."""
     newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
     state = json.loads(json.loads((newest / "buffer" / "state.json").read_text())["state"])
     steps = int(newest.name.split("_")[1])
-    assert state["ledger"]["consumed"] == steps * groups_per_step, (state["ledger"]["consumed"], steps)
+    assert state["ledger"]["consumed"] == steps * groups_per_step, (
+        state["ledger"]["consumed"],
+        steps,
+    )
     staleness = max(r["staleness/max"] for r in read_rows(run_dir))
     return recount(state["ledger"], trained_on(run_dir.parent / TRAINED, steps), staleness)
 
 
 def recount(ledger: dict[str, Any], trained: list[int], staleness: float) -> Audit:
-    """The books of a ledger, held against the groups that were trained on."""
+    """Compare a ledger with the groups that were trained on."""
     departures = ledger["recent"]
     consumed = {g for g, how in departures if how.startswith("consumed")}
-    gone, live = {g for g, _ in departures}, set(ledger["live"])
-    oldest = min(gone, default=0)  # the ledger names the last few thousand; earlier ones it only counts
+    left, live = {g for g, _ in departures}, set(ledger["live"])
+    # the ledger lists the last few thousand departures and only counts earlier ones
+    oldest = min(left, default=0)
     named = {g for g in trained if g >= oldest}
-    lost = set(range(oldest, ledger["admitted"])) - gone - live
-    lost |= consumed - named  # the books say trained on, the learner does not
-    # more than once by the learner's record or the books; or once, and the books would hand it out again
+    lost = set(range(oldest, ledger["admitted"])) - left - live
+    lost |= consumed - named  # consumed by the ledger, but never trained on
     departed = [g for g, _ in departures]
     again = {g for found in (trained, departed) for g, n in Counter(found).items() if n > 1}
-    again |= (named - consumed) | (gone & live)
+    again |= (named - consumed) | (left & live)  # trained on, and would be assigned again
     counted = sum(ledger["evicted"].values()) + sum(ledger["failed"].values())
-    return Audit(ledger["admitted"], ledger["consumed"], len(live), len(lost) + counted, len(again), staleness)
+    return Audit(
+        ledger["admitted"],
+        ledger["consumed"],
+        len(live),
+        len(lost) + counted,
+        len(again),
+        staleness,
+    )
 
 
 def line_with(text: str, *words: str) -> str:
-    """The last line of the log that holds all words, shortened."""
+    """The last line of the log that contains all words, shortened; "" if there is none."""
     found = [" ".join(line.split()) for line in text.splitlines() if all(w in line for w in words)]
     return re.sub(r"^\d\d:\d\d:\d\d ", "", found[-1])[:200] if found else ""

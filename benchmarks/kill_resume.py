@@ -1,10 +1,11 @@
-"""Kill -9 of everything at a random moment, resume, twenty times in a row; then the tally.
+"""Kills all processes of a run (kill -9) at random moments, resumes it, and counts losses.
 
     python benchmarks/kill_resume.py [--times 20] [--seed 0]
 
-One small asynchronous run with a checkpoint every three steps is killed between its start and some seconds into
-training, so during start-up, restoring, a step, a publish or the writing of a checkpoint alike. After every kill the
-books of the newest checkpoint are recounted; at the end the run is stopped in the ordinary way and recounted once more.
+One small asynchronous run with a checkpoint every three steps is killed twenty times, between its
+start and a few seconds into training: during start-up, restoring, a step, a publish or a
+checkpoint. After every kill the ledger of the newest checkpoint is audited. At the end the run is
+stopped normally and audited again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from job import Job, audit
 
 
 def life(folder: Path, seconds: float) -> tuple[Job, str]:
-    """Start or resume the run and kill all of it `seconds` after its first step (negative: so long after its start)."""
+    """Start or resume the run and kill all of it `seconds` after its first step (negative: after
+    its start); the job and its new log text."""
     resumes = any((folder / "run" / "checkpoints").glob("step_*"))
     log_at = (folder / "log").stat().st_size if resumes else 0
     job = Job(folder, "checkpoint.every=3", "checkpoint.keep=3")
@@ -33,8 +35,11 @@ def life(folder: Path, seconds: float) -> tuple[Job, str]:
         while time.monotonic() - begun < -seconds and job.process.poll() is None:
             time.sleep(0.05)
     else:
-        if resumes:  # until then metrics.jsonl may hold steps that are about to be taken back
-            job.wait(lambda: "continuing from" in job.log.read_bytes()[log_at:].decode(errors="replace"), "a resume")
+        if resumes:  # before that, metrics.jsonl may hold steps that will be rolled back
+            job.wait(
+                lambda: "continuing from" in job.log.read_bytes()[log_at:].decode(errors="replace"),
+                "a resume",
+            )
         at = job.steps()
         job.wait(lambda: job.steps() > at, "a step")
         end = time.monotonic() + seconds
@@ -47,7 +52,9 @@ def life(folder: Path, seconds: float) -> tuple[Job, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
@@ -57,9 +64,11 @@ def main() -> int:
     folder.mkdir()
     rows = []
     for number in range(1, chosen.times + 1):
-        seconds = draw.choice([draw.uniform(-25.0, -1.0), draw.uniform(0.0, 4.0), draw.uniform(0.0, 4.0)])
+        seconds = draw.choice(
+            [draw.uniform(-25.0, -1.0), draw.uniform(0.0, 4.0), draw.uniform(0.0, 4.0)]
+        )
         if number == 1:
-            seconds = 4.0  # something to resume from
+            seconds = 4.0  # late enough for a checkpoint to resume from
         job, said = life(folder, seconds)
         continued = re.findall(r"continuing from (step_\d+)", said)
         reissued = re.findall(r"(\d+) groups were in flight at the checkpoint", said)
@@ -73,7 +82,7 @@ def main() -> int:
                 "continued from": continued[0] if continued else "-",
                 "reissued": reissued[0] if reissued else "-",
                 "steps seen": job.steps(),
-                "half-written": len(list((job.run_dir / "checkpoints").glob(".partial-*"))),
+                "half-written": len(list((job.run_dir / "checkpoints").glob(".*.partial"))),
                 "passed over": passed_over,
                 "left over": len(left),
                 "lost": books.lost if books else 0,
@@ -90,11 +99,16 @@ def main() -> int:
     assert steps == list(range(1, len(steps) + 1)), "rows are missing or doubled"
     print(f"\n{table(rows)}\n")
     print(
-        f"{chosen.times} kills, {len(steps)} steps: {books.admitted} groups admitted = {books.consumed} trained on + "
-        f"{books.live} live + {books.lost} lost; {books.twice} trained on twice; staleness at most "
-        f"{books.staleness:.0f} of the bound 1. {machine()}"
+        f"{chosen.times} kills, {len(steps)} steps: {books.admitted} groups admitted = "
+        f"{books.consumed} trained on + {books.live} live + {books.lost} lost; {books.twice} "
+        f"trained on twice; staleness at most {books.staleness:.0f} of the bound 1. {machine()}"
     )
-    clean = not books.lost and not books.twice and books.staleness <= 1 and not any(r["left over"] for r in rows)
+    clean = (
+        not books.lost
+        and not books.twice
+        and books.staleness <= 1
+        and not any(r["left over"] for r in rows)
+    )
     if clean:
         shutil.rmtree(root)
     return 0 if clean else 1

@@ -1,10 +1,12 @@
-"""A mismatch made on purpose, and what each correction does about it.
+"""Training under a deliberate mismatch, with each correction.
 
-    python benchmarks/mismatch.py [--mismatch int4 noise] [--corrections none tis jackpot] [--seeds 0 1 2]
+    python benchmarks/mismatch.py --model FOLDER [--mismatch int4 noise]
+                                  [--corrections none tis jackpot] [--seeds 0 1 2]
 
-Every run starts from the same warmed-up model (seed 0's) and differs by its own seed in prompts and samples. Collapse
-step: the first step at which the mean reward of five steps has fallen below half of the best five before it. Accuracy
-is the policy's, on a plain engine of its own (`evaluation.dense_actor`), not that of the actor made worse on purpose.
+Every run starts from the same warmed-up model; the seed changes prompts and samples. Collapse step:
+the first step at which the mean reward over five steps falls below half of the best such mean
+before it. Accuracy is measured on a plain engine with the policy's weights
+(`evaluation.dense_actor`), not on the degraded actor.
 """
 
 from __future__ import annotations
@@ -48,10 +50,14 @@ def collapse_step(rewards: list[float]) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mismatch", nargs="+", default=["int4"], choices=list(MISMATCHES))
-    parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=list(CORRECTIONS))
+    parser.add_argument(
+        "--corrections", nargs="+", default=list(CORRECTIONS), choices=list(CORRECTIONS)
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--model", required=True, help="the warmed-up model that every run starts from")
+    parser.add_argument(
+        "--model", required=True, help="the warmed-up model that every run starts from"
+    )
     parser.add_argument("words", nargs="*", help="further overrides, behind --")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -85,7 +91,9 @@ def main() -> None:
                     "per seed": " ".join(f"{f:.3f}" for f in finals),
                     "KL(p_inf||p_ref)": statistics.fmean(kls),
                     "ESS": statistics.fmean(esses),
-                    "collapse step per seed": " ".join("none" if c is None else str(c) for c in collapses),
+                    "collapse step per seed": " ".join(
+                        "none" if c is None else str(c) for c in collapses
+                    ),
                 }
             )
             print(rows[-1], flush=True)

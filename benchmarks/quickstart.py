@@ -1,4 +1,4 @@
-"""The quickstart on several seeds: time with the warm-up, held-out accuracy before and after, memory of everything.
+"""The quickstart on several seeds: time with the warm-up, held-out accuracy, peak memory.
 
 python benchmarks/quickstart.py [--seeds 0 1 2] [-- key=value ...]
 """
@@ -20,9 +20,14 @@ def main() -> None:
     args = parser.parse_args()
     found = []
     for seed in args.seeds:
-        with tempfile.TemporaryDirectory() as cache:  # an empty cache, so that the warm-up is part of the time
+        # an empty cache, so that the time includes the warm-up
+        with tempfile.TemporaryDirectory() as cache:
             run = rlcore(
-                "train", "experiment=quickstart", f"seed={seed}", f"model.warmup.cache_dir={cache}", *args.words
+                "train",
+                "experiment=quickstart",
+                f"seed={seed}",
+                f"model.warmup.cache_dir={cache}",
+                *args.words,
             )
         evals = [(r["eval/policy_version"], r[KEY]) for r in run.rows if KEY in r]
         found.append(
@@ -34,7 +39,8 @@ def main() -> None:
                 "doubled and >= 0.90": evals[-1][1] >= max(0.90, 2 * evals[0][1]),
                 "peak memory GiB": run.peak_memory / 2**30,
                 "steps": len(run.rows),
-                "wait share": sum(r["time/wait_data_s"] for r in run.rows) / sum(r["time/step_s"] for r in run.rows),
+                "wait share": sum(r["time/wait_data_s"] for r in run.rows)
+                / sum(r["time/step_s"] for r in run.rows),
             }
         )
         print(found[-1], flush=True)

@@ -1,9 +1,9 @@
-"""Asynchronous against on-policy, with the same actor, learner and token counts.
+"""Asynchronous against on-policy schedules, with the same actor and learner.
 
     python benchmarks/schedules.py [--steps 40] [--pairs 3]
 
-Responses have a fixed length (an end-of-sequence ban is not needed: the count of tokens is reported and compared).
-The first `--skip` steps are left out of the rates: caches and allocators warm up in them.
+Tokens per step are reported too, so that different response lengths would show. Rates exclude the
+first `--skip` steps, in which caches and allocators warm up.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main() -> None:
                     "steps/s": len(kept) / wall,
                     "tokens/step": sum(r["train/tokens"] for r in kept) / len(kept),
                     "wait share": sum(r["time/wait_data_s"] for r in kept) / wall,
-                    "publish stop share": sum(r.get("time/publish_stop_s", 0.0) for r in kept) / wall,
+                    "publish stop share": sum(r.get("time/publish_stop_s", 0.0) for r in kept)
+                    / wall,
                     "staleness mean": sum(r["staleness/mean"] for r in kept) / len(kept),
                     "staleness max": max(r["staleness/max"] for r in kept),
                 }

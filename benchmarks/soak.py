@@ -1,9 +1,11 @@
-"""Soak: the quickstart run for a while, with a rollout actor killed every two minutes.
+"""Soak test: the quickstart run for an hour, with a rollout actor killed every two minutes.
 
-    python benchmarks/soak.py [--minutes 60] [--kill-every 120] [--learn-alike RUN_DIR] [key=value ...]
+    python benchmarks/soak.py [--minutes 60] [--kill-every 120] [--undisturbed RUN_DIR]
+                              [key=value ...]
 
-Prints the memory of every process by role (MiB of private and shared pages, at a tenth of the time and at the end, and
-the slope between), the audit of the ledger, and the held-out accuracy beside that of an undisturbed run directory.
+Prints the memory of all processes by role (PSS in MiB after a tenth of the time and at the end, and
+the slope between), the audit of the ledger, and the held-out accuracy next to that of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -21,9 +23,18 @@ import psutil
 from harness import machine, read_rows, table
 from job import Job, audit
 
-ROLES = ("RolloutShell", "LearnerShell", "BufferShell", "ScorerShell", "grading_worker", "gcs_server", "raylet")
+ROLES = (
+    "RolloutActor",
+    "LearnerActor",
+    "BufferActor",
+    "ScorerActor",
+    "grading_worker",
+    "gcs_server",
+    "raylet",
+)
 
-QUICKSTART_SIZE = (  # instead of the fault suite's smallest
+# Overrides the small model of the fault suite.
+QUICKSTART_SIZE = (
     "model.fresh.hidden_size=192",
     "model.fresh.layers=4",
     "task.args.min_digits=4",
@@ -50,22 +61,31 @@ def memory(job: Job) -> dict[str, float]:
 def slope(series: list[tuple[float, float]]) -> float:
     """Bytes an hour, between the medians of the first and the last fifth."""
     n = max(1, len(series) // 5)
-    (t0, t1), (m0, m1) = ([median(p[i] for p in part) for part in (series[:n], series[-n:])] for i in (0, 1))
+    (t0, t1), (m0, m1) = (
+        [median(p[i] for p in part) for part in (series[:n], series[-n:])] for i in (0, 1)
+    )
     return (m1 - m0) / max(t1 - t0, 1e-9) * 3600
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--kill-every", type=float, default=120, help="seconds; 0: never")
-    parser.add_argument("--learn-alike", help="run directory of an undisturbed run")
+    parser.add_argument("--undisturbed", help="directory of a run without kills")
     chosen, words = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="rlcore-soak-")) / "job"
     folder.mkdir()
     job = Job(
         folder,
         *QUICKSTART_SIZE,
-        *("cluster.max_restarts=1000000", "cluster.heartbeat_s=2", "cluster.hang_timeout_s=60", "checkpoint.every=50"),
+        *(
+            "cluster.max_restarts=1000000",
+            "cluster.heartbeat_s=2",
+            "cluster.hang_timeout_s=60",
+            "checkpoint.every=50",
+        ),
         *words,
     )
     job.wait(lambda: job.steps() >= 2, "two steps", 600)
@@ -73,7 +93,7 @@ def main() -> int:
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     while (now := time.monotonic() - begun) < chosen.minutes * 60:
         if chosen.kill_every and now > (kills + 1) * chosen.kill_every:
-            victims = job.find("RolloutShell")
+            victims = job.find("RolloutActor")
             if victims:
                 victims[-1].kill()
                 kills += 1
@@ -99,14 +119,19 @@ def main() -> int:
     print(table(figures))
     last = rows[-1]
     print(
-        f"\n{chosen.minutes:g} minutes, {kills} kills, {last['rollout/replacements']:.0f} replacements, "
-        f"{last['step']} steps: {books.admitted} groups admitted = {books.consumed} trained on + {books.live} live + "
-        f"{books.lost} lost; {books.twice} twice; staleness at most {books.staleness:.0f}; exit code {code}; "
-        f"{len(left)} processes left over"
+        f"\n{chosen.minutes:g} minutes, {kills} kills, "
+        f"{last['rollout/replacements']:.0f} replacements, {last['step']} steps: "
+        f"{books.admitted} groups admitted = {books.consumed} trained on + {books.live} live + "
+        f"{books.lost} lost; {books.twice} twice; staleness at most {books.staleness:.0f}; "
+        f"exit code {code}; {len(left)} processes left over"
     )
-    undisturbed = read_rows(chosen.learn_alike) if chosen.learn_alike else []
+    undisturbed = read_rows(chosen.undisturbed) if chosen.undisturbed else []
     for name, found in (("this run", rows), ("undisturbed", undisturbed)):
-        curve = [(r["step"], r["eval/digits/greedy"]) for r in found if r.get("eval/digits/greedy") is not None]
+        curve = [
+            (r["step"], r["eval/digits/greedy"])
+            for r in found
+            if r.get("eval/digits/greedy") is not None
+        ]
         shown = curve[:: max(1, len(curve) // 8)]
         if shown:
             print(f"{name}: greedy accuracy " + ", ".join(f"{a:.3f} at step {s}" for s, a in shown))

@@ -1,10 +1,12 @@
-"""Decode time against context length at a fixed page budget: vLLM's stock CPU attention and block top-k.
+"""Decode time by context length: vLLM's CPU attention against block top-k at a fixed page budget.
 
-    python benchmarks/sparse_decode.py [--blocks 32] [--contexts 1024 2048 4096 8192] [--batch 8] [--json FILE]
+    python benchmarks/sparse_decode.py [--blocks 32] [--contexts 1024 2048 4096 8192] [--batch 8]
+                                       [--json FILE]
 
-The model has random weights and the attention shape of Qwen3-0.6B and 1.7B (16 query and 8 KV heads of 128), with few
-and narrow layers so that attention is what is measured. Each kind runs in a process of its own. "step" is a whole
-engine step, "attention" one layer's attention, of which "selection" is scoring and choosing pages; medians of steps.
+The model has random weights and the attention shape of Qwen3-0.6B and 1.7B (16 query and 8 KV heads
+of 128), with few and narrow layers, so that attention dominates. Each kind runs in its own process.
+"step" is a whole engine step, "attention" the attention of one layer, of which "selection" scores
+and selects pages; medians over steps.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LAYERS = 4
 
 
 def timed(owner: type, method: str, into: list[float]) -> None:
-    """Replace a method by one that notes its seconds."""
+    """Replace a method by one that appends its seconds to `into`."""
     inner: Callable[..., Any] = getattr(owner, method)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -37,25 +39,28 @@ def timed(owner: type, method: str, into: list[float]) -> None:
     setattr(owner, method, run)
 
 
-def measure(kind: str, model: str, contexts: list[int], batch: int, blocks: int, steps: int) -> list[dict[str, float]]:
-    """Runs in the child: one row of milliseconds for each context length."""
-    import rlcore.rollout  # noqa: F401  sets vLLM's environment, before vLLM is imported
+def measure(
+    kind: str, model: str, contexts: list[int], batch: int, blocks: int, steps: int
+) -> list[dict[str, float]]:
+    """In the child process: one row of milliseconds for each context length."""
+    import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
 
     # isort: split
     from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    from rlcore.attention.block_topk import BlockTopK
-    from rlcore.rollout import sparse_backend_cpu as sparse
+    from rlcore.attention.specs import SparseSpec
+    from rlcore.rollout.engines.vllm import sparse_backend_cpu
+    from rlcore.rollout.engines.vllm.sparse_layer_cpu import SparseCPUImpl
 
     attention: list[float] = []
     selection: list[float] = []
     extra: dict[str, Any] = {}
     if kind == "sparse":
-        sparse.install(BlockTopK(blocks=blocks, sparse_prompt=False))
+        sparse_backend_cpu.install(SparseSpec(blocks=blocks, sparse_prompt=False))
         extra["block_size"] = 16
-        timed(sparse.SparseCPUImpl, "_select", selection)
-    timed(sparse.SparseCPUImpl if kind == "sparse" else CPUAttentionBackendImpl, "forward", attention)
+        timed(SparseCPUImpl, "_select", selection)
+    timed(SparseCPUImpl if kind == "sparse" else CPUAttentionBackendImpl, "forward", attention)
     llm = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -68,7 +73,7 @@ def measure(kind: str, model: str, contexts: list[int], batch: int, blocks: int,
         **extra,
     )
     if kind == "sparse":
-        llm.llm_engine.collective_rpc(lambda worker: sparse.bind(worker.model_runner))
+        llm.llm_engine.collective_rpc(lambda worker: sparse_backend_cpu.bind(worker.model_runner))
     engine, rows = llm.llm_engine, []
     for length in contexts:
         for i in range(batch):
@@ -83,7 +88,8 @@ def measure(kind: str, model: str, contexts: list[int], batch: int, blocks: int,
             if len(done) == batch and len(attention) == LAYERS:
                 whole.append(time.perf_counter() - start)
                 per_step.append((sum(attention), sum(selection)))
-        per_step, whole = per_step[-steps + 4 :], whole[-steps + 4 :]  # the first decode steps may still hold a prompt
+        # the first decode steps may include the end of a prompt
+        per_step, whole = per_step[-steps + 4 :], whole[-steps + 4 :]
         rows.append(
             {
                 "context": length,
@@ -96,7 +102,7 @@ def measure(kind: str, model: str, contexts: list[int], batch: int, blocks: int,
 
 
 def make_model(folder: str, max_len: int) -> None:
-    """Random weights; nothing is downloaded."""
+    """Write a model with random weights; nothing is downloaded."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -115,7 +121,7 @@ def make_model(folder: str, max_len: int) -> None:
 
 
 def run_kind(kind: str, args: argparse.Namespace, model: str) -> list[dict[str, float]]:
-    """Measure one kind in a process of its own."""
+    """Measure one kind in a process of its own; its rows."""
     settings = vars(args) | {"kind": kind, "model": model}
     env = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)} | os.environ
     command = [sys.executable, __file__, "--child", json.dumps(settings)]
@@ -126,21 +132,34 @@ def run_kind(kind: str, args: argparse.Namespace, model: str) -> list[dict[str, 
 
 
 def show(rows: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> None:
-    print(f"\nbatch {args.batch}, budget {args.blocks} pages of 16 = {args.blocks * 16} tokens; milliseconds")
-    print(f"{'context':>8} {'step':>17} {'':>6} {'attention, a layer':>20} {'':>6} {'selection':>10}")
-    print(f"{'':>8} {'dense':>8} {'sparse':>8} {'x':>6} {'dense':>11} {'sparse':>8} {'x':>6} {'':>10}")
+    print(
+        f"\nbatch {args.batch}, budget {args.blocks} pages of 16 = {args.blocks * 16} tokens; "
+        "milliseconds"
+    )
+    print(
+        f"{'context':>8} {'step':>17} {'':>6} {'attention, a layer':>20} {'':>6} {'selection':>10}"
+    )
+    print(
+        f"{'':>8} {'dense':>8} {'sparse':>8} {'x':>6} {'dense':>11} {'sparse':>8} {'x':>6} {'':>10}"
+    )
     for d, s in zip(rows["dense"], rows["sparse"]):
         step = f"{d['step']:8.2f} {s['step']:8.2f} {d['step'] / s['step']:6.2f}"
-        attention = f"{d['attention']:11.2f} {s['attention']:8.2f} {d['attention'] / s['attention']:6.2f}"
+        attention = (
+            f"{d['attention']:11.2f} {s['attention']:8.2f} {d['attention'] / s['attention']:6.2f}"
+        )
         print(f"{d['context']:8.0f} {step} {attention} {s['selection']:10.2f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=36, help="decode steps measured at each length")
+    parser.add_argument(
+        "--steps", type=int, default=36, help="decode steps measured at each length"
+    )
     parser.add_argument("--kv-gib", type=int, default=4)
     parser.add_argument("--timeout-s", type=float, default=900)
     parser.add_argument("--json", help="also write the rows here")
@@ -155,7 +174,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        s = json.loads(sys.argv[2])
-        print(json.dumps(measure(s["kind"], s["model"], s["contexts"], s["batch"], s["blocks"], s["steps"])))
+        given = json.loads(sys.argv[2])
+        names = ("kind", "model", "contexts", "batch", "blocks", "steps")
+        print(json.dumps(measure(*(given[name] for name in names))))
     else:
         main()

@@ -1,7 +1,9 @@
 # rlcore on CPUs. From the repository's root:
-#   docker build -f docker/cpu.Dockerfile -t rlcore:cpu --build-arg RLCORE_TORCH_INDEX=INDEX_OF_CPU_TORCH .
+#   docker build -f docker/cpu.Dockerfile -t rlcore:cpu \
+#     --build-arg RLCORE_TORCH_INDEX=INDEX_OF_CPU_TORCH .
 #   docker run --rm --shm-size=2g -v "$PWD/runs:/opt/rlcore/runs" rlcore:cpu make quickstart
-# Every command of the README works as it is: `docker run ... rlcore:cpu rlcore train experiment=quickstart run_dir=runs/a`.
+# Every command of the README works in it, for example
+#   docker run ... rlcore:cpu rlcore train experiment=quickstart run_dir=runs/a
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update \
@@ -12,7 +14,7 @@ RUN apt-get update \
 USER rlcore
 WORKDIR /opt/rlcore
 
-# The lock changes less often than the code: packages are a layer of their own.
+# Packages are a separate layer, because the lock changes less often than the code.
 ARG RLCORE_TORCH_INDEX=
 COPY --chown=rlcore pyproject.toml README.md ./
 COPY --chown=rlcore requirements requirements

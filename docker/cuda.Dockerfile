@@ -1,7 +1,8 @@
 # rlcore on NVIDIA GPUs. From the repository's root:
 #   docker build -f docker/cuda.Dockerfile -t rlcore:cuda .
-#   docker run --rm --gpus all --shm-size=16g -v /data:/data rlcore:cuda rlcore train experiment=math_fp8_gpu run_dir=/data/a ...
-# The development image has nvcc, with which flash-attn is built against the torch of the lock.
+#   docker run --rm --gpus all --shm-size=16g -v /data:/data rlcore:cuda \
+#     rlcore train experiment=math_fp8_gpu run_dir=/data/a ...
+# The development image has nvcc, which builds flash-attn against the torch of the lock.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu22.04
 FROM ${CUDA_IMAGE}
 
@@ -16,7 +17,8 @@ RUN apt-get update \
 USER rlcore
 WORKDIR /opt/rlcore
 
-# The lock changes less often than the code: packages are a layer of their own. MAX_JOBS bounds the memory of nvcc.
+# Packages are a separate layer, because the lock changes less often than the code. MAX_JOBS limits
+# the memory that nvcc uses.
 ARG MAX_JOBS=8
 ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
 ARG RLCORE_TORCH_INDEX=

@@ -1,6 +1,6 @@
-# Body of the Slurm batch script; `rlcore launch cluster=slurm` puts the options and values of a run above it.
-# It runs on the first node of the allocation, which is also Ray's head. The dashboard stays off; Ray's own ports are
-# open to the allocation's network, as they must be, and answer only to this job's token.
+# Body of the Slurm batch script; `rlcore launch cluster=slurm` puts the options and values of a run
+# above it. It runs on the first node of the allocation, which is also Ray's head. The dashboard is
+# off; Ray's own ports are open to the allocation's network and accept only this job's token.
 set -euo pipefail
 
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
@@ -45,7 +45,7 @@ for ((i = 1; i < ${#hosts[@]}; i++)); do
   ray_pids+=($!)
 done
 
-# The run counts the cluster's CPUs and GPUs at its start, so every node has to be there by then.
+# The run counts the cluster's CPUs and GPUs at its start, so every node must have joined by then.
 python - "$address" "${#hosts[@]}" "$start_timeout_s" <<'PY' &
 import sys
 import time
@@ -57,9 +57,11 @@ deadline = time.monotonic() + limit
 joined = 0
 while joined < wanted:
     if time.monotonic() > deadline:
-        sys.exit(f"rlcore: {joined} of {wanted} nodes joined Ray within cluster.launch.start_timeout_s={limit:g}")
+        key = f"cluster.launch.start_timeout_s={limit:g}"
+        sys.exit(f"rlcore: {joined} of {wanted} nodes joined Ray within {key}")
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, ignore_reinit_error=True)
+        quiet = {"logging_level": "ERROR", "log_to_driver": False, "ignore_reinit_error": True}
+        ray.init(address=address, **quiet)
         joined = sum(node["Alive"] for node in ray.nodes())
     except ConnectionError:
         pass
@@ -73,8 +75,9 @@ code=0
 while kill -0 "$driver" 2>/dev/null; do # a trapped signal ends `wait` early
   wait "$driver" && code=0 || code=$?
 done
-# Stopped by a signal, however it ended, or failed: both go on from the newest checkpoint, `retries` times.
+# A run that was stopped by a signal or that failed continues from its newest checkpoint, at most
+# `retries` times.
 if ((code != 0 && (stopping || code == 1) && ${SLURM_RESTART_COUNT:-0} < retries)); then
-  scontrol requeue "$SLURM_JOB_ID" # continues from the checkpoint: the command says resume=auto
+  scontrol requeue "$SLURM_JOB_ID" # the command says resume=auto
 fi
 exit "$code"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv from a lock file: requirements/install.sh [cpu|cuda]
-# Locks are complete, so pip resolves nothing: what was tested together is what is installed.
+# Locks are complete and pip resolves nothing, so exactly the tested versions are installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=${1:-cpu}
@@ -17,7 +17,7 @@ torch=$(grep '^torch==' requirements/"$profile".lock)
 if ! "${pip[@]}" "$torch" 2>/tmp/rlcore-pip.$$; then
   if [ -n "${RLCORE_TORCH_INDEX:-}" ]; then
     "${pip[@]}" --index-url "$RLCORE_TORCH_INDEX" "$torch"
-  else # uv knows the index of PyTorch's own builds
+  else # uv finds the index of PyTorch's own builds
     backend=$([ "$profile" = cpu ] && echo cpu || echo auto)
     if ! { "${pip[@]}" uv && .venv/bin/uv pip install -q --no-deps --python .venv/bin/python --torch-backend "$backend" "$torch"; } 2>>/tmp/rlcore-pip.$$; then
       cat /tmp/rlcore-pip.$$ >&2

@@ -1,27 +1,42 @@
-"""The `rlcore` command. Heavy imports happen inside the verbs, so that `--help` and a wrong key answer at once."""
+"""The `rlcore` command: dispatches its verbs. Heavy imports happen inside them, so that `--help`
+and a wrong key answer at once."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
+if TYPE_CHECKING:
+    from rlcore.config.schema import RunConfig
+
 USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language models
 
-  rlcore train experiment=NAME run_dir=DIR [key=value ...]    train; resume=auto continues a run
-  rlcore sft   experiment=NAME run_dir=DIR [key=value ...]    supervised warm-up; writes DIR/model
-  rlcore eval  run_dir=DIR [checkpoint=PATH] [key=value ...]  evaluate a run's newest (or a named) checkpoint
-  rlcore eval  model.path=FOLDER task=NAME run_dir=DIR ...    evaluate a Hugging Face folder
-  rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH]      a checkpoint as a plain Hugging Face folder
-  rlcore scale run_dir=DIR actor.<label>.count=N              add or remove rollout actors of a running job
-  rlcore launch cluster=slurm ... [dry_run=true]              start a run elsewhere (or print what would be started)
-  rlcore report DIR [DIR ...] [out=FILE]                      report.html of one run, or of several overlaid
-  rlcore doctor                                               what this machine has and lacks for a run
+  rlcore train experiment=NAME run_dir=DIR [key=value ...] [dry_run=true]
+      train (or check everything and print what would be started); resume=auto continues a run
+  rlcore sft experiment=NAME run_dir=DIR [key=value ...]
+      supervised warm-up; writes DIR/model
+  rlcore eval run_dir=DIR [checkpoint=PATH] [key=value ...]
+      evaluate a run's newest (or a named) checkpoint
+  rlcore eval model.path=FOLDER task=NAME run_dir=DIR ...
+      evaluate a Hugging Face folder
+  rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH]
+      a checkpoint as a plain Hugging Face folder
+  rlcore scale run_dir=DIR actor.<label>.count=N
+      add or remove rollout actors of a running job
+  rlcore launch cluster=slurm ... [dry_run=true]
+      start a run elsewhere (or print what would be started)
+  rlcore report DIR [DIR ...] [out=FILE]
+      report.html of one run, or of several overlaid
+  rlcore doctor
+      what this machine has and lacks for a run
 
 `rlcore train --help` lists groups, options, experiments and keys.
-Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong, 130 stopped with a checkpoint."""
+Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
+130 stopped with a checkpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(words: list[str]) -> int:
+    dry, words = _flag(words, "dry_run")
     config = _config(words)
-    from rlcore.runtime.train import train
+    if dry:
+        from rlcore.commands.dry_run import dry_run
+
+        return dry_run(config)
+    from rlcore.commands.train import train
 
     return train(config)
 
 
 def _sft(words: list[str]) -> int:
     config = _config(words)
-    from rlcore.runtime.commands import sft
+    from rlcore.commands.sft import sft
 
     return sft(config)
 
@@ -68,7 +88,7 @@ def _sft(words: list[str]) -> int:
 def _eval(words: list[str]) -> int:
     checkpoint, words = _take(words, "checkpoint")
     config = _config(_of_run(words))
-    from rlcore.runtime.commands import evaluate
+    from rlcore.commands.evaluate import evaluate
 
     return evaluate(config, checkpoint, model_named=_take(words, "model.path")[0] is not None)
 
@@ -79,7 +99,7 @@ def _export(words: list[str]) -> int:
     if out is None:
         raise UserError("out= is missing: name the folder to write the model to.")
     config = _config(_of_run(words))
-    from rlcore.runtime.commands import export
+    from rlcore.commands.export import export
 
     return export(config, checkpoint, out)
 
@@ -88,43 +108,36 @@ def _scale(words: list[str]) -> int:
     run_dir, words = _take(words, "run_dir")
     if run_dir is None:
         raise UserError("run_dir= is missing: name the run to scale.")
-    from rlcore.runtime.scale import ask, parse
+    from rlcore.commands.scale import parse, scale
 
-    ask(run_dir, parse(words))
-    return 0
+    return scale(run_dir, parse(words))
 
 
 def _launch(words: list[str]) -> int:
-    dry_run, words = _take(words, "dry_run")
-    if dry_run not in (None, "true", "false"):
-        raise UserError.choice("dry_run", dry_run, ("true", "false"))
+    dry_run, words = _flag(words, "dry_run")
     config = _config(words)
-    from rlcore.launch import LaunchSettings, launch
+    from rlcore.commands.launch import launch
 
-    return launch(
-        LaunchSettings(**config.cluster.launch.model_dump()), words, config.run_dir, dry_run=dry_run == "true"
-    )
+    return launch(config, words, dry_run=dry_run)
 
 
 def _report(words: list[str]) -> int:
-    out, dirs = _take(words, "out")
-    if not dirs:
-        raise UserError("rlcore report: name at least one run directory.")
-    from rlcore.metrics.report import write_report
+    out, run_dirs = _take(words, "out")
+    from rlcore.commands.report import report
 
-    print(write_report(dirs, out))
-    return 0
+    return report(run_dirs, out)
 
 
 def _doctor(words: list[str]) -> int:
     if words:
         raise UserError(f"rlcore doctor takes no arguments, got {' '.join(words)}.")
-    from rlcore.runtime.doctor import doctor
+    from rlcore.commands.doctor import doctor
 
     return doctor()
 
 
-def _config(words: list[str]):
+def _config(words: list[str]) -> RunConfig:
+    """Composed before a command is imported, so that a wrong key answers at once."""
     from rlcore.config.compose import load
 
     config_dir, words = _take(words, "config_dir")
@@ -132,7 +145,7 @@ def _config(words: list[str]):
 
 
 def _of_run(words: list[str]) -> list[str]:
-    """A run directory that holds a configuration is taken as it is: the other words change it."""
+    """The words, completed so that a run directory's own configuration is what they change."""
     run_dir = next((w.partition("=")[2] for w in words if w.startswith("run_dir=")), None)
     if run_dir is not None and os.path.isfile(os.path.join(run_dir, "config.yaml")):
         return [*words, "resume=auto"]
@@ -143,6 +156,14 @@ def _take(words: Sequence[str], key: str) -> tuple[str | None, list[str]]:
     """The value of `key=value` among the words, and the other words."""
     values = [w.partition("=")[2] for w in words if w.startswith(f"{key}=")]
     return (values[-1] if values else None), [w for w in words if not w.startswith(f"{key}=")]
+
+
+def _flag(words: Sequence[str], key: str) -> tuple[bool, list[str]]:
+    """Whether `key=true` is among the words, and the other words."""
+    value, others = _take(words, key)
+    if value not in (None, "true", "false"):
+        raise UserError.choice(key, value, ("true", "false"))
+    return value == "true", others
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {

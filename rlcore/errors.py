@@ -1,4 +1,4 @@
-"""Errors that a user caused and can mend. Everything else is a bug and may raise what it likes."""
+"""Errors: those that a user can fix, and those that end or interrupt a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """One sentence naming the config key, the value and what would be accepted. The command exits with 2."""
+    """One sentence naming the config key, the value and what would be accepted. The exit code is
+    2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -15,12 +16,20 @@ class UserError(Exception):
     def choice(cls, key: str, value: object, choices: Iterable[object], why: str = "") -> UserError:
         """The standard sentence for a value outside its choices."""
         listed = ", ".join(str(c) for c in choices)
-        return cls(f"{key}={value!s} is not accepted{': ' + why if why else ''}; choose one of: {listed}.")
+        return cls(
+            f"{key}={value!s} is not accepted{': ' + why if why else ''}; choose one of: {listed}."
+        )
 
 
 class DeadlineExceeded(RuntimeError):
-    """A wait ran out. The message says what was waited for, for how long, and which key sets the limit."""
+    """A wait ran out. The message says what was waited for, for how long, and which key sets the
+    limit."""
 
 
 class StageError(RuntimeError):
-    """A stage of the loop failed for good (an actor died too often, a loss was NaN): ends the run, exit code 1."""
+    """A stage of the loop failed for good (an actor died too often, a loss was NaN): ends the run,
+    exit code 1."""
+
+
+class RoleLost(StageError):
+    """A process of the run died or hangs; the run can continue from a checkpoint."""

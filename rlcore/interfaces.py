@@ -1,4 +1,8 @@
-"""The few verbs of rlcore, as protocols. Stages know these and `types`, never each other; `runtime` wires them."""
+"""The protocols of rlcore. Implementations inherit them.
+
+Stages import these and `types The protocols of the loop's clients are in
+`loop/clients.py`, those inside the learner in `learner/protocols.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,35 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from rlcore.types import Grade, Group, Item, OnPublish, Request, SamplingSpec, StepTensors, Trajectory, WeightManifest
+from rlcore.types import (
+    Grade,
+    Item,
+    OnPublish,
+    Request,
+    SamplingSpec,
+    StepTensors,
+    Trajectory,
+    WeightManifest,
+)
 
 if TYPE_CHECKING:
     import torch
 
 Split = Literal["train", "heldout"]
+Grader = Callable[[Item, str], Grade]
 
 
 class Task(Protocol):
-    """Problems and their grader. Built from plain keyword arguments; cheap to rebuild in another process."""
+    """Problems and their grader. Built from plain keyword arguments; cheap to rebuild in another
+    process."""
 
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Number of problems in a split; None if made up without end."""
+        """Number of problems in a split; None if they are generated without limit."""
 
     def item(self, split: Split, index: int) -> Item:
-        """Problem `index` of a split: the same for the same arguments, in every process, for ever."""
+        """Problem `index` of a split: always the same for the same arguments, in every process."""
 
     def grade(self, item: Item, response: str) -> Grade:
         """Judge a response. Raise when it cannot be judged: that is a failed score, not a 0."""
@@ -32,33 +47,65 @@ class Task(Protocol):
         """A correct response for supervised warm-up; None if the task has none."""
 
     def alphabet(self) -> str | None:
-        """Characters that prompts and worked answers are made of (its tokenizer comes of them); None: natural text."""
+        """Characters of prompts and worked answers, from which a fresh model's tokenizer is built;
+        None: natural text."""
 
 
-class Engine(Protocol):
-    """A sampler that can change weights between two decode steps."""
+class RolloutEngine(Protocol):
+    """A sampler whose weights change between two decode steps. One thread owns it.
+
+    Built as Engine(job), with a `rollout.specs.EngineJob`.
+    """
 
     @property
     def version(self) -> int:
         """Policy version that the tokens sampled now carry."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises ValueError for one longer than the model allows."""
-
-    def step(self) -> list[Trajectory]:
-        """One decode step; the trajectories that finished in it, unscored."""
+        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve."""
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
 
-    def unfinished(self) -> int:
-        """Requests queued or running."""
+    def step(self) -> list[Trajectory]:
+        """One decode step; the trajectories that finished in it, unscored."""
 
-    def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor], on_publish: OnPublish) -> None:
-        """Load a whole set of weights (Hugging Face names) as `version`, atomically between two steps."""
+    def unfinished(self) -> int:
+        """Requests queued, running or held back by a drain."""
+
+    def running(self) -> int:
+        """Requests in the current batch."""
+
+    def tokens_in_step(self) -> int:
+        """Tokens sampled by the last step."""
+
+    def decoding_s(self) -> dict[str, float]:
+        """Seconds of decode steps since the first token of each request that has one; waiting and
+        loading weights do not count."""
+
+    def begin_drain(self) -> None:
+        """Let the requests that have sampled a token finish; hold back all others and all new."""
+
+    def end_drain(self) -> None:
+        """Queue what was held back, in order, under the current version."""
+
+    def drained(self) -> bool:
+        """True if a drain has begun and no request is running."""
+
+    def update_weights(
+        self, version: int, tensors: Mapping[str, torch.Tensor], on_publish: OnPublish
+    ) -> None:
+        """Load a whole set of weights (Hugging Face names) as `version`, atomically between two
+        steps."""
+
+    def set_version(self, version: int) -> None:
+        """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names."""
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
 
 
 class WeightTransport(Protocol):
@@ -68,11 +115,13 @@ class WeightTransport(Protocol):
         """Learner side. Returns a handle that `receive` understands and that is cheap to send."""
 
     def receive(self, manifest: WeightManifest, handle: Any) -> dict[str, torch.Tensor]:
-        """Actor side. Raises if the payload does not hold exactly the manifest's names, shapes and dtype."""
+        """Actor side. Raises if the payload does not hold exactly the manifest's names, shapes and
+        dtype."""
 
 
 class Reduce(Protocol):
-    """Reductions over data-parallel ranks. Every rank makes the same calls in the same order, whatever its data."""
+    """Reductions over data-parallel ranks. Every rank makes the same calls in the same order,
+    whatever its data."""
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Elementwise sum over the ranks."""
@@ -83,18 +132,25 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a correction wants computed. The learner computes the union and nothing more."""
+    """What a correction wants computed. The learner computes the union and nothing more.
 
-    topk: bool = False  # the learner's own top k and its log-probs on the actor's top k: of p_new if `new`, else p_ref
+    Example: Needs(topk=True, batch_stats=True) (Jackpot towards p_ref)
+    """
+
+    # the learner's own top k, and its log-probs on the actor's: of p_new if `new`, else of p_ref
+    topk: bool = False
     new: bool = False  # p_new over the whole batch before the backward pass of every step
     batch_stats: bool = False  # statistics over the whole batch before the backward pass
     safe_set_rho: float | None = None  # constrain the learner's log-probs (DVP)
-    short_circuit: bool = False  # PPO's ratio is p_new / SG(p_new), so its clip never binds (TIS-adjusted, RAPID)
+    short_circuit: bool = False  # PPO's ratio is p_new / SG(p_new), so that its clip never binds
 
 
 @dataclass(slots=True)
 class Corrected:
-    """A correction's verdict: values the loss multiplies by, never a branch inside the loss."""
+    """A correction's verdict: values the loss multiplies by, never a branch inside the loss.
+
+    Example: Corrected(torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool), {"acceptance": 1.0})
+    """
 
     weight: torch.Tensor  # [B, T] float32, multiplies the per-token objective
     mask: torch.Tensor  # [B, T] bool, tokens that stay in the loss
@@ -102,54 +158,37 @@ class Corrected:
 
 
 class Correction(Protocol):
-    """Up to four hooks, each pure and each optional (the base class makes every one the identity).
+    """Up to four hooks, each pure and each by default the identity.
 
-    Which samples of a finished group are kept (oversampling) is the buffer's to say: `algorithm.keep_best`.
+    Which samples of a finished group are kept is the buffer's: `algorithm.keep_best`.
     """
 
-    name: str
-    needs: Needs
+    needs: Needs = Needs()
+
+    def __init__(self, spec: Any, run_seed: int) -> None:
+        """`spec`: the `CorrectionSpec` that names this method. Draws derive from `run_seed`."""
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
         """Hook 1: what the actor samples from (DVP's min-p)."""
+        return sampling
 
     # Hook 2, constraining the learner's log-probs, is declared by `needs.safe_set_rho`.
 
     def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor | None:
         """Hook 3: replace the advantages, [B, T]; None keeps them (RAPID)."""
+        return None
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        """Hook 4: weights and masks on top of those so far (TIS, MIS, veto, Jackpot, AIS)."""
+        """Hook 4: weights and masks on top of those so far (TIS, MIS, veto, Jackpot, AIS).
 
-
-class Buffer(Protocol):
-    """Admission, ledger, storage and sampling of groups."""
-
-    def room(self, published_version: int) -> int:
-        """How many groups may be admitted now without breaking the staleness bound."""
-
-    def admit(self, prompt_ids: Sequence[str], published_version: int) -> list[int]:
-        """Admit groups; returns their ids. Raises if there is no room."""
-
-    def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Scored trajectories, in any order."""
-
-    def take(self, step: int) -> list[Group] | None:
-        """The groups for the step that turns version `step` into `step + 1`, or None if they are not there yet."""
-
-
-class Learner(Protocol):
-    """One data-parallel rank."""
-
-    def train_step(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on this rank's share; returns global metrics."""
-
-
-Grader = Callable[[Item, str], Grade]
+        To a method that weighs (`CorrectionSpec.weighs`), `step.logp_ref` and its top k are of the
+        policy that weights must lead to: p_ref, or p_new where the loss carries no p_new/p_ref.
+        """
+        return current
 
 
 class Reporter(Protocol):
-    """Where the loop's numbers and words go."""
+    """Receives metrics, samples and messages of the loop."""
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
         """One object per learner step."""
@@ -157,5 +196,14 @@ class Reporter(Protocol):
     def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
         """Readable trajectories of a step."""
 
+    def evaluation_samples(
+        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Some verdicts of an evaluation of `version`, `label` "<task>/<mode>"."""
+
     def note(self, text: str) -> None:
-        """One line for the person who watches."""
+        """One line for the user."""
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        """What the run does and waits for from now on, after `step` steps."""
+        return None

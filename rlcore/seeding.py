@@ -1,4 +1,5 @@
-"""One rule for randomness: every draw is seeded from (run seed, purpose, indices), never from timing."""
+"""One rule for randomness: every draw is seeded from (run seed, purpose, indices), never from
+timing."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 
 
 def derive_seed(run_seed: int, purpose: str, *indices: int | str) -> int:
-    """A 63-bit seed that depends on nothing but its arguments, so on neither timing nor how ranks split the work."""
+    """A 63-bit seed that depends on its arguments alone: not on timing or how ranks split work."""
+    # The unit separator keeps (1, 23) and (12, 3) apart.
     text = "\x1f".join([str(int(run_seed)), purpose, *map(str, indices)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

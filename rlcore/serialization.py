@@ -1,226 +1,350 @@
-"""Trajectories and groups as bytes and back, without pickle.
+"""Trajectories and scores as bytes and text, without pickle.
 
-The container is safetensors, so any program that reads safetensors can read a run's data. All samples of a container
-are concatenated (B samples, P/T/k as in `types`):
-
-    lengths        int64   [B, 3]       prompt tokens P, response tokens T, stored top log-probs k of every sample
-    prompt_ids     int32   [sum P]
-    response_ids   int32   [sum T]
-    logp_inf       float32 [sum T]
-    token_version  int32   [sum T]
-    topk_ids       int32   [sum T*k]    row-major
-    topk_logp      float32 or float16 [sum T*k]
-    reward         float64 [B]          NaN where the score failed (see `score_status`)
-
-The metadata holds `format`, `version`, `kind` ("trajectory", "group" or "groups") and `header`, a JSON text with the
-remaining fields of every sample and group. Group g owns the next `samples` rows.
+A record (one `Trajectory`) is one safetensors file, so that any program that reads safetensors can
+read a run's data. Its arrays have the names and shapes of `Trajectory`; extra arrays are stored
+under "extra.NAME". The metadata holds `format`, `version` and the remaining fields as text, and
+`versions`, "OLDEST,NEWEST" of the tokens. Scores are JSON. The safetensors header is handled here
+by hand, in a third of the library's time, since this runs for every sample.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quote
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
-from rlcore.types import ActorKind, FinishReason, Group, ScoreStatus, Trajectory
+from rlcore.types import (
+    ActorKind,
+    Episode,
+    FinishReason,
+    Group,
+    Score,
+    ScoreStatus,
+    Trajectory,
+    request_id,
+)
 
 FORMAT = "rlcore.trajectories"
-VERSION = 1
+SCORES_FORMAT = "rlcore.scores"
+VERSION = 2
 TopkDtype = Literal["float32", "float16"]
+EXTRA = "extra."
 
-_DTYPES = {"prompt_ids": np.int32, "response_ids": np.int32, "logp_inf": np.float32, "token_version": np.int32,
-           "topk_ids": np.int32}  # fmt: skip
-_CHOICES = {"actor_kind": get_args(ActorKind), "finish_reason": get_args(FinishReason),
-            "score_status": get_args(ScoreStatus)}  # fmt: skip
-_TEXT = ("actor_id", "actor_kind", "prompt_id", "finish_reason", "purpose", "score_status", "score_error")
+_INT32, _FLOAT32, _FLOAT16, _BOOL = (np.dtype(n) for n in ("int32", "float32", "float16", "bool"))
+_DTYPES = {"token_ids": _INT32, "sampled": _BOOL, "logp_inf": _FLOAT32, "topk_ids": _INT32,
+           "topk_logp": _FLOAT32, "token_version": _INT32, "turn_starts": _INT32}  # fmt: skip
+_DIMS = dict.fromkeys(_DTYPES, 1) | {"topk_ids": 2, "topk_logp": 2}
+_NAMES = {  # numpy to safetensors
+    _BOOL: "BOOL", np.dtype("uint8"): "U8", np.dtype("int8"): "I8", np.dtype("uint16"): "U16",
+    np.dtype("int16"): "I16", np.dtype("uint32"): "U32", _INT32: "I32", np.dtype("uint64"): "U64",
+    np.dtype("int64"): "I64", _FLOAT16: "F16", _FLOAT32: "F32", np.dtype("float64"): "F64",
+}  # fmt: skip
+_KINDS = {name: dtype for dtype, name in _NAMES.items()}
+_TEXT = ("actor_id", "actor_kind", "prompt_id", "finish_reason", "draw_id", "purpose")
+_WHOLE = ("group_id", "sample_index", "part", "parts")
+_CHOICES = {"actor_kind": get_args(ActorKind), "finish_reason": get_args(FinishReason)}
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_decode = json.JSONDecoder().decode
+# what reading damaged data can raise; reported as ValueError
+_FAULTS = (LookupError, TypeError, AttributeError, OverflowError, RecursionError, ValueError)
+T = TypeVar("T")
 
 
-def dump_trajectory(trajectory: Trajectory, topk_dtype: TopkDtype = "float32") -> bytes:
-    """One trajectory as bytes. Raises ValueError if an array has another dtype or shape than `Trajectory` states."""
-    return _dump("trajectory", [trajectory], [], topk_dtype)
+@dataclass(frozen=True, slots=True)
+class RecordHeader:
+    """The fields of a record that can be read without decoding an array.
+
+    Example: RecordHeader(17, 0, "digits/train/17", "bf16-0:4", 0, 1, "train", "bf16-0", "bf16",
+    "stop", 3, 5, 3, 4)
+    """
+
+    group_id: int
+    sample_index: int
+    prompt_id: str
+    draw_id: str
+    part: int
+    parts: int
+    purpose: str
+    actor_id: str
+    actor_kind: ActorKind
+    finish_reason: FinishReason
+    tokens: int  # S, sampled tokens
+    length: int  # L, all tokens
+    oldest_version: int | None  # policy version among the sampled tokens; None without any
+    newest_version: int | None
+
+    @property
+    def request_id(self) -> str:
+        return request_id(self.purpose, self.group_id, self.sample_index)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEpisode:
+    """One scored sample as the buffer stores it. Example: StoredEpisode(score, (record,))"""
+
+    score: Score
+    records: tuple[bytes, ...]  # serialised trajectories by part
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """One group as the buffer stores it; `load_group` makes a `Group` of it.
+
+    Example: StoredGroup(17, "digits/train/17", admitted_version=3, arrival_version=4, episodes=())
+    """
+
+    group_id: int
+    prompt_id: str
+    admitted_version: int
+    arrival_version: int
+    episodes: tuple[StoredEpisode, ...]  # by sample_index, what is trained on
+
+
+def dump_trajectory(t: Trajectory, topk_dtype: TopkDtype = "float32") -> bytes:
+    """One trajectory as bytes. Raises ValueError for an array of another dtype or shape than
+    `Trajectory` states."""
+    arrays = _checked_arrays(t, topk_dtype)
+    arrays.sort(key=lambda named: -named[1].itemsize)  # each array aligned to its item size
+    entries, end = [], 0
+    for name, array in arrays:
+        start, end = end, end + array.nbytes
+        shape = ",".join(map(str, array.shape))
+        kind = _NAMES[array.dtype]
+        entries.append(
+            f'{quote(name)}:{{"dtype":"{kind}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
+        )
+    header = f'{{"__metadata__":{{{_metadata(t)}}},{",".join(entries)}}}'
+    header += " " * (-len(header) % 8)
+    size = len(header).to_bytes(8, "little")
+    return b"".join([size, header.encode("ascii"), *(array.tobytes() for _, array in arrays)])
 
 
 def load_trajectory(data: bytes) -> Trajectory:
-    """The inverse of `dump_trajectory`; `topk_logp` comes back as float32. Raises ValueError on malformed bytes."""
-    trajectories, _ = _load(data, "trajectory")
-    if len(trajectories) != 1:
-        raise ValueError(f"malformed {FORMAT} data: one trajectory expected, {len(trajectories)} found")
-    return trajectories[0]
+    """The inverse of `dump_trajectory`; `topk_logp` comes back as float32.
+
+    Arrays are read-only views of `data`. Raises ValueError on malformed bytes.
+    """
+    return _guarded(FORMAT, _trajectory, data)
 
 
-def dump_group(group: Group, topk_dtype: TopkDtype = "float32") -> bytes:
-    """One group as bytes. Raises ValueError if an array has another dtype or shape than `Trajectory` states."""
-    return _dump("group", group.trajectories, [group], topk_dtype)
+def read_header(data: bytes) -> RecordHeader:
+    """The header of a record, without decoding an array. Raises ValueError on malformed bytes."""
+    return _guarded(FORMAT, _header, data)
 
 
-def load_group(data: bytes) -> Group:
-    """The inverse of `dump_group`. Raises ValueError on malformed bytes."""
-    groups = _split(*_load(data, "group"))
-    if len(groups) != 1:
-        raise ValueError(f"malformed {FORMAT} data: one group expected, {len(groups)} found")
-    return groups[0]
+def record_bytes(length: int, sampled: int, k: int, topk_dtype: TopkDtype = "float32") -> int:
+    """Approximate bytes of a record of L tokens, S of them sampled, with k top log-probs each."""
+    # 1200: the header, with a prompt id and an actor name of usual length
+    return 1200 + 5 * length + sampled * (8 + k * (4 + np.dtype(topk_dtype).itemsize))
 
 
-def dump_groups(groups: Sequence[Group], topk_dtype: TopkDtype = "float32") -> bytes:
-    """Several groups in one container."""
-    return _dump("groups", [t for g in groups for t in g.trajectories], groups, topk_dtype)
+def load_episode(stored: StoredEpisode) -> Episode:
+    """Decode one sample. Raises ValueError on malformed bytes."""
+    return Episode([load_trajectory(record) for record in stored.records], stored.score)
 
 
-def load_groups_bytes(data: bytes) -> list[Group]:
-    """The inverse of `dump_groups`. Raises ValueError on malformed bytes."""
-    return _split(*_load(data, "groups"))
+def load_group(stored: StoredGroup) -> Group:
+    """Decode one group. Raises ValueError on malformed bytes."""
+    episodes = [load_episode(e) for e in stored.episodes]
+    return Group(
+        stored.group_id, stored.prompt_id, stored.admitted_version, episodes, stored.arrival_version
+    )
 
 
-def save_groups(path: str | Path, groups: Sequence[Group], topk_dtype: TopkDtype = "float32") -> None:
-    """Write groups to a file: beside, flushed to disk, then renamed, so that a reader never sees half of it."""
-    path = Path(path)
-    beside = path.with_name(path.name + ".partial")
-    with open(beside, "wb") as file:
-        file.write(dump_groups(groups, topk_dtype))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+def dump_scores(scores: Sequence[Score]) -> str:
+    """Scores as one JSON text; infinities and NaN are written as text, since JSON has none."""
+    rows = [
+        {
+            "group_id": int(s.group_id),
+            "sample_index": int(s.sample_index),
+            "draw_id": s.draw_id,
+            "status": s.status,
+            "reward": None if s.reward is None else _number(s.reward),
+            "parts": _numbers(s.parts),
+            "turn_rewards": [_number(r) for r in s.turn_rewards],
+            "error": s.error,
+            "seconds": _number(s.seconds),
+        }
+        for s in scores
+    ]
+    return _encode({"format": SCORES_FORMAT, "version": VERSION, "scores": rows})
 
 
-def load_groups(path: str | Path) -> list[Group]:
-    """Groups of a file written by `save_groups`. Raises ValueError naming the file if it is malformed."""
+def load_scores(text: str) -> list[Score]:
+    """The inverse of `dump_scores`. Raises ValueError on malformed text."""
+    return _guarded(SCORES_FORMAT, _scores, text)
+
+
+class _OtherVersion(ValueError):
+    """Data that is whole, but of a version that this program does not read."""
+
+
+def _guarded(what: str, read: Callable[[Any], T], data: Any) -> T:
     try:
-        return load_groups_bytes(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        return read(data)
+    except _OtherVersion:
+        raise
+    except _FAULTS as error:
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"malformed {what} data: {why}") from error
 
 
-def _dump(kind: str, trajectories: Sequence[Trajectory], groups: Iterable[Group], topk_dtype: TopkDtype) -> bytes:
+def _checked_arrays(t: Trajectory, topk_dtype: TopkDtype) -> list[tuple[str, np.ndarray]]:
     if topk_dtype not in get_args(TopkDtype):
-        raise ValueError(f"topk_dtype={topk_dtype!r} is not accepted; choose one of: {', '.join(get_args(TopkDtype))}")
-    for t in trajectories:
-        _check_arrays(t)
-    arrays = {name: _concat([getattr(t, name) for t in trajectories], dtype) for name, dtype in _DTYPES.items()}
-    with np.errstate(over="ignore"):  # below float16's range a log-prob is -inf
-        arrays["topk_logp"] = _concat([t.topk_logp for t in trajectories], np.dtype(topk_dtype))
-    shape = [(len(t.prompt_ids), len(t.response_ids), t.topk_ids.shape[1]) for t in trajectories]
-    arrays["lengths"] = np.array(shape, np.int64).reshape(-1, 3)
-    arrays["reward"] = np.array([math.nan if t.reward is None else t.reward for t in trajectories], np.float64)
-    header = {"trajectories": [_fields(t) for t in trajectories], "groups": [_group_fields(g) for g in groups]}
-    text = json.dumps(header, allow_nan=False, separators=(",", ":"))
-    return save_arrays(arrays, {"format": FORMAT, "version": str(VERSION), "kind": kind, "header": text})
-
-
-def _check_arrays(t: Trajectory) -> None:
+        raise ValueError(f"topk_dtype={topk_dtype!r} is not accepted; choose float32 or float16")
+    arrays = []
     for name, dtype in _DTYPES.items():
         array = getattr(t, name)
-        dims = 2 if name == "topk_ids" else 1
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != dims:
-            raise ValueError(f"trajectory {t.request_id}: {name} must be a {dims}-d array of {np.dtype(dtype)}")
-    if t.topk_logp.dtype not in (np.float32, np.float16) or t.topk_logp.shape != t.topk_ids.shape:
-        raise ValueError(f"trajectory {t.request_id}: topk_logp must be float32 or float16 of topk_ids' shape")
+        if name == "topk_logp":
+            array = _topk_logp(t, topk_dtype)
+            dtype = array.dtype
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != _DIMS[name]:
+            raise ValueError(
+                f"trajectory {t.request_id}: {name} must be a {_DIMS[name]}-d array of {dtype}"
+            )
+        arrays.append((name, array))
+    for name, array in t.extras.items():
+        if not isinstance(array, np.ndarray) or array.dtype not in _NAMES:
+            choices = ", ".join(map(str, _NAMES))
+            raise ValueError(f"trajectory {t.request_id}: extra array {name} must be of: {choices}")
+        arrays.append((EXTRA + name, array))
+    return arrays
 
 
-def _concat(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([p.reshape(-1) for p in parts]).astype(dtype, copy=False) if parts else np.empty(0, dtype)
+def _topk_logp(t: Trajectory, topk_dtype: TopkDtype) -> np.ndarray:
+    if t.topk_logp.dtype not in (_FLOAT32, _FLOAT16) or t.topk_logp.shape != t.topk_ids.shape:
+        raise ValueError(
+            f"trajectory {t.request_id}: topk_logp must be float32 or float16 of topk_ids' shape"
+        )
+    with np.errstate(over="ignore"):  # below float16's range a log-prob is -inf
+        return t.topk_logp.astype(topk_dtype, copy=False)
 
 
-def _fields(t: Trajectory) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: getattr(t, name) for name in _TEXT}
-    fields.update(group_id=int(t.group_id), sample_index=int(t.sample_index))
-    fields.update(reward_parts=_numbers(t.reward_parts), timings=_numbers(t.timings))
-    return fields
+def _metadata(t: Trajectory) -> str:
+    """Members of the `__metadata__` object; safetensors allows text values only."""
+    versions = t.token_version
+    span = f"{versions.min()},{versions.max()}" if len(versions) else ""
+    members = [f'"format":"{FORMAT}","version":"{VERSION}","versions":"{span}"']
+    members += [f'"{name}":{quote(getattr(t, name))}' for name in _TEXT]
+    members += [f'"{name}":"{int(getattr(t, name))}"' for name in _WHOLE]
+    timings = _encode(_numbers(t.timings)) if t.timings else "{}"
+    members.append(f'"timings":{quote(timings)}')
+    return ",".join(members)
 
 
-def _group_fields(g: Group) -> dict[str, Any]:
-    return {"group_id": int(g.group_id), "prompt_id": g.prompt_id, "admitted_version": int(g.admitted_version),
-            "arrival_version": int(g.arrival_version), "samples": len(g.trajectories)}  # fmt: skip
-
-
-def _numbers(values: dict[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN or infinity: those are written as text."""
-    return {k: float(v) if math.isfinite(v) else repr(float(v)) for k, v in values.items()}
-
-
-def _load(data: bytes, kind: str) -> tuple[list[Trajectory], list[dict[str, Any]]]:
-    """Trajectories and group headers of a container; every way of being malformed ends as ValueError."""
-    try:
-        header = _read_header(data, kind)
-        arrays = load_arrays(bytes(data))
-        return _rebuild(arrays, header["trajectories"]), list(header["groups"])
-    except (SafetensorError, KeyError, TypeError, IndexError, AttributeError, OverflowError, ValueError) as error:
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        prefix = f"malformed {FORMAT} data"
-        raise ValueError(text if text.startswith(prefix) else f"{prefix}: {text}") from error
-
-
-def _read_header(data: bytes, kind: str) -> dict[str, Any]:
-    """safetensors: 8 bytes little-endian length, then a JSON object whose `__metadata__` is ours."""
+def _parse(data: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
+    """(metadata, array entries, offset of the first array), checked against the length."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data) - 8:
         raise ValueError("truncated before the end of its header")
-    meta = json.loads(data[8 : 8 + size]).get("__metadata__") or {}
-    if meta.get("format") != FORMAT:
-        raise ValueError(f"format is {meta.get('format')!r}, expected {FORMAT!r}")
-    if meta.get("version") != str(VERSION):
-        raise ValueError(f"version is {meta.get('version')!r}, this program reads {VERSION}")
-    if meta.get("kind") != kind:
-        raise ValueError(f"kind is {meta.get('kind')!r}, expected {kind!r}")
-    return json.loads(meta["header"])
+    entries = _decode(data[8 : 8 + size].decode("ascii"))
+    metadata = entries.pop("__metadata__", None) or {}
+    _check_version(FORMAT, metadata.get("format"), metadata.get("version"))
+    end = 0
+    for name, entry in entries.items():
+        start, stop = entry["data_offsets"]
+        if start != end or type(stop) is not int or stop < start:
+            raise ValueError(f"array {name} does not begin where the one before it ends")
+        end = stop
+    if 8 + size + end != len(data):
+        raise ValueError(f"{len(data)} bytes, its header describes {8 + size + end}")
+    return metadata, entries, 8 + size
 
 
-def _rebuild(arrays: dict[str, np.ndarray], fields: list[dict[str, Any]]) -> list[Trajectory]:
-    lengths, reward = arrays["lengths"], arrays["reward"]
-    if lengths.shape != (len(fields), 3) or lengths.dtype != np.int64 or (lengths.size and lengths.min() < 0):
-        raise ValueError(f"lengths {lengths.dtype}{lengths.shape} do not describe {len(fields)} trajectories")
-    if reward.shape != (len(fields),) or reward.dtype != np.float64:
-        raise ValueError(f"reward {reward.dtype}{reward.shape} does not describe {len(fields)} trajectories")
-    prompt, tokens, entries = lengths[:, 0], lengths[:, 1], lengths[:, 1] * lengths[:, 2]
-    rows = {"prompt_ids": prompt, "topk_ids": entries, "topk_logp": entries,
-            "response_ids": tokens, "logp_inf": tokens, "token_version": tokens}  # fmt: skip
-    columns: dict[str, list[np.ndarray]] = {name: _slices(name, arrays[name], size) for name, size in rows.items()}
-    return [_trajectory(f, {n: c[i] for n, c in columns.items()}, lengths[i], reward[i]) for i, f in enumerate(fields)]
+def _check_version(expected: str, found: object, version: object) -> None:
+    if found != expected:
+        raise ValueError(f"format is {found!r}, expected {expected!r}")
+    if str(version) != str(VERSION):
+        raise _OtherVersion(
+            f"{expected} data of version {version!r} cannot be read: this program reads version "
+            f"{VERSION}, so use the rlcore that wrote it"
+        )
 
 
-def _slices(name: str, array: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    allowed = (np.dtype(np.float32), np.dtype(np.float16)) if name == "topk_logp" else (np.dtype(_DTYPES[name]),)
-    if array.dtype not in allowed or array.shape != (int(sizes.sum()),):
-        raise ValueError(f"{name} is {array.dtype}{array.shape}, expected {allowed[0]}({int(sizes.sum())},)")
-    ends = np.cumsum(sizes)
-    return [array[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist())]
+def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a record that are no arrays, without its timings."""
+    fields: dict[str, Any] = {name: metadata[name] for name in _TEXT}
+    for name, value in fields.items():
+        if not isinstance(value, str) or value not in _CHOICES.get(name, (value,)):
+            raise ValueError(f"{name}={value!r} is not a value of that field")
+    fields |= {name: int(metadata[name]) for name in _WHOLE}
+    if not 0 <= fields["part"] < fields["parts"]:
+        raise ValueError(f"part {fields['part']} of {fields['parts']}")
+    return fields
 
 
-def _trajectory(fields: dict[str, Any], arrays: dict[str, Any], lengths: np.ndarray, reward: float) -> Trajectory:
-    for name in _TEXT:
-        if not isinstance(fields[name], str) or fields[name] not in _CHOICES.get(name, (fields[name],)):
+def _header(data: bytes) -> RecordHeader:
+    metadata, entries, _ = _parse(data)
+    oldest, _, newest = metadata["versions"].partition(",")
+    return RecordHeader(
+        **_fields(metadata),
+        tokens=int(entries["logp_inf"]["shape"][0]),
+        length=int(entries["token_ids"]["shape"][0]),
+        oldest_version=int(oldest) if oldest else None,
+        newest_version=int(newest) if newest else None,
+    )
+
+
+def _trajectory(data: bytes) -> Trajectory:
+    metadata, entries, base = _parse(data)
+    arrays: dict[str, Any] = {
+        name: _array(data, base, entries.pop(name), _DIMS[name]) for name in _DTYPES
+    }
+    if arrays["topk_logp"].dtype == _FLOAT16:
+        arrays["topk_logp"] = arrays["topk_logp"].astype(_FLOAT32)
+    for name, dtype in _DTYPES.items():
+        if arrays[name].dtype != dtype:
+            raise ValueError(f"{name} is of {arrays[name].dtype}")
+    extras = {}
+    for name, entry in entries.items():
+        if not name.startswith(EXTRA):
+            raise ValueError(f"there is no array of the name {name}")
+        extras[name[len(EXTRA) :]] = _array(data, base, entry, None)
+    timings = {name: float(value) for name, value in _decode(metadata["timings"]).items()}
+    return Trajectory(**arrays, **_fields(metadata), timings=timings, extras=extras)
+
+
+def _array(data: bytes, base: int, entry: Mapping[str, Any], dims: int | None) -> np.ndarray:
+    dtype, shape = _KINDS[entry["dtype"]], entry["shape"]
+    start, stop = entry["data_offsets"]
+    count = math.prod(shape)
+    if count * dtype.itemsize != stop - start or len(shape) != (dims or len(shape)):
+        raise ValueError(f"an array of shape {shape} in {stop - start} bytes")
+    if not count:  # frombuffer refuses to make an empty array
+        return np.empty(shape, dtype)
+    return np.frombuffer(data, dtype, count, base + start).reshape(shape)
+
+
+def _scores(text: str) -> list[Score]:
+    document = _decode(text)
+    _check_version(SCORES_FORMAT, document.get("format"), document.get("version"))
+    return list(map(_score, document["scores"]))
+
+
+def _score(fields: dict[str, Any]) -> Score:
+    for name, kinds in {"group_id": int, "sample_index": int, "draw_id": str, "error": str}.items():
+        if type(fields[name]) is not kinds:
             raise ValueError(f"{name}={fields[name]!r} is not a value of that field")
-    for name in ("group_id", "sample_index"):
-        if type(fields[name]) is not int:
-            raise ValueError(f"{name}={fields[name]!r} is not an integer")
-    shape = (int(lengths[1]), int(lengths[2]))
-    arrays["topk_ids"] = arrays["topk_ids"].reshape(shape)
-    arrays["topk_logp"] = arrays["topk_logp"].reshape(shape).astype(np.float32, copy=False)
-    scored = fields["score_status"] == "ok"
-    parts = {k: float(v) for k, v in fields.pop("reward_parts").items()}
-    timings = {k: float(v) for k, v in fields.pop("timings").items()}
-    return Trajectory(**fields, **arrays, reward=float(reward) if scored else None, reward_parts=parts, timings=timings)
+    if fields["status"] not in get_args(ScoreStatus):
+        raise ValueError(f"status={fields['status']!r} is not a value of that field")
+    reward = fields.pop("reward")
+    return Score(
+        reward=None if reward is None else float(reward),
+        parts={name: float(value) for name, value in fields.pop("parts").items()},
+        turn_rewards=tuple(float(value) for value in fields.pop("turn_rewards")),
+        seconds=float(fields.pop("seconds")),
+        **fields,
+    )
 
 
-def _split(trajectories: list[Trajectory], groups: list[dict[str, Any]]) -> list[Group]:
-    """Hand each group its share of the rows."""
-    made, start = [], 0
-    try:
-        for fields in groups:
-            count = fields.pop("samples")
-            if type(count) is not int or count < 0:
-                raise ValueError(f"malformed {FORMAT} data: a group of {count!r} samples")
-            made.append(Group(**fields, trajectories=trajectories[start : start + count]))
-            start += count
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"malformed {FORMAT} data: group header: {type(error).__name__}: {error}") from error
-    if start != len(trajectories):
-        raise ValueError(f"malformed {FORMAT} data: groups of {start} samples, {len(trajectories)} trajectories")
-    return made
+def _number(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else repr(float(value))
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _number(value) for name, value in values.items()}

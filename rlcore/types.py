@@ -1,33 +1,49 @@
 """The data that flows through rlcore. Read this first, then `interfaces.py`.
 
-    Item -> Request -> Trajectory -> Group -> (learner) StepTensors -> published weights, version v
+    Item -> Request -> Trajectory (+ Score) -> Group -> StepTensors -> published weights, version v
 
-Symbols in the shape comments: P prompt tokens, T response tokens, k stored top log-probs, B sequences of a batch.
-Log-probs are natural logarithms. `p_inf` is the behaviour policy (what the actor really sampled from, after
-temperature and truncation), `p_ref` the proximal policy (the learner as the batch entered its update phase), `p_new`
-the policy being differentiated.
+Three policies are kept apart, everywhere under these names:
+
+    name here   the field's terms               what it is
+    p_inf       behaviour policy                what the actor really sampled from: its own weights,
+                                                after temperature and truncation
+    p_ref       old or proximal policy          the learner's policy as the batch entered its update
+                                                phase (not the field's "reference policy": that one
+                                                is called frozen here)
+    p_new       current policy                  the learner's policy now, being differentiated
+    frozen      reference policy                the starting policy that a KL penalty is taken to
+
+Symbols in the shape comments: L tokens of a record, S sampled tokens among them, k stored top
+log-probs, B episodes of a batch, T the most sampled tokens of any of them. Log-probs are natural
+logarithms.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:  # the pure-Python rooms must not need torch
+if TYPE_CHECKING:  # rooms in plain Python must not need torch
     import torch
 
-ScoreStatus = Literal["pending", "ok", "error", "timeout"]
+ScoreStatus = Literal["ok", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]
-# what a trajectory was sampled by; *_emulated: weights rounded to that format, arithmetic in the actor's dtype
-ActorKind = Literal["bf16", "fp8", "fp8_emulated", "int8_emulated", "int4_emulated", "sparse", "draft"]
+# What a trajectory was sampled by. *_emulated: weights rounded to that format, arithmetic in the
+# actor's dtype.
+ActorKind = Literal[
+    "bf16", "fp8", "fp8_emulated", "int8_emulated", "int4_emulated", "sparse", "draft"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One problem of a task: text only, rebuilt from (split, index) wherever it is needed."""
+    """One problem of a task: text only, rebuilt from (split, index) wherever it is needed.
+
+    Example: Item("digits/train/17", "7302=", "0237")
+    """
 
     prompt_id: str  # "<task>/<split>/<index>", unique and stable
     question: str  # what the model is asked, before any chat template
@@ -37,7 +53,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's verdict. Raising is how a grader says that it could not judge; 0.0 means wrong."""
+    """A grader's verdict. Raising is how a grader says that it could not judge; 0.0 means wrong.
+
+    Example: Grade(1.0, {"correct": 1.0, "format": 1.0})
+    """
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # e.g. {"correct": 1.0, "format": 0.5}
@@ -45,109 +64,214 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How tokens are drawn. `logp_inf` is the log-prob under exactly this distribution."""
+    """How tokens are drawn. `logp_inf` is the log-prob under exactly this distribution.
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()  # stop strings; the text is cut before them
-    logprobs_k: int = 20  # top log-probs kept for every token; 0 keeps only the sampled one; -1 keeps none
+    Example: SamplingSpec(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_new_tokens=64,
+    stop=(), logprobs_k=20)
+    """
 
-    @property
-    def full_support(self) -> bool:
-        """True when no token of the vocabulary is cut off, so that ratios against `p_inf` are unbiased."""
-        return self.top_p >= 1.0 and self.top_k == 0 and self.min_p == 0.0
+    temperature: float  # 0 is greedy
+    top_p: float  # 1: off
+    top_k: int  # 0: off
+    min_p: float  # 0: off
+    max_new_tokens: int
+    stop: tuple[str, ...]  # stop strings; the text is cut before them
+    logprobs_k: int  # top log-probs kept for every token; 0: the sampled one only; -1: none
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample to draw. Everything an actor needs; nothing about it depends on timing."""
+    """One sample to draw. Everything an actor needs; nothing about it depends on timing.
+
+    Example: Request(17, 0, "digits/train/17", np.array([3, 4, 5], np.int32), sampling, seed=1)
+    """
 
     group_id: int  # admission number of its group; negative for evaluation
     sample_index: int  # 0..n-1 within the group
     prompt_id: str
     prompt_ids: np.ndarray  # [P] int32
     sampling: SamplingSpec
-    seed: int  # derive_seed(run seed, "sample", prompt admission, sample_index)
-    purpose: str = "train"  # "train" or "eval"
+    seed: int  # derive_seed(run seed, "sample", group_id, sample_index)
+    purpose: str = "train"  # "train", or "eval/<version>/<task>/<mode>"
 
     @property
     def request_id(self) -> str:
-        return f"{self.purpose}:{self.group_id}:{self.sample_index}"
+        return request_id(self.purpose, self.group_id, self.sample_index)
+
+
+def request_id(purpose: str, group_id: int, sample_index: int) -> str:
+    """The name of one sample, unique among all that are unfinished."""
+    return f"{purpose}:{group_id}:{sample_index}"
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One finished sample with everything the learner needs to correct for how it was drawn."""
+    """One record of an episode: everything the learner needs to correct for the sampling policy.
 
-    prompt_ids: np.ndarray  # [P] int32
-    response_ids: np.ndarray  # [T] int32
-    logp_inf: np.ndarray  # [T] float32, log p_inf of the sampled tokens
-    topk_ids: np.ndarray  # [T, k] int32, most probable first; -1 where the engine had fewer
-    topk_logp: np.ndarray  # [T, k] float32 (float16 on disk if asked); -inf where topk_ids is -1
-    token_version: np.ndarray  # [T] int32, policy version that sampled each token, non-decreasing
+    A prompt is the first observation, a tool's answer a later one. Only sampled tokens have
+    log-probs, enter the loss and are counted. An episode is usually one record; where a chat
+    template rewrites what came before, it goes on in a further part.
+
+    Example, one turn, a prompt of two tokens and a response of three, k = 1:
+        token_ids      [5, 9, 4, 7, 1]
+        sampled        [0, 0, 1, 1, 1]
+        logp_inf       [-0.1, -0.7, -0.2]
+        topk_ids       [[4], [6], [1]]
+        topk_logp      [[-0.1], [-0.6], [-0.2]]
+        token_version  [3, 3, 4]              weights changed while it was sampled
+        turn_starts    [2]
+    """
+
+    token_ids: np.ndarray  # [L] int32, observations and sampled tokens in order
+    sampled: np.ndarray  # [L] bool, True where the model drew the token; False at index 0
+    logp_inf: np.ndarray  # [S] float32, log p_inf of the sampled tokens, in order
+    topk_ids: np.ndarray  # [S, k] int32, most probable first; -1 where the engine had fewer
+    topk_logp: np.ndarray  # [S, k] float32 (float16 on disk if asked); -inf where topk_ids is -1
+    token_version: np.ndarray  # [S] int32, policy version that sampled each token, non-decreasing
+    turn_starts: np.ndarray  # [turns] int32, index into token_ids at which each model turn begins
     actor_id: str
     actor_kind: ActorKind
     group_id: int
     prompt_id: str
-    sample_index: int
-    finish_reason: FinishReason
+    sample_index: int  # of the episode within its group
+    finish_reason: FinishReason  # of the last turn
+    draw_id: str  # names this drawing of the sample: after a loss it is drawn again
+    part: int = 0  # which record of its episode this is, from 0
+    parts: int = 1  # records of the episode
     purpose: str = "train"
-    score_status: ScoreStatus = "pending"
-    reward: float | None = None  # None unless score_status == "ok"
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    score_error: str = ""  # one line: what the grader raised, or the deadline it passed
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: "queue_s", "generate_s", "score_s"
+    timings: dict[str, float] = field(default_factory=dict)  # seconds: "queue_s", "generate_s"
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays by name
 
     def __post_init__(self) -> None:
-        t = len(self.response_ids)
-        if not (len(self.logp_inf) == len(self.token_version) == len(self.topk_ids) == len(self.topk_logp) == t):
-            raise ValueError(f"trajectory {self.request_id}: per-token arrays disagree on length {t}")
-        if (self.score_status == "ok") != (self.reward is not None):
-            raise ValueError(f"trajectory {self.request_id}: status {self.score_status!r} with reward {self.reward!r}")
+        name, count = self.request_id, int(np.count_nonzero(self.sampled))
+        if len(self.token_ids) != len(self.sampled):
+            raise ValueError(
+                f"trajectory {name}: {len(self.token_ids)} tokens and a mask of {len(self.sampled)}"
+            )
+        per_token = (self.logp_inf, self.token_version, self.topk_ids, self.topk_logp)
+        if any(len(values) != count for values in per_token):
+            raise ValueError(
+                f"trajectory {name}: per-token arrays disagree on {count} sampled tokens"
+            )
+        if not len(self.token_ids) or self.sampled[0]:
+            raise ValueError(
+                f"trajectory {name}: its first token is not an observation, so nothing predicts it"
+            )
+        if not 0 <= self.part < self.parts:
+            raise ValueError(f"trajectory {name}: part {self.part} of {self.parts}")
 
     @property
     def request_id(self) -> str:
-        return f"{self.purpose}:{self.group_id}:{self.sample_index}"
+        return request_id(self.purpose, self.group_id, self.sample_index)
 
-    def scored(
-        self, status: ScoreStatus, grade: Grade | None = None, error: str = "", seconds: float = 0.0
-    ) -> Trajectory:
-        """The same trajectory with a verdict; a failed score has a status and no reward."""
-        return replace(
-            self,
-            score_status=status,
-            reward=None if grade is None else grade.reward,
-            reward_parts={} if grade is None else dict(grade.parts),
-            score_error=error,
-            timings={**self.timings, "score_s": seconds},
-        )
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """[P] int32: the first observation."""
+        return self.token_ids[: int(self.turn_starts[0])]
+
+    @property
+    def sampled_ids(self) -> np.ndarray:
+        """[S] int32: the tokens that the model drew, over all turns."""
+        return self.token_ids[self.sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a grader said of one episode; it joins the episode's records in the buffer.
+
+    A failed score has a status and no reward; it is never read as 0.
+
+    Examples: Score(17, 0, "bf16-0:4", "ok", 1.0, {"correct": 1.0}),
+    Score(17, 1, "bf16-0:5", "timeout", error="the grader passed its deadline of 10 s")
+    """
+
+    group_id: int
+    sample_index: int
+    draw_id: str  # of the records it belongs to
+    status: ScoreStatus
+    reward: float | None = None  # None unless status == "ok"
+    parts: dict[str, float] = field(default_factory=dict)
+    turn_rewards: tuple[float, ...] = ()  # one a turn, where the task gives them
+    error: str = ""  # one line: what the grader raised, or the deadline it passed
+    seconds: float = 0.0  # the grading took
+
+    def __post_init__(self) -> None:
+        if (self.status == "ok") != (self.reward is not None):
+            raise ValueError(
+                f"score of sample {self.sample_index} of group {self.group_id}: status "
+                f"{self.status!r} with reward {self.reward!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a grader receives of an episode: the model's text and its identifiers. No arrays.
+
+    Example: Answer(17, 0, "bf16-0:4", "digits/train/17", "0237", tokens=5, versions=(3, 4))
+    """
+
+    group_id: int
+    sample_index: int
+    draw_id: str  # of the records it belongs to
+    prompt_id: str
+    text: str  # of the sampled tokens, cut before the first stop string
+    tokens: int  # sampled tokens
+    versions: tuple[int, int] | None = None  # oldest and newest among them; None without tokens
+    finish_reason: FinishReason = "stop"
+    purpose: str = "train"
+    prompt: str = ""  # evaluation: the prompt's text, for display
+
+    @property
+    def request_id(self) -> str:
+        return request_id(self.purpose, self.group_id, self.sample_index)
+
+
+@dataclass(slots=True)
+class Episode:
+    """All records of one sample, and its score. What group sizes and advantages count.
+
+    Example: Episode([trajectory], Score(17, 0, "bf16-0:4", "ok", 1.0))
+    """
+
+    parts: list[Trajectory]  # in order; usually one
+    score: Score
+
+    @property
+    def sample_index(self) -> int:
+        return self.score.sample_index
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(t.logp_inf) for t in self.parts)
 
 
 @dataclass(slots=True)
 class Group:
-    """All samples of one prompt under one admission: the unit of admission, sampling and training."""
+    """All episodes of one prompt under one admission: the unit of admission and training.
+
+    Example: Group(17, "digits/train/17", admitted_version=3, episodes=[...], arrival_version=4)
+    """
 
     group_id: int
     prompt_id: str
-    admitted_version: int  # published version when it was admitted: a lower bound of its tokens' versions
-    trajectories: list[Trajectory]  # by sample_index; failed scores are left out by the buffer
-    arrival_version: int = 0  # learner version when its last sample arrived: splits staleness in flight / in buffer
+    admitted_version: int  # published version at admission: a lower bound of its tokens' versions
+    episodes: list[Episode]  # by sample_index; failed scores are left out by the buffer
+    arrival_version: int = 0  # learner version as its last sample arrived: splits staleness
 
     @property
     def tokens(self) -> int:
-        """Response tokens in the group."""
-        return sum(len(t.response_ids) for t in self.trajectories)
+        """Sampled tokens in the group."""
+        return sum(e.tokens for e in self.episodes)
 
 
 @dataclass(slots=True)
 class StepTensors:
-    """What corrections and objectives see of one rank's share of a step. Right-padded, everything detached.
+    """One rank's share of a step, as corrections and objectives see it. Right-padded, detached.
 
-    Rows are sequences, columns response positions. Optional fields are None unless the pipeline asked for them;
-    p_ref's top k is there wherever actors store theirs.
+    Rows are episodes, columns their sampled tokens, over all turns and parts in order; an
+    observation has no column. Optional fields are None unless the pipeline asked for them; p_ref's
+    top k is there wherever actors store theirs.
     """
 
     mask: torch.Tensor  # [B, T] bool, sampled response tokens
@@ -158,40 +282,48 @@ class StepTensors:
     group_ids: torch.Tensor  # [B] int64
     advantages: torch.Tensor  # [B, T] float32
     token_version: torch.Tensor  # [B, T] int32
-    sample_ids: torch.Tensor  # [B] int64, unique and stable per sequence: seeds draws that must not depend on layout
+    # [B] int64, unique and stable per sequence: seeds draws that must not depend on layout
+    sample_ids: torch.Tensor
     step: int  # optimizer step, turning version `step` into `step + 1`
     topk_ids_inf: torch.Tensor | None = None  # [B, T, k] int64, -1 padded
     topk_logp_inf: torch.Tensor | None = None  # [B, T, k] float32, -inf padded
     ref_topk_ids: torch.Tensor | None = None  # [B, T, k] int64: the learner's own top k
     ref_topk_logp: torch.Tensor | None = None  # [B, T, k] float32
-    ref_logp_at_inf_ids: torch.Tensor | None = None  # [B, T, k] float32: p_ref on the actor's top-k ids
+    ref_logp_at_inf_ids: torch.Tensor | None = (
+        None  # [B, T, k] float32: p_ref on the actor's top-k ids
+    )
     new_topk_ids: torch.Tensor | None = None  # the same three under p_new
     new_topk_logp: torch.Tensor | None = None
     new_logp_at_inf_ids: torch.Tensor | None = None
-    inside: torch.Tensor | None = None  # [B, T] bool: sampled token lies in the learner's safe set (DVP)
+    inside: torch.Tensor | None = (
+        None  # [B, T] bool: sampled token lies in the learner's safe set (DVP)
+    )
     coverage: torch.Tensor | None = None  # [B, T] float32: probability mass of the safe set (DVP)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """One chunked pass over hidden states and LM head, per token position. N tokens, k top entries."""
+    """One chunked pass over hidden states and LM head: N token positions, k top entries."""
 
-    logp: torch.Tensor  # [N] float32, log-prob of the sampled token (constrained if a safe set is on)
+    # [N] float32, log-prob of the sampled token (constrained if a safe set is on)
+    logp: torch.Tensor
     entropy: torch.Tensor  # [N] float32, nats
     topk_ids: torch.Tensor | None = None  # [N, k] int64
     topk_logp: torch.Tensor | None = None  # [N, k] float32
-    logp_at_ids: torch.Tensor | None = None  # [N, k'] float32 at the ids asked for; 0-filled where the id was -1
+    logp_at_ids: torch.Tensor | None = (
+        None  # [N, k'] float32 at the ids asked for; 0-filled where the id was -1
+    )
     inside: torch.Tensor | None = None  # [N] bool
     coverage: torch.Tensor | None = None  # [N] float32
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What a publish promises: enough for an actor to prove that all of it arrived."""
+    """What a publish contains, so that an actor can verify that all of it arrived."""
 
     version: int
     names: tuple[str, ...]  # Hugging Face parameter names, tied weights once
     shapes: tuple[tuple[int, ...], ...]
     dtype: str  # "float32", "bfloat16": the dtype on the wire
-    checksums: dict[str, int]  # name -> checksum of the tensor's bits, for all names or a seeded sample of them
+    checksums: dict[str, int]  # name -> checksum of its bits, of all names or a seeded sample
     full: bool  # True when checksums covers every name (start, after a resume)

@@ -1,4 +1,4 @@
-"""What the documents tell a user to type is accepted: commands, options in tables, make targets, files."""
+"""Commands, options, make targets and files named in the documents are accepted or exist."""
 
 import re
 import shlex
@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import VERBS
+from rlcore.commands.scale import parse
 from rlcore.config.compose import load
-from rlcore.runtime.scale import parse
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "docs/CONTRIBUTING.md", "docs/faults.md"]
-PLACES = {"NAME": "quickstart", "key=value": "seed=1", "HOST:PORT": "head:6379", "NAMES": "actor_killed"}
-NEEDS = {  # what an option has no default for, so that it cannot stand alone
+DOCUMENTS = ["README.md", "docs/ARCHITECTURE.md", "docs/CONTRIBUTING.md", "docs/faults.md"]
+PLACES = {
+    "NAME": "quickstart",
+    "key=value": "seed=1",
+    "HOST:PORT": "head:6379",
+    "NAMES": "actor_killed",
+}
+NEEDS = {  # further options that one option requires
     "actor=draft": ["actor.draft.draft_path=folder"],
     "correction=[rapid]": ["algorithm=rapid"],
     "cluster=ray": ["cluster.address=head:6379"],
@@ -72,12 +77,17 @@ def test_options_named_in_the_readme_are_accepted():
     seen = 0
     for word in inline("README.md"):
         key, equals, value = word.rstrip(",;").partition("=")
-        if not equals or key in ("out", "run_dir", "resume", "k") or not key[0].islower() or not value:
+        if (
+            not equals
+            or key in ("out", "run_dir", "resume", "k")
+            or not key[0].islower()
+            or not value
+        ):
             continue
         for choice in value.split("|"):
             one = f"{key}={choice}".replace(".*.", ".bf16.")
             if key.startswith(("actor.", "task.args", "cluster.address")):
-                continue  # need the group that they belong to: the commands above have them
+                continue  # valid only with their group, as in the commands
             assert load(["run_dir=DIR", one, *NEEDS.get(one, [])]), word
             seen += 1
     assert seen > 25
@@ -86,9 +96,12 @@ def test_options_named_in_the_readme_are_accepted():
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_targets_and_files_named_in_the_documents_exist(name):
     targets = re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE)
-    for target in re.findall(r"`make ([a-z-]+)", text(name)) + re.findall(r"^make ([a-z-]+)", text(name), re.MULTILINE):
-        assert target in targets, target
-    for script in re.findall(r"\b((?:benchmarks|docs|tests|launchers|configs|rlcore)/[\w/.-]*\w\.\w+)", text(name)):
+    named = re.findall(r"`make ([a-z-]+)", text(name))
+    named += [words[1] for words in commands(name) if words[0] == "make"]
+    assert set(named) <= set(targets)
+    for script in re.findall(
+        r"\b((?:benchmarks|docs|tests|launchers|configs|rlcore)/[\w/.-]*\w\.\w+)", text(name)
+    ):
         assert "NAME" in script or (ROOT / script).exists(), script
 
 

@@ -8,7 +8,11 @@ def test_a_seed_is_the_same_in_every_process_and_version():
     assert derive_seed(0, "sample", 1, 2) == 5948520554951132763
 
 
-@given(st.integers(0, 2**40), st.sampled_from(["sample", "eval", "epoch"]), st.lists(st.integers(0, 10**6), max_size=3))
+@given(
+    st.integers(0, 2**40),
+    st.sampled_from(["sample", "eval", "epoch"]),
+    st.lists(st.integers(0, 10**6), max_size=3),
+)
 def test_every_argument_counts(seed, purpose, indices):
     base = derive_seed(seed, purpose, *indices)
     assert 0 <= base < 2**63

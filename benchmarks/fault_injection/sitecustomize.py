@@ -1,9 +1,11 @@
-"""What `benchmarks/job.py` puts into the processes of a run: faults, and a record of what was trained on.
+"""Fault injection into the processes of a run, and a log of what was trained on.
 
-Python imports this file, which is on PYTHONPATH, in every process. It waits for the module that a fault belongs to and
-changes one function there. RLCORE_FAULT names the fault. RLCORE_FAULT_MARK names a file: a fault that happens once
-creates it, so its mtime is when it happened; one that waits for a moment happens while or as soon as it is there.
-RLCORE_TRAINED names the record: a line for each optimizer step that a learner rank took, with the groups it held.
+`benchmarks/job.py` puts this folder on PYTHONPATH, so that Python imports this file in every
+process of the run. It waits until the module of a fault is imported and changes one function there.
+
+RLCORE_FAULT names the fault. RLCORE_FAULT_MARK names a file: a fault that happens once creates it;
+a fault that waits for a signal happens when, or while, the file exists. RLCORE_TRAINED names the
+log: one line for each optimizer step of a learner rank, with the groups of its share.
 """
 
 import builtins
@@ -16,12 +18,13 @@ import signal
 import sys
 import time
 
-FAULT, MARK = os.environ.get("RLCORE_FAULT", ""), os.environ.get("RLCORE_FAULT_MARK", "")
+FAULT = os.environ.get("RLCORE_FAULT", "")
+MARK = os.environ.get("RLCORE_FAULT_MARK", "")
 TRAINED = os.environ.get("RLCORE_TRAINED", "")
 
 
 def once() -> bool:
-    """True for one caller in all processes of the run."""
+    """True for exactly one caller among all processes of the run."""
     try:
         os.close(os.open(MARK, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -30,7 +33,7 @@ def once() -> bool:
 
 
 def lost_tensor(module):
-    """The engine's third update says it loaded everything and leaves one tensor as it was."""
+    """The third weight update reports success but leaves one tensor unchanged."""
     load = module.WeightExtension.rl_load
     updates = [0]
 
@@ -58,17 +61,17 @@ def nan_loss(module):
 
 
 def slow_actor(module):
-    """The first engine to start takes ten times as long for every step."""
+    """The first engine that starts takes ten times as long for every step."""
     start, step = module.VllmEngine.__init__, module.VllmEngine.step
 
-    def init(self, **arguments):
-        start(self, **arguments)
-        self._slow = once()
+    def init(self, *args, **arguments):
+        start(self, *args, **arguments)
+        self.injected_slow = once()
 
     def slow(self):
         begun = time.monotonic()
         out = step(self)
-        if getattr(self, "_slow", False):
+        if getattr(self, "injected_slow", False):
             time.sleep(9 * (time.monotonic() - begun))
         return out
 
@@ -76,7 +79,7 @@ def slow_actor(module):
 
 
 def killed_in_backward(module):
-    """Once the mark is there, a learner rank kills itself while autograd is half-way down the model."""
+    """When the mark exists, a learner rank kills itself half-way through a backward pass."""
     init = module.ZeroEngine.__init__
 
     def kill(gradient):
@@ -93,7 +96,8 @@ def killed_in_backward(module):
 
 
 def record(module):
-    """Notes the groups of every optimizer step from what the learner was given, not from the buffer's books."""
+    """Logs the groups of every optimizer step as the learner received them, independently of the
+    buffer's ledger."""
     begin, step = module.LearnerRank.begin_phase, module.LearnerRank.train_step
 
     def begin_phase(self, groups_per_step, **arguments):
@@ -103,7 +107,8 @@ def record(module):
     def train_step(self, number):
         metrics = step(self, number)
         line = {"step": number, "rank": self.rank, "groups": self._given.pop(0)}
-        with open(TRAINED, "a") as file:  # one write of less than a page: ranks do not mix their lines
+        # one write of less than a page: lines of several ranks do not mix
+        with open(TRAINED, "a") as file:
             file.write(json.dumps(line) + "\n")
         return metrics
 
@@ -111,7 +116,7 @@ def record(module):
 
 
 def fill_disk():
-    """While the mark is there, what Python writes below `checkpoints` meets a device that is always full."""
+    """While the mark exists, every file opened for writing below `checkpoints` is /dev/full."""
     real = builtins.open
 
     def full(file, mode="r", *args, **arguments):
@@ -124,18 +129,18 @@ def fill_disk():
 
 
 TARGETS = {
-    "killed_in_backward": ("rlcore.learner.deepspeed_engine", killed_in_backward),
-    "lost_tensor": ("rlcore.rollout.worker_extension", lost_tensor),
+    "killed_in_backward": ("rlcore.learner.engines.deepspeed", killed_in_backward),
+    "lost_tensor": ("rlcore.rollout.engines.vllm.worker_extension", lost_tensor),
     "nan_loss": ("rlcore.learner.update", nan_loss),
-    "slow_actor": ("rlcore.rollout.vllm_engine", slow_actor),
+    "slow_actor": ("rlcore.rollout.engines.vllm.engine", slow_actor),
 }
 CHANGES = dict([TARGETS[FAULT]] if FAULT in TARGETS else [])  # module -> what is changed in it
 if TRAINED:
-    CHANGES["rlcore.learner.learner"] = record
+    CHANGES["rlcore.learner.rank"] = record
 
 
 class Hook(importlib.abc.MetaPathFinder):
-    """Applies a change right after its module was executed."""
+    """Applies a change to a module right after it was executed."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in CHANGES:
@@ -156,5 +161,5 @@ if FAULT == "disk_full":
     fill_disk()
 elif FAULT == "clock_jump":
     real = time.time
-    # once the file is there, the wall clock of every Python process stands a day ahead
+    # while the mark exists, the wall clock of every Python process is a day ahead
     time.time = lambda: real() + (86400 if os.path.exists(MARK) else 0)

@@ -1,20 +1,23 @@
-"""Every GPU path in one table, in under eight minutes on one GPU. UNPROVEN: no GPU has run it yet.
+"""Every GPU path in one table, in under eight minutes on one GPU. Not yet run on a GPU.
 
-    python benchmarks/gpu/check.py [--shape qwen3-1.7b] [--device cuda] [--parts NAME ...] [--budget 450] [--out FILE]
+    python benchmarks/gpu/check.py [--shape qwen3-1.7b] [--device cuda] [--parts NAME ...]
+                                   [--budget 450] [--out FILE]
 
-Parts, the most valuable first, each in a process of its own under a deadline of its own (`parts.py`, `kernels.py`):
+Parts, the most valuable first; each runs in its own process (`parts.py`, `kernels.py`) with its own
+deadline:
 
-kernel   the sparse kernel of one layer against dense attention: milliseconds, and its error against plain torch
-model    a random-weight model of the shape, so that nothing is downloaded
+kernel   sparse attention kernel of one layer: milliseconds against dense, error against plain torch
+model    writes a random-weight model of the shape, so that nothing is downloaded
 bf16, sparse, fp8, fp8 + fp8 kv
-         an actor each: decoded tokens per second at 4K, 8K and 16K of context, the same batch, log-prob settings and
-         timing for all; its log-probs against transformers' forward on the same tokens (sparse: the learner's)
+         one actor each: decoded tokens per second at 4K, 8K and 16K of context, with the same
+         batch, log-prob settings and timing; its log-probs against transformers' forward on the
+         same tokens (sparse: the learner's forward)
 update   FP8 weights changed in place against a fresh engine with the same weights
 head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
 
-A part that fails, runs out of time or lacks a package is a row that says so, and the next one is tried. Every row is
-appended to FILE (JSON lines) when it is measured. `--shape tiny --device cpu` is the dry run: short contexts, FP8
-emulated, what needs CUDA skipped.
+A part that fails, times out or lacks a package is reported as a row, and the next part is tried.
+Rows are appended to FILE (JSON lines) as they are measured. `--shape tiny --device cpu` is the dry
+run: short contexts, emulated FP8, parts that need CUDA skipped.
 """
 
 from __future__ import annotations
@@ -44,13 +47,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process of the check."""
+    """One part of the check, run in its own process."""
 
     name: str
-    limit_s: float  # it is ended after that
-    least_s: float  # with less left of the budget it is not begun
+    limit_s: float  # deadline
+    least_s: float  # skipped if less than this remains of the budget
     needs: tuple[str, ...] = ("torch", "transformers", "vllm")
-    cuda: bool = False  # means nothing without a GPU
+    cuda: bool = False  # skipped without a GPU
 
 
 PARTS = (
@@ -63,25 +66,31 @@ PARTS = (
     Part("update", 110, 50),
     Part("head", 40, 15, ("torch",)),
 )
-Child = Callable[[Part, float], str | None]  # runs a part under a deadline; None, or why it failed
+# runs a part under a deadline (seconds); returns None, or why it failed
+Child = Callable[[Part, float], str | None]
 
 
 def check(
-    parts: Sequence[Part], child: Child, add: Callable[[Row], None], *, device: str, budget_s: float = BUDGET_S
+    parts: Sequence[Part],
+    child: Child,
+    add: Callable[[Row], None],
+    *,
+    device: str,
+    budget_s: float = BUDGET_S,
 ) -> None:
-    """Run the parts in order within the budget; whatever keeps one from being measured is a row."""
+    """Run the parts in order within the budget; a skipped or failed part becomes a row."""
     end = time.monotonic() + budget_s
     for part in parts:
-        left = end - time.monotonic()
+        remaining = end - time.monotonic()
         lacking = [name for name in part.needs if importlib.util.find_spec(name) is None]
         if part.cuda and device != "cuda":
             why: str | None = "skipped: needs a GPU"
         elif lacking:
             why = f"skipped: {', '.join(lacking)} not installed"
-        elif left < part.least_s:
-            why = f"skipped: time ({max(left, 0):.0f} s left)"
+        elif remaining < part.least_s:
+            why = f"skipped: time ({max(remaining, 0):.0f} s remain)"
         else:
-            failure = child(part, min(part.limit_s, left))
+            failure = child(part, min(part.limit_s, remaining))
             why = failure and f"failed: {failure}"
         if why is not None:
             add({"part": part.name, "what": why})
@@ -99,28 +108,49 @@ class Rows:
         self.show()
 
     def show(self) -> None:
-        """Print what is new; each row is told as soon as its part has ended."""
-        rows = [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        """Print the rows that were added since the last call."""
+        rows = (
+            [json.loads(line) for line in self.path.read_text().splitlines()]
+            if self.path.exists()
+            else []
+        )
         for row in rows[self._shown :]:
-            cells = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "part"]
+            cells = [
+                f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}"
+                for k, v in row.items()
+                if k != "part"
+            ]
             print(f"| {row['part']:<12} | {' | '.join(cells)} |", flush=True)
         self._shown = len(rows)
 
 
-def run_child(part: Part, deadline_s: float, rows: Rows, folder: Path, shape: str, device: str) -> str | None:
-    """A part in a process group of its own, killed as a whole at the deadline; why it failed, or None."""
+def run_child(
+    part: Part, deadline_s: float, rows: Rows, folder: Path, shape: str, device: str
+) -> str | None:
+    """Run a part in its own process group, killed at the deadline; why it failed, or None."""
     log = folder / f"{part.name.replace(' ', '')}.log"
     contexts = ",".join(map(str, CONTEXTS[device]))
-    command = [sys.executable, str(HERE / "parts.py"), part.name, str(folder), shape, device, contexts, str(rows.path)]
+    command = [
+        sys.executable,
+        str(HERE / "parts.py"),
+        part.name,
+        str(folder),
+        shape,
+        device,
+        contexts,
+        str(rows.path),
+    ]
     with log.open("w") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = child.wait(deadline_s)
             why = None if code == 0 else f"exit code {code}: {last_line(log)}"
         except subprocess.TimeoutExpired:
             why = f"time ({deadline_s:.0f} s), after: {last_line(log)}"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # an engine's own processes too
+            with contextlib.suppress(ProcessLookupError):  # also ends the processes of an engine
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait(10)
     rows.show()
@@ -141,21 +171,39 @@ def machine(device: str, shape: str) -> Row:
     name = "cpu"
     if device == "cuda":
         found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         name = found.stdout.strip().splitlines()[0]
-    return {"part": "machine", "device": name, "shape": shape, "python": sys.version.split()[0], **versions}
+    return {
+        "part": "machine",
+        "device": name,
+        "shape": shape,
+        "python": sys.version.split()[0],
+        **versions,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--device", choices=list(CONTEXTS), default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=[p.name for p in PARTS], default=[p.name for p in PARTS])
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all parts together")
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.jsonl"), help="rows as JSON lines")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[p.name for p in PARTS], default=[p.name for p in PARTS]
+    )
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="seconds for all parts together"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows as JSON lines"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the running part is ended too
+    # exits through `finally` of run_child, so that the running part is killed too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     begun = time.monotonic()
     args.out.unlink(missing_ok=True)
     rows = Rows(args.out.resolve())
@@ -167,7 +215,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         check(
             chosen,
-            lambda part, deadline_s: run_child(part, deadline_s, rows, Path(folder), args.shape, args.device),
+            lambda part, deadline_s: run_child(
+                part, deadline_s, rows, Path(folder), args.shape, args.device
+            ),
             rows.add,
             device=args.device,
             budget_s=args.budget,

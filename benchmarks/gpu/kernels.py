@@ -1,50 +1,62 @@
-"""Parts of `check.py` that need no engine: the sparse decode kernel, and the learner's LM-head pass."""
+"""Parts of `check.py` without an engine: the sparse decode kernel, the learner's LM-head pass."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from setting import Row, Setting
 
-if TYPE_CHECKING:
-    from parts import Setting
-
-Row = dict[str, Any]
 DIM = 128
 
 
 def attention(s: Setting, shape: dict[str, int]) -> None:
-    """A row a context. Models have heads of 128."""
+    """One row for each context length; heads have 128 dimensions."""
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     for context in s.contexts:
-        s.add("kernel", kernel_row(s, context, shape["num_attention_heads"], shape["num_key_value_heads"]))
+        s.add("kernel", kernel_row(s, context, heads, kv_heads))
 
 
 def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
     """One layer's decode attention on random keys, dense and sparse, both from CUDA graphs."""
-    import rlcore.rollout  # noqa: F401  sets vLLM's environment, before vLLM is imported
+    import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
 
     # isort: split
     from vllm.v1.attention.backends import fa_utils
 
     from rlcore.attention.block_topk import group_queries, page_summaries
-    from rlcore.rollout import sparse_rows_gpu as rows_gpu
+    from rlcore.rollout.engines.vllm import sparse_rows_gpu as rows_gpu
 
     version = fa_utils.get_flash_attn_version()
 
-    def flash(q: Any, k: Any, v: Any, out: Any, start: Any, lens: Any, table: Any, max_q: int, max_k: int) -> None:
-        # the pages kept need no splitting; dense decode may be split over the GPU, as vLLM lets it
+    def flash(
+        q: Any, k: Any, v: Any, out: Any, start: Any, lens: Any, table: Any, max_q: int, max_k: int
+    ) -> None:
+        # vLLM may split dense decode over the GPU; the few selected pages need no split
         fa_utils.flash_attn_varlen_func(
-            q=q, k=k, v=v, out=out, cu_seqlens_q=start, max_seqlen_q=max_q, seqused_k=lens, max_seqlen_k=max_k,
-            softmax_scale=1 / math.sqrt(DIM), causal=True, block_table=table, fa_version=version,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            cu_seqlens_q=start,
+            max_seqlen_q=max_q,
+            seqused_k=lens,
+            max_seqlen_k=max_k,
+            softmax_scale=1 / math.sqrt(DIM),
+            causal=True,
+            block_table=table,
+            fa_version=version,
             num_splits=0 if max_k == context else 1,
-        )  # fmt: skip
+        )
 
     torch.manual_seed(context)
     pages, size, batch = context // s.rule.block_size, s.rule.block_size, s.batch
-    kv = torch.randn(batch * pages + 1, kv_heads, size, 2 * DIM, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(
+        batch * pages + 1, kv_heads, size, 2 * DIM, device="cuda", dtype=torch.bfloat16
+    )
     table = (1 + torch.randperm(batch * pages, device="cuda")).view(batch, pages).int()
     lens = torch.randint(context // 2, context + 1, (batch,), device="cuda", dtype=torch.int32)
     query = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
@@ -69,19 +81,25 @@ def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
         "dense ms": dense_ms,
         "sparse ms": sparse_ms,
         "of it selection ms": milliseconds(
-            lambda: rows_gpu.kept_blocks(query, summaries, table, rows, 0, batch, rows_gpu.page_scores)
+            lambda: rows_gpu.kept_blocks(
+                query, summaries, table, rows, 0, batch, rows_gpu.page_scores
+            )
         ),
         "speed-up": dense_ms / sparse_ms,
         "max score error": float((got - want)[inside].abs().max()),
-        "max output error": float((out.float() - plain_torch(query, kv, summaries, table, rows)).abs().max()),
+        "max output error": float(
+            (out.float() - plain_torch(query, kv, summaries, table, rows)).abs().max()
+        ),
     }
 
 
 def plain_torch(query: Any, kv: Any, summaries: Any, table: Any, rows: Any) -> Any:
-    """Decode attention over the kept pages in float32, request and head at a time."""
-    from rlcore.rollout import sparse_rows_gpu as rows_gpu
+    """Decode attention over the selected pages in float32, one request and head at a time."""
+    from rlcore.rollout.engines.vllm import sparse_rows_gpu as rows_gpu
 
-    kept = rows_gpu.kept_blocks(query, summaries, table, rows, 0, len(query), rows_gpu.page_scores_reference).long()
+    kept = rows_gpu.kept_blocks(
+        query, summaries, table, rows, 0, len(query), rows_gpu.page_scores_reference
+    ).long()
     out = torch.empty_like(query, dtype=torch.float32)
     flat, group = kv.reshape(-1, *kv.shape[2:]).float(), query.shape[1] // kv.shape[1]
     for r in range(len(query)):
@@ -89,7 +107,9 @@ def plain_torch(query: Any, kv: Any, summaries: Any, table: Any, rows: Any) -> A
         for h in range(kv.shape[1]):
             k, v = flat[kept[r, h]].flatten(0, 1)[:length].split(query.shape[2], dim=-1)
             mine = slice(group * h, group * (h + 1))
-            out[r, mine] = torch.softmax(query[r, mine].float() @ k.T / math.sqrt(query.shape[2]), -1) @ v
+            out[r, mine] = (
+                torch.softmax(query[r, mine].float() @ k.T / math.sqrt(query.shape[2]), -1) @ v
+            )
     return out
 
 
@@ -113,7 +133,9 @@ def milliseconds(run: Callable[[], Any], repeats: int = 50) -> float:
 
 def head(s: Setting, shape: dict[str, int]) -> None:
     """Forward and backward of the log-probs of `n` tokens, plain and chunked."""
-    from rlcore.learner.head import HeadSpec, head_pass
+    from rlcore.learner.head import head_pass
+    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.specs import LearnerSpec
 
     torch.manual_seed(0)
     n, d, v = 64 if s.small else 8192, shape["hidden_size"], shape["vocab_size"]
@@ -125,7 +147,9 @@ def head(s: Setting, shape: dict[str, int]) -> None:
         return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     def chunked() -> Any:
-        return head_pass(hidden, weight, targets, HeadSpec(topk=20)).logp
+        return head_pass(
+            hidden, weight, targets, HeadSpec(1.0, LearnerSpec().head_chunk_tokens, topk=20)
+        ).logp
 
     found = []
     for name, run in (("plain", plain), ("chunked", chunked)):
@@ -147,7 +171,8 @@ def head(s: Setting, shape: dict[str, int]) -> None:
 
 
 def _memory(device: str, *, start: bool = False) -> int:
-    """Bytes held now, or the most since it was asked with `start`; the GPU has then finished. 0 on CPU."""
+    """With `start`: bytes allocated now, and reset the peak; without: the peak since then. 0 on
+    CPU."""
     if device != "cuda":
         return 0
     torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-"""What one engine step asks of block top-k attention: worked out once a step from lengths alone, used by all layers."""
+"""The plan of block top-k attention for one engine step, computed once from lengths and used by all
+layers."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from rlcore.attention.block_topk import BlockTopK
+from rlcore.attention.block_topk import page_budget
+from rlcore.attention.specs import SparseSpec
 
 
 @dataclass(frozen=True, slots=True)
 class DenseSpans:
-    """Leading tokens of some requests' slices that attend to everything before them. Nd tokens of Rd requests."""
+    """Leading tokens of some requests' slices that attend to everything before them: Nd tokens of
+    Rd requests.
 
-    tokens: torch.Tensor | None  # [Nd] int64, places in the step's token list; None: all tokens of the step
+    Example, request 0 of 3 prompt tokens, all dense: DenseSpans(None, [0], [0, 3], [3])
+    """
+
+    # [Nd] int64, places in the step's token list; None: all tokens of the step
+    tokens: torch.Tensor | None
     requests: torch.Tensor  # [Rd] int64
     query_start: torch.Tensor  # [Rd+1] int32, cumulative lengths of the spans
     seq_lens: torch.Tensor  # [Rd] int32, keys visible to each span's last token
@@ -21,14 +28,17 @@ class DenseSpans:
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Tokens that obey the rule, each a row of its own. Ns tokens, ascending, those of a request adjacent."""
+    """Tokens that attend by the rule, one row each: Ns tokens, ascending, those of a request
+    adjacent."""
 
     tokens: torch.Tensor | None  # [Ns] int64; None: all tokens of the step
     requests: torch.Tensor  # [Ns] int64
     pages: torch.Tensor  # [Ns] int64, pages seen, own included
     budget: torch.Tensor  # [Ns] int64
-    kept_len: torch.Tensor  # [Ns] int32, keys left: budget - 1 complete pages and the visible part of the own one
-    spans: list[tuple[int, int, int, int]]  # (request, first row, end row, most pages) for each request with rows
+    # [Ns] int32, keys that remain: budget - 1 complete pages and the visible part of the own one
+    kept_len: torch.Tensor
+    # (request, first row, end row, most pages) for each request with rows
+    spans: list[tuple[int, int, int, int]]
     max_pages: int
     width: int  # largest budget
 
@@ -44,13 +54,17 @@ class StepPlan:
 
 
 def plan_step(
-    rule: BlockTopK, query_start: torch.Tensor, seq_lens: torch.Tensor, prompt_lens: torch.Tensor | None = None
+    rule: SparseSpec,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prompt_lens: torch.Tensor | None = None,
 ) -> StepPlan:
     """Plan a step in which request r computes positions `seq_lens[r] - q_r .. seq_lens[r] - 1`.
 
-    query_start [R+1], seq_lens [R] on the CPU: as the engine gives them, mixed prefill and decode. prompt_lens [R]: the
-    prompts' true lengths; needed when the rule leaves prompts dense (RuntimeError without), whether a position is now
-    computed for the first time or again after a preemption or a weight update.
+    query_start [R+1], seq_lens [R] on the CPU: as the engine gives them, mixed prefill and decode.
+    prompt_lens [R]: the prompts' true lengths, since a position may be computed again after a
+    preemption or a weight update. Raises RuntimeError where the rule leaves prompts dense and they
+    are missing.
     """
     start = query_start.long()
     seq = seq_lens.long()
@@ -69,7 +83,7 @@ def plan_step(
 
 
 def _ragged(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, value) of the concatenation of `first[r], first[r]+1, ..` with `count[r]` values each."""
+    """(row, value) of the ranges `first[r] .. first[r] + count[r] - 1`, one after another."""
     rows = torch.repeat_interleave(torch.arange(len(count)), count)
     before = torch.cumsum(count, 0) - count
     return rows, torch.arange(len(rows)) - before[rows] + first[rows]
@@ -90,7 +104,11 @@ def _dense_spans(
 
 
 def _sparse_rows(
-    rule: BlockTopK, start: torch.Tensor, computed: torch.Tensor, count: torch.Tensor, dense_count: torch.Tensor
+    rule: SparseSpec,
+    start: torch.Tensor,
+    computed: torch.Tensor,
+    count: torch.Tensor,
+    dense_count: torch.Tensor,
 ) -> SparseRows | None:
     rows = count - dense_count
     if not int(rows.sum()):
@@ -98,11 +116,13 @@ def _sparse_rows(
     requests, tokens = _ragged(start[:-1] + dense_count, rows)
     position = tokens - start[requests] + computed[requests]
     pages = position // rule.block_size + 1
-    budget = rule.budget(pages)
+    budget = page_budget(rule, pages)
     kept = (budget - 1) * rule.block_size + position % rule.block_size + 1
     end = torch.cumsum(rows, 0).tolist()
     last_pages = ((computed + count - 1) // rule.block_size + 1).tolist()
-    spans = [(r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n]
+    spans = [
+        (r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n
+    ]
     whole = not int(dense_count.sum())
     return SparseRows(
         None if whole else tokens,

@@ -1,5 +1,6 @@
-"""The replay buffer: admission, ledger, storage and sampling of groups, as plain Python without Ray or torch."""
+"""The replay buffer: admission, ledger, storage and sampling of groups, as plain Python without Ray
+or torch."""
 
-from rlcore.buffer.store import Missing, ReplayBuffer
+from rlcore.buffer.store import ReplayBuffer, TakenBatch
 
-__all__ = ["Missing", "ReplayBuffer"]
+__all__ = ["ReplayBuffer", "TakenBatch"]

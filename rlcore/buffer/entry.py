@@ -1,37 +1,66 @@
-"""A live group as the store holds it, and the statistics of its samples."""
+"""A live group as the buffer holds it: drawings that are incomplete, samples that have arrived."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.serialization import load_trajectory
-from rlcore.types import FinishReason, Group, ScoreStatus, Trajectory
+from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
+from rlcore.types import FinishReason, Score
 
 
 @dataclass(slots=True)
-class Sample:
-    """What stays readable of a stored trajectory without decoding it."""
+class Drawing:
+    """One drawing of a sample, of which records or score are still missing."""
 
-    status: ScoreStatus
-    reward: float | None
-    reward_parts: dict[str, float]
-    tokens: int  # response tokens
+    records: dict[int, tuple[RecordHeader, bytes]] = field(default_factory=dict)  # by part
+    score: Score | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its records."""
+        return sum(len(record) for _, record in self.records.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether its score and all parts of its record are there."""
+        if self.score is None or not self.records:
+            return False
+        header, _ = next(iter(self.records.values()))
+        return len(self.records) == header.parts
+
+
+@dataclass(slots=True)
+class ArrivedSample:
+    """One sample whose record and score are both there."""
+
+    score: Score
+    tokens: int  # sampled tokens
     finish_reason: FinishReason
-    payload: bytes | None  # serialised trajectory; None where it will not be trained on
+    records: tuple[bytes, ...]  # by part; empty where it will not be trained on
 
     @classmethod
-    def of(cls, t: Trajectory, payload: bytes) -> Sample:
-        """Facts and payload of a scored trajectory; a failed score keeps no payload."""
-        usable = t.score_status == "ok"
-        parts = dict(t.reward_parts)
-        return cls(t.score_status, t.reward, parts, len(t.response_ids), t.finish_reason, payload if usable else None)
+    def of(cls, drawing: Drawing) -> ArrivedSample:
+        """A complete drawing; a failed score keeps no record."""
+        assert drawing.score is not None
+        parts = [drawing.records[part] for part in sorted(drawing.records)]
+        records = tuple(record for _, record in parts)
+        return cls(
+            drawing.score,
+            sum(header.tokens for header, _ in parts),
+            parts[-1][0].finish_reason,
+            records if drawing.score.status == "ok" else (),
+        )
 
     @property
     def usable(self) -> bool:
-        return self.status == "ok"
+        return self.score.status == "ok"
+
+    @property
+    def size(self) -> int:
+        """Bytes of its records."""
+        return sum(map(len, self.records))
 
 
 @dataclass(slots=True)
@@ -41,13 +70,15 @@ class Entry:
     group_id: int
     prompt_id: str
     admitted_version: int
-    samples: dict[int, Sample] = field(default_factory=dict)  # by sample_index
+    samples: dict[int, ArrivedSample] = field(default_factory=dict)  # by sample_index
+    # sample_index -> draw_id: a sample is drawn again when its first drawing seems lost
+    drawings: dict[int, dict[str, Drawing]] = field(default_factory=dict)
     finished: bool = False
     arrival_version: int = 0
     uses: int = 0  # committed steps
     last_step: int = -1  # newest committed step that used it
     taken_by: list[int] = field(default_factory=list)  # uncommitted steps
-    losses: int = 0  # times that whoever sampled it was lost or late
+    losses: int = 0  # times that the actor that sampled it was lost or late
 
     @property
     def task(self) -> str:
@@ -55,36 +86,59 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Payload bytes."""
-        return sum(len(s.payload) for s in self.samples.values() if s.payload is not None)
+        """Bytes of all records, those of incomplete drawings included."""
+        incomplete = sum(d.size for found in self.drawings.values() for d in found.values())
+        return incomplete + sum(s.size for s in self.samples.values())
 
-    def usable(self) -> list[Sample]:
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens that will be trained on."""
+        return sum(s.tokens for s in self.kept())
+
+    def missing(self, samples_per_group: int) -> tuple[int, ...]:
+        """Sample indices to ask for, so that the group has as many samples as it needs."""
+        absent = [i for i in range(samples_per_group) if i not in self.samples]
+        return tuple(absent[: max(0, samples_per_group - len(self.samples))])
+
+    def usable(self) -> list[ArrivedSample]:
         """Scored samples by sample_index, whether or not selection kept them."""
         return [s for _, s in sorted(self.samples.items()) if s.usable]
 
-    def kept(self) -> list[Sample]:
-        """Samples with a payload, by sample_index: what is trained on."""
-        return [s for _, s in sorted(self.samples.items()) if s.payload is not None]
+    def kept(self) -> list[ArrivedSample]:
+        """Samples with records, by sample_index: what is trained on."""
+        return [s for _, s in sorted(self.samples.items()) if s.records]
 
-    def decode(self) -> Group:
-        """The group with its kept trajectories."""
-        trajectories = [load_trajectory(s.payload) for s in self.kept() if s.payload is not None]
-        return Group(self.group_id, self.prompt_id, self.admitted_version, trajectories, self.arrival_version)
+    def stored(self) -> StoredGroup:
+        """The group as a learner rank fetches it."""
+        episodes = tuple(StoredEpisode(s.score, s.records) for s in self.kept())
+        return StoredGroup(
+            self.group_id, self.prompt_id, self.admitted_version, self.arrival_version, episodes
+        )
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state without payloads, of which only the presence is noted."""
+        """JSON-able state without records, of which the number is noted, and without scores.
+
+        Incomplete drawings are left out: after a resume their samples are asked for again.
+        """
         samples = {
-            index: {**{k: v for k, v in asdict(s).items() if k != "payload"}, "payload": s.payload is not None}
+            index: {"tokens": s.tokens, "finish_reason": s.finish_reason, "records": len(s.records)}
             for index, s in sorted(self.samples.items())
         }
-        return {**{name: getattr(self, name) for name in _PLAIN}, "taken_by": list(self.taken_by), "samples": samples}
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {**plain, "taken_by": list(self.taken_by), "samples": samples}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], payloads: Iterable[bytes]) -> Entry:
-        """The inverse of `state`; takes its payloads off the iterator in order of sample_index."""
-        source = iter(payloads)
+    def from_state(
+        cls, state: dict[str, Any], records: Iterator[bytes], scores: Iterator[Score]
+    ) -> Entry:
+        """The inverse of `state`; takes its records and scores off the iterators, in order."""
         samples = {
-            int(index): Sample(**{**fields, "payload": next(source) if fields["payload"] else None})
+            int(index): ArrivedSample(
+                next(scores),
+                fields["tokens"],
+                fields["finish_reason"],
+                tuple(next(records) for _ in range(fields["records"])),
+            )
             for index, fields in state["samples"].items()
         }
         return cls(**{name: state[name] for name in _PLAIN}, samples=samples)
@@ -94,57 +148,3 @@ _PLAIN = (
     *("group_id", "prompt_id", "admitted_version", "finished", "arrival_version"),
     *("uses", "last_step", "taken_by", "losses"),
 )
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """Running sums over every sample that arrived, kept or not. Rewards over usable samples only."""
-
-    samples: int = 0
-    tokens: int = 0
-    scored: int = 0
-    reward_sum: float = 0.0
-    reward_squares: float = 0.0
-
-    def add(self, sample: Sample) -> None:
-        """Count one sample."""
-        self.samples += 1
-        self.tokens += sample.tokens
-        if sample.reward is not None:
-            self.scored += 1
-            self.reward_sum += sample.reward
-            self.reward_squares += sample.reward**2
-
-    def metrics(self) -> dict[str, float]:
-        """Totals and means since the start of the run; they depend on when they are read."""
-        metrics = {"buffer/arrived_samples": float(self.samples), "buffer/arrived_tokens": float(self.tokens)}
-        if self.samples:
-            metrics["buffer/arrived_response_length_mean"] = self.tokens / self.samples
-        if self.scored:
-            mean = self.reward_sum / self.scored
-            metrics["buffer/arrived_reward_mean"] = mean
-            metrics["buffer/arrived_reward_std"] = math.sqrt(max(0.0, self.reward_squares / self.scored - mean**2))
-        return metrics
-
-
-def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
-    """Rewards and lengths over all usable samples of a batch, before selection, in a fixed order of summation."""
-    groups = list(entries)
-    samples = [s for e in groups for s in e.usable()]
-    rewards = [s.reward for s in samples if s.reward is not None]
-    lengths = [s.tokens for s in samples]
-    kept = [s.reward for e in groups for s in e.kept() if s.reward is not None]
-    mean = math.fsum(rewards) / len(rewards)
-    metrics = {
-        "reward/mean": mean,
-        "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
-        "response_length/mean": sum(lengths) / len(lengths),
-        "response_length/max": float(max(lengths)),
-        "response_length/truncated_share": sum(s.finish_reason == "length" for s in samples) / len(samples),
-    }
-    if len(kept) < len(rewards):
-        metrics["reward/kept_mean"] = math.fsum(kept) / len(kept)
-    for name in sorted({n for s in samples for n in s.reward_parts}):
-        values = [s.reward_parts[name] for s in samples if name in s.reward_parts]
-        metrics[f"reward_parts/{name}"] = math.fsum(values) / len(values)
-    return metrics

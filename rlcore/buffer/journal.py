@@ -1,100 +1,176 @@
-"""The buffer on disk: one folder with the state as JSON and the payloads as safetensors.
+"""The buffer on disk: one folder with the state and the scores as JSON, and the records.
 
-    state.json              {"format", "version", "checksum", "state"}: checksum of the state's JSON text
-    payloads.safetensors    payload uint8 [total], ends int64 [n]: n trajectories of `rlcore.serialization`, end to end
+    state.json     {"format", "version", "checksum", "state"}: checksum of the state's JSON text
+    scores.json    the scores of all samples (`serialization.dump_scores`)
+    records.bin    the records of `rlcore.serialization`, end to end; state["ends"] cuts them
 
-`save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name is whole. `load`
-verifies both checksums (BLAKE2b) before anything is believed.
-"""
+`save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name
+is complete. `load` verifies the checksums (BLAKE2b) of all three before it uses anything. Records
+and scores that are not paired yet are in no snapshot: their samples are asked for again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
+from rlcore.buffer.entry import Entry
+from rlcore.buffer.ledger import Ledger
+from rlcore.buffer.statistics import ArrivalTotals
 from rlcore.buffer.store import ReplayBuffer
+from rlcore.files import new_folder, replace_file
+from rlcore.serialization import dump_scores, load_scores
+from rlcore.types import Score
 
 FORMAT = "rlcore.buffer"
-VERSION = 2
-STATE, PAYLOADS = "state.json", "payloads.safetensors"
+VERSION = 3
+STATE = "state.json"
+SCORES = "scores.json"
+RECORDS = "records.bin"
 
 
 class JournalError(ValueError):
-    """A journal that is missing, damaged, or of another format; nothing of it was used."""
+    """The journal is missing, damaged or of another format. Nothing of it was loaded."""
 
 
-def save(directory: str | Path, snapshot: tuple[dict[str, Any], Sequence[bytes]]) -> None:
-    """Write `ReplayBuffer.snapshot()` to a folder that must not exist yet. Safe to run in another thread.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A buffer at one moment; records and scores by group, sample and part."""
 
-    Raises FileExistsError if the folder exists, OSError (a full disk) with nothing under the final name.
+    state: dict[str, Any]  # JSON-able
+    records: list[bytes]
+    scores: list[Score]
+
+
+def snapshot(buffer: ReplayBuffer) -> Snapshot:
+    """Cheap, since records are held by reference, and unaffected by what happens to the buffer
+    later."""
+    live, intake, batches = buffer.live, buffer.intake, buffer.batches
+    entries = [live.entries[i] for i in sorted(live.entries)]
+    samples = [s for e in entries for _, s in sorted(e.samples.items())]
+    state = {
+        "published": live.published,
+        "learner": live.learner,
+        "completed_bytes": list(live.completed_bytes),
+        "ledger": live.ledger.state(),
+        "groups": [e.state() for e in entries],
+        "duplicates": intake.duplicates,
+        "late": intake.late,
+        "failed_score": intake.failed_score,
+        "arrivals": asdict(intake.totals),
+        "next_step": batches.next_step,
+        "drawn": dict(batches.sampler.drawn),
+        "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
+        "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
+    }
+    return Snapshot(state, [r for s in samples for r in s.records], [s.score for s in samples])
+
+
+def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
+    """Continue from a snapshot: uncommitted batches will be taken again, groups in flight are
+    listed by `buffer.in_flight()`.
+
+    If the settings changed since, groups that can no longer be trained on in time are evicted as
+    stale, and groups that have as many samples as are asked for now are finished. Raises
+    LedgerError if the snapshot contradicts itself.
     """
-    directory = Path(directory)
-    if directory.exists():
-        raise FileExistsError(f"{directory} already holds a buffer journal")
-    state, payloads = snapshot
-    beside = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)  # what a killed writer left
-    beside.mkdir(parents=True)
-    ends = np.cumsum([len(p) for p in payloads], dtype=np.int64)
-    blob = save_arrays({"payload": np.frombuffer(b"".join(payloads), np.uint8), "ends": ends})
-    text = json.dumps({**state, "payloads_checksum": _checksum(blob)}, separators=(",", ":"))
-    document = {"format": FORMAT, "version": VERSION, "checksum": _checksum(text.encode()), "state": text}
-    _write(beside / PAYLOADS, blob)
-    _write(beside / STATE, json.dumps(document).encode())
-    _sync_folder(beside)
-    os.rename(beside, directory)
-    _sync_folder(directory.parent)
+    state, records, scores = saved.state, iter(saved.records), iter(saved.scores)
+    live, intake, batches = buffer.live, buffer.intake, buffer.batches
+    live.published = state["published"]
+    live.learner = state["learner"]
+    live.completed_bytes = (state["completed_bytes"][0], state["completed_bytes"][1])
+    live.ledger = Ledger.from_state(state["ledger"])
+    entries = [Entry.from_state(fields, records, scores) for fields in state["groups"]]
+    live.entries = {e.group_id: e for e in entries}
+    live.bytes = sum(e.size for e in entries)
+    intake.duplicates = state["duplicates"]
+    intake.late = state["late"]
+    intake.failed_score = state["failed_score"]
+    intake.totals = ArrivalTotals(**state["arrivals"])
+    batches.next_step = state["next_step"]
+    batches.sampler.drawn = Counter(state["drawn"])
+    batches.taken = {int(step): list(ids) for step, ids in state["taken"].items()}
+    batches.pinned = {int(step): list(ids) for step, ids in state["pinned"].items()}
+    live.check()
+    batches.check()
+    intake.resume()
+    batches.resume()
+
+
+def save(directory: str | Path, saved: Snapshot) -> None:
+    """Write a snapshot to a folder that must not exist yet. Safe to run in another thread.
+
+    Raises FileExistsError if the folder exists, OSError (a full disk) with nothing under the final
+    name.
+    """
+    records = b"".join(saved.records)
+    scores = dump_scores(saved.scores).encode()
+    ends = np.cumsum([len(record) for record in saved.records], dtype=np.int64).tolist()
+    checksums = {RECORDS: _checksum(records), SCORES: _checksum(scores)}
+    text = json.dumps({**saved.state, "ends": ends, "checksums": checksums}, separators=(",", ":"))
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "checksum": _checksum(text.encode()),
+        "state": text,
+    }
+    with new_folder(directory) as folder:
+        replace_file(folder / RECORDS, records, durable=True)
+        replace_file(folder / SCORES, scores, durable=True)
+        replace_file(folder / STATE, json.dumps(document), durable=True)
 
 
 def load(directory: str | Path, buffer: ReplayBuffer) -> None:
-    """Restore a fresh buffer from a folder written by `save`. Raises JournalError if it is missing or damaged.
+    """Restore a fresh buffer from a folder written by `save`.
 
-    Groups in flight keep their ids and admitted versions and are listed by `buffer.reissue()`.
+    Groups in flight keep their ids and admitted versions. Raises JournalError if the journal is
+    missing, damaged, or of another version.
     """
-    directory = Path(directory)
+    restore(buffer, _read(Path(directory)))
+
+
+def _read(directory: Path) -> Snapshot:
     try:
         document = json.loads((directory / STATE).read_bytes())
-        blob = (directory / PAYLOADS).read_bytes()
-        if (document["format"], document["version"]) != (FORMAT, VERSION):
-            raise JournalError(f"{directory}: not a journal of format {FORMAT} {VERSION}")
+        _check_version(directory, document)
         if _checksum(document["state"].encode()) != document["checksum"]:
             raise JournalError(f"{directory}: {STATE} does not match its checksum")
         state = json.loads(document["state"])
-        if _checksum(blob) != state["payloads_checksum"]:
-            raise JournalError(f"{directory}: {PAYLOADS} does not match its checksum")
-        arrays = load_arrays(blob)
+        records = _checked(directory, RECORDS, state)
+        scores = load_scores(_checked(directory, SCORES, state).decode())
+        ends = [0, *state["ends"]]
     except JournalError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise JournalError(f"{directory}: no readable buffer journal: {type(error).__name__}: {error}") from error
-    payload, ends = arrays["payload"].tobytes(), arrays["ends"].tolist()
-    buffer.restore(state, [payload[start:end] for start, end in zip([0, *ends[:-1]], ends)])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise JournalError(
+            f"{directory}: no readable buffer journal: {type(error).__name__}: {error}"
+        ) from error
+    return Snapshot(state, [records[start:end] for start, end in pairwise(ends)], scores)
+
+
+def _check_version(directory: Path, document: Mapping[str, Any]) -> None:
+    if document["format"] != FORMAT:
+        raise JournalError(f"{directory}: not a journal of format {FORMAT}")
+    if document["version"] != VERSION:
+        raise JournalError(
+            f"{directory}: a buffer journal of version {document['version']} cannot be read: this "
+            f"program reads version {VERSION}, so continue the run with the rlcore that wrote it"
+        )
+
+
+def _checked(directory: Path, name: str, state: Mapping[str, Any]) -> bytes:
+    data = (directory / name).read_bytes()
+    if _checksum(data) != state["checksums"][name]:
+        raise JournalError(f"{directory}: {name} does not match its checksum")
+    return data
 
 
 def _checksum(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,5 @@
-"""The ledger: every admitted group leaves exactly once, consumed by a step, evicted with a reason, or failed."""
+"""The ledger: every admitted group departs exactly once, consumed by a step, evicted with a reason,
+or failed."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-RECENT = 4096  # departures remembered by name, for messages and audits
+RECENT = 4096  # most recent departures kept by id, for messages and audits
 
 
 class LedgerError(AssertionError):
-    """The accounts do not match: a bug, never a user's mistake."""
+    """The accounts do not match: a bug in rlcore, not a user error."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Accounts of groups by outcome. Ids are given out in order, each id at most once in the life of a run."""
+    """Accounts of groups by outcome. Ids are assigned in order, each at most once in a run."""
 
     admitted: int = 0  # also the next group id
     live: set[int] = field(default_factory=set)
@@ -24,7 +25,8 @@ class Ledger:
     failed: Counter[str] = field(default_factory=Counter)  # by reason
     score_errors: int = 0  # samples, not groups
     score_timeouts: int = 0
-    recent: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=RECENT))  # (group id, how it left)
+    # (group id, how it departed)
+    recent: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def admit(self) -> int:
         """Open an account; returns the new group's id."""
@@ -39,7 +41,7 @@ class Ledger:
         self.consumed += 1
 
     def evict(self, group_id: int, reason: str) -> None:
-        """The group was given up although nothing was wrong with it."""
+        """The group was given up although it had no fault."""
         self._leave(group_id, f"evicted: {reason}")
         self.evicted[reason] += 1
 
@@ -49,12 +51,14 @@ class Ledger:
         self.failed[reason] += 1
 
     def known(self, group_id: int) -> bool:
-        """Whether this id was ever given out."""
+        """Whether this id was ever assigned."""
         return 0 <= group_id < self.admitted
 
     def _leave(self, group_id: int, how: str) -> None:
         if group_id not in self.live:
-            before = next((text for other, text in reversed(self.recent) if other == group_id), "not live")
+            before = next(
+                (text for other, text in reversed(self.recent) if other == group_id), "not live"
+            )
             raise LedgerError(f"group {group_id} cannot leave as '{how}': {before}")
         self.live.remove(group_id)
         self.recent.append((group_id, how))
@@ -64,8 +68,8 @@ class Ledger:
         evicted, failed = sum(self.evicted.values()), sum(self.failed.values())
         if self.admitted != self.consumed + len(self.live) + evicted + failed:
             raise LedgerError(
-                f"ledger: {self.admitted} admitted, but {self.consumed} consumed + {len(self.live)} live"
-                f" + {evicted} evicted + {failed} failed"
+                f"ledger: {self.admitted} admitted, but {self.consumed} consumed + "
+                f"{len(self.live)} live + {evicted} evicted + {failed} failed"
             )
 
     def metrics(self) -> dict[str, float]:

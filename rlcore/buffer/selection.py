@@ -1,27 +1,27 @@
-"""What happens to a group the moment its last sample has come: fail it, filter it, or keep its best samples."""
+"""What happens to a group when its last sample has arrived: it fails, is filtered, or keeps its
+best samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from rlcore.errors import UserError
-
-Select = Callable[[Sequence[float]], Sequence[int] | None]
+from rlcore.buffer.specs import SelectionSpec
 
 FILTERED_EQUAL = "filtered_equal_rewards"
 TOO_FEW = "too_few_samples"
+LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothing to compare
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Such a group has no advantage to learn from (dynamic sampling; DAPO, arXiv:2503.14476, eq. 11)."""
+    """Such a group has no advantage to learn from (dynamic sampling; DAPO, arXiv:2503.14476, eq.
+    11)."""
     return all(r == rewards[0] for r in rewards)
 
 
-def keep_best(rewards: Sequence[float], keep: int) -> list[int]:
-    """Indices of the `keep` highest rewards, ascending; ties go to the earlier sample."""
-    best = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))[:keep]
+def highest(rewards: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` highest rewards, ascending; ties go to the earlier sample."""
+    best = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))[:count]
     return sorted(best)
 
 
@@ -34,32 +34,13 @@ class Verdict:
     evicted: str = ""
 
 
-def best_of(keep: int, samples_per_group: int) -> Select:
-    """`keep_best` as a selection. Raises UserError unless 1 <= keep <= samples_per_group."""
-    if not 0 < keep <= samples_per_group:
-        raise UserError(
-            f"algorithm.keep_best={keep} is not accepted; choose 1 to rollout.samples_per_prompt={samples_per_group}."
-        )
-    return partial(keep_best, keep=keep)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionPolicy:
-    """Applied once per complete group, in this order: enough samples, dynamic filtering over all of them, selection."""
-
-    min_samples: int = 2  # fewer usable samples (score ok) fail the group
-    filter_equal: bool = False
-    select: Select | None = None  # rewards -> positions to keep; None keeps all
-
-    def judge(self, rewards: Sequence[float]) -> Verdict:
-        """`rewards` of the usable samples by sample_index. Raises ValueError if `select` returns bad positions."""
-        if len(rewards) < self.min_samples:
-            return Verdict(failed=TOO_FEW)
-        if self.filter_equal and all_equal(rewards):
-            return Verdict(evicted=FILTERED_EQUAL)
-        kept = None if self.select is None else self.select(list(rewards))
-        if kept is None:
-            return Verdict(kept=tuple(range(len(rewards))))
-        if not kept or len(set(kept)) != len(kept) or not all(0 <= i < len(rewards) for i in kept):
-            raise ValueError(f"select returned {list(kept)} for a group of {len(rewards)} samples")
-        return Verdict(kept=tuple(sorted(kept)))
+def judge(rewards: Sequence[float], spec: SelectionSpec, samples_per_group: int) -> Verdict:
+    """Decide what happens to a complete group. `rewards` of the usable samples (score ok), by
+    sample_index."""
+    if len(rewards) < min(LEAST_SAMPLES, samples_per_group):
+        return Verdict(failed=TOO_FEW)
+    kept = highest(rewards, len(rewards) if spec.keep_best is None else spec.keep_best)
+    # Judged over what would be trained on: the best of a mixed group are often all equal.
+    if spec.dynamic_sampling and all_equal([rewards[i] for i in kept]):
+        return Verdict(evicted=FILTERED_EQUAL)
+    return Verdict(kept=tuple(kept))

@@ -1,14 +1,17 @@
-"""Settings that do not go together, refused before anything starts. Pure functions of a `RunConfig`."""
+"""Rules that join several rooms, checked before anything starts. Pure functions of a `RunConfig`.
+
+What concerns one specification alone is in its own `check`; ranges are on the settings.
+"""
 
 from __future__ import annotations
 
 from math import isclose
 
-from rlcore.config.schema import ActorConfig, RunConfig
-from rlcore.errors import UserError
-
-RATIO_WEIGHTS = ("tis", "mis", "icepop", "jackpot", "ais", "rapid")  # each turns p_inf into p_ref or p_new by itself
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "group_mean")  # compare a sample with the others of its group
+from rlcore.config.names import check_names
+from rlcore.config.schema import RunConfig
+from rlcore.corrections.specs import DvpSpec
+from rlcore.objectives.registry import advantage_class, loss_class
+from rlcore.spec import refuse
 
 
 def check(config: RunConfig) -> RunConfig:
@@ -18,333 +21,231 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def _refuse(when: bool, sentence: str) -> None:
-    if when:
-        raise UserError(sentence)
-
-
-def _model(c: RunConfig) -> None:
-    m = c.model
-    _refuse(
-        m.path is None and m.fresh is None,
-        "model.path=null needs model.fresh: choose model=tiny or give model.path=FOLDER.",
+def _lengths(c: RunConfig) -> None:
+    max_len = c.model.max_len
+    refuse(
+        c.rollout.max_new_tokens >= max_len,
+        f"rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt: it must "
+        f"stay below model.max_len={max_len}.",
     )
-    if m.fresh is not None:
-        f = m.fresh
-        _refuse(
-            f.heads % f.kv_heads != 0,
-            f"model.fresh.heads={f.heads} must be a multiple of model.fresh.kv_heads={f.kv_heads}.",
+    for label, actor in c.actor.items():
+        tokens = actor.max_batched_tokens
+        refuse(
+            tokens is not None and tokens < max_len,
+            f"actor.{label}.max_batched_tokens={tokens} does not hold one sequence: it must be at "
+            f"least model.max_len={max_len}.",
         )
-        _refuse(f.head_dim % 2 != 0, f"model.fresh.head_dim={f.head_dim} must be even: rotary positions turn pairs.")
-    _refuse(
-        c.rollout.max_new_tokens >= m.max_len,
-        f"rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt: it must stay below "
-        f"model.max_len={m.max_len}.",
-    )
 
 
-def _rollout(c: RunConfig) -> None:
-    r, dvp = c.rollout, c.correction.dvp
+def _truncation(c: RunConfig) -> None:
+    """The learner must see the distribution that was sampled from; DVP truncates on both sides."""
+    r, dvp = c.rollout, _dvp(c)
     cut = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
     if dvp is not None:
-        _refuse(
+        # A resumed configuration may hold the value that DVP itself would set.
+        refuse(
             cut["min_p"] and not isclose(r.min_p, dvp.rho),
-            f"rollout.min_p={r.min_p} contradicts correction.dvp.rho={dvp.rho}: DVP sets min-p itself, so leave "
-            "rollout.min_p=0.",
+            f"rollout.min_p={r.min_p} contradicts correction.dvp.rho={dvp.rho}: DVP sets min-p "
+            "itself, so leave rollout.min_p=0.",
         )
         cut["min_p"] = False
     instead = "" if dvp else ", or prune on both sides with correction=[dvp,...]"
     for name, on in cut.items():
-        _refuse(
+        refuse(
             on,
-            f"rollout.{name}={getattr(r, name)} cuts tokens off for the actor and not for the learner, so every ratio "
-            f"would be biased by the kept mass: leave rollout.{name} off{instead}.",
+            f"rollout.{name}={getattr(r, name)} removes tokens for the actor and not for the "
+            "learner, so every ratio would be biased by the kept mass: leave "
+            f"rollout.{name} off{instead}.",
         )
 
 
 def _corrections(c: RunConfig) -> None:
-    names = c.correction.names
-    shown = f"correction=[{','.join(names)}]"
-    _refuse("none" in names and len(names) > 1, f"{shown} contradicts itself: none stands alone.")
-    weights = [n for n in names if n in RATIO_WEIGHTS]
-    _refuse(
+    chosen = c.correction.chosen()
+    # Each weighs by a ratio to p_inf: two would correct the same mismatch twice.
+    weights = [label for label, spec in chosen.items() if spec.weighs]
+    refuse(
         len(weights) > 1,
-        f"{shown} would correct the same ratio {len(weights)} times ({' and '.join(weights)} each weigh by it): "
-        f"keep one of {', '.join(weights)}.",
+        f"{_shown(c)} would correct the same ratio {len(weights)} times ({' and '.join(weights)} "
+        f"each weigh by it): keep one of {', '.join(weights)}.",
     )
-    jackpot, tis = c.correction.jackpot, c.correction.tis
-    _refuse(
-        jackpot is not None and jackpot.mode != "mask" and c.rollout.logprobs_k < 1,
-        f"rollout.logprobs_k={c.rollout.logprobs_k} gives correction=jackpot nothing to estimate Z from: it needs at "
-        "least 1 (the paper has 20).",
-    )
-    _refuse(
-        jackpot is not None and jackpot.short_circuit and jackpot.target != "new",
-        "correction.jackpot.short_circuit=true with correction.jackpot.target=ref leaves nothing that leads to p_new: "
-        "use correction.jackpot.target=new.",
-    )
-    for key, on in {
-        "correction.tis.adjusted": tis is not None and tis.adjusted,
-        "correction.jackpot.short_circuit": jackpot is not None and jackpot.short_circuit,
-    }.items():
-        _refuse(
-            on and c.algorithm.loss != "ppo",
-            f"{key}=true switches PPO's inner clip off, which algorithm.loss={c.algorithm.loss} does not have: use "
-            "algorithm.loss=ppo.",
+    loss = loss_class(c.algorithm.loss)
+    for label, spec in chosen.items():
+        refuse(
+            spec.needs_topk and c.rollout.logprobs_k < 1,
+            f"rollout.logprobs_k={c.rollout.logprobs_k} leaves correction={label} without the "
+            "actors' top log-probs, which it estimates from: use at least 1 (20 is usual).",
+        )
+        refuse(
+            bool(spec.inner_clip_off) and not loss.inner_clip,
+            f"correction.{label}.{spec.inner_clip_off}=true switches off an inner clip that "
+            f"algorithm.loss={c.algorithm.loss} does not have: use algorithm.loss=ppo.",
         )
 
 
-def _rapid(c: RunConfig) -> None:
-    if c.correction.rapid is None:
-        return
+def _whole_corrections(c: RunConfig) -> None:
+    """Corrections that are a policy gradient of their own (RAPID)."""
     a = c.algorithm
-    _refuse(
-        a.loss != "reinforce",
-        f"algorithm.loss={a.loss} clips or weighs by a ratio that correction=rapid already carries in its sequence "
-        "weight: use algorithm=rapid (loss=reinforce).",
-    )
-    _refuse(
-        a.advantage != "group_mean",
-        f"algorithm.advantage={a.advantage} would be replaced by correction=rapid's own importance-weighted advantage: "
-        "use algorithm=rapid (advantage=group_mean).",
-    )
-    _refuse(
-        a.keep_best is not None,
-        f"algorithm.keep_best={a.keep_best} contradicts correction=rapid, whose baseline is a mean over all samples of "
-        "a prompt: leave one of the two out.",
-    )
-
-
-def _algorithm(c: RunConfig) -> None:
-    a, n = c.algorithm, c.rollout.samples_per_prompt
-    kept = n
-    if a.keep_best is not None:
-        kept = a.keep_best
-        _refuse(
-            kept >= n,
-            f"algorithm.keep_best={kept} keeps everything: it must be below rollout.samples_per_prompt={n}.",
+    for label, spec in c.correction.chosen().items():
+        refuse(
+            spec.leads_to_new and loss_class(a.loss).carries_ratio,
+            f"algorithm.loss={a.loss} clips or weighs by a ratio that correction={label} already "
+            f"carries in its sequence weight: use algorithm={label} (loss=reinforce).",
         )
-    _refuse(
-        a.advantage in GROUP_ADVANTAGES and kept < 2,
-        f"algorithm.advantage={a.advantage} compares the samples of a group, and "
-        f"{'algorithm.keep_best' if a.keep_best else 'rollout.samples_per_prompt'}={kept} leaves one: use 2 or more, "
-        "or algorithm.advantage=reinforce.",
+        usual = spec.replaces_advantage
+        if not usual:
+            continue
+        refuse(
+            a.advantage != usual,
+            f"algorithm.advantage={a.advantage} would be replaced by correction={label}'s own "
+            f"importance-weighted advantage: use algorithm={label} (advantage={usual}).",
+        )
+        refuse(
+            a.keep_best is not None,
+            f"algorithm.keep_best={a.keep_best} contradicts correction={label}, whose baseline is "
+            "a mean over all samples of a prompt: use one or the other.",
+        )
+
+
+def _groups(c: RunConfig) -> None:
+    a, n = c.algorithm, c.rollout.samples_per_prompt
+    refuse(
+        a.keep_best is not None and a.keep_best >= n,
+        f"algorithm.keep_best={a.keep_best} keeps everything: it must be below "
+        f"rollout.samples_per_prompt={n}.",
+    )
+    key = "rollout.samples_per_prompt" if a.keep_best is None else "algorithm.keep_best"
+    kept = n if a.keep_best is None else a.keep_best
+    refuse(
+        # A group of one has an advantage of zero: nothing would be learnt, silently.
+        advantage_class(a.advantage).compares_group and kept < 2,
+        f"algorithm.advantage={a.advantage} compares the samples of a group, and {key}={kept} "
+        "leaves one: use 2 or more, or algorithm.advantage=reinforce.",
+    )
+    # The buffer can, for mixtures of tasks to come.
+    refuse(
+        c.schedule.sampling == "by_task",
+        "schedule.sampling=by_task shares the batch between training tasks, and a run has one: "
+        "choose one of: fifo, uniform.",
+    )
+    refuse(
+        c.learner.ranks > c.schedule.groups_per_step,
+        f"learner.ranks={c.learner.ranks} leaves ranks without data: a group is never split, so "
+        f"schedule.groups_per_step={c.schedule.groups_per_step} must be at least as large.",
     )
 
 
-def _schedule(c: RunConfig) -> None:
-    s = c.schedule
-    _refuse(
-        s.on_publish == "in_flight" and s.max_staleness == 0,
-        "schedule.on_publish=in_flight is pointless with schedule.max_staleness=0, since nothing is in flight when "
-        "weights are published: use on_publish=finish, or max_staleness=1 or more.",
-    )
-    _refuse(
-        s.max_uses > 1 and s.sampling != "uniform",
-        f"schedule.max_uses={s.max_uses} needs schedule.sampling=uniform: {s.sampling} takes every group once.",
-    )
-
-
-def _actors(c: RunConfig) -> None:
+def _drafts(c: RunConfig) -> None:
     for label, actor in c.actor.items():
         key = f"actor.{label}"
-        _sparse_section(key, actor)
-        _quantisation(key, actor)
-        _draft_actor(c, key, actor)
-        _refuse(
-            actor.tensor_parallel != 1 and actor.kind == "sparse",
-            f"{key}.tensor_parallel={actor.tensor_parallel} does not go with {key}.kind=sparse, whose attention lives "
-            f"in one process: use 1 and raise {key}.count.",
+        refuse(
+            actor.draft_fresh is not None and c.model.path is not None,
+            f"{key}.draft_fresh makes a model with the task's alphabet, which is not the "
+            f"vocabulary of model.path={c.model.path}: give {key}.draft_path.",
         )
-        _refuse(
-            actor.num_gpus > 1 or (actor.tensor_parallel > 1 and actor.num_gpus not in (0, 1)),
-            f"{key}.num_gpus={actor.num_gpus:g} is counted for each of the engine's {key}.tensor_parallel="
-            f"{actor.tensor_parallel} ranks: use 1 and raise {key}.tensor_parallel or {key}.count.",
+        refuse(
+            actor.kind == "draft" and c.evaluation.dense_actor is False,
+            f"evaluation.dense_actor=false would evaluate the draft of {key} instead of the "
+            "policy: leave it null or true.",
         )
-        _refuse(
-            actor.max_batched_tokens is not None and actor.max_batched_tokens < c.model.max_len,
-            f"{key}.max_batched_tokens={actor.max_batched_tokens} does not hold one sequence: it must be at least "
-            f"model.max_len={c.model.max_len}.",
-        )
-
-
-def _draft_actor(c: RunConfig, key: str, actor: ActorConfig) -> None:
-    _refuse(
-        actor.kind != "draft" and (actor.draft_path is not None or actor.draft_fresh is not None),
-        f"{key}.draft_path={actor.draft_path} and {key}.draft_fresh do not go with {key}.kind={actor.kind}: only a "
-        "draft actor has a model of its own.",
-    )
-    if actor.kind != "draft":
+    if c.learner.draft is None:
         return
-    _refuse(
-        (actor.draft_path is None) == (actor.draft_fresh is None),
-        f"{key}.draft_path={actor.draft_path}: a draft actor needs exactly one of draft_path, a model folder, and "
-        "draft_fresh, a small model made and warmed up as the policy is.",
+    refuse(
+        len(c.actor) > 1 or any(a.kind != "draft" for a in c.actor.values()),
+        "learner.draft trains the draft on its own rollouts: every actor must be of one and the "
+        "same kind=draft (actor=draft).",
     )
-    _refuse(
-        actor.draft_fresh is not None and c.model.path is not None,
-        f"{key}.draft_fresh makes a model with the task's alphabet, which is not the vocabulary of "
-        f"model.path={c.model.path}: give {key}.draft_path.",
-    )
-    _refuse(
-        c.evaluation.dense_actor is False,
-        f"evaluation.dense_actor=false would evaluate the draft of {key} instead of the policy: leave it null or true.",
+    refuse(
+        _dvp(c) is not None,
+        f"{_shown(c)} cannot go with learner.draft: its learner takes log-probs over the whole "
+        "vocabulary, and dvp's actors sample from the safe set; use one or the other.",
     )
 
 
-def _companions(c: RunConfig) -> None:
-    """What is trained beside the policy, or through the actors' attention."""
+def _sparse_learning(c: RunConfig) -> None:
+    """The learner follows the actors' sparse attention: by a copy beside the policy, or itself."""
     learner, actors = c.learner, list(c.actor.items())
-    same_rule = all(a.sparse is not None and a.sparse == actors[0][1].sparse for _, a in actors)
-    sparse_only = {"learner.distill": learner.distill is not None, "learner.train_sparse": learner.train_sparse}
-    for key, on in sparse_only.items():
-        _refuse(
-            on and not same_rule,
-            f"{key} needs every actor to be sparse with one and the same actor.*.sparse section: it has "
-            f"{', '.join(f'actor.{label}.kind={a.kind}' for label, a in actors)}.",
+    rules = [actor.sparse for _, actor in actors]
+    same_rule = rules[0] is not None and all(rule == rules[0] for rule in rules)
+    kinds = ", ".join(f"actor.{label}.kind={actor.kind}" for label, actor in actors)
+    on = {
+        "learner.distill": learner.distill is not None,
+        "learner.train_sparse": learner.train_sparse,
+    }
+    for key in (key for key, used in on.items() if used):
+        refuse(
+            not same_rule,
+            f"{key} needs every actor to be sparse with one and the same actor.*.sparse section: "
+            f"it has {kinds}.",
         )
-    if learner.distill is not None:
-        _refuse(learner.train_sparse, "learner.distill and learner.train_sparse=true are two methods: choose one.")
-        _refuse(
-            learner.lora is not None,
-            "learner.distill puts its own adapters on a policy that is trained whole: leave learner.lora=null.",
-        )
-        _refuse(
-            learner.zero_stage == 3,
-            "learner.zero_stage=3 splits the weights that learner.distill's sparse copy shares: choose 0, 1 or 2.",
-        )
-        _refuse(
-            learner.distill.kl == "topk" and c.rollout.logprobs_k < 1,
-            f"learner.distill.kl=topk needs the actors' top log-probs, and rollout.logprobs_k={c.rollout.logprobs_k}.",
-        )
-        _refuse(
-            c.correction.dvp is not None,
-            f"correction=[{','.join(c.correction.names)}] cannot go with learner.distill: to dvp a token outside the "
-            "policy's safe set has no log-prob for the sparse copy to follow; leave one of the two out.",
-        )
-    kinds = {a.kind for _, a in actors}
-    _refuse(
-        learner.draft is not None and (kinds != {"draft"} or len(actors) > 1),
-        "learner.draft trains the draft on its own rollouts: every actor must be of one and the same kind=draft "
-        "(actor=draft).",
+    if learner.distill is None:
+        return
+    # The learner's own top k is not what the sparse actors drew from.
+    refuse(
+        learner.distill.kl == "topk" and c.rollout.logprobs_k < 1,
+        "learner.distill.kl=topk needs the actors' top log-probs, and "
+        f"rollout.logprobs_k={c.rollout.logprobs_k}: use at least 1.",
     )
-    _refuse(
-        learner.draft is not None and c.correction.dvp is not None,
-        f"correction=[{','.join(c.correction.names)}] cannot go with learner.draft: its learner takes log-probs over "
-        "the whole vocabulary, and dvp's actors sample from the safe set; leave one of the two out.",
-    )
-    several = learner.distill is not None or "draft" in kinds
-    _refuse(
-        several and c.cluster.transport in ("nccl", "gloo"),
-        f"cluster.transport={c.cluster.transport} sends one set of weights to all, and this run has actors with "
-        "weights of their own: choose object_store or disk.",
-    )
-
-
-def _sparse_section(key: str, actor: ActorConfig) -> None:
-    _refuse(
-        (actor.kind == "sparse") != (actor.sparse is not None),
-        f"{key}.kind={actor.kind} {'needs' if actor.kind == 'sparse' else 'takes no'} {key}.sparse section: choose "
-        "actor=sparse for both.",
-    )
-    if actor.sparse is not None:
-        _refuse(
-            (actor.sparse.blocks is None) == (actor.sparse.share is None),
-            f"{key}.sparse.blocks={actor.sparse.blocks} and {key}.sparse.share={actor.sparse.share}: give exactly "
-            "one of the two, the budget in pages or as a share of the context.",
-        )
-
-
-def _quantisation(key: str, actor: ActorConfig) -> None:
-    on_cpu = actor.num_gpus == 0
-    _refuse(
-        actor.fp8_kv_cache and on_cpu,
-        f"{key}.fp8_kv_cache=true needs a GPU: CPUs have no FP8 kernels (set {key}.num_gpus=1).",
-    )
-    _refuse(
-        actor.fp8_kv_cache and actor.kind not in ("bf16", "fp8"),
-        f"{key}.fp8_kv_cache=true does not go with {key}.kind={actor.kind}: choose kind=bf16 or fp8.",
-    )
-    _refuse(
-        actor.rounding != "none" and actor.kind not in ("bf16", "fp8"),
-        f"{key}.rounding={actor.rounding} would hide {key}.kind={actor.kind} in what trajectories say of their actor: "
-        "use rounding=none, or kind=bf16 or fp8.",
-    )
-    _refuse(
-        actor.rounding != "none" and not on_cpu,
-        f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus={actor.num_gpus:g} has the "
-        "real thing: use rounding=none with kind=fp8.",
-    )
-    _refuse(
-        actor.scales != "tensor" and actor.rounding == "none" and actor.kind != "fp8",
-        f"{key}.scales={actor.scales} is about quantised weights, and {key}.kind={actor.kind} has none: leave it "
-        "tensor.",
-    )
-    _refuse(
-        actor.kind == "fp8" and on_cpu and actor.rounding == "none",
-        f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, or {key}.num_gpus=1.",
-    )
-
-
-def _learner(c: RunConfig) -> None:
-    learner = c.learner
-    _refuse(
-        learner.attention == "flash_attention_2" and learner.num_gpus == 0,
-        "learner.attention=flash_attention_2 needs a GPU: set learner.num_gpus=1 or learner.attention=sdpa.",
-    )
-    _refuse(
-        learner.num_gpus > 1,
-        f"learner.num_gpus={learner.num_gpus:g} is per rank, and a rank drives one GPU: raise learner.ranks instead.",
-    )
-    _refuse(
-        learner.ranks > c.schedule.groups_per_step,
-        f"learner.ranks={learner.ranks} leaves ranks without data: a group is never split, so schedule.groups_per_step="
-        f"{c.schedule.groups_per_step} must be at least as large.",
-    )
-    _refuse(
-        learner.zero_stage == 0 and (learner.dtype == "bfloat16" or (learner.dtype == "auto" and learner.num_gpus > 0)),
-        f"learner.zero_stage=0 would accumulate gradients in bfloat16, which learner.dtype={learner.dtype} with "
-        f"learner.num_gpus={learner.num_gpus:g} means: choose 1, 2 or 3, or learner.dtype=float32.",
+    refuse(
+        _dvp(c) is not None,
+        f"{_shown(c)} cannot go with learner.distill: under dvp a token outside the policy's safe "
+        "set has no log-prob for the sparse copy to follow; use one or the other.",
     )
 
 
 def _transport(c: RunConfig) -> None:
-    without = [f"actor.{label}" for label, actor in c.actor.items() if actor.num_gpus == 0]
-    if c.learner.num_gpus == 0:
-        without.insert(0, "learner")
-    _refuse(
-        c.cluster.transport == "nccl" and bool(without),
-        f"cluster.transport=nccl joins GPUs, and {' and '.join(without)} has num_gpus=0: use object_store or disk.",
+    transport = c.cluster.transport
+    # A broadcast reaches every member of the group with the same tensors.
+    several = c.learner.distill is not None or any(a.kind == "draft" for a in c.actor.values())
+    refuse(
+        several and c.cluster.joined,
+        f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
+        "with weights of their own: choose object_store or disk.",
+    )
+    roles = {"learner": c.learner.num_gpus == 0} | {
+        f"actor.{label}": actor.on_cpu for label, actor in c.actor.items()
+    }
+    without = [role for role, on_cpu in roles.items() if on_cpu]
+    refuse(
+        transport == "nccl" and bool(without),
+        f"cluster.transport=nccl joins GPUs, and {' and '.join(without)} "
+        f"{'has' if len(without) == 1 else 'have'} num_gpus=0: use object_store or disk.",
     )
 
 
 def _evaluation(c: RunConfig) -> None:
-    _refuse(
+    refuse(
         c.task.name in c.evaluation.tasks,
-        f"evaluation.tasks.{c.task.name} repeats the training task, which is evaluated anyway: give it another label.",
+        f"evaluation.tasks.{c.task.name} repeats the training task, which is evaluated anyway: "
+        "give it another label.",
     )
-
-
-def _checkpoint(c: RunConfig) -> None:
+    # A wrong name would only show after the first evaluation, perhaps hours later.
     best = c.checkpoint.keep_best
     starts = [f"eval/{label}/" for label in (c.task.label, *c.evaluation.tasks)]
-    _refuse(
+    refuse(
         best is not None and not best.startswith(tuple(starts)),
-        f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with {' or '.join(starts)}.",
+        f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with "
+        f"{' or '.join(starts)}.",
     )
+
+
+def _dvp(c: RunConfig) -> DvpSpec | None:
+    found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
+    return next(found, None)
+
+
+def _shown(c: RunConfig) -> str:
+    return f"correction=[{','.join(c.correction.names)}]"
 
 
 RULES = (
-    _model,
-    _rollout,
+    check_names,
+    _lengths,
+    _truncation,
     _corrections,
-    _rapid,
-    _algorithm,
-    _schedule,
-    _actors,
-    _companions,
-    _learner,
+    _whole_corrections,
+    _groups,
+    _drafts,
+    _sparse_learning,
     _transport,
     _evaluation,
-    _checkpoint,
 )

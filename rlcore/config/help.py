@@ -1,4 +1,5 @@
-"""Text of `rlcore train --help`: groups, experiments and every key with type, default and meaning, from the schema."""
+"""Text of `rlcore train --help`: groups, experiments and every key with type, default and meaning,
+from the schema."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlcore.config.compose import LABELLED, groups
+from rlcore.config.groups import LABELLED, groups
+from rlcore.config.names import registered
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import section
 
@@ -25,21 +28,32 @@ def text(config_dir: str | Path | None = None) -> str:
     """The whole help, ready to print."""
     found = groups(config_dir)
     options = {name: files for name, files in sorted(found.items()) if name != "experiment"}
+    lists = " and ".join(LABELLED)
     lines = [
         USAGE,
-        f"Groups, group=option ({' and '.join(LABELLED)} also take a list, e.g. correction=[dvp,mis,veto]):",
+        f"Groups, group=option ({lists} also take a list, e.g. correction=[dvp,mis,veto]):",
     ]
     for name, files in options.items():
-        lines += [f"  {name}", *(f"    {option:<14}{_about(file)}" for option, file in files.items())]
+        lines += [
+            f"  {name}",
+            *(f"    {option:<14}{_about(file)}" for option, file in files.items()),
+        ]
     lines += ["", "Experiments, experiment=NAME:"]
     lines += [f"  {name:<22}{_about(file)}" for name, file in found.get("experiment", {}).items()]
-    lines += ["", "Keys, key=value (LABEL: a name such as bf16 of the selected actor):", *_keys(RunConfig, "")]
+    lines += [
+        "",
+        "A correction of your own: correction.LABEL={name: path/to/file.py:MySpec, key: value}",
+        "",
+        "Keys, key=value (LABEL: a name such as bf16 of the selected actor):",
+        *_keys(RunConfig, ""),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _about(file: Path) -> str:
     """The first comment of an option's file that says what it is."""
     for line in file.read_text(encoding="utf-8").splitlines():
+        # "# @package" is Hydra's
         if line.startswith("# ") and not line.startswith("# @"):
             return line[2:]
     return ""
@@ -51,8 +65,17 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
         if inner is not None:
             yield from _keys(inner, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
         else:
-            head = f"{prefix}{name}: {_type(info.annotation)}{_default(info)}"
-            yield f"  {head:<66} {info.description or ''}".rstrip()
+            key = f"{prefix}{name}"
+            # Their type is a string, since a user's own name may stand there.
+            names = registered(key)
+            kind = "|".join([*names, "file.py:Class"]) if names else _type(info.annotation)
+            yield f"  {f'{key}: {kind}{_default(info)}':<66} {_meaning(info)}".rstrip()
+
+
+def _meaning(info: FieldInfo) -> str:
+    extra = info.json_schema_extra
+    unit = extra.get("unit") if isinstance(extra, dict) else None
+    return f"{info.description or ''}{f' [{unit}]' if unit else ''}"
 
 
 def _type(annotation: Any) -> str:
@@ -61,9 +84,11 @@ def _type(annotation: Any) -> str:
         return "|".join(json.dumps(a).strip('"') for a in args)
     if annotation is type(None):
         return "null"
+    if origin is tuple and args[-1] is ...:
+        return f"list[{_type(args[0])}]"  # as YAML and the command line write it
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(_type(a) for a in args)}]"
-    if args:
+    if origin in (Union, UnionType):
         return "|".join(_type(a) for a in args)
     return getattr(annotation, "__name__", str(annotation))
 
@@ -72,4 +97,6 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return " (required)"
     value = info.get_default(call_default_factory=True, validated_data={})
-    return "" if value is PydanticUndefined else f" = {shorten(json.dumps(value), 40, placeholder=' ...')}"
+    if value is PydanticUndefined:
+        return ""
+    return f" = {shorten(json.dumps(value), 40, placeholder=' ...')}"

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rlcore.config.schema import EvalTask, RunConfig
+from rlcore.config.corrections import CorrectionList
+from rlcore.config.schema import RunConfig
+from rlcore.rollout.specs import ActorSpec
+from rlcore.tasks.specs import EvalTaskSpec
 
-AnyTask = TypeVar("AnyTask", bound=EvalTask)
-FILES = ("train_path", "heldout_path")  # task arguments that name a file
+AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
+# Arguments of shipped tasks that name a file. A user's own task resolves its own.
+FILES = ("train_path", "heldout_path")
 
 
 def absolute(config: RunConfig) -> RunConfig:
     """The same run with every path resolved against this process's working directory."""
-    model = config.model
-    warmup = model.warmup and model.warmup.model_copy(update={"cache_dir": os.path.abspath(model.warmup.cache_dir)})
-    model = model.model_copy(update={"path": model.path and os.path.abspath(model.path), "warmup": warmup})
-    actors = {
-        label: a.model_copy(update={"draft_path": a.draft_path and os.path.abspath(a.draft_path)})
-        for label, a in config.actor.items()
-    }
-    tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
-    evaluation = config.evaluation.model_copy(update={"tasks": tasks})
-    return config.model_copy(
-        update={
-            "run_dir": os.path.abspath(config.run_dir),
-            "model": model,
-            "actor": actors,
-            "task": _task(config.task),
-            "evaluation": evaluation,
-        }
+    model, algorithm, learner = config.model, config.algorithm, config.learner
+    warmup = model.warmup and model.warmup.model_copy(
+        update={"cache_dir": os.path.abspath(model.warmup.cache_dir)}
     )
+    tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
+    names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
+    update: dict[str, Any] = {
+        "run_dir": os.path.abspath(config.run_dir),
+        "model": model.model_copy(update={"path": _path(model.path), "warmup": warmup}),
+        "actor": {label: _actor(actor) for label, actor in config.actor.items()},
+        "correction": _corrections(config.correction),
+        "algorithm": algorithm.model_copy(update=names),
+        "learner": learner.model_copy(update={"engine": _code(learner.engine)}),
+        "task": _task(config.task),
+        "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
+    }
+    return config.model_copy(update=update)
+
+
+def _actor(actor: ActorSpec) -> ActorSpec:
+    return actor.model_copy(
+        update={"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
+    )
+
+
+def _corrections(corrections: CorrectionList) -> CorrectionList:
+    entries = tuple(e._replace(name=_code(e.name)) for e in corrections.entries)
+    return corrections.model_copy(update={"entries": entries})
 
 
 def _task(task: AnyTask) -> AnyTask:
@@ -41,6 +55,10 @@ def _task(task: AnyTask) -> AnyTask:
     if isinstance(args.get("grader"), str):
         args["grader"] = _code(args["grader"])
     return task.model_copy(update={"name": _code(task.name), "args": args})
+
+
+def _path(path: str | None) -> str | None:
+    return path and os.path.abspath(path)
 
 
 def _code(name: str) -> str:

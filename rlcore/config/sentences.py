@@ -1,41 +1,68 @@
-"""What is wrong with a configuration, in one sentence that names the key, the value and the choices."""
+"""Turns configuration errors into one sentence with the key, the value and the choices."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rlcore.config.corrections import CorrectionList, shipped
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
+from rlcore.spec import Spec
 
 
 def validate(data: Any) -> RunConfig:
-    """Plain data to a typed configuration, without coercing one type into another. Raises UserError."""
+    """A typed configuration from plain data, each specification checked by its own rules.
+
+    Types are not converted into each other. Raises UserError.
+    """
     try:
         # JSON mode: strict types (no "2" for 2, no true for 1) that still take a list for a tuple.
-        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+        config = RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as e:
         raise UserError(_sentence(e.errors(include_url=False))) from None
+    # After the types of everything: a rule may rely on every setting of its specification.
+    for key, spec in specifications(config):
+        spec.check(key)
+    return config
+
+
+def specifications(node: Any, key: str = "") -> Iterator[tuple[str, Spec]]:
+    """Every specification below `node` with its dotted key, outer ones first."""
+    if isinstance(node, Spec):
+        yield key, node
+    if isinstance(node, CorrectionList):
+        inside: Iterable[tuple[str, Any]] = node.chosen().items()
+    elif isinstance(node, Spec):
+        inside = iter(node)
+    elif isinstance(node, dict):
+        inside = node.items()
+    else:
+        return
+    for name, value in inside:
+        yield from specifications(value, f"{key}.{name}" if key else name)
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message on one line, without OmegaConf's dump of where it was and without a full stop."""
+    """A library's message on one line, without OmegaConf's context dump and without a full
+    stop."""
     return " ".join(str(error).partition("\n    full_key:")[0].split()).rstrip(".")
 
 
 def closest(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """'perhaps X is meant' if something is near, else ''."""
+    # 0.6: one wrong or swapped letter in a short word still counts, another word does not
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"perhaps {prefix}{near[0]} is meant" if near else ""
 
 
 def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema; LABEL stands for a name that the user makes up."""
+    """Every dotted key of the schema; LABEL stands for a name that the user chooses."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         inner, labelled = section(info.annotation)
@@ -46,11 +73,13 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
 
 
 def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """The model that a field's annotation holds, if any, and whether it is a mapping from labels to it."""
+    """(model that a field's annotation holds or None, whether the field maps labels to it)."""
+    if isinstance(annotation, type) and issubclass(annotation, CorrectionList):
+        return shipped(), False
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
     args = get_args(annotation)
-    labelled = getattr(annotation, "__origin__", None) is dict
+    labelled = get_origin(annotation) is dict
     for arg in args[1:] if labelled else args:
         inner, nested = section(arg)
         if inner is not None:
@@ -76,9 +105,12 @@ def _one(error: ErrorDetails) -> str:
     if kind == "missing":
         return f"{key} is required and was not given"
     if kind == "literal_error":
+        # pydantic lists the choices in words
         choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
         hint = closest(str(error["input"]), choices.split(", "))
-        return f"{key}={value} is not accepted: {hint + '; ' if hint else ''}choose one of: {choices}"
+        return (
+            f"{key}={value} is not accepted: {hint + '; ' if hint else ''}choose one of: {choices}"
+        )
     what = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return f"{key}={value} is not accepted: it should be {what}"
 
@@ -87,20 +119,27 @@ def _unknown_key(key: str, value: str) -> str:
     parent, _, leaf = key.rpartition(".")
     siblings = _keys_under(parent)
     hint = closest(leaf, siblings, f"{parent}." if parent else "")
-    elsewhere = sorted((k for k in keys() if k.rpartition(".")[2] == leaf), key=lambda k: k.count("."))
+    # The same name in another section: the key is right and its place is not.
+    elsewhere = sorted(
+        (k for k in keys() if k.rpartition(".")[2] == leaf), key=lambda k: k.count(".")
+    )
     if not hint and elsewhere:
         hint = f"perhaps {elsewhere[0]} is meant"
     place = f"keys of {parent}" if parent else "keys of a run"
-    return f"{key}={value} is not a key{': ' + hint if hint else ''}; {place}: {', '.join(siblings)}"
+    return (
+        f"{key}={value} is not a key{': ' + hint if hint else ''}; {place}: {', '.join(siblings)}"
+    )
 
 
 def _keys_under(parent: str) -> list[str]:
+    """Names of the keys directly below `parent`; none where a user's own class declares them."""
     model: type[BaseModel] = RunConfig
     parts = parent.split(".") if parent else []
     while parts:
-        inner, labelled = section(model.model_fields[parts.pop(0)].annotation)
+        field = model.model_fields.get(parts.pop(0))
+        inner, labelled = section(field.annotation) if field is not None else (None, False)
         if labelled and parts:
-            parts.pop(0)
+            parts.pop(0)  # the label
         if inner is None:
             return []
         model = inner

@@ -1,29 +1,90 @@
-"""Every correction's formula as a pure function of tensors: the stable import path for scripts and users.
+"""Every correction's formula as a pure function of tensors: the stable import path for scripts and
+users, and a library of its own.
 
-Shapes are [B,T] (sequences, response positions) in float32, masks bool or 0/1, results detached (`safe_set_logprobs`
-alone carries a gradient). `logp_inf` is the actor's processed log-prob of the sampled token, `logp_ref` the learner's
-as the batch entered its update phase, `logp_new` the learner's now; `logp_target` is whichever of the two is corrected
-towards. Half precisions are widened, log differences are clamped at +-20 before `exp`, a masked token enters no
-statistic whatever it holds, and an unmasked token whose log-prob is NaN leaves the loss (weight 0). Where statistics
-are taken, `reduce` (a sum over data-parallel ranks) makes them global.
+Shapes are [B, T] (sequences, sampled tokens) in float32, masks bool or 0/1, results detached
+(`safe_set_logprobs`, `sampled_kl` and `kl_penalty` alone carry a gradient). `logp_inf` is the
+actor's processed log-prob of the sampled token, `logp_ref` the learner's as the batch entered its
+update phase, `logp_new` the learner's now; `logp_target` is whichever of the two is corrected
+towards. Half precisions are widened, float64 stays, log differences are clamped at +-20 before
+`exp`, a masked token enters no statistic whatever it holds, and an unmasked token whose log-prob is
+NaN leaves the loss (weight 0). Numbers and shapes are checked: InvalidArgument, which is a
+ValueError, names the argument.
+
+Statistics of a batch that comes in micro-batches, or of several ranks, are taken in two phases:
+
+    parts = [ais_accumulate(ref, inf, adv, mask) for ref, inf, adv, mask in micro_batches]
+    whole = merge(parts)                    # over ranks: torch.distributed.all_reduce(whole)
+    weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
+
+likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, and `mismatch_accumulate` with
+`mismatch_values`. Nothing waits for a device, except what returns Python numbers: `ais`,
+`obrs_calibrate` and `mismatch_values`. In the one-call forms `reduce` sums over ranks.
 """
 
-from rlcore.corrections.formulas.adaptive import ais
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rlcore.corrections.draws import token_uniforms
+from rlcore.corrections.formulas.adaptive import ais, ais_accumulate, ais_weight
+from rlcore.corrections.formulas.arguments import InvalidArgument
+from rlcore.corrections.formulas.divergence import mismatch_accumulate, mismatch_values
 from rlcore.corrections.formulas.groups import best_of_group, rapid_advantages
-from rlcore.corrections.formulas.obrs import jackpot_weight, obrs_acceptance, obrs_calibrate, obrs_normalizer
+from rlcore.corrections.formulas.jackpot import (
+    JackpotTokens,
+    JackpotWeights,
+    TopK,
+    jackpot,
+    jackpot_accumulate,
+)
+from rlcore.corrections.formulas.obrs import (
+    jackpot_weight,
+    obrs_acceptance,
+    obrs_calibrate,
+    obrs_divergence,
+    obrs_normalizer,
+)
 from rlcore.corrections.formulas.ratios import mis, tis, veto
 from rlcore.corrections.formulas.safe_set import safe_set_logprobs
+from rlcore.corrections.specs import JackpotSpec
+from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
+
+
+def merge(statistics: Iterable[Tensor]) -> Tensor:
+    """The statistics of a whole batch from those of its parts: their sum."""
+    return torch.stack(list(statistics)).sum(0)
+
 
 __all__ = [
+    "InvalidArgument",
+    "JackpotSpec",
+    "JackpotTokens",
+    "JackpotWeights",
+    "TopK",
     "ais",
+    "ais_accumulate",
+    "ais_weight",
     "best_of_group",
+    "entropy",
+    "full_kl",
+    "jackpot",
+    "jackpot_accumulate",
     "jackpot_weight",
+    "kl_penalty",
+    "merge",
     "mis",
+    "mismatch_accumulate",
+    "mismatch_values",
     "obrs_acceptance",
     "obrs_calibrate",
+    "obrs_divergence",
     "obrs_normalizer",
+    "penalty_weight",
     "rapid_advantages",
     "safe_set_logprobs",
+    "sampled_kl",
     "tis",
+    "token_uniforms",
     "veto",
 ]

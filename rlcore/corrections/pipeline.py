@@ -1,80 +1,158 @@
-"""Composes an ordered list of corrections into one: the union of needs, and each hook applied in the named order."""
+"""Composes an ordered list of corrections into one: the union of needs, and each hook applied in
+the order in which they were named."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from rlcore.corrections.base import BaseCorrection
-from rlcore.corrections.formulas.numerics import total
+from rlcore.corrections.formulas.numerics import at_least_float32, total
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
+from rlcore.corrections.specs import AisSpec, CorrectionSpec
 from rlcore.errors import UserError
-from rlcore.interfaces import Corrected, Needs, Reduce
+from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.objectives.kl import penalty_weight
+from rlcore.objectives.registry import loss_class
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.registry import LoadError, load_object
 from rlcore.types import SamplingSpec, StepTensors
 
 
-class Pipeline:
-    """The corrections of a run. Weights multiply, masks intersect; an empty list is the uncorrected run.
+class Stage(NamedTuple):
+    """One correction of a run. Example: Stage("tis", TisSpec(), Tis(TisSpec(), 0))"""
 
-    A correction's statistics are over the tokens still in the loss when its turn comes. Raises UserError for a list
-    that contradicts itself.
+    label: str  # its metrics are correction/<label>/...
+    spec: CorrectionSpec
+    method: Correction
+
+
+def build(
+    corrections: Mapping[str, CorrectionSpec], run_seed: int, objective: ObjectiveSpec
+) -> Pipeline:
+    """The pipeline of a run: specifications by label, in the order in which they apply.
+
+    `objective` is what the run optimises: weights must lead to what its loss does not carry. Raises
+    UserError if a specification's method cannot be loaded.
     """
+    stages = []
+    for label, chosen in corrections.items():
+        spec = chosen.under(objective)
+        stages.append(Stage(label, spec, _method(label, spec)(spec, run_seed)))
+    return Pipeline(stages, loss_carries_ratio=loss_class(objective.loss).carries_ratio)
 
-    def __init__(self, corrections: Sequence[BaseCorrection]) -> None:
-        self.corrections = list(corrections)
-        self.needs = _union([c.needs for c in self.corrections])
-        _refuse_contradictions(self.corrections)
+
+def _method(label: str, spec: CorrectionSpec) -> type[Correction]:
+    try:
+        method: type[Correction] = load_object(spec.method)
+    except LoadError as error:
+        raise UserError(f"correction.{label}: method={spec.method} {error}") from error
+    return method
+
+
+class Pipeline:
+    """The corrections of a run. Weights multiply, masks intersect; an empty list is the uncorrected
+    run.
+
+    Each correction's statistics cover the tokens that earlier ones left in the loss. Which
+    combinations are allowed is checked with the configuration (`config/checks.py`)."""
+
+    def __init__(self, stages: Sequence[Stage], *, loss_carries_ratio: bool) -> None:
+        """`loss_carries_ratio`: the loss carries p_new/p_ref (`PolicyLoss.carries_ratio`)."""
+        self.stages = list(stages)
+        clip_off = any(stage.spec.inner_clip_off for stage in stages)
+        #: weights must lead to p_new, because the loss is anchored there and carries no p_new/p_ref
+        self.leads_to_new = clip_off or not loss_carries_ratio
+        self.needs = _union(self.stages, self.leads_to_new, clip_off)
+        #: see `CorrectionSpec.sequence_wise`: all of them are
+        self.sequence_wise = all(stage.spec.sequence_wise for stage in self.stages)
+        self._rejects = any(stage.spec.rejects for stage in self.stages)
+        chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
+        self._ais = chosen[0] if chosen else AisSpec()
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
-        """What the actors sample from, every correction's constraint added. Raises UserError on a conflict."""
-        for correction in self.corrections:
-            sampling = correction.constrain_sampling(sampling)
+        """What the actors sample from: every correction's constraint added."""
+        for stage in self.stages:
+            sampling = stage.method.constrain_sampling(sampling)
         return sampling
 
-    def check(self, sampling: SamplingSpec) -> None:
-        """Refuse sampling whose log-probs would make the ratios biased or impossible.
-
-        `sampling` is what `constrain_sampling` made of the run's own. Raises UserError with the reason.
-        """
-        for correction in self.corrections:
-            correction.check(sampling)
-        _refuse_truncated_support(sampling, self.needs.safe_set_rho)
-
-    def advantages(self, step: StepTensors, reduce: Reduce) -> torch.Tensor:
-        """The advantages [B,T] to train with: `step.advantages` unless a correction brings its own."""
-        for correction in self.corrections:
-            replaced = correction.advantages(step, reduce)
+    def advantages(self, step: StepTensors, reduce: Reduce) -> Tensor:
+        """The advantages [B, T] to train with: `step.advantages` unless a correction replaces
+        them."""
+        for stage in self.stages:
+            replaced = stage.method.advantages(step, reduce)
             if replaced is not None:
                 return replaced
         return step.advantages
 
     @torch.no_grad()
     def correct(self, step: StepTensors, reduce: Reduce, *, measure: bool = True) -> Corrected:
-        """Weights [B,T] and mask [B,T] of the rank's whole share of a step, before its backward pass.
+        """Weights [B, T] and mask [B, T] of the rank's whole share of a step, before its backward
+        pass.
 
-        Every rank calls it once a step, an empty share included: it reduces. A token whose stored log-prob is NaN or
-        infinite leaves the mask. Metrics come under their full keys: mismatch/*, staleness/*, correction/*; with
-        `measure` off the first two, which do not bear on the weights, are spared.
+        Every rank calls it once a step, an empty share included: it reduces. A token whose stored
+        log-prob is NaN or infinite leaves the mask. Metrics come under their full keys: mismatch/*,
+        staleness/*, correction/*; without `measure` the first two, which do not affect the weights,
+        are left out.
         """
         before = step.mask != 0
         step = replace(step, mask=before)
         metrics: dict[str, float] = {}
         if measure:
-            metrics = mismatch_metrics(step, reduce) | policy_age(step.token_version, before, step.step, reduce)
+            metrics = mismatch_metrics(step, reduce, self._ais) | policy_age(
+                step.token_version, before, step.step, reduce
+            )
+        # rejected for every correction: a ratio to an unknown log-prob means nothing
         usable = before & torch.isfinite(step.logp_inf)
         step = _outside_is_impossible(replace(step, mask=usable))
-        current = Corrected(torch.ones_like(usable, dtype=torch.float32), usable, {})
-        for correction in self.corrections:
-            current = correction.correct(step, replace(current, metrics={}), reduce)
-            metrics |= {f"correction/{correction.name}/{k}": v for k, v in current.metrics.items()}
-        weight = torch.where(current.mask, current.weight.float(), 1.0)
-        return Corrected(weight, current.mask, metrics | _totals(weight, current.mask, before, reduce))
+        current = Corrected(torch.ones_like(at_least_float32(step.logp_inf)), usable, {})
+        # a veto keeps judging actor against p_ref: only weights have to make up for the loss
+        weighed = _towards_new(step) if self.leads_to_new else step
+        for stage in self.stages:
+            seen = weighed if stage.spec.weighs else step
+            current = stage.method.correct(seen, replace(current, metrics={}), reduce)
+            metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
+        # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
+        weight = torch.where(current.mask, current.weight, 1.0)
+        return Corrected(
+            weight, current.mask, metrics | _totals(weight, current.mask, before, reduce)
+        )
+
+    @torch.no_grad()
+    def penalty_weight(
+        self, corrected: Corrected, logp_new: Tensor, logp_ref: Tensor, logp_inf: Tensor, cap: float
+    ) -> Tensor:
+        """Weight [B, T] that leads sampled tokens to p_new, for a term without a ratio of its own
+        (the KL in the loss); detached, 0 for a token of weight 0 or off the mask.
+
+        It is `min(p_new/p_inf, cap)`. Tokens that survived a rejection do not follow p_inf: theirs
+        is `weight * min(p_new/p_ref, cap)`. The arguments have the rows of `corrected`.
+        """
+        if not self._rejects:
+            # the correction's own weight may stop short of its target (AIS), or be a sequence's
+            plain = torch.ones_like(corrected.weight).where(corrected.weight != 0, 0.0)
+            return penalty_weight(logp_new, logp_inf, plain, corrected.mask, cap=cap)
+        reached = logp_new if self.leads_to_new else logp_ref
+        return penalty_weight(logp_new, reached, corrected.weight, corrected.mask, cap=cap)
+
+
+def _towards_new(step: StepTensors) -> StepTensors:
+    """The same step with p_new in the place of the policy that weights lead to."""
+    return replace(
+        step,
+        logp_ref=step.logp_new,
+        ref_topk_ids=step.new_topk_ids,
+        ref_topk_logp=step.new_topk_logp,
+        ref_logp_at_inf_ids=step.new_logp_at_inf_ids,
+    )
 
 
 def _outside_is_impossible(step: StepTensors) -> StepTensors:
-    """Under a safe set, a token outside it has probability 0 for the learner, whatever filler its log-prob holds."""
+    """Under a safe set, a token outside it has probability 0 for the learner, whatever placeholder
+    its log-prob holds."""
     if step.inside is None:
         return step
     return replace(
@@ -84,8 +162,10 @@ def _outside_is_impossible(step: StepTensors) -> StepTensors:
     )
 
 
-def _totals(weight: torch.Tensor, mask: torch.Tensor, before: torch.Tensor, reduce: Reduce) -> dict[str, float]:
-    kept, proposed, weight_sum, zeros = total([mask, before, weight.where(mask, 0.0), mask & (weight == 0)], reduce)
+def _totals(weight: Tensor, mask: Tensor, before: Tensor, reduce: Reduce) -> dict[str, float]:
+    kept, proposed, weight_sum, zeros = total(
+        [mask, before, weight.where(mask, 0.0), mask & (weight == 0)], reduce
+    )
     return {
         "correction/kept_share": kept / proposed if proposed else 1.0,
         "correction/weight_mean": weight_sum / kept if kept else 1.0,
@@ -93,42 +173,14 @@ def _totals(weight: torch.Tensor, mask: torch.Tensor, before: torch.Tensor, redu
     }
 
 
-def _union(needs: Sequence[Needs]) -> Needs:
+def _union(stages: Sequence[Stage], leads_to_new: bool, clip_off: bool) -> Needs:
+    needs = [stage.method.needs for stage in stages]
     rho = [n.safe_set_rho for n in needs if n.safe_set_rho is not None]
     return Needs(
         topk=any(n.topk for n in needs),
-        new=any(n.new for n in needs),
+        new=any(n.new for n in needs) or (leads_to_new and any(s.spec.weighs for s in stages)),
         batch_stats=any(n.batch_stats for n in needs),
+        # the smallest set holds for all
         safe_set_rho=max(rho) if rho else None,
-        short_circuit=any(n.short_circuit for n in needs),
+        short_circuit=clip_off,
     )
-
-
-def _refuse_contradictions(corrections: Sequence[BaseCorrection]) -> None:
-    listed = f"correction=[{','.join(c.name for c in corrections)}]"
-    weighers = [c.name for c in corrections if c.weighs]
-    if len(weighers) > 1:
-        raise UserError(
-            f"{listed} is not accepted: {' and '.join(weighers)} each correct the ratio between actor and learner, and "
-            "together they would correct it more than once; choose one of them (dvp and veto go with any)."
-        )
-
-
-def _refuse_truncated_support(sampling: SamplingSpec, safe_set_rho: float | None) -> None:
-    if sampling.temperature <= 0:
-        raise UserError(f"rollout.temperature={sampling.temperature} is not accepted: greedy samples have no ratios.")
-    if sampling.logprobs_k < 0:
-        raise UserError(
-            f"rollout.logprobs_k={sampling.logprobs_k} is not accepted for training: without the sampled tokens' "
-            "log-probs no mismatch can be measured or corrected; use 0 or more."
-        )
-    cut = {"top_p": sampling.top_p < 1.0, "top_k": sampling.top_k != 0, "min_p": sampling.min_p > 0.0}
-    if safe_set_rho is not None:
-        cut["min_p"] = False  # the learner masks its own logits by the same rule
-    for key, on in cut.items():
-        if on:
-            raise UserError(
-                f"rollout.{key}={getattr(sampling, key)} is not accepted: it cuts tokens off for the actor and not for "
-                "the learner, so every ratio would be off by the kept mass; sample with full support, or prune both "
-                "sides with correction=[dvp]."
-            )

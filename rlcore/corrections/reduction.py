@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from rlcore.interfaces import Reduce
 
-class OneRank:
-    """Implements `rlcore.interfaces.Reduce` where there is nothing to reduce over."""
+
+class OneRank(Reduce):
+    """No reduction."""
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from rlcore.corrections.base import BaseCorrection
 from rlcore.corrections.formulas.numerics import total
-from rlcore.corrections.functional import veto
-from rlcore.interfaces import Corrected, Reduce
+from rlcore.corrections.formulas.ratios import veto
+from rlcore.corrections.specs import VetoSpec
+from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.types import StepTensors
 
 
-class Veto(BaseCorrection):
-    """A sequence with a token of `p_ref/p_inf < threshold` leaves the loss and its denominators (DVP app. A).
+class Veto(Correction):
+    """A sequence with a token of `p_ref/p_inf < threshold` leaves the loss and its denominators
+    (DVP app. A).
 
-    Goes with any other correction, and with none. Its advantage has by then been compared with its group's.
-    """
+    Works alone or with any other correction. Advantages were computed before, with the dropped
+    sequences in their groups."""
 
-    name = "veto"
-
-    def __init__(self, *, threshold: float = 1e-4) -> None:
-        self.threshold = threshold
+    def __init__(self, spec: VetoSpec, run_seed: int) -> None:
+        self.spec = spec
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        keep = veto(step.logp_ref, step.logp_inf, step.mask, threshold=self.threshold)
+        # over all sampled tokens, whatever an earlier correction has rejected
+        keep = veto(step.logp_ref, step.logp_inf, step.mask, threshold=self.spec.threshold)
         vetoed, sequences = total([~keep, step.mask.any(-1)], reduce)
         metrics = {"vetoed_share": vetoed / max(sequences, 1.0)}
         return Corrected(current.weight, current.mask & keep[:, None], metrics)

@@ -1,5 +1,9 @@
-"""Starting a run somewhere: on this machine, an existing Ray cluster, Slurm, or Kubernetes. Imports no Ray."""
+"""Start a run somewhere: on this machine, an existing Ray cluster, Slurm, or Kubernetes.
 
-from rlcore.launch.job import LaunchSettings, Rendered, launch, render
+Imports no Ray.
+"""
 
-__all__ = ["LaunchSettings", "Rendered", "launch", "render"]
+from rlcore.launch.job import launch, render
+from rlcore.launch.rendering import Rendered
+
+__all__ = ["Rendered", "launch", "render"]

@@ -1,4 +1,4 @@
-"""`rlcore launch`: render what a launcher would start, print it (dry run) or start it."""
+"""Render what a launcher would start, and print it (dry run) or start it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from pathlib import Path
 
 from rlcore.errors import StageError, UserError
 from rlcore.launch.kubernetes import render_kubernetes
-from rlcore.launch.settings import LaunchSettings, Rendered, train_command
+from rlcore.launch.rendering import Rendered, train_command
 from rlcore.launch.slurm import render_slurm
+from rlcore.launch.specs import LaunchSpec
+from rlcore.spec import refuse
 
 
-def _local(settings: LaunchSettings, words: Sequence[str], run_dir: str) -> Rendered:
+def _local(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
     return Rendered(tuple(train_command(words)))
 
 
-def _ray(settings: LaunchSettings, words: Sequence[str], run_dir: str) -> Rendered:
-    """A job of the cluster's own job server, or a driver on this machine (which must be part of the cluster)."""
+def _ray(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
+    """A job of the cluster's own job server, or a driver on this machine, which must then be part
+    of the cluster."""
     command = train_command(words)
-    if settings.job_address is None:
+    if spec.job_address is None:
         return Rendered(tuple(command))
-    return Rendered(("ray", "job", "submit", f"--address={settings.job_address}", "--", *command))
+    return Rendered(("ray", "job", "submit", f"--address={spec.job_address}", "--", *command))
 
 
-LAUNCHERS: Mapping[str, Callable[[LaunchSettings, Sequence[str], str], Rendered]] = {
+LAUNCHERS: Mapping[str, Callable[[LaunchSpec, Sequence[str], str], Rendered]] = {
     "local": _local,
     "ray": _ray,
     "slurm": render_slurm,
@@ -32,38 +35,40 @@ LAUNCHERS: Mapping[str, Callable[[LaunchSettings, Sequence[str], str], Rendered]
 }
 
 
-def render(settings: LaunchSettings, words: Sequence[str], run_dir: str) -> Rendered:
-    """What would be started for `rlcore train WORDS`. Raises UserError naming the key that does not fit."""
-    if settings.kind not in LAUNCHERS:
-        raise UserError.choice("cluster.launch.kind", settings.kind, LAUNCHERS)
-    if settings.learner_nodes >= settings.nodes and settings.learner_nodes:
-        raise UserError(
-            f"cluster.launch.learner_nodes={settings.learner_nodes} leaves no node of"
-            f" cluster.launch.nodes={settings.nodes} for actors; choose fewer, or 0 to share all nodes."
-        )
-    return LAUNCHERS[settings.kind](settings, words, run_dir)
+def render(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
+    """What would be started for `rlcore train WORDS`. Raises UserError naming the key that does not
+    fit."""
+    refuse(
+        spec.learner_nodes >= spec.nodes,
+        f"cluster.launch.learner_nodes={spec.learner_nodes} leaves no node of "
+        f"cluster.launch.nodes={spec.nodes} for actors; choose fewer, or 0 to share all nodes.",
+    )
+    return LAUNCHERS[spec.kind](spec, words, run_dir)
 
 
-def launch(settings: LaunchSettings, words: Sequence[str], run_dir: str, *, dry_run: bool = False) -> int:
-    """Start `rlcore train WORDS` where the settings say; with `dry_run` only print what would be started.
+def launch(spec: LaunchSpec, words: Sequence[str], run_dir: str, *, dry_run: bool = False) -> int:
+    """Start `rlcore train WORDS` where the specification says; with `dry_run` only print what would
+    be started.
 
-    Files go under `run_dir`/launch. Returns the exit code of the command. Raises UserError if something does not fit
-    or the launcher's program is not installed here, StageError if the program refuses the job.
+    Returns the exit code of the launcher's command. Raises UserError if something does not fit or
+    the launcher's program is not installed here, StageError if the program refuses the job.
     """
-    rendered = render(settings, words, run_dir)
+    rendered = render(spec, words, run_dir)
     if dry_run:
         print(rendered.text(), end="")
         return 0
     for path, content in rendered.files.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(content)
+    program = rendered.command[0]
     try:
         code = subprocess.run(rendered.command, check=False).returncode
     except FileNotFoundError as error:
         raise UserError(
-            f"cluster.launch.kind={settings.kind} needs the program '{rendered.command[0]}', which this machine lacks:"
-            " launch from one that has it, or add dry_run=true to see what would be started."
+            f"cluster.launch.kind={spec.kind} needs the program '{program}', which this machine "
+            "lacks: launch from one that has it, or add dry_run=true to see what would be started."
         ) from error
-    if code and settings.kind in ("slurm", "kubernetes"):
-        raise StageError(f"{rendered.command[0]} did not take the job (exit code {code})")
+    # The other kinds run the training itself: its exit code is the answer.
+    if code and spec.kind in ("slurm", "kubernetes"):
+        raise StageError(f"{program} did not accept the job (exit code {code})")
     return code

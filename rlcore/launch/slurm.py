@@ -1,4 +1,5 @@
-"""Slurm: one batch script that starts Ray over its allocation, drives the run from the first node, and stops Ray."""
+"""Slurm: one batch script that starts Ray over its allocation, drives the run from the first node,
+and stops Ray."""
 
 from __future__ import annotations
 
@@ -8,52 +9,55 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlcore.launch.settings import (
-    ACTOR_RESOURCE,
-    LEARNER_RESOURCE,
-    RESOURCE_AMOUNT,
-    TEMPLATES,
-    LaunchSettings,
-    Rendered,
-    train_command,
-)
+from rlcore.launch.rendering import TEMPLATES, Rendered, train_command
+from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE, RESOURCE_AMOUNT, LaunchSpec
 
 
-def render_slurm(settings: LaunchSettings, words: Sequence[str], run_dir: str) -> Rendered:
-    """`sbatch` and its script: the options and values of this run, then launchers/slurm.sh as it stands."""
+def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
+    """`sbatch` and its script: options and values of this run, then launchers/slurm.sh
+    unchanged."""
     path = f"{run_dir}/launch/job.sbatch"
-    lines = ["#!/usr/bin/env bash", *_options(settings, run_dir), "", *_values(settings, words)]
+    lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words)]
     body = (TEMPLATES / "slurm.sh").read_text()
     return Rendered(("sbatch", path), {path: "\n".join(lines) + "\n\n" + body})
 
 
-def _options(s: LaunchSettings, run_dir: str) -> list[str]:
+def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
+    memory = spec.memory_gib_per_node
     options = {
         "job-name": f"rlcore-{Path(run_dir).name}",
-        "nodes": s.nodes,
+        "nodes": spec.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": s.cpus_per_node,
-        **({"gpus-per-node": s.gpus_per_node} if s.gpus_per_node else {}),
-        **({"mem": f"{s.memory_gib_per_node}G"} if s.memory_gib_per_node else {}),
+        "cpus-per-task": spec.cpus_per_node,
+        **({"gpus-per-node": spec.gpus_per_node} if spec.gpus_per_node else {}),
+        **({"mem": f"{memory}G"} if memory else {}),
         "output": f"{run_dir}/launch/slurm-%j.out",
-        "open-mode": "append",
-        "signal": f"B:TERM@{s.grace_s}",
-        **s.sbatch,
+        "open-mode": "append",  # a requeued job continues its log
+        # B: to the batch script alone, which passes it on to the run
+        "signal": f"B:TERM@{spec.grace_s}",
+        **spec.sbatch,
     }
     return [f"#SBATCH --{name}={value}" for name, value in options.items()] + ["#SBATCH --requeue"]
 
 
-def _values(s: LaunchSettings, words: Sequence[str]) -> list[str]:
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in s.env.items()]
-    # The programs of the environment that rendered this script, over a file system that the nodes share.
+def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]
+    # The programs of the environment that rendered this script: the nodes share its file system.
     programs = shlex.quote(str(Path(sys.executable).parent))
+    counts = {
+        "cpus": spec.cpus_per_node,
+        "gpus": spec.gpus_per_node,
+        "learner_nodes": spec.learner_nodes,
+        "start_timeout_s": spec.start_timeout_s,
+        "grace_s": spec.grace_s,
+        "retries": spec.retries,
+    }
     return [
         *exports,
         f'export PATH={programs}:"$PATH"',
-        *s.setup,
+        *spec.setup,
         f"command=({shlex.join(train_command(words))})",
-        f"cpus={s.cpus_per_node} gpus={s.gpus_per_node} learner_nodes={s.learner_nodes}",
-        f"start_timeout_s={s.start_timeout_s} grace_s={s.grace_s} retries={s.retries}",
+        " ".join(f"{name}={value}" for name, value in counts.items()),
         f"learner_resources={shlex.quote(json.dumps({LEARNER_RESOURCE: RESOURCE_AMOUNT}))}",
         f"actor_resources={shlex.quote(json.dumps({ACTOR_RESOURCE: RESOURCE_AMOUNT}))}",
     ]

@@ -1,1 +1,1 @@
-"""The learner: one DeepSpeed rank, its micro-batches and the chunked LM-head pass."""
+"""The learner: one training rank, its micro-batches and the chunked LM-head pass."""

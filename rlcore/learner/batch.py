@@ -1,4 +1,8 @@
-"""A rank's share of one optimizer step as tensors: what the actors sent, and what the learner's passes add to it."""
+"""A rank's share of one optimizer step as tensors: what the actors sent, and what the learner's
+passes add to it.
+
+Rows are episodes, columns their sampled tokens over all turns and parts, in order.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,17 @@ from torch import Tensor
 
 from rlcore.corrections.formulas.numerics import total
 from rlcore.interfaces import Reduce
-from rlcore.learner.packing import MicroBatch, Tokens
-from rlcore.types import Group, StepTensors, TokenScores
+from rlcore.learner.packing import EpisodeTokens, MicroBatch
+from rlcore.learner.sequences import of_episode
+from rlcore.types import Episode, Group, StepTensors, TokenScores
 
 _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLES + sample_index
 
 
 @dataclass(slots=True)
 class Scored:
-    """TokenScores of every token of a step, right-padded: [B, T] or [B, T, k]; 0 where there is no token."""
+    """TokenScores of every token of a step, right-padded: [B, T] or [B, T, k]; 0 where there is no
+    token."""
 
     logp: Tensor
     entropy: Tensor
@@ -32,7 +38,10 @@ class Scored:
 
     @classmethod
     def collect(
-        cls, shape: torch.Size, parts: Sequence[tuple[MicroBatch, TokenScores]], device: torch.device
+        cls,
+        shape: torch.Size,
+        parts: Sequence[tuple[MicroBatch, TokenScores]],
+        device: torch.device,
     ) -> Scored:
         """From the scores of micro-batches that together cover the step."""
         empty = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -41,13 +50,13 @@ class Scored:
             for name, values in _present(scores, cls):
                 if getattr(out, name) is None:
                     setattr(out, name, values.new_zeros((*shape, *values.shape[1:])))
-                if len(mb.sequences):
-                    getattr(out, name)[mb.sequences[mb.row], mb.column] = values
+                if len(mb.episodes):
+                    getattr(out, name)[mb.episodes[mb.row], mb.column] = values
         return out
 
     @classmethod
     def of(cls, mb: MicroBatch, scores: TokenScores, width: int) -> Scored:
-        """One micro-batch's sequences alone, [b, width]."""
+        """One micro-batch's episodes alone, [b, width]."""
         return cls(**{name: mb.dense(values, width) for name, values in _present(scores, cls)})
 
 
@@ -58,18 +67,28 @@ def _present(scores: TokenScores, fields: type[Scored]) -> list[tuple[str, Tenso
 
 @dataclass(slots=True)
 class StepBatch:
-    """One rank's whole groups of a step. B sequences of at most T response tokens; B may be 0."""
+    """One rank's whole groups of a step: B episodes of at most T sampled tokens. B may be 0."""
 
-    tokens: list[Tokens]
+    episodes: list[EpisodeTokens]
     sent: StepTensors  # what came from actors and graders; the learner's log-probs are zeros here
     arrival_version: Tensor  # [B] int32
-    micro: list[MicroBatch] = field(default_factory=list)  # dummies at the end: as many as every other rank has
+    # dummies at the end: as many as every other rank has
+    micro: list[MicroBatch] = field(default_factory=list)
     ref: Scored | None = None  # under the policy that entered the update phase
+    ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: Scored | None = None  # under the frozen starting policy
 
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(s.scored for parts in self.episodes for s in parts)
 
-def observed(sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored) -> StepTensors:
-    """What corrections see at optimizer step `step`: `sent` with the learner's scores under p_ref and p_new."""
+
+def observed(
+    sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored
+) -> StepTensors:
+    """What corrections see at optimizer step `step`: `sent` with the learner's scores under p_ref
+    and p_new."""
     return replace(
         sent,
         step=step,
@@ -88,60 +107,89 @@ def observed(sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new:
 
 
 def rows_of(step: StepTensors, rows: Tensor) -> StepTensors:
-    """The same tensors for some of the sequences."""
+    """The same tensors for some of the episodes."""
     values: dict[str, Any] = {name: getattr(step, name) for name in step.__dataclass_fields__}
-    chosen: dict[str, Any] = {name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()}
+    chosen: dict[str, Any] = {
+        name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()
+    }
     return StepTensors(**chosen)
 
 
 def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.device) -> StepBatch:
-    """Tensors of one rank's groups. Raises ValueError for a trajectory without a reward: buffers leave those out."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    unscored = [t.request_id for t in trajectories if t.reward is None]
-    if unscored:
-        raise ValueError(f"trajectory {unscored[0]} has no reward and cannot be trained on")
-    width = max([1, *(len(t.response_ids) for t in trajectories)])
+    """Tensors of one rank's groups.
 
-    def dense(values: Sequence[np.ndarray], fill: float, dtype: type, *tail: int) -> Tensor:
-        out: np.ndarray = np.full((len(trajectories), width, *tail), fill, dtype=dtype)
-        for row, v in zip(out, values):
-            row[: len(v)] = v
-        return torch.from_numpy(out).to(device)
-
-    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    logp_inf = dense([t.logp_inf for t in trajectories], 0.0, np.float32)
-    mask = dense([np.ones(len(t.response_ids), bool) for t in trajectories], False, bool)
+    Raises ValueError for an episode without a reward: buffers leave those out.
+    """
+    episodes = [e for g in groups for e in g.episodes]
+    for e in episodes:
+        if e.score.reward is None:
+            raise ValueError(f"episode {e.parts[0].request_id} has no reward to be trained on")
+    rewards = [e.score.reward for e in episodes if e.score.reward is not None]
+    rows = _Rows(episodes, device)
+    # the learner's log-probs have the shape of the actors' and are filled in by its passes
+    logp_inf = rows.tokens("logp_inf", 0.0, np.float32)
     sent = StepTensors(
-        mask=mask,
+        mask=rows.mask,
         logp_inf=logp_inf,
         logp_ref=torch.zeros_like(logp_inf),
         logp_new=torch.zeros_like(logp_inf),
-        rewards=column([t.reward for t in trajectories], torch.float32),  # type: ignore[misc]
-        group_ids=column([t.group_id for t in trajectories], torch.int64),
+        rewards=rows.column(rewards, torch.float32),
+        group_ids=rows.column([e.score.group_id for e in episodes], torch.int64),
         advantages=torch.zeros_like(logp_inf),
-        token_version=dense([t.token_version for t in trajectories], 0, np.int32),
-        sample_ids=column([t.group_id * _SAMPLES + t.sample_index for t in trajectories], torch.int64),
+        token_version=rows.tokens("token_version", 0, np.int32),
+        sample_ids=rows.column(
+            [e.score.group_id * _SAMPLES + e.sample_index for e in episodes], torch.int64
+        ),
         step=0,
     )
     if with_topk:
-        k = max([1, *(t.topk_ids.shape[1] for t in trajectories)])
-        sent.topk_ids_inf = dense([_wide(t.topk_ids, k, -1) for t in trajectories], -1, np.int64, k)
-        sent.topk_logp_inf = dense([_wide(t.topk_logp, k, -np.inf) for t in trajectories], -np.inf, np.float32, k)
-    arrival = column([g.arrival_version for g in groups for _ in g.trajectories], torch.int32)
-    return StepBatch([Tokens(t.prompt_ids, t.response_ids) for t in trajectories], sent, arrival)
+        # at least one column, so that every rank has the same tensors whatever its share
+        k = max([1, *(t.topk_ids.shape[1] for e in episodes for t in e.parts)])
+        sent.topk_ids_inf = rows.tokens("topk_ids", -1, np.int64, k)
+        sent.topk_logp_inf = rows.tokens("topk_logp", -np.inf, np.float32, k)
+    arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
+    return StepBatch([of_episode(e) for e in episodes], sent, arrival)
 
 
-def _wide(values: np.ndarray, k: int, fill: float) -> np.ndarray:
-    return np.pad(values, ((0, 0), (0, k - values.shape[1])), constant_values=fill)
+class _Rows:
+    """Episodes as rows [B] of their sampled tokens [T]."""
+
+    def __init__(self, episodes: Sequence[Episode], device: torch.device) -> None:
+        self._episodes = episodes
+        self._device = device
+        counts = [sum(int(np.count_nonzero(t.sampled)) for t in e.parts) for e in episodes]
+        self._width = max([1, *counts])  # a rank without episodes still has a column
+        columns = torch.arange(self._width, device=device)
+        self.mask = columns < self.column(counts, torch.int64)[:, None]
+
+    def tokens(self, name: str, fill: float, dtype: type, *tail: int) -> Tensor:
+        """A per-token field of the records as [B, T] or, with k given, as [B, T, k]."""
+        shape = (len(self._episodes), self._width, *tail)
+        out: np.ndarray = np.full(shape, fill, dtype=dtype)
+        for row, episode in zip(out, self._episodes):
+            start = 0
+            for part in episode.parts:
+                values = getattr(part, name)
+                end = start + len(values)
+                # records of other actors may store fewer than k
+                row[(slice(start, end), *map(slice, values.shape[1:]))] = values
+                start = end
+        return torch.from_numpy(out).to(self._device)
+
+    def column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """One value an episode, [B]."""
+        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def staleness_split(batch: StepBatch, step: int, reduce: Reduce) -> dict[str, float]:
-    """Mean staleness of the step's tokens in two parts: before their group arrived, and in the buffer."""
+    """Mean staleness of the step's tokens in two parts: before their group arrived, and in the
+    buffer."""
     on = batch.sent.mask
     arrival = batch.arrival_version[:, None].double()
     flight = torch.where(on, arrival - batch.sent.token_version, 0.0)
     buffer = torch.where(on, step - arrival, 0.0)
     flight_sum, buffer_sum, n = total([flight, buffer, on], reduce)
-    return {"staleness/in_flight_mean": flight_sum / max(n, 1.0), "staleness/in_buffer_mean": buffer_sum / max(n, 1.0)}
+    return {
+        "staleness/in_flight_mean": flight_sum / max(n, 1.0),
+        "staleness/in_buffer_mean": buffer_sum / max(n, 1.0),
+    }

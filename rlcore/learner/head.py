@@ -1,8 +1,10 @@
-"""One pass over hidden states and the LM head: log-probs, entropy, top k and safe set without `[N, V]` in float32.
+"""One pass over hidden states and the LM head: log-probs, entropy, top k and safe set, without [N,
+V] in float32.
 
-Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and the softmax's row
-statistics survive; the backward pass recomputes the chunk's logits. A pass holds two `[chunk, V]` float32 buffers, and
-a chunk is an eighth of the positions at most, so that this is no `[N, V]` for a short micro-batch either.
+Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and
+the softmax's row statistics survive; the backward pass recomputes the chunk's logits. A pass holds
+two `[chunk, V]` float32 buffers, and a chunk is an eighth of the positions at most, so that this is
+no [N, V] for a short micro-batch either.
 """
 
 from __future__ import annotations
@@ -12,49 +14,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
-from rlcore.objectives.distill import distill_topk
-from rlcore.objectives.kl import full_kl
+from rlcore.learner.head_kl import KlTarget, kl_pass
+from rlcore.learner.head_spec import HeadSpec
 from rlcore.types import TokenScores
 
-_FEWEST = 64  # positions that a chunk may always have: fewer would waste the products
 _BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSpec:
-    """What the head pass computes besides log p and entropy.
-
-    temperature: divides the logits, as the actor does. topk: number of own top entries (0: none).
-    safe_set_rho: None, or DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}.
-    entropy_grad: whether gradients flow through the entropy. chunk: the most positions per chunk.
-    """
-
-    temperature: float = 1.0
-    topk: int = 0
-    safe_set_rho: float | None = None
-    entropy_grad: bool = False
-    chunk: int = 1024
-
-    def slices(self, n: int) -> list[slice]:
-        """The chunks of n positions."""
-        rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
-        return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
-
-
 class _Buffers:
-    """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk, V] float32."""
+    """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk,
+    V] float32."""
 
     def __init__(self, rows: int, weight: Tensor, *, both: bool) -> None:
         shape, device = (rows, weight.shape[0]), weight.device
         self.z = torch.empty(shape, dtype=torch.float32, device=device)
         self.e = torch.empty_like(self.z) if both else self.z
-        self.low = None if weight.dtype == torch.float32 else torch.empty(shape, dtype=weight.dtype, device=device)
+        self.low = (
+            None
+            if weight.dtype == torch.float32
+            else torch.empty(shape, dtype=weight.dtype, device=device)
+        )
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`z[:n] = hidden @ weight.T / temperature`, the product in the model's dtype, the result float32."""
+        """`z[:n] = hidden @ weight.T / temperature`, the product in the model's dtype, the result
+        float32."""
         z = self.z[: hidden.shape[0]]
         if self.low is None:
             return torch.addmm(z, hidden, weight.t(), beta=0.0, alpha=1.0 / temperature, out=z)
@@ -77,7 +62,9 @@ class _Outputs:
     coverage: Tensor | None = None
 
     @classmethod
-    def empty(cls, n: int, k: int, ids: Tensor | None, safe: bool, device: torch.device) -> _Outputs:
+    def empty(
+        cls, n: int, k: int, ids: Tensor | None, safe: bool, device: torch.device
+    ) -> _Outputs:
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -92,17 +79,20 @@ class _Outputs:
 
 
 def _keep_safe(e: Tensor, rho: float) -> Tensor:
-    """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which is 1), in place."""
+    """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which
+    is 1), in place."""
     return torch.threshold_(e, _below(rho), 0.0)
 
 
 def _below(rho: float) -> float:
-    """The largest float32 below `rho`: `threshold_` zeroes what is not greater, the safe set keeps equality."""
+    """The largest float32 below `rho`: `threshold_` zeroes what is not greater, the safe set keeps
+    equality."""
     return float(torch.nextafter(torch.tensor(rho, dtype=torch.float32), torch.tensor(0.0)))
 
 
 def _maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """Row maxima [n, 1], and for a later top k the maxima [n, nb] of blocks: block j holds columns j, j + nb, ..."""
+    """Row maxima [n, 1], and for a later top k the maxima [n, nb] of blocks: block j holds columns
+    j, j + nb, ..."""
     n, v = z.shape
     nb = v // _BLOCK
     if k == 0 or nb <= 4 * k:
@@ -115,12 +105,14 @@ def _maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _topk_columns(z: Tensor, blocks: Tensor | None, k: int) -> Tensor:
-    """Columns [n, k] of the exact top k: the k blocks of largest maxima hold it, so few candidates are ranked."""
+    """Columns [n, k] of the exact top k: the k blocks of largest maxima hold it, so few candidates
+    are ranked."""
     if blocks is None:
         return z.topk(k, dim=1).indices
     n, v = z.shape
     nb = v // _BLOCK
     best = blocks.topk(k, dim=1).indices
+    # block j holds columns j, j + nb, ...: see `_maxima`
     columns = (best.unsqueeze(2) + torch.arange(_BLOCK, device=z.device) * nb).view(n, -1)
     left_over = torch.arange(nb * _BLOCK, v, device=z.device).expand(n, -1)
     columns = torch.cat([columns, left_over], dim=1)
@@ -132,10 +124,19 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
 
 
+# seven parameters: the tensors of one chunk, which a record would only rename
 def _score_chunk(
-    out: _Outputs, s: slice, z: Tensor, e: Tensor, targets: Tensor, ids: Tensor | None, k: int, rho: float | None
+    out: _Outputs,
+    s: slice,
+    z: Tensor,
+    e: Tensor,
+    targets: Tensor,
+    ids: Tensor | None,
+    rho: float | None,
 ) -> None:
-    """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are overwritten."""
+    """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are
+    overwritten."""
+    k = 0 if out.topk_ids is None else out.topk_ids.shape[1]
     out.top[s], blocks = _maxima(z, k)
     z.sub_(out.top[s])  # shifted first: entropy and log-probs then lose nothing to cancellation
     torch.exp(z, out=e)
@@ -149,7 +150,9 @@ def _score_chunk(
 
     def at(columns: Tensor) -> Tensor:
         values = z.gather(1, columns) - log_total
-        return values if rho is None else values.masked_fill_(e.gather(1, columns) == 0.0, OUTSIDE_LOGP)
+        if rho is None:
+            return values
+        return values.masked_fill_(e.gather(1, columns) == 0.0, OUTSIDE_LOGP)
 
     out.logp[s] = at(targets.unsqueeze(1)).squeeze(1)
     if out.inside is not None:
@@ -162,10 +165,20 @@ def _score_chunk(
 
 
 class _HeadFunction(torch.autograd.Function):
-    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage); gradients through logp and entropy."""
+    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage).
+
+    Gradients flow through logp and entropy.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec) -> tuple:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ids: Tensor | None,
+        spec: HeadSpec,
+    ) -> tuple:
         n, rho = hidden.shape[0], spec.safe_set_rho
         k = min(spec.topk, weight.shape[0])
         out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
@@ -173,11 +186,13 @@ class _HeadFunction(torch.autograd.Function):
         buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True)
         for s in chunks:
             z = buffers.logits(hidden[s], weight, spec.temperature)
-            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], None if ids is None else ids[s], k, rho)
+            its_ids = None if ids is None else ids[s]
+            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, rho)
         ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
         ctx.spec = spec
         extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
         ctx.mark_non_differentiable(*(t for t in extras if t is not None))
+        # no zero gradients of [N] for outputs that no loss uses
         ctx.set_materialize_grads(False)
         return (out.logp, out.entropy, *extras)
 
@@ -192,8 +207,10 @@ class _HeadFunction(torch.autograd.Function):
         if inside is not None:
             g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
         d_hidden = torch.empty_like(hidden)
-        trained = ctx.needs_input_grad[1]  # with adapters the head's weight is frozen
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if trained else None
+        d_weight = None
+        if ctx.needs_input_grad[1]:  # with adapters the head's weight is frozen
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # logits are computed again, chunk by chunk, instead of having been kept
         chunks = spec.slices(hidden.shape[0])
         buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=g_entropy is not None)
         for s in chunks:
@@ -205,15 +222,20 @@ class _HeadFunction(torch.autograd.Function):
             dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
             dz = dz.to(weight.dtype)
             torch.mm(dz, weight, out=d_hidden[s])
-            if d_weight is None:
-                continue
-            if dz.dtype == torch.float32:
-                d_weight.addmm_(dz.t(), hidden[s])
-            else:
-                d_weight.add_(torch.mm(dz.t(), hidden[s]))
+            if d_weight is not None:
+                _add_product(d_weight, dz, hidden[s])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a.T @ b, in the float32 of `total`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a.t(), b)
+    else:
+        total.add_(torch.mm(a.t(), b))
+
+
+# eight parameters: the tensors of one chunk, which a record would only rename
 def _d_logits(
     z: Tensor,
     e: Tensor,
@@ -224,9 +246,11 @@ def _d_logits(
     targets: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place of `z` or `e`.
+    """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place
+    of `z` or `e`.
 
-    z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their exponentials.
+    z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their
+    exponentials.
     """
     scale = 1.0 / (temperature * total)  # [n, 1]: p / T = e * scale
     if ge is None:
@@ -243,72 +267,36 @@ def head_pass(
 ) -> TokenScores:
     """Scores of N positions.
 
-    hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same dtype.
-    targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @ weight.T / temperature`.
-    Gradients flow to `hidden` and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP)
-    they are exactly 0 at logits outside it, and `logp` of a token outside it is the constant OUTSIDE_LOGP.
+    hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same
+    dtype. targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @
+    weight.T / temperature`. Gradients flow to `hidden` and `weight` through `logp` (and `entropy`
+    if `spec.entropy_grad`). With a safe set (DVP) they are exactly 0 at logits outside it, and
+    `logp` of a token outside it is the constant OUTSIDE_LOGP.
     """
     logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
 
 
-def full_kl_pass(hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], spec: HeadSpec) -> Tensor:
-    """Exact KL(p_new || p_base) per position [N] float32 at the spec's temperature, chunk by chunk, nothing kept of V.
-
-    base: the frozen policy's hidden states [N, D'] and LM-head weight [V, D']. Both policies are taken whole, also
-    under a safe set: constrained to sets that differ, their KL would be infinite.
-    """
-
-    def chunk(h: Tensor, w: Tensor, h_base: Tensor, w_base: Tensor) -> Tensor:
-        new = torch.log_softmax((h @ w.t()).float() / spec.temperature, dim=-1)
-        return full_kl(new, torch.log_softmax((h_base @ w_base.t()).float() / spec.temperature, dim=-1))
-
-    parts = [
-        checkpoint(chunk, hidden[s], weight, base[0][s], base[1], use_reentrant=False) for s in spec.slices(len(hidden))
-    ]
-    return torch.cat(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class TopkTarget:
-    """A policy known at some tokens only: ids [N, k] int64 (-1 pads), its log-probs there [N, k] float32."""
-
-    ids: Tensor
-    logp: Tensor
-
-
-KlTarget = tuple[Tensor, Tensor] | TopkTarget  # (hidden states [N, D'], head weight [V, D']) of a whole policy
-
-
-def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadSpec) -> Tensor:
-    """KL(p_new || target) per position [N] float32 over the target's tokens and one bin for all others, by chunks."""
-
-    def chunk(h: Tensor, w: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
-        new = torch.log_softmax((h @ w.t()).float() / spec.temperature, dim=-1)
-        return distill_topk(new.gather(1, ids.clamp_min(0)), logp, ids, torch.ones_like(ids[:, 0]))
-
-    parts = [
-        checkpoint(chunk, hidden[s], weight, target.ids[s], target.logp[s], use_reentrant=False)
-        for s in spec.slices(len(hidden))
-    ]
-    return torch.cat(parts)
-
-
 class Head(nn.Module):
-    """Holds the LM-head weight as its own parameter, so that ZeRO-3's hooks gather it around this pass."""
+    """Holds the LM-head weight as its own parameter, so that ZeRO-3's hooks gather it around this
+    pass."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        ids: Tensor | None,
+        spec: HeadSpec,
+        base: KlTarget | None,
     ) -> tuple:
-        """The KL to `base` or None, then the fields of TokenScores: DeepSpeed looks into tuples only."""
-        kl = None
-        if isinstance(base, TopkTarget):
-            kl = topk_kl_pass(hidden, self.weight, base, spec)
-        elif base is not None:
-            kl = full_kl_pass(hidden, self.weight, base, spec)
+        """The KL to `base` or None, then the fields of TokenScores: DeepSpeed inspects only tuples.
+
+        hidden [N, D], targets [N], ids [N, k'] or None.
+        """
+        kl = None if base is None else kl_pass(hidden, self.weight, base, spec)
         s = head_pass(hidden, self.weight, targets, spec, ids)
         return kl, s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage

@@ -1,14 +1,20 @@
 """Low-rank adapters on linear layers of a causal LM. The file that imports PEFT.
 
-The base weights are frozen; what is published and exported is W + scale * B A under W's Hugging Face name, so that an
-engine serves one plain set of tensors and nothing of an adapter can fail to arrive.
+The base weights are frozen; what is published and exported is W + scale * B A under W's Hugging
+Face name, so that an engine serves one plain set of tensors and nothing of an adapter can fail to
+arrive.
+
+In bfloat16 that sum is rounded, and an update smaller than half a unit in W's last place is lost.
+So that the learner's policy is the published one, its own forward then multiplies by the same
+rounded sum. In float32 it is PEFT's, x W + scale * (x A) B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -17,43 +23,43 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlcore.errors import UserError
+from rlcore.learner.specs import LoraSpec
 
 _ADAPTER = "default"
 _BASE = ".base_layer."
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """rank r and alpha of the adapters (their product B A is scaled by alpha / r); names of the adapted linears."""
-
-    rank: int
-    alpha: float
-    targets: Sequence[str]
-
-    def peft(self) -> LoraConfig:
-        """PEFT's own configuration of the same."""
-        return LoraConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]  # PEFT divides it: any number will do
-            target_modules=list(self.targets),
-            lora_dropout=0.0,
-            bias="none",
-            task_type="CAUSAL_LM",
-        )
+def _peft(spec: LoraSpec) -> LoraConfig:
+    """PEFT's own configuration of the same."""
+    return LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # PEFT divides it: any number is accepted
+        target_modules=list(spec.targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
 
 
 def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
-    """Freeze `lm` and put adapters on its linear layers named in `spec`, in place. B starts at 0: nothing changes yet.
+    """Freeze `lm` and put adapters on its linear layers named in `spec`, in place.
 
-    A is drawn from `seed`, so every rank makes the same. `key`: configuration section for the error. Raises UserError
-    when no layer bears such a name.
+    B starts at 0, so nothing changes yet; A is drawn from `seed`, so every rank makes the same.
+    `key`: configuration section for the error. Raises UserError when no layer has such a name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(spec.peft(), lm)
+            inject_adapter_in_model(_peft(spec), lm)
         except ValueError as e:
-            raise UserError(f"{key}.targets={list(spec.targets)} names no linear layer of the model.") from e
+            raise UserError(
+                f"{key}.targets={list(spec.targets)} names no linear layer of the model."
+            ) from e
+    # float32 keeps PEFT's forward: there the sum is rounded as finely as everything else
+    for layer in adapted_layers(lm).values():
+        base = layer.get_base_layer()
+        if isinstance(base, nn.Linear) and base.weight.dtype == torch.bfloat16:
+            layer.forward = MethodType(_forward_as_published, layer)  # type: ignore[attr-defined]
 
 
 def plain_name(name: str) -> str:
@@ -73,21 +79,64 @@ def adapted_layers(lm: nn.Module) -> dict[str, LoraLayer]:
 
 def factors(layer: LoraLayer) -> list[nn.Parameter]:
     """A [r, in] and B [out, r]."""
-    return [m[_ADAPTER].weight for m in (layer.lora_A, layer.lora_B)]  # type: ignore[misc]  # linears
+    linears: list[Any] = [layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]]
+    return [linear.weight for linear in linears]
 
 
 def merged(weight: Tensor, layer: LoraLayer) -> Tensor:
-    """W + scale * B A, summed in float32 and rounded once to W's dtype. Factors must be whole (gathered)."""
-    a, b = (f.detach().float() for f in factors(layer))
-    return (weight.float() + layer.scaling[_ADAPTER] * (b @ a)).to(weight.dtype)
+    """W + scale * B A, summed in float32 and rounded once to W's dtype.
+
+    Factors must be whole (gathered).
+    """
+    a, b = (f.detach() for f in factors(layer))
+    return _merge(weight, a, b, layer.scaling[_ADAPTER])
 
 
-def save_adapter(folder: str | Path, adapters: Mapping[str, Tensor], spec: LoraSpec, base_model: str) -> None:
-    """Write adapters (parameter names of the adapted model) as a folder that PEFT's `from_pretrained` opens."""
+def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+class _AsPublished(torch.autograd.Function):
+    """x W'^T with W' the merged weight; the gradients at A and B are those of the unrounded sum.
+
+    W' is formed anew in the backward pass: it would be a second copy of the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, a, b)
+        ctx.scale = scale
+        return x @ _merge(weight, a, b, scale).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b = ctx.saved_tensors
+        d_x = grad @ _merge(weight, a, b, ctx.scale) if ctx.needs_input_grad[0] else None
+        flat_x, flat_grad = x.flatten(0, -2), grad.flatten(0, -2)
+        d_a = ctx.scale * ((flat_grad @ b).t() @ flat_x)
+        d_b = ctx.scale * (flat_grad.t() @ (flat_x @ a.t()))
+        return d_x, None, d_a, d_b, None
+
+
+def _forward_as_published(layer: LoraLayer, x: Tensor) -> Tensor:
+    """Forward of an adapted linear layer through its merged weight."""
+    base = layer.get_base_layer()
+    out = _AsPublished.apply(x, base.weight, *factors(layer), layer.scaling[_ADAPTER])
+    return out if base.bias is None else out + base.bias
+
+
+def save_adapter(
+    folder: str | Path, adapters: Mapping[str, Tensor], spec: LoraSpec, base_model: str
+) -> None:
+    """Write adapters (parameter names of the adapted model) as a folder that PEFT's
+    `from_pretrained` opens."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    state = {f"base_model.model.{n.replace(f'.{_ADAPTER}.', '.')}": t.contiguous() for n, t in adapters.items()}
+    state = {
+        f"base_model.model.{n.replace(f'.{_ADAPTER}.', '.')}": t.contiguous()
+        for n, t in adapters.items()
+    }
     save_file(state, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
-    config = spec.peft()
+    config = _peft(spec)
     config.base_model_name_or_path, config.inference_mode = base_model, True
     config.save_pretrained(str(out))

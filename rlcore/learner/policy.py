@@ -1,87 +1,134 @@
-"""The causal LM as the learner runs it: the base model up to its last hidden state, then the chunked head pass."""
+"""The causal LM as the learner runs it: the base model up to its last hidden state, then the
+chunked head pass."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rlcore.attention.block_topk import BlockTopK
-from rlcore.attention.learner import SparseRows, register
+from rlcore.attention.implementation import SparseRows, register
+from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
-from rlcore.learner.head import Head, HeadSpec, KlTarget
+from rlcore.learner.head import Head
+from rlcore.learner.head_kl import KlTarget
+from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch
 from rlcore.types import TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "flash_attention_2"]
+# parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
+_DROPOUT = ("dropout", "pdrop", "layerdrop")
+# settings of configurations by which a head does more to its logits than one product
+_SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def load_causal_lm(path: str | Path, dtype: str, attention: Attention, *, sparse: bool = False) -> nn.Module:
+def load_causal_lm(
+    path: str | Path, dtype: str, attention: Attention, *, sparse: bool = False
+) -> nn.Module:
     """A local Hugging Face causal LM in `dtype`, able to attend sparsely too if `sparse`.
 
-    Raises UserError where its head is not a plain linear map.
+    Dropout of its configuration is set to 0, in exports as well. Raises UserError for a folder
+    without a model, or a model whose head is not a plain linear map.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-
     if not Path(path).is_dir():
-        raise UserError(f"model.path={path} is not a folder: give a local Hugging Face model folder.")
+        raise UserError(
+            f"model.path={path} is not a folder: give a local Hugging Face model folder."
+        )
     try:
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        without_dropout(config)
         lm = AutoModelForCausalLM.from_pretrained(
             str(path),
+            config=config,
             dtype=DTYPES[dtype],
             attn_implementation=register(attention) if sparse else attention,
             local_files_only=True,
             use_safetensors=True,  # another format would be unpickled
         )
     except OSError as e:
-        raise UserError(f"model.path={path} holds no loadable model: {str(e).splitlines()[0]}") from e
+        reason = str(e).splitlines()[0]
+        raise UserError(f"model.path={path} holds no loadable model: {reason}") from e
     except ImportError as e:
-        raise UserError.choice("learner.attention", attention, ("sdpa",), str(e).splitlines()[0]) from e
-    odd = [k for k in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(lm.config, k, None)]
-    if odd or getattr(lm.get_output_embeddings(), "bias", None) is not None:
-        raise UserError(f"model.path={path} is not supported: its LM head has {odd[0] if odd else 'a bias'}.")
+        reason = str(e).splitlines()[0]
+        raise UserError.choice("learner.attention", attention, ("sdpa",), reason) from e
+    _refuse_odd_head(path, lm)
     return lm
 
 
-def sparse_rows(mb: MicroBatch, rule: BlockTopK) -> SparseRows:
-    """How sparse attention is to read a micro-batch: several right-padded rows, or one of packed sequences."""
-    length = mb.input_ids.shape[1]
+def without_dropout(config: Any) -> None:
+    """Set every dropout probability of a configuration, and of those within it, to 0, in place.
+
+    The ratios compare two passes over one policy: with dropout they would differ by its noise.
+    """
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):  # the configuration of a model's text part, for example
+            without_dropout(value)
+        elif any(part in name for part in _DROPOUT) and _is_probability(value):
+            setattr(config, name, 0.0)
+
+
+def _is_probability(value: Any) -> bool:
+    """Whether a setting is a number above 0 (a switch is none)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
+    """The head pass computes hidden @ weight.T and nothing else."""
+    odd = [k for k in _SCALED_LOGITS if getattr(lm.config, k, None)]
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
+        odd.append("a bias")
+    if odd:
+        raise UserError(f"model.path={path} is not supported: its LM head has {odd[0]}.")
+
+
+def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
+    """How sparse attention reads a micro-batch: several right-padded rows, or one of packed
+    sequences."""
     cu_seqlens = None
     if mb.input_ids.shape[0] == 1:
-        cu_seqlens = [*torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist(), length]
-    prompt_lens = None
-    if not rule.sparse_prompt:
-        first = mb.predict[mb.column == 0] if len(mb.sequences) else mb.predict
-        prompt_lens = (mb.position_ids.flatten()[first] + 1).tolist()
+        starts = torch.nonzero(mb.position_ids[0] == 0)[:, 0].tolist()
+        cu_seqlens = [*starts, mb.input_ids.shape[1]]
+    prompt_lens = None if rule.sparse_prompt else mb.prompt_lens.tolist()
     return SparseRows(rule, prompt_lens, cu_seqlens)
 
 
 class Policy(nn.Module):
-    """Hidden states of the response positions only go through the head; logits of a whole batch never exist."""
+    """A causal LM of which only the positions that predict a sampled token go through the head:
+    logits of a whole batch never exist."""
 
-    def __init__(self, lm: nn.Module, sparse: BlockTopK | None = None) -> None:
+    def __init__(self, lm: nn.Module, sparse: SparseSpec | None = None) -> None:
         """`sparse`: the rule that every forward attends by; `lm` must have been loaded for it."""
         super().__init__()
-        self.lm, self.sparse = lm, sparse
+        self.lm = lm
+        self.sparse = sparse
         self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
-        """[N, D]: the state that predicts each response token."""
+        """[N, D]: the state that predicts each sampled token."""
         base = self.lm.base_model
         how = {} if self.sparse is None else {"sparse_rows": sparse_rows(mb, self.sparse)}
+        # no mask: padding is at the right, and positions separate packed sequences
         states = base(  # type: ignore[operator]
-            input_ids=mb.input_ids, position_ids=mb.position_ids, attention_mask=None, use_cache=False, **how
+            input_ids=mb.input_ids,
+            position_ids=mb.position_ids,
+            attention_mask=None,
+            use_cache=False,
+            **how,
         ).last_hidden_state
         return states.flatten(0, 1).index_select(0, mb.predict)
 
-    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None) -> tuple:
+    def forward(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None
+    ) -> tuple:
         """KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
 
         ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions.
@@ -96,7 +143,11 @@ class FrozenPolicy:
         self.policy = policy.requires_grad_(False).eval()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all weights (Hugging Face names, tied ones once). Raises KeyError for a name that is missing."""
+        """Replace all weights (Hugging Face names, tied ones once).
+
+        Raises KeyError for a name that is missing.
+        """
+        # tied weights appear once among the parameters, as they do in what is published
         for name, p in self.policy.lm.named_parameters():
             p.copy_(tensors[name])
 
@@ -107,5 +158,6 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        """What the full KL needs: hidden states [N, D] of the response positions and the head weight [V, D]."""
+        """What the full KL needs: hidden states [N, D] of the predicting positions, and the head's
+        weight [V, D]."""
         return self.policy.hidden(mb), self.policy.head.weight

@@ -1,13 +1,13 @@
-"""Learner state on disk: safetensors shards and a JSON index, written tensor by tensor, read without pickle.
+"""Learner state on disk: safetensors shards and a JSON index, without pickle.
 
-The files hold whole float32 tensors under Hugging Face names, so a state saved by four ranks at ZeRO-3 opens on one
-rank at ZeRO-1 as well.
+The files hold whole float32 tensors under Hugging Face names, so a state saved by four ranks at
+ZeRO-3 opens on one rank at ZeRO-1 as well. Tensors are written and read one by one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlcore.files import replace_file
+from rlcore.learner.protocols import Schedule, Write
+
 INDEX = "learner.json"
 SHARD_BYTES = 2**31
-Write = Callable[[], object]
 
 
 def _now(write: Write) -> None:
@@ -25,14 +27,17 @@ def _now(write: Write) -> None:
 
 
 class StateWriter:
-    """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write the index.
+    """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write
+    the index.
 
-    `run` is given each file's writing as a job, to be done in order: at once by default, or in a thread.
-    The tensors are copies on the CPU then, so a state written behind is held in memory until it is on disk.
+    `run` receives the writing of each file as a job, to be done in order: at once by default, or in
+    a thread. The tensors are copies on the CPU, so a state that is written in a thread is held in
+    memory until it is on disk.
     """
 
-    def __init__(self, folder: Path, run: Callable[[Write], object] = _now) -> None:
-        self.folder, self._run = folder, run
+    def __init__(self, folder: Path, run: Schedule = _now) -> None:
+        self.folder = folder
+        self._run = run
         folder.mkdir(parents=True, exist_ok=True)
         self._held: dict[str, Tensor] = {}
         self._bytes = 0
@@ -52,14 +57,18 @@ class StateWriter:
             self._held, self._bytes = {}, 0
 
     def close(self, **facts: int | str) -> None:
-        """Write what is left, then the index that makes the state readable."""
+        """Write what remains, then the index that makes the state readable."""
         self._flush()
         text = json.dumps({"shards": self._shards, **facts}, indent=1)
-        self._run(partial((self.folder / INDEX).write_text, text))
+        # last, and whole: a folder without it holds no state
+        self._run(partial(replace_file, self.folder / INDEX, text))
 
 
 def read_index(folder: Path) -> dict:
-    """Facts given to `StateWriter.close`. Raises FileNotFoundError for a folder without a finished state."""
+    """Facts given to `StateWriter.close`.
+
+    Raises FileNotFoundError for a folder without a finished state.
+    """
     return json.loads((folder / INDEX).read_text())
 
 

@@ -1,197 +1,265 @@
-"""The reinforcement-learning step of one rank: reference passes, corrections, the backward pass of every micro-batch.
+"""The reinforcement-learning step of one rank: reference passes, corrections, the backward pass of
+every micro-batch.
 
-Two ways lead to the same gradient. Where corrections need the whole batch first and it takes several micro-batches,
-p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is the whole share, or each sequence is
-corrected by its own tokens, both come from the pass that is differentiated (p_ref only if the phase is one step).
+Two ways lead to the same gradient. Where corrections need the whole batch first and it takes
+several micro-batches, p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is
+the whole share, or each episode is corrected by its own tokens, both come from the pass that is
+differentiated (p_ref only if the phase is one step).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlcore.corrections import Pipeline
+from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.reduction import ONE_RANK
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import Scored, StepBatch, observed, rows_of
-from rlcore.learner.deepspeed_engine import ZeroEngine
-from rlcore.learner.head import HeadSpec
-from rlcore.learner.loss import Objective, Sums
+from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.loss import StepLoss
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy
-from rlcore.objectives.advantages import Advantage, over_tokens, sequence_advantages
+from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.specs import LearnerJob
+from rlcore.learner.sums import Sums
 from rlcore.objectives.aggregate import coefficients, counts
+from rlcore.objectives.kl import kl_penalty
+from rlcore.objectives.protocols import LossTensors
+from rlcore.objectives.registry import make_advantage
+from rlcore.objectives.rewards import over_tokens, sequence_advantages
 from rlcore.objectives.shaping import overlong_penalty
 from rlcore.types import TokenScores
 
-# Corrections that weigh a sequence by its own tokens and reject none: a micro-batch is all they need to see.
-_SEQUENCE_WISE = frozenset({"tis", "mis", "icepop", "dvp"})
+Forward = tuple[TokenScores, Tensor | None]  # a differentiated pass: scores, full KL [N]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class StepGradient:
+    """What is known when the backward passes of a step are done."""
+
+    sums: Sums
+    kept: int  # tokens in the loss, over all ranks
+    metrics: dict[str, float]  # of the mismatch and the corrections
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the micro-batches of a step have in common."""
+
+    batch: StepBatch
+    advantages: Tensor  # [B, T]
+    coefficients: Tensor  # [B, T]
+    first: bool  # of the step's phase: p_ref is p_new detached
+    sums: Sums
+
+
 class Update:
     """Everything a step's gradient depends on, besides the batch."""
 
-    engine: ZeroEngine
-    frozen: FrozenPolicy | None  # the starting policy, when there is a KL term
-    pipeline: Pipeline
-    objective: Objective
-    spec: HeadSpec  # of the differentiated pass
-    topk: int  # own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
-    reduce: Reduce
-    advantage: Advantage
-    max_response_len: int
-    overlong: tuple[int, float]  # DAPO's buffer in tokens (0: off) and penalty
-    ref_pass: Literal["auto", "always"]
-    keep_topk: bool = False  # p_ref at the actor's top k is wanted after the step too (distillation)
-
-    def one_pass(self, phase: Sequence[StepBatch], *, first: bool) -> bool:
-        """Whether p_ref may be taken from the pass that is differentiated."""
-        if len(phase) > 1 or not first or self.ref_pass == "always":
-            return False
-        needs = self.pipeline.needs
-        alone = not (needs.new or needs.batch_stats or self.keep_topk)
-        alone = alone and all(c.name in _SEQUENCE_WISE for c in self.pipeline.corrections)
-        return alone or _one_forward(phase[0])
+    def __init__(
+        self,
+        job: LearnerJob,
+        engine: TrainEngine,
+        frozen: FrozenPolicy | None,
+        pipeline: Pipeline,
+        reduce: Reduce,
+    ) -> None:
+        """`frozen`: the starting policy, required where the objective has a KL term."""
+        self.engine = engine
+        self.frozen = frozen
+        self.pipeline = pipeline
+        self.reduce = reduce
+        self.loss = StepLoss(job.objective, short_circuit=pipeline.needs.short_circuit)
+        self.head = HeadSpec(
+            job.sampling.temperature,
+            job.learner.head_chunk_tokens,
+            safe_set_rho=pipeline.needs.safe_set_rho,
+            entropy_grad=job.objective.entropy_coef != 0.0,
+        )
+        #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
+        self.topk = max(job.sampling.logprobs_k, 0)
+        self._advantage = make_advantage(job.objective)
+        self._objective = job.objective
+        self._max_len = job.sampling.max_new_tokens
+        self._ref_pass = job.learner.ref_pass
 
     def prepare(self, phase: Sequence[StepBatch], *, first: bool) -> None:
-        """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen policy's log-probs.
+        """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen
+        policy's log-probs.
 
-        `first`: the phase holds its first step. The rest of a resumed phase does not: its p_ref is not p_new.
+        `first`: the phase holds its first step. The rest of a resumed phase does not: its p_ref is
+        not p_new.
         """
-        one_pass = self.one_pass(phase, first=first)
+        one_pass = self._one_pass_suffices(phase, first=first)
         for batch in phase:
             batch.sent.rewards = self._shaped_rewards(batch)
             if not one_pass:
                 batch.ref = self._score(batch, self.engine, self.topk)
-            if self.objective.needs_base_logp and self.frozen is not None:
+            if self.loss.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
 
-    def run(self, batch: StepBatch, step: int, *, first: bool) -> tuple[Sums, int, dict[str, float]]:
-        """All backward passes of a step, `first` of its phase or not: (sums for the metrics, kept tokens, metrics)."""
+    def _one_pass_suffices(self, phase: Sequence[StepBatch], *, first: bool) -> bool:
+        """Whether p_ref may be taken from the pass that is differentiated."""
+        if len(phase) > 1 or not first or self._ref_pass == "always":
+            return False
+        # in a phase of one step p_new is p_ref, so `needs.new` asks for no pass of its own
+        alone = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
+        return alone or _one_forward(phase[0])
+
+    def run(self, batch: StepBatch, step: int, *, first: bool) -> StepGradient:
+        """All backward passes of a step, `first` of its phase or not."""
         advantages = self.group_advantages(batch)
         if batch.ref is None and not _one_forward(batch):
-            return self._one_pass(batch, step, advantages)
-        needs = self.pipeline.needs
-        ready = None  # the differentiated pass, made before the corrections because it is what they look at
-        new = batch.ref
-        if batch.ref is None or (needs.new and not first):
-            topk = self.topk if batch.ref is None or needs.topk else 0
-            if _one_forward(batch) and self.ref_pass == "auto":
-                ready = self._forward(batch, batch.micro[0], topk)
-                new = Scored.collect(batch.sent.mask.shape, [(batch.micro[0], ready[0])], batch.sent.mask.device)
-            else:
-                new = self._score(batch, self.engine, topk)
-            batch.ref = batch.ref or new
-        assert new is not None and batch.ref is not None
-        tensors = observed(batch.sent, step, advantages, batch.ref, new)
-        tensors.advantages = advantages = self.pipeline.advantages(tensors, self.reduce)
+            return self._correct_each(batch, step, advantages)
+        ref, new, ready = self._observe(batch, first=first)
+        tensors = observed(batch.sent, step, advantages, ref, new)
+        tensors.advantages = self.pipeline.advantages(tensors, self.reduce)
         corrected = self.pipeline.correct(tensors, self.reduce)
         coefs, kept = self._coefficients(corrected.mask)
-        sums = Sums()
+        sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
+        shared = _Shared(batch, tensors.advantages, coefs, first, sums)
         for i, mb in enumerate(batch.micro):
-            scores, kl = ready or self._forward(batch, mb, 0)
-            mine = Corrected(corrected.weight[mb.sequences], corrected.mask[mb.sequences], {})
-            logp_ref = None if first else batch.ref.logp[mb.sequences]
-            self._backward(batch, i, scores, kl, logp_ref, advantages, mine, coefs, sums)
-        return sums, kept, corrected.metrics
+            mine = Corrected(corrected.weight[mb.episodes], corrected.mask[mb.episodes], {})
+            self._backward(shared, i, ready or self._forward(batch, mb, 0), mine)
+        return StepGradient(sums, kept, corrected.metrics)
 
-    def _one_pass(self, batch: StepBatch, step: int, advantages: Tensor) -> tuple[Sums, int, dict[str, float]]:
+    def _observe(self, batch: StepBatch, *, first: bool) -> tuple[Scored, Scored, Forward | None]:
+        """Scores under p_ref and p_new as corrections look at them, and the differentiated pass
+        where they were taken from it."""
+        needs = self.pipeline.needs
+        # at the first step p_new is p_ref; later it is looked at only where a correction asks
+        if batch.ref is not None and (first or not needs.new):
+            return batch.ref, batch.ref, None
+        topk = self.topk if batch.ref is None or needs.topk else 0
+        ready = None
+        # one micro-batch: the pass that is differentiated can be looked at first
+        if _one_forward(batch) and self._ref_pass == "auto":
+            ready = self._forward(batch, batch.micro[0], topk)
+            mask = batch.sent.mask
+            new = Scored.collect(mask.shape, [(batch.micro[0], ready[0])], mask.device)
+        else:
+            new = self._score(batch, self.engine, topk)
+        batch.ref = batch.ref or new
+        return batch.ref, new, ready
+
+    def _correct_each(self, batch: StepBatch, step: int, advantages: Tensor) -> StepGradient:
+        """A step whose corrections see one micro-batch at a time, from the differentiated pass."""
         usable = batch.sent.mask & torch.isfinite(batch.sent.logp_inf)
         coefs, kept = self._coefficients(usable)
-        sums, parts = Sums(), []
+        sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
+        shared = _Shared(batch, advantages, coefs, True, sums)
+        parts = []
         for i, mb in enumerate(batch.micro):
             scores, kl = self._forward(batch, mb, self.topk)
             alone = Scored.of(mb, scores, usable.shape[1])
-            part = observed(rows_of(batch.sent, mb.sequences), step, advantages[mb.sequences], alone, alone)
+            mine = rows_of(batch.sent, mb.episodes)
+            part = observed(mine, step, advantages[mb.episodes], alone, alone)
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
-            self._backward(batch, i, scores, kl, None, advantages, corrected, coefs, sums)
+            self._backward(shared, i, (scores, kl), corrected)
             parts.append((mb, _detached(scores)))
-        whole = Scored.collect(usable.shape, parts, usable.device)
-        batch.ref = whole
-        corrected = self.pipeline.correct(observed(batch.sent, step, advantages, whole, whole), self.reduce)
+        # once more over the whole batch, for the metrics alone: the gradient is there already
+        batch.ref = whole = Scored.collect(usable.shape, parts, usable.device)
+        tensors = observed(batch.sent, step, advantages, whole, whole)
+        corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
-            raise RuntimeError("a correction rejected tokens without asking to see the whole batch first")
-        return sums, kept, corrected.metrics
+            raise RuntimeError("a correction declared as sequence_wise rejected tokens")
+        return StepGradient(sums, kept, corrected.metrics)
 
-    def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> tuple[TokenScores, Tensor | None]:
+    def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
         """The pass that is differentiated."""
-        base = self.frozen.base(mb) if self.frozen is not None and self.objective.needs_full_kl else None
-        return self.engine.forward_with_kl(mb, _actor_ids(batch, mb, topk), replace(self.spec, topk=topk), base)
+        needs_base = self.frozen is not None and self.loss.needs_full_kl
+        base = self.frozen.base(mb) if needs_base else None  # type: ignore[union-attr]
+        ids = _actor_ids(batch, mb, topk)
+        return self.engine.forward_with_kl(mb, ids, replace(self.head, topk=topk), base)
 
     def _backward(
-        self,
-        batch: StepBatch,
-        index: int,
-        scores: TokenScores,
-        kl: Tensor | None,
-        logp_ref: Tensor | None,
-        advantages: Tensor,
-        corrected: Corrected,
-        coefs: Tensor,
-        sums: Sums,
+        self, shared: _Shared, index: int, forward: Forward, corrected: Corrected
     ) -> None:
-        """Loss and backward of a micro-batch, logp_ref [b, T] and corrected its rows. None: p_ref is p_new detached."""
-        mb, width = batch.micro[index], batch.sent.mask.shape[1]
-        rows = mb.sequences
-        if len(rows):
-            logp_new = mb.dense(scores.logp, width)
-            base = batch.base
-            kl_mask = corrected.mask
-            if base is not None and base.inside is not None and scores.inside is not None:
-                # under a safe set, a token outside either set has a filler for one of the KL's two log-probs
-                kl_mask = kl_mask & mb.dense(scores.inside, width) & base.inside[rows]
-            loss, values = self.objective(
-                logp_new,
-                logp_new.detach() if logp_ref is None else logp_ref,
-                advantages[rows],
-                corrected,
-                coefs[rows],
-                mb.dense(scores.entropy, width),
-                None if kl is None else mb.dense(kl, width),
-                None if base is None else (base.logp[rows], kl_mask),
-            )
-            values["entropy"] = scores.entropy.detach().sum().double()
-            values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum().double()
-            sums.add(values)
+        """Loss and backward of a micro-batch; `corrected` holds its rows."""
+        mb, (scores, kl) = shared.batch.micro[index], forward
+        if len(mb.episodes):
+            rows, width = mb.episodes, shared.batch.sent.mask.shape[1]
+            tokens = _loss_tensors(shared, mb, scores, corrected)
+            entropy = mb.dense(scores.entropy, width)
+            distance = self._kl(shared, mb, forward, tokens)
+            loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
+            values["entropy"] = scores.entropy.detach().sum()
+            values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
+            shared.sums.add(values)
         else:
-            # Nothing of this rank's, but the others' collectives want company. Every output that they differentiate
-            # must be in this graph too: ZeRO-3 gathers once for each, else the ranks wait for each other for ever.
-            outputs = [t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad]
+            # Nothing of this rank's, but it must still join the others' collectives. Every output
+            # that they differentiate must be in this graph too: ZeRO-3 gathers once for each, and
+            # the ranks would otherwise wait for each other until the deadline.
+            outputs = [
+                t for t in (scores.logp, scores.entropy, kl) if t is not None and t.requires_grad
+            ]
             loss = 0.0 * torch.stack([t.sum() for t in outputs]).sum()
-        self.engine.backward(loss, last=index == len(batch.micro) - 1)
+        self.engine.backward(loss, last=index == len(shared.batch.micro) - 1)
+
+    def _kl(
+        self, shared: _Shared, mb: MicroBatch, forward: Forward, tokens: LossTensors
+    ) -> Tensor | None:
+        """KL to the frozen policy [b, T] as the loss takes it, or None where it has no such term.
+
+        A token that the corrections dropped or weighed 0 has no KL either. The full KL sums over
+        the vocabulary and carries no ratio; the sampled estimators' tokens are the actor's, so
+        they carry the ratio to p_new.
+        """
+        (scores, kl), rows, base = forward, mb.episodes, shared.batch.base
+        width = tokens.mask.shape[1]
+        if kl is not None:
+            return mb.dense(kl, width) * (tokens.mask & (tokens.weight != 0))
+        estimator = self._objective.kl_estimator
+        if base is None or estimator == "full":
+            return None
+        corrected = Corrected(tokens.weight, tokens.mask, {})
+        logp_inf = shared.batch.sent.logp_inf[rows]
+        cap = self._objective.kl_ratio_cap
+        weight = self.pipeline.penalty_weight(
+            corrected, tokens.logp_new, tokens.logp_ref, logp_inf, cap
+        )
+        if base.inside is not None and scores.inside is not None:
+            # under a safe set, a token outside either set has a filler for one of the log-probs
+            inside = mb.dense(scores.inside, width) & base.inside[rows]
+            weight = torch.where(inside, weight, 0.0)
+        return kl_penalty(estimator, tokens.logp_new, base.logp[rows], weight)
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
         sent = batch.sent
-        return over_tokens(sequence_advantages(self.advantage, sent.rewards, sent.group_ids, self.reduce), sent.mask)
+        values = sequence_advantages(self._advantage, sent.rewards, sent.group_ids, self.reduce)
+        return over_tokens(values, sent.mask)
 
     def _shaped_rewards(self, batch: StepBatch) -> Tensor:
         """[B]: what advantages and RAPID's baseline are taken of."""
-        buffer, penalty = self.overlong
-        lengths = batch.sent.mask.sum(dim=1)
         return batch.sent.rewards + overlong_penalty(
-            lengths, max_len=self.max_response_len, buffer=buffer, penalty=penalty
+            batch.sent.mask.sum(dim=1),
+            max_len=self._max_len,
+            buffer=self._objective.overlong_buffer(self._max_len),
+            penalty=self._objective.overlong_penalty,
         )
 
     def _coefficients(self, mask: Tensor) -> tuple[Tensor, int]:
+        """Coefficients [B, T] of the tokens in the loss, and their number over all ranks."""
         tokens, sequences = counts(mask, self.reduce)
-        return coefficients(self.objective.aggregation, mask, tokens, sequences, self.max_response_len), tokens
+        mode = self._objective.aggregation
+        return coefficients(mode, mask, tokens, sequences, self._max_len), tokens
 
     @torch.no_grad()
-    def _score(self, batch: StepBatch, policy: ZeroEngine | FrozenPolicy, topk: int) -> Scored:
+    def _score(self, batch: StepBatch, policy: TrainEngine | FrozenPolicy, topk: int) -> Scored:
         """A pass without gradients over the whole batch."""
-        spec = replace(self.spec, topk=topk, entropy_grad=False)
+        spec = replace(self.head, topk=topk, entropy_grad=False)
         parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, topk), spec)) for mb in batch.micro]
         return Scored.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
 
 
 def _one_forward(batch: StepBatch) -> bool:
-    """Whether one forward pass sees the whole share of this rank, and so of every rank: their counts are the same."""
+    """Whether one forward pass sees this rank's whole share, and so every rank's: their counts of
+    micro-batches are the same."""
     return len(batch.micro) == 1
 
 
@@ -200,8 +268,30 @@ def _actor_ids(batch: StepBatch, mb: MicroBatch, topk: int) -> Tensor | None:
     ids = batch.sent.topk_ids_inf
     if not topk or ids is None:
         return None
-    return mb.flat(ids) if len(mb.sequences) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
+    return mb.flat(ids) if len(mb.episodes) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
 
 
 def _detached(scores: TokenScores) -> TokenScores:
     return replace(scores, logp=scores.logp.detach(), entropy=scores.entropy.detach())
+
+
+def _loss_tensors(
+    shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected
+) -> LossTensors:
+    batch, rows = shared.batch, mb.episodes
+    width = batch.sent.mask.shape[1]
+    logp_new = mb.dense(scores.logp, width)
+    ref = None if shared.first else batch.ref
+    sampled = batch.sent.mask[rows]
+    if scores.inside is not None:
+        sampled = sampled & mb.dense(scores.inside, width)
+    if ref is not None and ref.inside is not None:
+        sampled = sampled & ref.inside[rows]
+    return LossTensors(
+        logp_new=logp_new,
+        logp_ref=logp_new.detach() if ref is None else ref.logp[rows],
+        advantages=shared.advantages[rows],
+        weight=corrected.weight,
+        mask=corrected.mask,
+        sampled=sampled,
+    )

@@ -1,41 +1,51 @@
-"""The one door to all sinks of a run directory."""
+"""All sinks of a run directory as one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.rows import sanitize
-from rlcore.metrics.sinks import JsonlSink, Sample, SamplesSink, Sink, WandbSink
+from rlcore.metrics.sinks import Decoded, JsonlSink, SamplesSink, Sink, WandbSink
+from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.status import StatusSink
 
 
 class MetricsLogger:
-    """Fans rows, samples and notes out to sinks. A context manager: leaving it closes every sink, also on an error."""
+    """Sends rows, samples and notes to every sink. A context manager: leaving it closes them, also
+    on an error."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self.sinks = list(sinks)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """One learner step; values are numbers or None. Raises ValueError for a doubled or skipped step."""
-        clean = sanitize(row)
+        """One learner step; values are numbers or None. Raises ValueError for a repeated or skipped
+        step."""
+        clean = sanitize(row)  # once, so that all sinks agree on what was not finite
         for sink in self.sinks:
             sink.log(clean)
 
-    def samples(self, name: str, decoded: Sequence[Sample]) -> None:
-        """Decoded trajectories (prompt, response, reward, status, versions, ...) under samples/NAME.jsonl."""
+    def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
+        """Decoded trajectories (prompt, response, reward, status, versions, ...) under
+        samples/NAME.jsonl."""
         for sink in self.sinks:
             sink.samples(name, decoded)
 
     def note(self, text: str) -> None:
-        """One line for whoever watches."""
+        """One line about what is happening."""
         for sink in self.sinks:
             sink.note(text)
 
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        """What the run does and waits for from now on, after `step` steps."""
+        for sink in self.sinks:
+            sink.activity(name, waits_for, step)
+
     def resume_at(self, step: int) -> None:
-        """Continue after `step`: rows and samples beyond it are dropped, to be made again."""
+        """Continue after `step`: rows and samples beyond it are dropped, since they come again."""
         for sink in self.sinks:
             sink.resume_at(step)
 
@@ -46,12 +56,12 @@ class MetricsLogger:
         self.close()
 
     def close(self) -> None:
-        """Close every sink, whatever the others do; the first error is raised at the end."""
+        """Close every sink even if one fails; the first error is raised at the end."""
         errors: list[Exception] = []
         for sink in self.sinks:
             try:
                 sink.close()
-            except Exception as e:  # a failing sink must not keep another's process alive; raised below
+            except Exception as e:  # any error: the other sinks have processes that must be ended
                 errors.append(e)
         if errors:
             raise errors[0]
@@ -60,35 +70,36 @@ class MetricsLogger:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 def open_logger(
-    run_dir: str | Path,
-    *,
-    console: Literal["live", "plain", "off"],
-    wandb: Literal["offline", "online", "disabled"],
-    project: str,
-    config: Mapping[str, Any],
-    total_steps: int,
+    run_dir: str | Path, spec: LoggingSpec, *, config: Mapping[str, Any], total_steps: int
 ) -> MetricsLogger:
-    """The sinks of a run directory, which is made if need be.
+    """The sinks of a run directory, which is created if it does not exist.
 
-    Args: what the console shows (live falls back to plain where the output is no terminal); the W&B mode and project;
-    the resolved configuration; optimizer steps of the whole run.
-    Raises UserError when W&B refuses to start or metrics.jsonl is damaged.
+    `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
+    A live console falls back to plain where the output is no terminal. Raises UserError when W&B
+    refuses to start or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [JsonlSink(run_dir), SamplesSink(run_dir)]
-    if console != "off":
-        sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=console == "live"))
-    if wandb != "disabled":
+    status = StatusSink(run_dir, total_steps)
+    sinks: list[Sink] = [JsonlSink(run_dir), SamplesSink(run_dir), status]
+    if spec.console != "off":
+        live = spec.console == "live"
+        sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))
+    if spec.wandb != "disabled":
+        # It may need a network: the sinks before it must not stay open when it fails.
         try:
-            sinks.append(WandbSink(run_dir, mode=wandb, project=project, config=config))
+            wandb = WandbSink(run_dir, mode=spec.wandb, project=spec.project, config=config)
         except BaseException:
             MetricsLogger(sinks).close()
             raise
+        sinks.append(wandb)
     return MetricsLogger(sinks)

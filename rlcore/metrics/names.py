@@ -1,13 +1,13 @@
 """Every metric of a run: unit, meaning, and how the values of several steps become one.
 
-Angle brackets stand for the rest of one segment, so `eval/<task>/mean@<k>` covers `eval/digits/mean@4`. Units and
-reductions are declared here and nowhere guessed from a name.
+Angle brackets stand for the rest of one segment, so `eval/<task>/mean@<k>` covers
+`eval/digits/mean@4`. Units and reductions are declared here, never inferred from a name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,11 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned-out curve)."""
+    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned
+    curve).
+
+    Example: Metric("time/publish_s", "s", "publishing weights", "sum")
+    """
 
     name: str
     unit: str
@@ -31,93 +35,195 @@ class Metric:
 
 def _covers(template: str, segment: str) -> bool:
     literal, bracket, _ = template.partition("<")
-    return segment.startswith(literal) and len(segment) > len(literal) if bracket else segment == template
+    return (
+        segment.startswith(literal) and len(segment) > len(literal)
+        if bracket
+        else segment == template
+    )
 
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "optimizer steps done", "last"),
     Metric("policy_version", "steps", "version of the learner's weights after this step", "last"),
     Metric("reward/mean", "reward", "mean reward of the batch's scored samples, before selection"),
-    Metric("reward/std", "reward", "standard deviation of the same"),
+    Metric("reward/std", "reward", "standard deviation of the same rewards"),
     Metric("reward/kept_mean", "reward", "mean reward of the samples that selection kept"),
-    Metric("reward_parts/<part>", "reward", "mean of one part of the reward, as the grader names it"),
-    Metric("eval/policy_version", "steps", "oldest version that sampled a token of this row's evaluation", "last"),
-    Metric("eval/version_span", "steps", "the newest such version less the oldest: published meanwhile", "last"),
+    Metric(
+        "reward_parts/<part>", "reward", "mean of one part of the reward, as the grader names it"
+    ),
+    Metric(
+        "eval/policy_version",
+        "steps",
+        "oldest version that sampled a token of this row's evaluation",
+        "last",
+    ),
+    Metric(
+        "eval/version_span",
+        "steps",
+        "newest version that sampled a token of it, minus the oldest",
+        "last",
+    ),
     Metric("eval/<task>/greedy", "share", "held-out accuracy of the greedy answers", "last"),
-    Metric("eval/<task>/mean@<k>", "share", "held-out accuracy, mean over k sampled answers", "last"),
-    Metric("eval/<task>/pass@<k>", "share", "held-out prompts with a correct one among k sampled answers", "last"),
+    Metric(
+        "eval/<task>/mean@<k>", "share", "held-out accuracy, mean over k sampled answers", "last"
+    ),
+    Metric(
+        "eval/<task>/pass@<k>",
+        "share",
+        "held-out prompts with a correct answer among k sampled",
+        "last",
+    ),
     Metric("eval/<task>/greedy_reward", "reward", "held-out reward of the greedy answers", "last"),
-    Metric("eval/<task>/sampled_reward", "reward", "held-out reward of the sampled answers", "last"),
+    Metric(
+        "eval/<task>/sampled_reward", "reward", "held-out reward of the sampled answers", "last"
+    ),
     Metric("eval/<task>/greedy_length", "tokens", "length of the greedy answers", "last"),
     Metric("eval/<task>/sampled_length", "tokens", "length of the sampled answers", "last"),
-    Metric("eval/<task>/greedy_failed_scores", "samples", "greedy answers that could not be judged", "last"),
-    Metric("eval/<task>/sampled_failed_scores", "samples", "sampled answers that could not be judged", "last"),
+    Metric(
+        "eval/<task>/greedy_failed_scores",
+        "samples",
+        "greedy answers that could not be judged",
+        "last",
+    ),
+    Metric(
+        "eval/<task>/sampled_failed_scores",
+        "samples",
+        "sampled answers that could not be judged",
+        "last",
+    ),
     Metric("eval/<task>/<metric>", "1", "a further held-out result of a task", "last"),
     Metric("response_length/mean", "tokens", "mean response length of the batch"),
     Metric("response_length/max", "tokens", "longest response of the batch", "max"),
-    Metric("response_length/truncated_share", "share", "responses cut off at rollout.max_new_tokens"),
+    Metric(
+        "response_length/truncated_share", "share", "responses cut off at rollout.max_new_tokens"
+    ),
     Metric("staleness/mean", "steps", "mean over trained tokens of v - version(token)"),
-    Metric("staleness/max", "steps", "maximum of the same", "max"),
-    Metric("staleness/in_flight_mean", "steps", "the part of staleness/mean that arose before the group arrived"),
-    Metric("staleness/in_buffer_mean", "steps", "the part that arose while the group waited in the buffer"),
-    Metric("staleness/share_<age>", "share", "trained tokens of this age in steps, up to the next share's"),
+    Metric("staleness/max", "steps", "maximum over trained tokens of v - version(token)", "max"),
+    Metric(
+        "staleness/in_flight_mean",
+        "steps",
+        "part of staleness/mean that arose before the group arrived",
+    ),
+    Metric(
+        "staleness/in_buffer_mean",
+        "steps",
+        "part of staleness/mean that arose while the group waited in the buffer",
+    ),
+    Metric(
+        "staleness/share_<age>",
+        "share",
+        "trained tokens of this age, up to the age of the next share",
+    ),
     Metric("mismatch/kl_k1", "nats", "KL(p_inf || p_ref) by k1, tokens before rejection"),
     Metric("mismatch/kl_k3", "nats", "KL(p_inf || p_ref) by k3, tokens before rejection"),
     Metric("mismatch/abs_dlogp_mean", "nats", "mean |log p_ref - log p_inf|"),
     Metric("mismatch/abs_dlogp_max", "nats", "maximum |log p_ref - log p_inf|", "max"),
     Metric("mismatch/abs_dprob_mean", "probability", "mean |p_ref - p_inf| of the sampled tokens"),
-    Metric("mismatch/ess", "share", "effective sample size of the ratios p_ref/p_inf over the number of tokens"),
+    Metric(
+        "mismatch/ess",
+        "share",
+        "effective sample size of the ratios p_ref/p_inf over the number of tokens",
+    ),
     Metric("mismatch/cv", "1", "coefficient of variation of the ratios p_ref/p_inf"),
-    Metric("mismatch/acceptance", "share", "mean of min(1, p_ref/p_inf): tokens that OBRS would keep at lambda 1"),
+    Metric(
+        "mismatch/acceptance",
+        "share",
+        "mean of min(1, p_ref/p_inf): tokens that OBRS would keep at lambda 1",
+    ),
     Metric("mismatch/truncated_share", "share", "tokens with p_ref/p_inf above 2"),
     Metric("mismatch/masked_share", "share", "tokens with p_ref/p_inf outside [0.5, 2]"),
-    Metric("mismatch/veto_share", "share", "sequences that hold a token with p_ref/p_inf below 1e-4"),
-    Metric("mismatch/nonfinite_share", "share", "tokens without a usable log-prob, left out of the other figures"),
+    Metric(
+        "mismatch/veto_share", "share", "sequences that hold a token with p_ref/p_inf below 1e-4"
+    ),
+    Metric(
+        "mismatch/nonfinite_share",
+        "share",
+        "tokens without a usable log-prob, excluded from the other statistics",
+    ),
     Metric("mismatch/outside_share", "share", "tokens outside the learner's safe set (DVP)"),
     Metric("mismatch/coverage_mean", "probability", "mass of the learner's safe set (DVP)"),
     Metric("mismatch/z_approx", "probability", "OBRS normaliser on the stored top k, lambda 1"),
     Metric("mismatch/kappa", "1", "bias correction of z_approx"),
-    Metric("mismatch/unknown_share", "share", "top-k entries of the learner that the actor did not return"),
-    Metric("mismatch/ais_alpha", "1", "AIS: the blend"),
-    Metric("mismatch/ais_alpha_<signal>", "1", "AIS: one of the three signals that the blend is made of"),
+    Metric(
+        "mismatch/unknown_share",
+        "share",
+        "top-k entries of the learner that the actor did not return",
+    ),
+    Metric("mismatch/ais_alpha", "1", "AIS: weight of the correction, 0 off to 1 full"),
+    Metric(
+        "mismatch/ais_alpha_<signal>",
+        "1",
+        "AIS: one of the three signals that alpha combines",
+    ),
     Metric("mismatch/<statistic>", "1", "a further statistic of p_ref against p_inf"),
-    Metric("correction/kept_share", "share", "tokens left in the loss by all corrections together"),
-    Metric("correction/weight_mean", "1", "mean weight of the tokens left in the loss"),
-    Metric("correction/zero_weight_share", "share", "tokens left in the loss with weight 0"),
-    Metric("correction/<name>/<statistic>", "1", "what one correction did or measured"),
+    Metric(
+        "correction/kept_share", "share", "tokens that all corrections together keep in the loss"
+    ),
+    Metric("correction/weight_mean", "1", "mean weight of the tokens kept in the loss"),
+    Metric("correction/zero_weight_share", "share", "tokens kept in the loss with weight 0"),
+    Metric("correction/<name>/<statistic>", "1", "a statistic of one correction"),
     Metric("loss/policy", "1", "policy loss"),
     Metric("loss/kl", "nats", "KL to the frozen starting policy, unscaled"),
     Metric("loss/<part>", "1", "a further part of the loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric("entropy", "nats", "mean entropy of the policy over trained tokens"),
     Metric("lr", "1", "learning rate of this step", "last"),
-    Metric("policy/<statistic>", "1", "the PPO ratio p_new/p_ref and what of it was clipped"),
+    Metric("policy/<statistic>", "1", "PPO ratio p_new/p_ref and its clipped shares"),
     Metric("train/<statistic>", "1", "size and shape of the training batch"),
     Metric("loss/sparse_policy", "1", "policy loss of the sparse copy (DistillSparse)"),
-    Metric("loss/distill_kl", "nats", "KL of the sparse copy to the dense policy on the actors' samples, unscaled"),
-    Metric("distill/<statistic>", "1", "the sparse copy's own step (DistillSparse)"),
-    Metric("draft/<statistic>", "1", "the co-trained draft's own step"),
+    Metric(
+        "loss/distill_kl",
+        "nats",
+        "KL of the sparse copy to the dense policy on the actors' samples, unscaled",
+    ),
+    Metric("distill/<statistic>", "1", "the step of the sparse copy (DistillSparse)"),
+    Metric("draft/<statistic>", "1", "the step of the co-trained draft"),
     Metric("time/step_s", "s", "from the previous row to this one", "sum"),
     Metric("time/wait_data_s", "s", "learner waiting for a batch", "sum"),
     Metric(
-        "time/rollout_s", "s", "engines stepping since the row before, mean over actors, by newest heartbeats", "sum"
+        "time/rollout_s",
+        "s",
+        "engines decoding since the previous row, mean over actors, from their latest heartbeats",
+        "sum",
     ),
     Metric("time/learn_s", "s", "learner computing: p_ref, forward, backward, optimizer", "sum"),
-    Metric("time/publish_s", "s", "learner and actors occupied by publishing weights", "sum"),
-    Metric("time/eval_s", "s", "from the start of an evaluation to its last verdict, beside training", "sum"),
+    Metric("time/publish_s", "s", "learner and actors busy publishing weights", "sum"),
+    Metric(
+        "time/eval_s",
+        "s",
+        "from the start of an evaluation to its last verdict, in parallel with training",
+        "sum",
+    ),
     Metric("time/total_s", "s", "training time since step 0, over all sessions", "last"),
     Metric("time/<part>", "s", "a further part of a step", "sum"),
-    Metric("throughput/rollout_tokens_per_s", "tokens/s", "sampled tokens that arrived per second of wall time"),
-    Metric("throughput/train_tokens_per_s", "tokens/s", "trained tokens per second of learner time"),
+    Metric(
+        "throughput/rollout_tokens_per_s",
+        "tokens/s",
+        "sampled tokens that arrived per second of wall time",
+    ),
+    Metric(
+        "throughput/train_tokens_per_s", "tokens/s", "trained tokens per second of learner time"
+    ),
     Metric("throughput/<statistic>", "1/s", "a further rate"),
     Metric("buffer/groups", "groups", "finished groups waiting in the buffer", "last"),
     Metric("buffer/<count>", "1", "a count of the buffer", "last"),
-    Metric("ledger/<count>", "groups", "groups since the start of the run, by fate; the sums always match", "last"),
-    Metric("ledger/<fate>/<reason>", "groups", "the same by reason", "last"),
+    Metric(
+        "ledger/<count>",
+        "groups",
+        "groups since the start of the run by outcome; the sums always match",
+        "last",
+    ),
+    Metric("ledger/<outcome>/<reason>", "groups", "groups of an outcome by reason", "last"),
     Metric("rollout/<statistic>", "1", "the fleet of rollout actors", "last"),
-    Metric("metrics/nonfinite", "values", "values of this row that were NaN or infinite and stand as null", "sum"),
+    Metric(
+        "metrics/nonfinite",
+        "values",
+        "values of this row that were NaN or infinite and are written as null",
+        "sum",
+    ),
 )
 
+# Looked up for every value of every row, and a family is matched segment by segment.
 _EXACT = {m.name: m for m in METRICS if "<" not in m.name}
 _FAMILIES = tuple(m for m in METRICS if "<" in m.name)
 
@@ -128,18 +234,14 @@ def declared(name: str) -> Metric | None:
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is a share of held-out answers that are correct: what a run is judged by."""
+    """Whether a metric is a held-out accuracy."""
     metric = declared(name)
     return metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
 
 
-def undeclared(names: Iterable[str]) -> list[str]:
-    """Names without a declaration, sorted."""
-    return sorted(n for n in names if declared(n) is None)
-
-
 def combine(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Several steps as one row, each name by its declared reduction; missing and null values are left out.
+    """Several steps as one row, each name by its declared reduction, ignoring missing and null
+    values.
 
     Raises ValueError for an undeclared name.
     """

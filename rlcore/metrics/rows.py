@@ -1,4 +1,5 @@
-"""metrics.jsonl: one JSON object a learner step, without gaps or doubles, readable while it is written."""
+"""metrics.jsonl: one JSON object a learner step, without gaps or duplicates, readable while it is
+being written."""
 
 from __future__ import annotations
 
@@ -11,35 +12,43 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlcore.errors import StageError, UserError
+from rlcore.files import replace_file
 
 Row = dict[str, float | int | None]
 
 
 class RowFile:
-    """Appends rows. Each is on disk (fsync) when `log` returns, so a checkpoint never knows a step that it does not.
+    """Appends rows. Each is on disk (fsync) when `log` returns, so that no checkpoint is newer than
+    the file.
 
-    Opening an existing file drops a last line that was cut off in writing and goes on after its last step.
+    Opening an existing file drops an incomplete last line and continues after the last step.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         rows = read_rows(self.path)
         _require_consecutive(rows, self.path)
-        self.last_step: int | None = int(rows[-1]["step"]) if rows else None  # type: ignore[arg-type]
+        self.last_step: int | None = None
+        if rows:
+            self.last_step = int(rows[-1]["step"])  # type: ignore[arg-type]
         self._rewrite(rows)
         self._file: TextIO | None = None
 
     def log(self, row: Row) -> None:
-        """Write one sanitized row. Raises ValueError for a doubled or skipped step, StageError if the disk refuses."""
+        """Write one sanitized row. Raises ValueError for a repeated or skipped step, StageError if
+        the disk refuses."""
         step = row.get("step")
         if not isinstance(step, int):
             raise ValueError(f"a row of {self.path.name} needs an integer step, not {step!r}")
         if self.last_step is not None and step != self.last_step + 1:
-            raise ValueError(f"{self.path.name} ends at step {self.last_step}: step {step} cannot follow")
+            raise ValueError(
+                f"{self.path.name} ends at step {self.last_step}: step {step} cannot follow"
+            )
         try:
             if self._file is None:
                 self._file = self.path.open("a", encoding="utf-8")
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            # A checkpoint that is newer than its rows could not be continued.
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as e:
@@ -47,16 +56,16 @@ class RowFile:
         self.last_step = step
 
     def truncate_after(self, step: int) -> int:
-        """Keep rows up to `step`, the last one a resumed run stands on; returns how many were dropped.
+        """Keep rows up to `step`, the last one before a resumed run; returns how many were dropped.
 
-        Raises UserError when the file holds rows but ends before `step`: the run would have a hole.
+        Raises UserError when the file holds rows but ends before `step`: rows would be missing.
         """
         self.close()
         rows = read_rows(self.path)
         if rows and self.last_step is not None and self.last_step < step:
             raise UserError(
-                f"{self.path} ends at step {self.last_step} and the run continues from step {step}: put the missing "
-                "rows back, or move the file away to start a new one."
+                f"{self.path} ends at step {self.last_step} and the run continues from step "
+                f"{step}: put the missing rows back, or move the file away to start a new one."
             )
         kept = [r for r in rows if r["step"] <= step]  # type: ignore[operator]
         self._rewrite(kept)
@@ -74,17 +83,12 @@ class RowFile:
             return
         text = "".join(json.dumps(r) + "\n" for r in rows)
         if self.path.read_text(encoding="utf-8", errors="replace") == text:
-            return
-        beside = self.path.with_suffix(".tmp")
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(self.path)
+            return  # the usual case: nothing was cut off
+        replace_file(self.path, text, durable=True)
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The rows of a file that may still be written: a last line that is not whole is left out.
+    """The rows of a file that may still be written: an incomplete last line is ignored.
 
     Raises UserError for a broken line elsewhere.
     """
@@ -92,14 +96,14 @@ def read_rows(path: str | Path) -> list[Row]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    whole = lines[:-1]  # without its newline a line is not finished, even if it parses
+    whole = lines[:-1]  # a line without its newline is incomplete, even if it parses
     rows: list[Row] = []
     for number, line in enumerate(whole, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as e:
             if number == len(whole):
-                break
+                break  # cut off by a crash and completed with a newline since
             raise UserError(f"{path}:{number} is not a JSON object: {line[:60]!r}.") from e
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise UserError(f"{path}:{number} is not a metrics row: it has no integer step.")
@@ -127,4 +131,6 @@ def sanitize(row: Mapping[str, Any]) -> Row:
 def _require_consecutive(rows: list[Row], path: Path) -> None:
     for before, after in itertools.pairwise(rows):
         if after["step"] != before["step"] + 1:  # type: ignore[operator]
-            raise UserError(f"{path} is damaged: step {after['step']} follows step {before['step']}.")
+            raise UserError(
+                f"{path} is damaged: step {after['step']} follows step {before['step']}."
+            )

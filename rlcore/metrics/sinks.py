@@ -1,4 +1,5 @@
-"""Where metrics go: the protocol, and the sinks that are files or W&B. The console has its own file."""
+"""Where metrics go: the protocol, and the sinks that are files or W&B. The console has its own
+module."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlcore.errors import UserError
+from rlcore.files import replace_file
 from rlcore.metrics.rows import Row, RowFile
 
-Sample = Mapping[str, Any]
+Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
 
 
 class Sink(Protocol):
@@ -21,11 +23,14 @@ class Sink(Protocol):
     def log(self, row: Row) -> None:
         """One learner step."""
 
-    def samples(self, name: str, decoded: Sequence[Sample]) -> None:
+    def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         """Decoded trajectories under a name such as step_000012."""
 
     def note(self, text: str) -> None:
-        """One line of what is going on."""
+        """One line about the run's progress."""
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        """What the run does and waits for from now on, after `step` steps."""
 
     def resume_at(self, step: int) -> None:
         """The run continues after `step`: forget what was logged beyond it."""
@@ -38,13 +43,15 @@ class Sink(Protocol):
 
 
 class BaseSink:
-    """A sink that ignores everything: the others override what they are about."""
+    """A sink that ignores everything: the others override what concerns them."""
 
     def log(self, row: Row) -> None: ...
 
-    def samples(self, name: str, decoded: Sequence[Sample]) -> None: ...
+    def samples(self, name: str, decoded: Sequence[Decoded]) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def activity(self, name: str, waits_for: str, step: int) -> None: ...
 
     def resume_at(self, step: int) -> None: ...
 
@@ -75,14 +82,13 @@ class SamplesSink(BaseSink):
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "samples"
 
-    def samples(self, name: str, decoded: Sequence[Sample]) -> None:
+    def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(dict(d), ensure_ascii=False, default=str) + "\n" for d in decoded)
-        beside = self.folder / f".{name}.tmp"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self.folder / f"{name}.jsonl")
+        replace_file(self.folder / f"{name}.jsonl", text)
 
     def resume_at(self, step: int) -> None:
+        # Samples of evaluations stay: they are of versions that the run did have.
         for file in self.folder.glob("step_*.jsonl"):
             found = re.fullmatch(r"step_(\d+)", file.stem)
             if found and int(found[1]) > step:
@@ -90,25 +96,30 @@ class SamplesSink(BaseSink):
 
 
 class WandbSink(BaseSink):
-    """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so a sync joins them.
+    """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
+    that a later sync joins its parts.
 
     Raises UserError when W&B refuses (mode online without an account or a network).
     """
 
     def __init__(
-        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, config: Mapping[str, Any]
+        self,
+        run_dir: Path,
+        *,
+        mode: Literal["offline", "online"],
+        project: str,
+        config: Mapping[str, Any],
     ) -> None:
-        import wandb  # here and not above: a run without it does not load it
+        import wandb  # not at the top: a run without W&B must not load it
 
         self._wandb = wandb
         folder = run_dir / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
+        # Outside W&B's own folders, whose names change with every start.
         id_file = folder / "run_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-        settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, save_code=False, init_timeout=60, x_disable_stats=True
-        )
+        self._failed = True
         try:
             self._run: Any = wandb.init(
                 project=project,
@@ -118,20 +129,35 @@ class WandbSink(BaseSink):
                 mode=mode,
                 resume="allow" if mode == "online" else None,
                 config=dict(config),
-                settings=settings,
+                settings=self._settings(),
             )
         except (wandb.Error, OSError) as e:
-            wandb.teardown()
+            wandb.teardown()  # its service process has started by then
             reason = " ".join(str(e).split()).rstrip(".")
-            raise UserError(f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled.") from e
-        self._failed = True
+            raise UserError(
+                f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled."
+            ) from e
+
+    def _settings(self) -> Any:
+        # Silent: the console belongs to the run's own table.
+        return self._wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            init_timeout=60,
+            x_disable_stats=True,
+        )
 
     def log(self, row: Row) -> None:
         step = row["step"]
+        # A null is no number to W&B: a value that is missing is.
         self._run.log({k: v for k, v in row.items() if v is not None}, step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update({f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)})
+        self._run.summary.update(
+            {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)}
+        )
         self._failed = False
 
     def close(self) -> None:
@@ -139,4 +165,5 @@ class WandbSink(BaseSink):
             return
         run, self._run = self._run, None
         run.finish(exit_code=1 if self._failed else 0)
-        self._wandb.teardown()  # ends its service process, which would outlive a failed run
+        # Ends its service process, which would outlive a failed run.
+        self._wandb.teardown()

@@ -1,1 +1,1 @@
-"""Advantages, policy losses, KL, aggregation: pure tensor functions."""
+"""Advantages, policy losses, KL and aggregation: pure tensor functions."""

@@ -1,41 +1,91 @@
-"""KL(p_new || p_base): estimators on sampled tokens, the full sum over the vocabulary, and entropy."""
+"""KL(p_new || p_base): estimators on sampled tokens, the full sum over the vocabulary, and
+entropy.
+
+In a loss, a sampled KL is corrected like the policy loss: its tokens are the actor's, so it carries
+the ratio to p_new (`penalty_weight`), and a token that the corrections dropped has none
+(`kl_penalty`). The full KL sums over the vocabulary at each state and carries no ratio.
+"""
 
 from __future__ import annotations
 
+from math import log
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlcore.errors import UserError
+from rlcore.objectives.precision import CLAMP, at_least_float32
 
 Estimator = Literal["k1", "k2", "k3"]
-CLAMP = 20.0  # of log differences before exp
+# Bound of p_base/p_new in k3 as a penalty: beyond it the value stays at 6.7 nats, and the gradient
+# at 9 in size instead of vanishing as that of a clamped value would.
+RATIO_BOUND = 10.0
 
 
 def sampled_kl(kind: Estimator, logp_new: Tensor, logp_base: Tensor, mask: Tensor) -> Tensor:
-    """Estimate of KL(p_new || p_base) per token [B,T] float32 from tokens x ~ p_new; 0 where the mask is 0.
+    """Estimate of KL(p_new || p_base) per token [B, T] float32 from tokens x ~ p_new; 0 where the
+    mask is 0.
 
-    With d = log p_base - log p_new: k1 = -d (unbiased), k2 = d^2/2 (biased, low variance, its gradient is that of the
-    KL), k3 = exp(d) - 1 - d (unbiased, never negative). `logp_new` carries the gradient. Raises UserError on the name.
+    With d = log p_base - log p_new: k1 = -d (unbiased), k2 = d^2/2 (biased, low variance), k3 =
+    exp(d) - 1 - d (unbiased, never negative). `logp_new` carries the gradient, which in expectation
+    is the KL's for k2, zero for k1 and the forward KL's for k3: see `kl_penalty` for a loss.
     """
-    d = torch.where(mask != 0, logp_base.detach().float() - logp_new.float(), 0.0)
+    difference = at_least_float32(logp_base.detach()) - at_least_float32(logp_new)
+    d = torch.where(mask != 0, difference, 0.0)
     if kind == "k1":
         return -d
     if kind == "k2":
         return 0.5 * d * d
-    if kind == "k3":
-        d = d.clamp(-CLAMP, CLAMP)
-        return torch.expm1(d) - d
-    raise UserError.choice("algorithm.kl_estimator", kind, ("k1", "k2", "k3", "full"))
+    d = d.clamp(-CLAMP, CLAMP)
+    return torch.expm1(d) - d
+
+
+def penalty_weight(
+    logp_new: Tensor, logp_from: Tensor, weight: Tensor, mask: Tensor, *, cap: float
+) -> Tensor:
+    """`SG(weight * min(p_new/p_from, cap))` [B, T]: leads tokens that `weight` led to p_from on to
+    p_new. 0 where the weight or the mask is 0, or the ratio is undefined."""
+    difference = at_least_float32(logp_new.detach()) - at_least_float32(logp_from.detach())
+    on = (mask != 0) & (weight != 0) & ~torch.isnan(difference)
+    ratio = torch.where(on, difference, 0.0).clamp(-CLAMP, CLAMP).exp().clamp(max=cap)
+    return torch.where(on, at_least_float32(weight.detach()) * ratio, 0.0)
+
+
+def kl_penalty(kind: Estimator, logp_new: Tensor, logp_base: Tensor, weight: Tensor) -> Tensor:
+    """The KL term of a loss per token [B, T]: estimated value times `weight` (of `penalty_weight`,
+    0 where a token has no KL), with the gradient to descend.
+
+    k1 and k2: the gradient of KL(p_new || p_base), by the score `weight (log p_new - log p_base)
+    grad log p_new` (differentiating k1's value would give 0 in expectation). k3: that of the
+    forward KL(p_base || p_new), GRPO's convention. Values are bounded: log differences at +-20, and
+    k3's p_base/p_new at 10, in value and in gradient. That bound and the cap of the weight are the
+    only biases. `logp_new` carries the gradient.
+    """
+    on = weight != 0
+    logp_new = torch.where(on, at_least_float32(logp_new), 0.0)
+    base = torch.where(on, at_least_float32(logp_base.detach()), 0.0)
+    d = (base - logp_new.detach()).clamp(-CLAMP, CLAMP)
+    slope = -d
+    if kind == "k1":
+        value = -d
+    elif kind == "k2":
+        value = 0.5 * d * d
+    else:
+        d = d.clamp(max=log(RATIO_BOUND))
+        value = torch.expm1(d) - d
+        slope = -torch.expm1(d)
+    # a value that changes along `slope` only: written so that both can be bounded
+    return weight.detach() * (value + slope * (logp_new - logp_new.detach()))
 
 
 def full_kl(logprobs_new: Tensor, logprobs_base: Tensor) -> Tensor:
-    """Exact `sum_x p_new(x) (log p_new(x) - log p_base(x))` [...] float32 over log-probs [...,V].
+    """Exact `sum_x p_new(x) (log p_new(x) - log p_base(x))` [...] float32 over log-probs [..., V].
 
-    Call it on chunks of positions: it holds a few tensors of its inputs' size. Tokens that p_new excludes (-inf) add 0.
+    Call it on chunks of positions: it holds a few tensors of its inputs' size. Tokens that p_new
+    excludes (-inf) add 0.
     """
-    new, base = logprobs_new.float(), logprobs_base.detach().float()
+    new = at_least_float32(logprobs_new)
+    base = at_least_float32(logprobs_base.detach())
     possible = torch.isfinite(new)
     new = torch.where(possible, new, 0.0)
     base = torch.where(possible, base, 0.0)
@@ -43,7 +93,8 @@ def full_kl(logprobs_new: Tensor, logprobs_base: Tensor) -> Tensor:
 
 
 def entropy(logprobs: Tensor) -> Tensor:
-    """`-sum_x p(x) log p(x)` [...] float32 in nats over log-probs [...,V]; excluded tokens (-inf) add 0."""
-    logp = logprobs.float()
+    """`-sum_x p(x) log p(x)` [...] float32 in nats over log-probs [..., V]; excluded tokens (-inf)
+    add 0."""
+    logp = at_least_float32(logprobs)
     logp = torch.where(torch.isfinite(logp), logp, -1e4)
     return -(logp.exp() * logp).sum(-1)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 
-def overlong_penalty(lengths: Tensor, *, max_len: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """DAPO's soft overlong punishment [B] float32, to be added to the rewards (Yu et al. 2025, eq. 13).
+def overlong_penalty(lengths: Tensor, *, max_len: int, buffer: int, penalty: float) -> Tensor:
+    """DAPO's soft overlong penalty [B] float32, to be added to the rewards (Yu et al. 2025, eq.
+    13).
 
-    Args: lengths [B] response tokens; max_len the longest response allowed; over its last `buffer` tokens the penalty
-    rises from 0 to `penalty`, and stays there beyond. buffer=0 switches it off.
+    lengths [B]: response tokens; max_len: the longest response allowed. Over its last `buffer`
+    tokens the penalty rises from 0 to `penalty`, and stays there beyond. buffer=0: off.
     """
     if buffer == 0:
         return torch.zeros(len(lengths), device=lengths.device)

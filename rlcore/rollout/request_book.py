@@ -1,108 +1,127 @@
-"""The requests of one engine: those its core decodes, those held back, and the version that samples their tokens.
-
-Imports nothing of vLLM.
-"""
+"""The requests of one engine: those its core decodes, those held back, and the version that samples
+their tokens. Independent of the engine."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import secrets
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rlcore.rollout.segments import Sample
+import numpy as np
+
+from rlcore.rollout.core import CoreRequest, DecodeCore, Output
+from rlcore.rollout.segments import Draw
+from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.stop_text import StopWatcher
 from rlcore.seeding import derive_seed
-from rlcore.types import ActorKind, FinishReason, Request, Trajectory
+from rlcore.types import FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlcore.rollout.vllm_core import Output, VllmCore
-
 
 class RequestBook:
-    """Queues requests in the core, withdraws and resubmits them, and makes trajectories of what they sampled."""
+    """Queues requests in the core, withdraws and resubmits them, and builds their trajectories."""
 
     def __init__(
         self,
-        core: VllmCore,
+        core: DecodeCore,
+        job: EngineJob,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        actor_id: str,
-        actor_kind: ActorKind,
-        max_len: int,
-        max_k: int,
         vocab: int,
         salted: bool,
-        version: int,
     ) -> None:
-        """`max_len`: tokens of a prompt and its response. `max_k`: the most top log-probs a request may ask for.
-
-        `salted`: requests share cached prefixes only with those queued under the same version. `version`: samples now.
-        """
-        self._core, self._tokenizer = core, tokenizer
-        self._actor_id, self._actor_kind = actor_id, actor_kind
-        self._max_len, self._max_k, self._vocab, self._salted = max_len, max_k, vocab, salted
-        self.version = version
-        self.active: dict[str, Sample] = {}  # request id -> sample, in order of admission
+        """`salted`: requests share cached prefixes only with others of the same version."""
+        self._core = core
+        self._job = job
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._salted = salted
+        self.version = job.version  # samples now
+        self.active: dict[str, Draw] = {}  # request id -> draw, in order of admission
         self.step_tokens = 0  # response tokens sampled by the last step
-        self._held: list[Sample] = []  # not started, waiting for a drain to end
+        self._decode_s = 0.0  # a clock that runs during steps only
+        self._held: list[Draw] = []  # not started, waiting for a drain to end
         self._draining = False
+        # A restarted process may have the pid of the one before it, so the pid alone is not unique.
+        self._draws_of = f"{job.actor_id}:{os.getpid()}-{secrets.token_hex(4)}"
+        self._count = itertools.count()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none. Raises ValueError for one that the engine cannot serve."""
-        samples = [self._sample(r) for r in requests]
-        ids = [s.request.request_id for s in samples]
-        known = self.active.keys() | {s.request.request_id for s in self._held}
-        if len(set(ids)) < len(ids) or (clash := known.intersection(ids)):
-            raise ValueError(f"request ids must be unique among unfinished requests: {sorted(clash or ids)[0]} is not")
+        for request in requests:
+            self._check(request)
+        taken = {*self.active, *(d.request.request_id for d in self._held)}
+        for request in requests:
+            if request.request_id in taken:
+                raise ValueError(
+                    f"request ids must be unique among unfinished requests: {request.request_id} "
+                    "is not"
+                )
+            taken.add(request.request_id)
+        draws = [self._draw(r) for r in requests]
         if self._draining:
-            self._held += samples
+            self._held += draws
             return
-        for sample in samples:
-            self._submit(sample)
+        for draw in draws:
+            self._submit(draw)
 
-    def _sample(self, request: Request) -> Sample:
-        spec, prompt = request.sampling, len(request.prompt_ids)
-        if not 0 < prompt < self._max_len:
+    def _check(self, request: Request) -> None:
+        prompt, k = len(request.prompt_ids), request.sampling.logprobs_k
+        if not 0 < prompt < self._job.max_len:
             raise ValueError(
-                f"{request.request_id}: a prompt of {prompt} tokens does not fit model.max_len={self._max_len}, "
-                f"which must hold it and at least one sampled token"
+                f"{request.request_id}: a prompt of {prompt} tokens does not fit "
+                f"model.max_len={self._job.max_len}, which must hold it and at least one sampled "
+                "token"
             )
-        if spec.logprobs_k > self._max_k:
+        if k > self._job.logprobs_k:
             raise ValueError(
-                f"{request.request_id}: rollout.logprobs_k={spec.logprobs_k} is above the {self._max_k} "
-                f"this engine was started for"
+                f"{request.request_id}: rollout.logprobs_k={k} is above the "
+                f"{self._job.logprobs_k} this engine was started for"
             )
-        if int(max(request.prompt_ids)) >= self._vocab or int(min(request.prompt_ids)) < 0:
-            raise ValueError(f"{request.request_id}: prompt token ids must lie in 0..{self._vocab - 1}")
-        return Sample(
+        ids = np.asarray(request.prompt_ids)
+        if ids.max() >= self._vocab or ids.min() < 0:
+            raise ValueError(
+                f"{request.request_id}: prompt token ids must lie in 0..{self._vocab - 1}"
+            )
+
+    def _draw(self, request: Request) -> Draw:
+        spec = request.sampling
+        return Draw(
             request=request,
-            budget=min(spec.max_new_tokens, self._max_len - prompt),
+            draw_id=f"{self._draws_of}:{next(self._count)}",
+            budget=min(spec.max_new_tokens, self._job.max_len - len(request.prompt_ids)),
             version=self.version,
             watcher=StopWatcher(self._tokenizer, spec.stop) if spec.stop else None,
         )
 
-    def _submit(self, sample: Sample) -> None:
-        """Hand a sample to the engine core: the prompt, then the tokens it has so far."""
-        request = sample.request
+    def _submit(self, draw: Draw) -> None:
+        """Queue a draw in the core: the prompt, then the tokens it has so far."""
+        request = draw.request
         seed = request.seed
-        if sample.segments:  # never the draws of an earlier segment again
-            seed = derive_seed(seed, "rollout/resubmit", sample.segments)
+        if draw.resubmissions:  # do not repeat the draws that followed the same seed before
+            seed = derive_seed(seed, "rollout/resubmit", draw.resubmissions)
         self._core.add(
-            request.request_id,
-            [*map(int, request.prompt_ids), *sample.tokens],
-            request.sampling,
-            max_tokens=sample.budget - len(sample.tokens),
-            seed=seed,
-            prompt_len=len(request.prompt_ids),
-            cache_salt=f"v{self.version}" if self._salted else None,
+            CoreRequest(
+                request.request_id,
+                [*map(int, request.prompt_ids), *draw.tokens],
+                len(request.prompt_ids),
+                request.sampling,
+                max_tokens=draw.budget - len(draw.tokens),
+                seed=seed,
+                cache_salt=f"v{self.version}" if self._salted else None,
+            )
         )
-        self.active[request.request_id] = sample
+        self.active[request.request_id] = draw
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         ids = set(request_ids)
-        self._held = [s for s in self._held if s.request.request_id not in ids]
+        self._held = [d for d in self._held if d.request.request_id not in ids]
         self._core.abort([i for i in ids if self.active.pop(i, None) is not None])
 
     def unfinished(self) -> int:
@@ -110,62 +129,85 @@ class RequestBook:
         return len(self.active) + len(self._held)
 
     def decode(self) -> list[Trajectory]:
-        """One step of the core; the trajectories that finished in it. Raises RuntimeError if vLLM failed one."""
+        """One step of the core; the trajectories that finished in it.
+
+        Raises RuntimeError if the core failed a request.
+        """
         done = []
         self.step_tokens = 0
-        for out in list(self._core.step()):
-            sample = self.active.get(out.request_id)
-            if sample is None:
+        begun, since = time.monotonic(), self._decode_s
+        outputs = list(self._core.step())
+        self._decode_s += time.monotonic() - begun
+        for out in outputs:
+            draw = self.active.get(out.request_id)
+            if draw is None:  # aborted while the step ran
                 continue
+            if draw.decoding_since is None:
+                draw.decoding_since = since
             self.step_tokens += len(out.tokens)
-            sample.extend(out.tokens, out.rows)
-            if (reason := self._finish_reason(sample, out)) is not None:
+            draw.extend(out.tokens, out.rows)
+            if (reason := self._finish_reason(draw, out)) is not None:
                 del self.active[out.request_id]
-                done.append(sample.finish(reason, self._actor_id, self._actor_kind))
+                done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))
         return done
 
-    def _finish_reason(self, sample: Sample, out: Output) -> FinishReason | None:
-        if out.finish is None and sample.watcher is not None and any([sample.watcher.push(t) for t in out.tokens]):
+    def decoding_s(self) -> dict[str, float]:
+        """Seconds of steps since the first token of each request that has one."""
+        now = self._decode_s
+        return {
+            i: d.decoded_s + (0.0 if d.decoding_since is None else now - d.decoding_since)
+            for i, d in self.active.items()
+            if d.tokens
+        }
+
+    def _finish_reason(self, draw: Draw, out: Output) -> FinishReason | None:
+        watcher = draw.watcher
+        if out.finish is None and watcher and any(watcher.push(t) for t in out.tokens):
             self._core.abort([out.request_id])
             return "stop"
         return out.finish
 
-    # -- around a change of version ----------------------------------------------------------------------------------
+    # -- around a change of version ----------------------------------------------------------------
 
-    def stamp(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """Tokens sampled from now on carry `version`, those of running requests too."""
         self.version = version
-        for sample in self.active.values():
-            sample.switch(version)
+        for draw in self.active.values():
+            draw.switch(version)
 
     def begin_drain(self) -> None:
-        """Let the requests that have sampled a token finish; hold back all others and all new ones."""
+        """Let the requests that have sampled a token finish; hold back all others and all new."""
         if not self._draining:
             self._draining = True
             self._held += self.withdraw(started=False)
 
     def end_drain(self) -> None:
-        """Queue what was held back, in order, under the version of now."""
+        """Queue what was held back, in order, under the current version."""
         self._draining = False
         held, self._held = self._held, []
         self.resubmit(held)
 
     def drained(self) -> bool:
-        """True when a drain was begun and nothing runs any more."""
+        """True if a drain was begun and nothing runs any more."""
         return self._draining and not self.active
 
-    def withdraw(self, *, started: bool) -> list[Sample]:
-        """Take requests out of the core, in order: those without a token and, if `started`, those with tokens too."""
-        samples = [s for s in self.active.values() if started or not s.tokens]
-        ids = [s.request.request_id for s in samples]
-        for request_id in ids:
+    def withdraw(self, *, started: bool) -> list[Draw]:
+        """Take requests out of the core, in order: those without a token and, if `started`, those
+        with tokens too."""
+        draws = [d for d in self.active.values() if started or not d.tokens]
+        ids = [d.request.request_id for d in draws]
+        spent = self.decoding_s()
+        for request_id, draw in zip(ids, draws, strict=True):
+            # Its time in the queue after it is resubmitted does not count.
+            draw.decoded_s = spent.get(request_id, 0.0)
+            draw.decoding_since = None
             del self.active[request_id]
         self._core.abort(ids)
-        return samples
+        return draws
 
-    def resubmit(self, samples: Iterable[Sample]) -> None:
-        """Queue withdrawn requests under the version of now; what they have sampled stays theirs."""
-        for sample in samples:
-            sample.switch(self.version)
-            sample.segments += bool(sample.tokens)
-            self._submit(sample)
+    def resubmit(self, draws: Iterable[Draw]) -> None:
+        """Queue withdrawn requests under the current version; they keep the tokens they have."""
+        for draw in draws:
+            draw.switch(self.version)
+            draw.resubmissions += bool(draw.tokens)
+            self._submit(draw)

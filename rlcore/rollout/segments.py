@@ -1,4 +1,4 @@
-"""What the engine has sampled so far for one request, and the trajectory it ends as. numpy only."""
+"""What the engine has sampled so far for one request, and the trajectory it becomes. numpy only."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ from rlcore.types import ActorKind, FinishReason, Request, Trajectory
 if TYPE_CHECKING:
     from rlcore.rollout.stop_text import StopWatcher
 
-_COMPACT_EVERY = 256  # rows are views into arrays shared by a whole step: copy them out before they pile up
+# Rows are views into the arrays of a whole step; they are copied regularly so that these can be
+# freed.
+_COMPACT_EVERY = 256
 
 
 @dataclass(slots=True)
-class Sample:
+class Draw:
     """One request in flight: its tokens, log-prob rows and the versions that sampled them."""
 
     request: Request
+    draw_id: str  # unique: a request that was lost and is asked for again is another draw
     budget: int  # tokens this request may sample in all
     version: int  # policy version when it was queued
     watcher: StopWatcher | None = None
     tokens: list[int] = field(default_factory=list)
-    switches: list[tuple[int, int]] = field(default_factory=list)  # (first token, version); the last one is current
+    # (first token, version); the last one is current
+    switches: list[tuple[int, int]] = field(default_factory=list)
     queued_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None  # when its first token arrived
-    segments: int = 0  # times it was resubmitted after an abort
-    _ids: list[np.ndarray] = field(default_factory=list)  # rows [n, >=k+1] int32, column 0 the sampled token
+    resubmissions: int = 0  # after an abort, with the tokens it had
+    decoding_since: float | None = None  # on the book's clock; None: it waits for its next token
+    decoded_s: float = 0.0  # before it was withdrawn last
+    # rows [n, >= k+1] int32, column 0 the sampled token
+    _ids: list[np.ndarray] = field(default_factory=list)
     _logp: list[np.ndarray] = field(default_factory=list)  # the same shape, float32
-    _blocks: int = 0  # leading arrays that are copied out already
+    _blocks: int = 0  # leading arrays that were copied already
 
     def __post_init__(self) -> None:
         self.switches.append((0, self.version))
@@ -54,55 +61,71 @@ class Sample:
         self._blocks += 1
 
     def switch(self, version: int) -> None:
-        """From the next token on, `version` samples."""
+        """Tokens from now on were sampled by `version`."""
         self.switches.append((len(self.tokens), version))
 
     def token_versions(self) -> np.ndarray:
-        """[T] int32: the version that sampled each token."""
+        """[S] int32: the version that sampled each token."""
         starts = np.array([s for s, _ in self.switches] + [len(self.tokens)])
         return np.repeat(np.array([v for _, v in self.switches], np.int32), np.diff(starts))
 
     def finish(self, reason: FinishReason, actor_id: str, actor_kind: ActorKind) -> Trajectory:
-        """The trajectory, unscored. Raises RuntimeError if log-prob rows and tokens disagree."""
+        """The trajectory: one turn after the prompt.
+
+        Raises RuntimeError if log-prob rows and tokens disagree.
+        """
         logp, topk_ids, topk_logp = self._arrays()
+        request, prompt = self.request, len(self.request.prompt_ids)
+        token_ids = np.empty(prompt + len(self.tokens), np.int32)
+        token_ids[:prompt] = request.prompt_ids
+        token_ids[prompt:] = self.tokens
         now = time.monotonic()
         started = now if self.started_at is None else self.started_at
         return Trajectory(
-            prompt_ids=np.asarray(self.request.prompt_ids, np.int32),
-            response_ids=np.asarray(self.tokens, np.int32),
+            token_ids=token_ids,
+            sampled=np.arange(len(token_ids)) >= prompt,
             logp_inf=logp,
             topk_ids=topk_ids,
             topk_logp=topk_logp,
             token_version=self.token_versions(),
+            turn_starts=np.array([prompt], np.int32),
             actor_id=actor_id,
             actor_kind=actor_kind,
-            group_id=self.request.group_id,
-            prompt_id=self.request.prompt_id,
-            sample_index=self.request.sample_index,
+            group_id=request.group_id,
+            prompt_id=request.prompt_id,
+            sample_index=request.sample_index,
             finish_reason=reason,
-            purpose=self.request.purpose,
+            draw_id=self.draw_id,
+            purpose=request.purpose,
             timings={"queue_s": started - self.queued_at, "generate_s": now - started},
         )
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(logp_inf [S] float32, topk_ids [S, k] int32, topk_logp [S, k] float32)."""
         t, k = len(self.tokens), self.request.sampling.logprobs_k
-        if k < 0:  # asked for none: NaN, so that using them shows
-            return np.full(t, np.nan, np.float32), np.empty((t, 0), np.int32), np.empty((t, 0), np.float32)
+        topk_ids = np.full((t, max(k, 0)), -1, np.int32)
+        topk_logp = np.full((t, max(k, 0)), -np.inf, np.float32)
+        if k < 0 or t == 0:  # NaN if none were requested, so that using them is noticed
+            return np.full(t, np.nan, np.float32), topk_ids, topk_logp
         if not self._ids:
-            return np.empty(0, np.float32), np.empty((0, k), np.int32), np.empty((0, k), np.float32)
+            raise RuntimeError(f"{self.request.request_id}: the engine gave no log-prob rows")
+        # An engine gives no more columns than its vocabulary: the rest stays padding.
         width = min(k + 1, min(r.shape[1] for r in self._ids))
         ids, logp = _joined(self._ids, width), _joined(self._logp, width)
         if len(ids) != t or not np.array_equal(ids[:, 0], self.tokens):
-            raise RuntimeError(f"{self.request.request_id}: the engine's log-prob rows do not belong to its tokens")
-        topk_ids, topk_logp = np.full((t, k), -1, np.int32), np.full((t, k), -np.inf, np.float32)
-        inside = np.isfinite(logp[:, 1:])  # tokens cut off by top-p, top-k or min-p have no log-prob
+            raise RuntimeError(
+                f"{self.request.request_id}: the engine's log-prob rows do not match its tokens"
+            )
+        # Tokens cut off by top-p, top-k or min-p have no log-prob.
+        inside = np.isfinite(logp[:, 1:])
         topk_ids[:, : width - 1] = np.where(inside, ids[:, 1:], -1)
         topk_logp[:, : width - 1] = logp[:, 1:]
         return np.ascontiguousarray(logp[:, 0], np.float32), topk_ids, topk_logp
 
 
 def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """[sum n, width]: rows below each other; a batch that mixes values of k makes them of different widths."""
+    """[sum n, width]: rows one below the other."""
     if len({r.shape[1] for r in rows}) == 1:
         return np.concatenate(rows)[:, :width]
+    # A step whose requests differ in k gives all of them the widest rows, so widths vary.
     return np.concatenate([r[:, :width] for r in rows])

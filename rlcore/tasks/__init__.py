@@ -1,4 +1,5 @@
-"""Prompts and graders, one file a task. `make_task` is the only way in; tasks are imported when they are named."""
+"""Prompts and graders, one file a task. `make_task` is the entry point; a task's module is imported
+when the task is named."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any, cast
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
-from rlcore.tasks.arguments import ArgumentError, LoadError, load_object
+from rlcore.registry import resolve
+from rlcore.tasks.arguments import ArgumentError
 
 TASKS: dict[str, str] = {
     "arithmetic": "rlcore.tasks.arithmetic:Arithmetic",
@@ -23,22 +25,20 @@ TASKS: dict[str, str] = {
 }
 
 
-def make_task(name: str, args: Mapping[str, Any], *, label: str | None = None, key: str = "task") -> Task:
+def make_task(
+    name: str, args: Mapping[str, Any], *, label: str | None = None, key: str = "task"
+) -> Task:
     """Build a task and validate its arguments and data.
 
-    `name` is a key of `TASKS`, or "package.module:Class" or "path/to/file.py:Class" for a user's own. `label` (default:
-    the name, or the class name in lower case) becomes `task.name`, the first part of its prompt ids. `key` is the
-    config key that the user wrote this under. Raises UserError naming `<key>.name` or `<key>.args.<argument>`.
+    `name` is a key of `TASKS`, or "package.module:Class" or "path/to/file.py:Class" for a user's
+    own. `label` (default: the name, or the class name in lower case) becomes `task.name`, the first
+    part of its prompt ids. `key` is the config key of the task. Raises UserError naming
+    `<key>.name` or `<key>.args.<argument>`.
     """
-    if name not in TASKS and ":" not in name:
-        raise UserError.choice(f"{key}.name", name, [*sorted(TASKS), "package.module:Class", "path/to/file.py:Class"])
+    cls = resolve(TASKS, name, key=f"{key}.name")
     label = label or (name if name in TASKS else name.rpartition(":")[2].lower())
     if not label or "/" in label:
         raise UserError(f"{key}: the label {label!r} of a task must not be empty or contain '/'.")
-    try:
-        cls = load_object(TASKS.get(name, name))
-    except LoadError as error:
-        raise UserError(f"{key}.name={name} {error}") from error
     _check_names(cls, name, args, key)
     try:
         task = cls(**args)
@@ -50,19 +50,25 @@ def make_task(name: str, args: Mapping[str, Any], *, label: str | None = None, k
 
 def _check_names(cls: type, name: str, args: Mapping[str, Any], key: str) -> None:
     known: dict[str, bool] = {}  # argument -> is it required
-    for base in cls.__mro__:  # a constructor that takes **keywords hands them on to its base
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
+    for base in cls.__mro__:  # a constructor that takes **keywords passes them on to its base
+        signature = inspect.signature(base.__init__)  # type: ignore[misc]
+        parameters = list(signature.parameters.values())[1:]
         named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         known = {p.name: p.default is p.empty for p in named} | known
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     for argument, value in args.items():
         if argument not in known:
-            raise UserError.choice(f"{key}.args.{argument}", value, known, f"task {name} has no such argument")
+            raise UserError.choice(
+                f"{key}.args.{argument}", value, known, f"task {name} has no such argument"
+            )
     for argument, required in known.items():
         if required and argument not in args:
             listed = ", ".join(known)
-            raise UserError(f"{key}.args.{argument} is missing: task {name} needs it; its arguments are: {listed}.")
+            raise UserError(
+                f"{key}.args.{argument} is missing: task {name} needs it; its arguments are: "
+                f"{listed}."
+            )
 
 
 def format_prompt_id(label: str, split: Split, index: int) -> str:

@@ -5,21 +5,27 @@ from __future__ import annotations
 from itertools import product
 
 from rlcore.tasks.arguments import ArgumentError, integer
-from rlcore.tasks.made_up import MadeUpTask
+from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 
 
-class Arithmetic(MadeUpTask):
+class Arithmetic(ProceduralTask):
     """`ops` is any of the characters + - *; operands have min_digits to max_digits digits each."""
 
     name = "arithmetic"
 
-    def __init__(self, *, ops: str = "+", min_digits: int = 1, max_digits: int = 2, seed: int = 0) -> None:
+    def __init__(
+        self, *, ops: str = "+", min_digits: int = 1, max_digits: int = 2, seed: int = 0
+    ) -> None:
         if not isinstance(ops, str) or not ops or set(ops) - set("+-*") or len(set(ops)) < len(ops):
-            raise ArgumentError("ops", ops, "is not accepted: give a text of distinct characters out of + - *.")
+            raise ArgumentError(
+                "ops", ops, "is not accepted: give a text of distinct characters out of + - *."
+            )
         integer("min_digits", min_digits, 1, 15)
         if integer("max_digits", max_digits, 1, 15) < min_digits:
-            raise ArgumentError("max_digits", max_digits, f"is below task.args.min_digits={min_digits}.")
+            raise ArgumentError(
+                "max_digits", max_digits, f"is below task.args.min_digits={min_digits}."
+            )
         self._ops = ops
         lengths = range(min_digits, max_digits + 1)
         self._kinds = list(product(ops, lengths, lengths))

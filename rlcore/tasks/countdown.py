@@ -13,7 +13,7 @@ from math import comb
 from rlcore.seeding import derive_seed
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
 from rlcore.tasks.grades import tagged_answer, weighted
-from rlcore.tasks.made_up import MadeUpTask
+from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "": 3}
@@ -21,18 +21,19 @@ AST_OPS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: 
 MAX_EXPRESSION = 200  # characters; bounds the parser's recursion
 ATTEMPTS = 50
 TEXT = (
-    "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / and parentheses, and "
-    "each number {rule}. Put the final expression between <answer> and </answer>."
+    "Using the numbers {numbers}, write an expression that equals {target}. You may use + - * / "
+    "and parentheses, and each number {rule}. Put the final expression between <answer> and "
+    "</answer>."
 )
 Term = tuple[int, str, str]  # value, text, outermost operator ("" for a number)
 
 
-class Countdown(MadeUpTask):
+class Countdown(ProceduralTask):
     """min_numbers to max_numbers numbers out of 1..max_number; the target is at most max_target.
 
-    style "short" asks `4,25,3=63:` and expects the bare expression (for models with a small alphabet), "text" asks in
-    English and expects it inside <answer> tags. Train and heldout share no multiset of numbers.
-    reward = (1 - format_reward) * correct + format_reward * well-formed.
+    style "short" asks `4,25,3=63:` and expects the bare expression (for models with a small
+    alphabet), "text" asks in English and expects it inside <answer> tags. Train and heldout share
+    no multiset of numbers. reward = (1 - format_reward) * correct + format_reward * well-formed.
     """
 
     name = "countdown"
@@ -52,16 +53,22 @@ class Countdown(MadeUpTask):
     ) -> None:
         integer("min_numbers", min_numbers, 2, 8)
         if integer("max_numbers", max_numbers, 2, 8) < min_numbers:
-            raise ArgumentError("max_numbers", max_numbers, f"is below task.args.min_numbers={min_numbers}.")
+            raise ArgumentError(
+                "max_numbers", max_numbers, f"is below task.args.min_numbers={min_numbers}."
+            )
         self._max_number = integer("max_number", max_number, 2, 1000)
         self._max_target = integer("max_target", max_target, max_numbers * max_number, 10**6)
         if not isinstance(ops, str) or set(ops) - set("+-*/") or "+" not in ops:
-            raise ArgumentError("ops", ops, "is not accepted: give characters out of + - * / that include +.")
+            raise ArgumentError(
+                "ops", ops, "is not accepted: give characters out of + - * / that include +."
+            )
         self._ops, self._use_all = ops, bool(use_all)
         self._short = one_of("style", style, ("short", "text")) == "short"
         self._format_reward = share("format_reward", format_reward)
         self._counts = range(min_numbers, max_numbers + 1)
-        super().__init__({f"{n} of {max_number}": comb(max_number + n - 1, n) for n in self._counts}, seed)
+        super().__init__(
+            {f"{n} of {max_number}": comb(max_number + n - 1, n) for n in self._counts}, seed
+        )
 
     def problem(self, stratum: int, rank: int) -> Item:
         count = self._counts[stratum]
@@ -81,7 +88,8 @@ class Countdown(MadeUpTask):
         for _ in range(ATTEMPTS):
             terms: list[Term] = [(n, str(n), "") for n in _shuffled(numbers, rng)]
             while len(terms) > 1:
-                left, right = terms.pop(int(rng.random() * len(terms))), terms.pop(int(rng.random() * len(terms)))
+                left = terms.pop(int(rng.random() * len(terms)))
+                right = terms.pop(int(rng.random() * len(terms)))
                 terms.append(self._combine(left, right, rng))
             value, text, _ = terms[0]
             if 0 < value <= self._max_target and value not in numbers:
@@ -102,11 +110,14 @@ class Countdown(MadeUpTask):
 
     def grade(self, item: Item, response: str) -> Grade:
         text = response.strip() if self._short else tagged_answer(response)
-        value = None if text is None else self._value(text, item.meta["numbers"], item.meta["target"])
+        value = (
+            None if text is None else self._value(text, item.meta["numbers"], item.meta["target"])
+        )
         return weighted(value == item.meta["target"], value is not None, self._format_reward)
 
     def _value(self, text: str, numbers: Sequence[int], target: int) -> Fraction | None:
-        """What the expression equals; None if it is not one, or uses numbers that it was not given."""
+        """The value of the expression; None if it is not one, or uses numbers that are not
+        given."""
         expression, equals, right = text.partition("=")
         if equals and right.strip() != str(target):
             return None
@@ -126,7 +137,8 @@ class Countdown(MadeUpTask):
 
 
 def evaluate(text: str) -> tuple[Fraction, Counter[int]] | None:
-    """(value, numbers used) of an arithmetic expression of whole numbers, + - * / and parentheses; None otherwise."""
+    """(value, numbers used) of an arithmetic expression of whole numbers, + - * / and parentheses;
+    None otherwise."""
     if len(text) > MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", text):
         return None
     try:
@@ -144,11 +156,20 @@ def _walk(node: ast.expr, used: Counter[int]) -> Fraction:
         raise ValueError("not plain arithmetic")
     left, right = _walk(node.left, used), _walk(node.right, used)
     op = AST_OPS[type(node.op)]
-    return left + right if op == "+" else left - right if op == "-" else left * right if op == "*" else left / right
+    return (
+        left + right
+        if op == "+"
+        else left - right
+        if op == "-"
+        else left * right
+        if op == "*"
+        else left / right
+    )
 
 
 def _multiset(rank: int, count: int) -> list[int]:
-    """The rank-th multiset of `count` positive integers, sorted (combinatorial number system, then 1-based)."""
+    """The rank-th multiset of `count` positive integers, sorted (combinatorial number system, then
+    1-based)."""
     chosen = []
     for k in range(count, 0, -1):
         c = k - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from rlcore.tasks.arguments import ArgumentError, integer, one_of
-from rlcore.tasks.made_up import MadeUpTask
+from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 
 OPERATIONS = {
@@ -13,27 +13,34 @@ OPERATIONS = {
     "reverse": lambda digits: digits[::-1],
     "copy": lambda digits: digits,
 }
-
-
-COUNTED = 30  # digits up to which every number is a problem; of longer ones a sample of 2**62 each
+COUNTED = 30  # up to this length every number is a problem; of longer ones 2**62 each
 LONGEST = 500
 
 
-class Digits(MadeUpTask):
-    """Numbers of min_digits to max_digits digits (the difficulty), as many of each length as there are.
+class Digits(ProceduralTask):
+    """Numbers of min_digits to max_digits digits (the difficulty), each length equally often until
+    all its numbers are used.
 
-    `credit`: reward of a wrong answer. none is 0; digits is the share of digits that stand right (the part "correct"
-    stays all or nothing), so that long answers have something to learn from.
+    `credit`: reward of a wrong answer. none: 0; digits: the share of digits in their place (the
+    part "correct" stays 0 or 1), so that long answers give a signal to learn from.
     """
 
     name = "digits"
 
     def __init__(
-        self, *, min_digits: int = 4, max_digits: int = 8, op: str = "sort", credit: str = "none", seed: int = 0
+        self,
+        *,
+        min_digits: int = 4,
+        max_digits: int = 8,
+        op: str = "sort",
+        credit: str = "none",
+        seed: int = 0,
     ) -> None:
         integer("min_digits", min_digits, 1, LONGEST)
         if integer("max_digits", max_digits, 1, LONGEST) < min_digits:
-            raise ArgumentError("max_digits", max_digits, f"is below task.args.min_digits={min_digits}.")
+            raise ArgumentError(
+                "max_digits", max_digits, f"is below task.args.min_digits={min_digits}."
+            )
         self._lengths = range(min_digits, max_digits + 1)
         self._op = OPERATIONS[one_of("op", op, OPERATIONS)]
         self._credit = one_of("credit", credit, ("none", "digits"))
@@ -49,7 +56,9 @@ class Digits(MadeUpTask):
         if self._credit == "none":
             return Grade(correct, {"correct": correct})
         places = max(len(answer), len(item.answer))
-        return Grade(sum(a == b for a, b in zip(answer, item.answer)) / places, {"correct": correct})
+        return Grade(
+            sum(a == b for a, b in zip(answer, item.answer)) / places, {"correct": correct}
+        )
 
     def alphabet(self) -> str | None:
         return "0123456789="
@@ -63,5 +72,7 @@ def _number(length: int, rank: int) -> str:
     """Number `rank` of those of a length; for the long ones a rank seeds the digits."""
     if length <= COUNTED:
         return str(10 ** (length - 1) + rank)
-    drawn = int.from_bytes(hashlib.shake_256(f"digits/{length}/{rank}".encode()).digest(length), "big")
+    drawn = int.from_bytes(
+        hashlib.shake_256(f"digits/{length}/{rank}".encode()).digest(length), "big"
+    )
     return str(10 ** (length - 1) + drawn % (9 * 10 ** (length - 1)))

@@ -1,22 +1,25 @@
-"""A user's own rows and a user's own grader: a task that is a data file and a function."""
+"""A user's data file with a user's grader function: a task that is a data file and a function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from rlcore.tasks.arguments import ArgumentError, LoadError, load_object
+from rlcore.registry import LoadError, load_object
+from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import as_grade
 from rlcore.tasks.records import Record, RecordTask, pick, pick_text
 from rlcore.types import Grade, Item
 
 
 class FileTask(RecordTask):
-    """`grader` is "package.module:function" or "path/to/file.py:function", called as function(item, response).
+    """`grader` is "package.module:function" or "path/to/file.py:function", called as function(item,
+    response).
 
-    It returns a number, (number, {part: number}) or a `Grade`, and raises when it cannot judge. `answer_field` may be
-    None if the grader needs no reference. `meta_fields` are columns (JSON-able values) that the grader finds in
-    `item.meta`; `worked_field` is a column of full answers for supervised warm-up.
+    It returns a number, (number, {part: number}) or a `Grade`, and raises when it cannot judge.
+    `answer_field` may be None if the grader needs no reference. `meta_fields` are columns
+    (JSON-able values) that the grader finds in `item.meta`; `worked_field` is a column of full
+    answers for supervised warm-up.
     """
 
     name = "file"
@@ -38,7 +41,9 @@ class FileTask(RecordTask):
         if not callable(self._grader):
             raise ArgumentError("grader", grader, "is not a function.")
         if isinstance(meta_fields, str):
-            raise ArgumentError("meta_fields", meta_fields, "is not accepted: give a list of column names.")
+            raise ArgumentError(
+                "meta_fields", meta_fields, "is not accepted: give a list of column names."
+            )
         self._fields = question_field, answer_field, worked_field
         self._meta_fields = list(meta_fields)
         super().__init__(**files)

@@ -11,14 +11,18 @@ from rlcore.types import Grade
 
 
 def as_grade(value: Any) -> Grade:
-    """A `Grade` from a Grade, a number or (number, parts). Raises ValueError for anything else, NaN and infinities."""
+    """A `Grade` from a Grade, a number or (number, parts). Raises ValueError for anything else, NaN
+    and infinities."""
     if isinstance(value, Grade):
         reward, parts = value.reward, value.parts
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         reward, parts = value
     else:
         reward, parts = value, {}
-    return Grade(_finite(reward, "reward"), {str(name): _finite(part, f"part {name}") for name, part in parts.items()})
+    return Grade(
+        _finite(reward, "reward"),
+        {str(name): _finite(part, f"part {name}") for name, part in parts.items()},
+    )
 
 
 def _finite(value: Any, what: str) -> float:
@@ -28,7 +32,8 @@ def _finite(value: Any, what: str) -> float:
 
 
 def weighted(correct: bool, well_formed: bool, format_reward: float, **parts: float) -> Grade:
-    """(1 - format_reward) for a correct answer plus format_reward for a well-formed one; parts are shown beside it."""
+    """(1 - format_reward) for a correct answer plus format_reward for a well-formed one; `parts`
+    are reported with it."""
     reward = (1.0 - format_reward) * correct + format_reward * well_formed
     return Grade(reward, {"correct": float(correct), "format": float(well_formed), **parts})
 

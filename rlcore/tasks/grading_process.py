@@ -1,7 +1,9 @@
-"""The parent's handle on one grading worker: start, ask, await each verdict with a deadline, kill with its children.
+"""Parent side of one grading worker: start it, send items, await each verdict under a deadline,
+kill it with its children.
 
-Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray), and a pool's
-deadline is for a whole chunk. Here a verdict arrives for every item, so the item at fault is always known.
+Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray),
+and a pool's deadline is for a whole chunk. Here a verdict arrives for every item, so the item at
+fault is always known.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any
 
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.tasks.grading_worker import EXIT_OUT_OF_MEMORY
+from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 
-REAP_S = 10.0  # a killed process that is still there after this is stuck in the kernel
+REAP_S = 10.0  # a killed process that still exists after this is stuck in the kernel
 
 
 class WorkerDied(Exception):
@@ -30,28 +33,32 @@ class WorkerDied(Exception):
 
 
 class GradingProcess:
-    """One worker in a session of its own, so that whatever a grader started is killed with it."""
+    """One worker in a session of its own, so that whatever a grader started is killed with it.
+
+    Raises StageError if it does not come up within start_timeout_s.
+    """
 
     def __init__(
         self,
-        tasks: Mapping[str, tuple[str, Mapping[str, Any]]],
+        tasks: Mapping[str, EvalTaskSpec],
+        grading: GradingSpec,
         *,
-        timeout_s: float,
         start_timeout_s: float,
-        memory_mib: int,
     ) -> None:
-        self._memory_mib = memory_mib
+        self._memory_mib = grading.grader_memory_mib
         self._rest = b""
         self._killed = False
         # Whatever graders leave in the temporary folder goes with the process, however it ends.
-        self._folder = tempfile.TemporaryDirectory(prefix="rlcore-grading-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="rlcore-grading-", ignore_cleanup_errors=True
+        )
         self._link, theirs = socket.socketpair()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlcore.tasks.grading_worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # a grader that prints for ever must not block
+            stdout=subprocess.DEVNULL,  # a grader that prints without end must not block
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             env={
@@ -64,7 +71,12 @@ class GradingProcess:
         )
         theirs.close()
         try:
-            self._send({"tasks": tasks, "timeout_s": timeout_s, "memory_mib": memory_mib}, start_timeout_s)
+            settings = {
+                "tasks": {label: [task.name, task.args] for label, task in tasks.items()},
+                "timeout_s": grading.grade_timeout_s,
+                "memory_mib": grading.grader_memory_mib,
+            }
+            self._send(settings, start_timeout_s)
             hello = self.receive(start_timeout_s)
         except (WorkerDied, DeadlineExceeded) as error:
             self.close()
@@ -78,7 +90,8 @@ class GradingProcess:
         return self._process.poll() is None
 
     def ask(self, items: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Send [(prompt id, response)]; a verdict for each, in order, is then read with `receive`."""
+        """Send [(prompt id, response)]; a verdict for each, in order, is then read with
+        `receive`."""
         self._send([list(item) for item in items], timeout_s)
 
     def _send(self, message: Any, timeout_s: float) -> None:
@@ -95,7 +108,8 @@ class GradingProcess:
         return b"\n" in self._rest or bool(select.select([self._link], [], [], timeout_s)[0])
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises DeadlineExceeded after timeout_s seconds, WorkerDied if there will be none."""
+        """The next message. Raises DeadlineExceeded after timeout_s seconds, WorkerDied if there
+        will be none."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -124,7 +138,7 @@ class GradingProcess:
         """End the worker and its children now. Safe to call from any thread, and twice."""
         if not self._killed:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError):  # all of the group has gone
+            with contextlib.suppress(ProcessLookupError):  # all of the group has ended
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(REAP_S)
 

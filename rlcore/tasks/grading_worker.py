@@ -1,9 +1,9 @@
 """The process that runs graders: `python -m rlcore.tasks.grading_worker <socket fd>`.
 
-It speaks JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered by {"ready": true} or
-{"fatal": sentence}; then a line with a list of [prompt id, response], answered by one line for every item as it is
-done. It dies with its parent, and holds neither models nor tensors.
-"""
+It exchanges JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered
+by {"ready": true} or {"fatal": sentence}; then a line with a list of [prompt id, response],
+answered by one line for every item as it is done. It dies with its parent, and loads neither models
+nor tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def main(fd: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        tasks = {label: make_task(name, args, label=label) for label, (name, args) in settings["tasks"].items()}
+        tasks = {
+            label: make_task(name, args, label=label)
+            for label, (name, args) in settings["tasks"].items()
+        }
     except UserError as error:
         _send(link, {"fatal": str(error)})
         return
@@ -81,7 +84,9 @@ def _send(link: socket.socket, message: dict[str, Any]) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _verdict(tasks: dict[str, Task], prompt_id: str, response: str, timeout_s: float) -> dict[str, Any]:
+def _verdict(
+    tasks: dict[str, Task], prompt_id: str, response: str, timeout_s: float
+) -> dict[str, Any]:
     start = time.monotonic()
     try:
         # Set anew each time: a grader may have installed its own alarm.
@@ -93,7 +98,7 @@ def _verdict(tasks: dict[str, Task], prompt_id: str, response: str, timeout_s: f
     except _Deadline:
         verdict = {"status": "timeout"}
     except MemoryError:
-        # Earlier items may have eaten the memory: a fresh process will tell.
+        # Earlier items may have used the memory up: a fresh process will tell.
         os._exit(EXIT_OUT_OF_MEMORY)
     except BaseException as error:  # sys.exit() in a grader is a failed score too
         text = " ".join(str(error).split())

@@ -1,4 +1,5 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with a number for an answer."""
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with a number for an
+answer."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 class Gsm8k(RecordTask):
     """Columns `question` and `answer`, the answer ending in `#### N`, as published.
 
-    The response's number is the one after its last `####`, else in its last \\boxed{}, else its last number.
-    reward = (1 - format_reward) * correct + format_reward * (the number was marked by #### or \\boxed).
-    The worked answer is the published solution without its calculator marks.
+    The response's number is the one after its last `####`, else in its last \\boxed{}, else its
+    last number. reward = (1 - format_reward) * correct + format_reward * (the number was marked by
+    #### or \\boxed). The worked answer is the published solution without its calculator marks.
     """
 
     name = "gsm8k"
@@ -43,7 +44,9 @@ class Gsm8k(RecordTask):
         _, mark, final = solution.rpartition("####")
         number = _number(final)
         if not mark or number is None:
-            raise RowError(f"field {answer_field} does not end in '#### <number>'", missing_answer=True)
+            raise RowError(
+                f"field {answer_field} does not end in '#### <number>'", missing_answer=True
+            )
         return Record(pick_text(row, question_field), str(number), CALCULATOR.sub("", solution))
 
     def grade(self, item: Item, response: str) -> Grade:
@@ -52,7 +55,8 @@ class Gsm8k(RecordTask):
 
 
 def final_answer(response: str) -> tuple[str, bool]:
-    """(text of the answer, whether it was marked): after the last ####, in the last \\boxed{}, or the last number."""
+    """(text of the answer, whether it was marked): after the last ####, in the last \\boxed{}, or
+    the last number."""
     _, mark, after = response.rpartition("####")
     if mark:
         found = re.search(NUMBER, after)

@@ -1,4 +1,5 @@
-"""Competition mathematics (MATH, AIME, AMC and the like), judged by equivalence with math-verify."""
+"""Competition mathematics (MATH, AIME, AMC and the like), judged by equivalence with
+math-verify."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, pick_text
 from rlcore.types import Grade, Item
 
-# math-verify's own limits use the alarm signal, which the scorer's deadline needs; it warns that they are off.
+# math-verify's own limits use the alarm signal, which the scorer's deadline needs; it warns that
+# they are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 REFERENCE = (LatexExtractionConfig(),)
 RESPONSE = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 
 class Math(RecordTask):
-    """Columns `problem` and `answer` by default. A response's answer is its last \\boxed{}, else its last formula.
+    """Columns `problem` and `answer` by default. A response's answer is its last \\boxed{}, else
+    its last formula.
 
-    reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer). `worked_field` names a column
-    with full solutions, used for supervised warm-up; without it the worked answer is the boxed reference.
+    reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer).
+    `worked_field` names a column with full solutions, used for supervised warm-up; without it the
+    worked answer is the boxed reference.
     """
 
     name = "math"
@@ -52,11 +56,13 @@ class Math(RecordTask):
 
     def grade(self, item: Item, response: str) -> Grade:
         boxed = last_boxed(response)
-        return weighted(_equivalent(item.answer, response, boxed), boxed is not None, self._format_reward)
+        return weighted(
+            _equivalent(item.answer, response, boxed), boxed is not None, self._format_reward
+        )
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{...} holds, braces balanced; None without one."""
+    """Content of the last \\boxed{...}, braces balanced; None without one."""
     start = text.rfind("\\boxed{")
     depth = 0
     for i in range(start + 6, len(text)) if start >= 0 else ():
@@ -70,7 +76,9 @@ def _equivalent(reference: str, response: str, boxed: str | None) -> bool:
     if boxed is not None and "".join(boxed.split()) == "".join(reference.split()):
         return True
     answer = math_verify.parse(
-        response if boxed is None else f"\\boxed{{{boxed}}}", extraction_config=RESPONSE, parsing_timeout=None
+        response if boxed is None else f"\\boxed{{{boxed}}}",
+        extraction_config=RESPONSE,
+        parsing_timeout=None,
     )
     # Errors are raised: an answer that could not be compared is a failed score, not a wrong answer.
     return math_verify.verify(_parsed(reference), answer, timeout_seconds=None, raise_on_error=True)
@@ -78,5 +86,6 @@ def _equivalent(reference: str, response: str, boxed: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _parsed(reference: str) -> list[Any]:
-    """The reference's forms; none for one that is no formula, which then equals only the same text."""
+    """Parsed forms of the reference; none if it is not a formula, which then equals only the same
+    text."""
     return math_verify.parse(f"${reference}$", extraction_config=REFERENCE, parsing_timeout=None)

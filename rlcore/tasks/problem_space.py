@@ -1,9 +1,10 @@
-"""Finite spaces of made-up problems, cut into train and heldout by a bijection.
+"""Finite spaces of generated problems, cut into train and heldout by a bijection.
 
-A space is a union of strata (for example: numbers of 4, of 5, ... digits), each a range of ranks. A keyed permutation
-that depends on the stratum alone orders its ranks; the last tenth of that order is heldout. So a problem is on the same
-side for every seed and for every range of difficulty, no problem is on both, and distinct indices give distinct
-problems until a side is used up. The task's seed permutes within a side.
+A space is a union of strata (for example: numbers of 4, of 5, ... digits), each a range of ranks. A
+keyed permutation that depends on the stratum alone orders its ranks; the last tenth of that order
+is heldout. So a problem is on the same side for every seed and for every range of difficulty, no
+problem is on both, and distinct indices give distinct problems until a side is used up. The task's
+seed permutes within a side.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from rlcore.interfaces import Split
 from rlcore.seeding import derive_seed
 
 HELDOUT_ONE_IN = 10
+ROUNDS = 4  # of the Feistel network: enough for an order without visible structure
 
 
 class Permutation:
-    """A keyed bijection of [0, size): a four-round Feistel network, walked until it lands inside the range."""
+    """A keyed bijection of [0, size): a four-round Feistel network, walked until it lands inside
+    the range."""
 
     def __init__(self, size: int, *key: int | str) -> None:
         self._size = size
@@ -37,7 +40,7 @@ class Permutation:
 
     def _encipher(self, value: int) -> int:
         left, right = value >> self._half, value & self._mask
-        for turn in range(4):
+        for turn in range(ROUNDS):
             text = bytes([turn]) + right.to_bytes(16, "big")
             digest = hashlib.blake2b(text, digest_size=8, key=self._key).digest()
             left, right = right, left ^ (int.from_bytes(digest, "big") & self._mask)
@@ -45,15 +48,20 @@ class Permutation:
 
 
 class ProblemSpace:
-    """`strata` maps a stratum's name to its number of problems; the name must mean the same problems everywhere."""
+    """`strata` maps a stratum's name to its number of problems; the name must mean the same
+    problems everywhere."""
 
     def __init__(self, task: str, strata: Mapping[str, int], seed: int) -> None:
         names = list(strata)
         sizes = list(strata.values())
-        held = [size // HELDOUT_ONE_IN if size >= HELDOUT_ONE_IN else int(size > 1) for size in sizes]
+        held = [
+            size // HELDOUT_ONE_IN if size >= HELDOUT_ONE_IN else int(size > 1) for size in sizes
+        ]
         self._train = [size - h for size, h in zip(sizes, held, strict=True)]
         self._sides: dict[Split, _Side] = {"train": _Side(self._train), "heldout": _Side(held)}
-        self._order = [Permutation(size, "split", task, name) for name, size in zip(names, sizes, strict=True)]
+        self._order = [
+            Permutation(size, "split", task, name) for name, size in zip(names, sizes, strict=True)
+        ]
         self._shuffle = {
             (split, i): Permutation(count, "order", task, names[i], split, seed)
             for split, side in self._sides.items()
@@ -65,16 +73,19 @@ class ProblemSpace:
         return self._sides[split].total
 
     def locate(self, split: Split, index: int) -> tuple[int, int]:
-        """(stratum, rank within it) of problem `index`; indices past the end of the split start again."""
+        """(stratum, rank within it) of problem `index`; indices past the end of the split start
+        again."""
         if index < 0:
             raise IndexError(f"problem index {index} is negative")
         stratum, place = self._sides[split].place(index)
         place = self._shuffle[split, stratum](place)
-        return stratum, self._order[stratum](place + (self._train[stratum] if split == "heldout" else 0))
+        return stratum, self._order[stratum](
+            place + (self._train[stratum] if split == "heldout" else 0)
+        )
 
 
 class _Side:
-    """Deals indices to strata in turn; a stratum that is used up drops out of the round."""
+    """Assigns indices to strata in turn; a stratum that is used up is skipped."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts

@@ -1,4 +1,5 @@
-"""Tasks whose problems are the rows of local JSONL or Parquet files, all validated when the task is built."""
+"""Tasks whose problems are the rows of local JSONL or Parquet files, all validated when the task is
+built."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.interfaces import Split
+from rlcore.interfaces import Split, Task
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
 from rlcore.types import Grade, Item
@@ -26,18 +27,20 @@ class Record:
 
 
 class RowError(ValueError):
-    """A row that cannot be used; `missing_answer` when all that is wrong is that it has no answer."""
+    """A row that cannot be used; `missing_answer` if the only fault is that it has no answer."""
 
     def __init__(self, why: str, missing_answer: bool = False) -> None:
         super().__init__(why)
         self.missing_answer = missing_answer
 
 
-class RecordTask(ABC):
-    """`train_path` and `heldout_path` name a .jsonl or .parquet file each; one may be None, its split is then empty.
+class RecordTask(Task, ABC):
+    """`train_path` and `heldout_path` name a .jsonl or .parquet file each; one may be None, its
+    split is then empty.
 
-    A field is a column name or a dotted path into it (`reward_model.ground_truth`, `prompt.0.content`). `instruction`
-    is put after every question. missing_answer="skip" leaves rows without an answer out and counts them in `skipped`.
+    A field is a column name or a dotted path into it (`reward_model.ground_truth`,
+    `prompt.0.content`). `instruction` is appended to every question. missing_answer="skip" leaves
+    rows without an answer out and counts them in `skipped`.
     """
 
     name: str
@@ -51,14 +54,21 @@ class RecordTask(ABC):
         missing_answer: str = "error",
     ) -> None:
         if train_path is None and heldout_path is None:
-            raise ArgumentError("train_path", None, "and task.args.heldout_path=None leave no data: give one of them.")
+            raise ArgumentError(
+                "train_path",
+                None,
+                "and task.args.heldout_path=None leave no data: give one of them.",
+            )
         if not isinstance(instruction, str):
             raise ArgumentError("instruction", instruction, "is not accepted: give a text.")
         self._instruction = instruction
         self._skip = one_of("missing_answer", missing_answer, ("error", "skip")) == "skip"
         self._paths: dict[Split, str | None] = {"train": train_path, "heldout": heldout_path}
-        self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}  # rows left out for want of an answer
-        self._records: dict[Split, list[Record]] = {split: self._load(split) for split in self._paths}
+        # rows left out because they have no answer
+        self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}
+        self._records: dict[Split, list[Record]] = {
+            split: self._load(split) for split in self._paths
+        }
 
     @abstractmethod
     def record(self, row: dict[str, Any]) -> Record:
@@ -78,11 +88,19 @@ class RecordTask(ABC):
                 records.append(self.record(row))
             except RowError as error:
                 if not (error.missing_answer and self._skip):
-                    hint = "; task.args.missing_answer=skip leaves such rows out" if error.missing_answer else ""
-                    raise ArgumentError(argument, path, f"has a bad row: row {number}: {error}{hint}.") from error
+                    hint = (
+                        "; task.args.missing_answer=skip leaves such rows out"
+                        if error.missing_answer
+                        else ""
+                    )
+                    raise ArgumentError(
+                        argument, path, f"has a bad row: row {number}: {error}{hint}."
+                    ) from error
                 self.skipped[split] += 1
         if not records:
-            raise ArgumentError(argument, path, "is an empty data set: it has no row with an answer.")
+            raise ArgumentError(
+                argument, path, "is an empty data set: it has no row with an answer."
+            )
         return records
 
     def size(self, split: Split) -> int | None:
@@ -91,10 +109,16 @@ class RecordTask(ABC):
     def item(self, split: Split, index: int) -> Item:
         records = self._records[split]
         if not records:
-            raise ArgumentError(f"{split}_path", None, f"leaves the {split} split empty: name a file of problems.")
+            raise ArgumentError(
+                f"{split}_path", None, f"leaves the {split} split empty: name a file of problems."
+            )
         record = records[index % len(records)]
-        question = f"{record.question}\n{self._instruction}" if self._instruction else record.question
-        meta = {**record.meta, "worked": record.worked} if record.worked is not None else record.meta
+        question = (
+            f"{record.question}\n{self._instruction}" if self._instruction else record.question
+        )
+        meta = (
+            {**record.meta, "worked": record.worked} if record.worked is not None else record.meta
+        )
         return Item(format_prompt_id(self.name, split, index), question, record.answer, meta)
 
     def worked_answer(self, item: Item) -> str | None:
@@ -105,15 +129,23 @@ class RecordTask(ABC):
 
 
 def pick(row: dict[str, Any], path: str, *, answer: bool = False) -> Any:
-    """The value at a dotted path of a row. Raises RowError naming the path if it is absent, null or blank."""
+    """The value at a dotted path of a row. Raises RowError naming the path if it is absent, null or
+    blank."""
     value: Any = row
     for part in [path] if path in row else path.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
-        elif isinstance(value, Sequence) and not isinstance(value, str) and part.isdecimal() and int(part) < len(value):
+        elif (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and part.isdecimal()
+            and int(part) < len(value)
+        ):
             value = value[int(part)]
         else:
-            raise RowError(f"field {path} is absent (the row has: {', '.join(map(str, row))})", answer)
+            raise RowError(
+                f"field {path} is absent (the row has: {', '.join(map(str, row))})", answer
+            )
     if value is None or (isinstance(value, str) and not value.strip()):
         raise RowError(f"field {path} is empty", answer)
     return value
@@ -133,7 +165,9 @@ def _rows(argument: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """(row number from 1, row) of a file; in a JSONL file the row number is the line number."""
     file = Path(str(path)).expanduser()
     if file.suffix not in (".jsonl", ".parquet"):
-        raise ArgumentError(argument, path, "is not accepted: the file's suffix must be .jsonl or .parquet.")
+        raise ArgumentError(
+            argument, path, "is not accepted: the file's suffix must be .jsonl or .parquet."
+        )
     if not file.is_file():
         raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
     yield from (_jsonl if file.suffix == ".jsonl" else _parquet)(argument, file)
@@ -146,10 +180,14 @@ def _jsonl(argument: str, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise ArgumentError(argument, file, f"has a bad row: row {number} is not a JSON object.")
+                        raise ArgumentError(
+                            argument, file, f"has a bad row: row {number} is not a JSON object."
+                        )
                     yield number, row
     except json.JSONDecodeError as error:
-        raise ArgumentError(argument, file, f"has a bad row: row {number} is not JSON ({error.msg}).") from error
+        raise ArgumentError(
+            argument, file, f"has a bad row: row {number} is not JSON ({error.msg})."
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(argument, file, f"cannot be read: {error}.") from error
 

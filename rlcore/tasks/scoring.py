@@ -1,8 +1,9 @@
-"""Grading off the controller: trajectories in, scored trajectories out, a deadline on every one.
+"""Grading in separate processes, with a deadline for every answer.
 
-One thread looks after each grading process. What goes wrong with a grader becomes the status of the sample it happened
-to, never a reward: it raised, or returned no finite number ("error"); it passed its deadline ("timeout", by an alarm in
-the process, or by killing a process that ignores it); its process died (once more alone in a fresh one, then "error").
+One thread serves each grading process. What goes wrong with a grader becomes the status of the
+sample it happened to, never a reward: it raised, or returned no finite number ("error"); it passed
+its deadline ("timeout", by an alarm in the process, or by killing a process that ignores it); its
+process died (tried once more, alone, in a fresh one, then "error").
 """
 
 from __future__ import annotations
@@ -17,90 +18,93 @@ from typing import Any
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.grading_process import GradingProcess, WorkerDied
-from rlcore.types import Grade, Trajectory
+from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
+from rlcore.types import Answer, Score
 
-MAX_CHUNK = 32  # trajectories handed to a process at once
-HAND_OVER_S = 0.25  # finished ones of a slow chunk are not held back longer than this
+MAX_CHUNK = 32  # answers sent to a process at once
+HAND_OVER_S = 0.25  # finished scores of a slow chunk are not held back longer than this
 KILL_GRACE_S = 1.0  # how long past its deadline a grader may ignore the alarm
 MAX_DEATHS = 2
+START_S = 120.0  # deadline of a grading process to come up
 CLOSE_S = 20.0
+
+Scored = list[tuple[Answer, Score]]
 
 
 @dataclass(slots=True)
-class _Entry:
-    trajectory: Trajectory
+class _Pending:
+    answer: Answer
     deaths: int = 0  # processes that ended while they graded it
 
 
 class Scorer:
-    """Scores trajectories in `processes` grading processes, started at once and replaced when they die.
+    """Scores answers in grading processes, started at once and replaced when they die.
 
-    tasks: label -> (task name, task args), where a trajectory's prompt_id begins with the label. Built here once too,
-    so that a wrong argument is a UserError before anything starts.
-    decode: token ids -> text, called under a lock; the text is cut before the first of the `stop` strings in it.
-    timeout_s: seconds one grading may take. memory_mib: address space of a grading process.
-    on_scored: called from the scorer's threads, one at a time, with trajectories in the order of completion. An
-    exception of `decode` or `on_scored`, or a grading process that does not start, ends the scorer: `submit`, `drain`
-    and `close` then raise StageError.
+    tasks: label -> task, where an answer's prompt_id begins with the label. Built here once too, so
+    that a wrong argument is a UserError before anything starts. on_scored: called from the scorer's
+    threads, one call at a time, with (answer, score) pairs in the order of completion. An exception
+    of `on_scored`, or a grading process that does not start, ends the scorer: `submit`, `drain`,
+    `check` and `close` then raise StageError.
     """
 
     def __init__(
         self,
-        tasks: Mapping[str, tuple[str, Mapping[str, Any]]],
-        decode: Callable[[Sequence[int]], str],
+        tasks: Mapping[str, EvalTaskSpec],
+        grading: GradingSpec,
         *,
-        processes: int,
-        timeout_s: float,
-        on_scored: Callable[[list[Trajectory]], None],
-        stop: Sequence[str] = (),
-        start_timeout_s: float = 120.0,
-        memory_mib: int = 4096,
+        on_scored: Callable[[Scored], None],
     ) -> None:
-        for label, (name, args) in tasks.items():
-            make_task(name, args, label=label)
-        self._tasks = {label: (name, dict(args)) for label, (name, args) in tasks.items()}
-        self._decode, self._stop, self._on_scored = decode, tuple(stop), on_scored
-        self._timeout_s, self._start_timeout_s, self._memory_mib = timeout_s, start_timeout_s, memory_mib
-        self.scored = 0  # trajectories with a reward
+        for label, task in tasks.items():
+            make_task(task.name, task.args, label=label)
+        self._tasks = dict(tasks)
+        self._grading = grading
+        self._on_scored = on_scored
+        self.scored = 0  # answers with a reward
         self.errors = 0
         self.timeouts = 0
-        self._pending: deque[_Entry] = deque()
-        self._unfinished = 0  # submitted and not yet handed over
+        self._pending: deque[_Pending] = deque()
+        self._unfinished = 0
         self._state = threading.Condition()
-        self._decoding, self._handing_over = threading.Lock(), threading.Lock()
+        self._handing_over = threading.Lock()
         self._workers: dict[int, GradingProcess] = {}
         self._failure: BaseException | None = None
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._serve, args=(i,), name=f"scorer-{i}", daemon=True) for i in range(processes)
+            threading.Thread(target=self._serve, args=(i,), name=f"scorer-{i}", daemon=True)
+            for i in range(grading.grader_processes)
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def unfinished(self) -> int:
-        """Trajectories submitted and not yet handed to `on_scored`."""
+        """Answers submitted and not yet passed to `on_scored`."""
         return self._unfinished
 
-    def submit(self, trajectories: Sequence[Trajectory]) -> None:
-        """Queue trajectories. Returns at once. Raises ValueError for a prompt id of no known task."""
-        for trajectory in trajectories:
-            label, _, _ = parse_prompt_id(trajectory.prompt_id)
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Queue answers; returns at once. Raises ValueError for a prompt id of no known task."""
+        for answer in answers:
+            label, _, _ = parse_prompt_id(answer.prompt_id)
             if label not in self._tasks:
-                raise ValueError(f"{trajectory.prompt_id}: no task is labelled {label!r}; there is {list(self._tasks)}")
+                known = ", ".join(self._tasks)
+                raise ValueError(f"{answer.prompt_id}: no task is labelled {label!r}, only {known}")
         with self._state:
             self.check()
             if self._closing:
-                raise StageError("trajectories were submitted to a scorer that is closed")
-            self._pending.extend(_Entry(trajectory) for trajectory in trajectories)
-            self._unfinished += len(trajectories)
+                raise StageError("answers were submitted to a scorer that is closed")
+            self._pending.extend(_Pending(answer) for answer in answers)
+            self._unfinished += len(answers)
             self._state.notify_all()
 
     def drain(self, timeout_s: float) -> None:
         """Wait until everything submitted has been handed over. Raises DeadlineExceeded."""
         with self._state:
-            if not self._state.wait_for(lambda: self._failure is not None or not self._unfinished, timeout_s):
-                raise DeadlineExceeded(f"{self._unfinished} trajectories were not graded within {timeout_s:g} s")
+            if not self._state.wait_for(
+                lambda: self._failure is not None or not self._unfinished, timeout_s
+            ):
+                raise DeadlineExceeded(
+                    f"{self._unfinished} answers were not graded within {timeout_s:g} s"
+                )
             self.check()
 
     def close(self) -> None:
@@ -114,7 +118,9 @@ class Scorer:
         for thread in self._threads:
             thread.join(CLOSE_S)
             if thread.is_alive():
-                raise DeadlineExceeded(f"{thread.name} did not end within {CLOSE_S:g} s of closing the scorer")
+                raise DeadlineExceeded(
+                    f"{thread.name} did not end within {CLOSE_S:g} s of closing the scorer"
+                )
         self.check()
 
     def check(self) -> None:
@@ -128,8 +134,8 @@ class Scorer:
                 worker = self._worker(slot)
                 chunk = self._next_chunk()
                 if chunk:
-                    self._grade(self._worker(slot) if not worker.alive else worker, chunk)
-        except Exception as error:
+                    self._grade(worker if worker.alive else self._worker(slot), chunk)
+        except Exception as error:  # of any kind: the callers of this scorer raise it
             with self._state:
                 if not self._closing:
                     self._failure = error
@@ -148,18 +154,14 @@ class Scorer:
             return worker
         if worker is not None:
             worker.close()
-        worker = GradingProcess(
-            self._tasks,
-            timeout_s=self._timeout_s,
-            start_timeout_s=self._start_timeout_s,
-            memory_mib=self._memory_mib,
-        )
+        worker = GradingProcess(self._tasks, self._grading, start_timeout_s=START_S)
         with self._state:
             self._workers[slot] = worker
         return worker
 
-    def _next_chunk(self) -> list[_Entry]:
-        """This process's share of what waits; one that a process died on goes alone. Empty when closing."""
+    def _next_chunk(self) -> list[_Pending]:
+        """This process's share of what waits; an answer that a process died on goes alone. Empty
+        when closing."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._pending)
             if self._closing:
@@ -170,64 +172,70 @@ class Scorer:
                 chunk.append(self._pending.popleft())
             return chunk
 
-    def _grade(self, worker: GradingProcess, chunk: list[_Entry]) -> None:
-        done: list[Trajectory] = []
+    def _grade(self, worker: GradingProcess, chunk: list[_Pending]) -> None:
+        """Have a process grade a chunk and hand the scores over; what it left goes back in the
+        queue."""
+        timeout_s = self._grading.grade_timeout_s
+        done: Scored = []
         handed_over = started = time.monotonic()
         finished = 0
         try:
-            worker.ask([(e.trajectory.prompt_id, self._text(e.trajectory)) for e in chunk], self._timeout_s)
+            worker.ask([(e.answer.prompt_id, e.answer.text) for e in chunk], timeout_s)
             for entry in chunk:
                 started = time.monotonic()
                 if started - handed_over > HAND_OVER_S or not worker.ready(HAND_OVER_S):
                     self._hand_over(done)
-                    done, handed_over = [], time.monotonic()
-                verdict = worker.receive(started + self._timeout_s + KILL_GRACE_S - time.monotonic())
-                done.append(self._apply(entry.trajectory, verdict))
+                    done = []
+                    handed_over = time.monotonic()
+                verdict = worker.receive(started + timeout_s + KILL_GRACE_S - time.monotonic())
+                done.append(self._scored(entry.answer, verdict))
                 finished += 1
         except DeadlineExceeded:
             worker.kill()
             late = {"status": "timeout", "seconds": time.monotonic() - started}
-            done.append(self._apply(chunk[finished].trajectory, late))
-            self._return(chunk[finished + 1 :])
+            done.append(self._scored(chunk[finished].answer, late))
+            self._requeue(chunk[finished + 1 :])
         except WorkerDied as death:
             culprit = chunk[finished]
             culprit.deaths += 1
             if culprit.deaths >= MAX_DEATHS:
-                fault = {"status": "error", "error": str(death), "seconds": time.monotonic() - started}
-                done.append(self._apply(culprit.trajectory, fault))
-                self._return(chunk[finished + 1 :])
-            else:
-                self._return(chunk[finished:])
+                seconds = time.monotonic() - started
+                fault = {"status": "error", "error": str(death), "seconds": seconds}
+                done.append(self._scored(culprit.answer, fault))
+                finished += 1
+            self._requeue(chunk[finished:])
         self._hand_over(done)
 
-    def _text(self, trajectory: Trajectory) -> str:
-        with self._decoding:
-            text = self._decode(trajectory.response_ids.tolist())
-        ends = [at for at in map(text.find, self._stop) if at >= 0]
-        return text[: min(ends)] if ends else text
-
-    def _apply(self, trajectory: Trajectory, verdict: Mapping[str, Any]) -> Trajectory:
-        seconds = verdict["seconds"]
-        if verdict["status"] == "ok":
-            return trajectory.scored("ok", Grade(verdict["reward"], verdict["parts"]), seconds=seconds)
+    def _scored(self, answer: Answer, verdict: Mapping[str, Any]) -> tuple[Answer, Score]:
+        error = verdict.get("error", "")
         if verdict["status"] == "timeout":
-            why = f"the grader passed its deadline of {self._timeout_s:g} s"
-            return trajectory.scored("timeout", error=why, seconds=seconds)
-        return trajectory.scored("error", error=verdict["error"], seconds=seconds)
+            error = f"the grader passed its deadline of {self._grading.grade_timeout_s:g} s"
+        score = Score(
+            answer.group_id,
+            answer.sample_index,
+            answer.draw_id,
+            verdict["status"],
+            verdict.get("reward"),
+            verdict.get("parts", {}),
+            error=error,
+            seconds=verdict["seconds"],
+        )
+        return answer, score
 
-    def _return(self, entries: list[_Entry]) -> None:
+    def _requeue(self, entries: list[_Pending]) -> None:
         with self._state:
             self._pending.extendleft(reversed(entries))
             self._state.notify_all()
 
-    def _hand_over(self, done: list[Trajectory]) -> None:
+    def _hand_over(self, done: Scored) -> None:
         if not done or self._closing:
             return
         with self._handing_over:
             self._on_scored(done)
+        statuses = [score.status for _, score in done]
         with self._state:
-            self.scored += sum(t.score_status == "ok" for t in done)
-            self.errors += sum(t.score_status == "error" for t in done)
-            self.timeouts += sum(t.score_status == "timeout" for t in done)
+            self.scored += statuses.count("ok")
+            self.errors += statuses.count("error")
+            self.timeouts += statuses.count("timeout")
             self._unfinished -= len(done)
             self._state.notify_all()

@@ -1,11 +1,15 @@
-"""One set of tensors as one safetensors blob; reading makes views into the blob and copies nothing."""
+"""A set of tensors as one safetensors file, in memory or on disk.
+
+Written here rather than by the library, which holds the interpreter's lock while it copies: with a
+large model, heartbeats would stop. Source: https://github.com/huggingface/safetensors (format).
+"""
 
 from __future__ import annotations
 
 import json
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,22 +24,44 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 64  # of the first tensor; the widest dtypes come first, so all are aligned
 
 
 def to_blob(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """[bytes] uint8: a safetensors file in memory. Tensors may live on any device."""
-    from safetensors.torch import save
+    """[bytes] uint8: a safetensors file in memory. Tensors may be on any device."""
+    header, size = _header(tensors)
+    blob = np.empty(len(header) + size, np.uint8)
+    blob[: len(header)] = np.frombuffer(header, np.uint8)
+    # torch copies without the interpreter's lock, from any device and without another copy
+    body = torch.from_numpy(blob[len(header) :])
+    start = 0
+    for t in _ordered(tensors).values():
+        flat = _bytes(t)
+        body[start : start + flat.numel()].copy_(flat)
+        start += flat.numel()
+    return blob
 
-    return np.frombuffer(save({n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}), np.uint8)
+
+def write_blob(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file, copying one tensor at a time. Tensors may be on any device."""
+    header, _ = _header(tensors)
+    file.write(header)
+    for t in _ordered(tensors).values():
+        file.write(_bytes(t).cpu().numpy().data)
 
 
 def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
-    """Views into `blob` ([bytes] uint8), by name; read-only if it is. Raises ValueError if it is cut short."""
+    """Views into `blob` ([bytes] uint8), by name; read-only if it is. Copies nothing.
+
+    Raises ValueError if the blob is truncated.
+    """
     if blob.nbytes < 8 or blob.nbytes < 8 + (size := int(blob[:8].view("<u8")[0])):
-        raise ValueError(f"weight blob of {blob.nbytes} bytes is cut short")
+        raise ValueError(f"weight blob of {blob.nbytes} bytes is truncated")
     header: dict[str, Any] = json.loads(blob[8 : 8 + size].tobytes())
     header.pop("__metadata__", None)
     body = blob[8 + size :]
+    # An object store's memory is read-only, and nothing here writes into it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (buffer|NumPy array) is not writable")
         flat = torch.from_numpy(body)
@@ -43,6 +69,34 @@ def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
         if stop > body.nbytes:
-            raise ValueError(f"weight blob is cut short: {name} ends at byte {stop} of {body.nbytes}")
+            raise ValueError(
+                f"weight blob is truncated: {name} ends at byte {stop} of {body.nbytes}"
+            )
         out[name] = flat[start:stop].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return out
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+    """(length and JSON header, bytes of the tensors that follow)."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for name, t in _ordered(tensors).items():
+        stop = start + t.numel() * t.element_size()
+        entries[name] = {
+            "dtype": _NAMES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, start
+
+
+def _ordered(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[bytes] uint8 on the tensor's device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

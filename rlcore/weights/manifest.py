@@ -1,4 +1,4 @@
-"""What a publish promises, and the checks that all of it arrived."""
+"""The manifest of a publish, and the checks that all of it arrived."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def make_manifest(
 ) -> WeightManifest:
     """The manifest of one publish.
 
-    `tensors`: Hugging Face names, tied weights once, one dtype. `full`: checksum every tensor (at start and after a
-    resume), else `sample` of them, chosen by (seed, version) so that every name has its turn.
-    Raises ValueError for no tensors, mixed dtypes or a tied weight under two names.
+    `tensors`: Hugging Face names, tied weights once, one dtype. `full`: checksum every tensor (at
+    start and after a resume), else `sample` of them, chosen by (seed, version) so that all names
+    are covered over time. Raises ValueError for no tensors, mixed dtypes or a tied weight under two
+    names.
     """
     if not tensors:
         raise ValueError("nothing to publish: no tensors")
@@ -35,6 +36,7 @@ def make_manifest(
         raise ValueError(f"published tensors must share one dtype, got {', '.join(sorted(dtypes))}")
     names = tuple(tensors)
     _refuse_tied(tensors)
+    # Another sample for each version; both sides find the names in the manifest.
     chosen = list(names) if full else sample_names(names, sample, seed=seed + version)
     return WeightManifest(
         version=version,
@@ -49,7 +51,7 @@ def make_manifest(
 def _refuse_tied(tensors: Mapping[str, torch.Tensor]) -> None:
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, t in tensors.items():
-        if t.numel() == 0:
+        if t.numel() == 0:  # empty tensors all have the null pointer
             continue
         other = seen.setdefault((t.data_ptr(), t.shape), name)
         if other != name:
@@ -58,6 +60,7 @@ def _refuse_tied(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def verify_tensors(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ArrivalError unless `tensors` has exactly the manifest's names, shapes and dtype."""
+    # All problems at once: one lost shard explains many names.
     problems = [f"{n} is missing" for n in manifest.names if n not in tensors]
     promised = set(manifest.names)
     problems += [f"{n} was not announced" for n in tensors if n not in promised]
@@ -72,7 +75,7 @@ def verify_tensors(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
 
 
 def verify_checksums(manifest: WeightManifest, held: Mapping[str, int]) -> None:
-    """Raise ArrivalError unless `held` (what an engine computed) agrees with every checksum of the manifest."""
+    """Raise ArrivalError unless `held`, an engine's checksums, agrees with the manifest's."""
     problems = []
     for name, expected in manifest.checksums.items():
         if name not in held:
@@ -84,5 +87,7 @@ def verify_checksums(manifest: WeightManifest, held: Mapping[str, int]) -> None:
 
 def _raise(manifest: WeightManifest, problems: list[str]) -> None:
     if problems:
-        shown = "; ".join(problems[:5]) + ("" if len(problems) <= 5 else f"; and {len(problems) - 5} more")
+        shown = "; ".join(problems[:5]) + (
+            "" if len(problems) <= 5 else f"; and {len(problems) - 5} more"
+        )
         raise ArrivalError(f"weights of version {manifest.version} did not arrive whole: {shown}")

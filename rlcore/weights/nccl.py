@@ -1,7 +1,8 @@
 """Weights by broadcast from the learner's first rank to every actor, GPU to GPU.
 
-The NCCL path is UNPROVEN: written and type-checked; the tests run the same code over gloo on CPU. It goes through
-torch's process groups, outside the default group, so that neither DeepSpeed's nor vLLM's own groups are touched.
+The NCCL path is UNPROVEN: written and type-checked; the tests run the same code over gloo on CPU.
+It uses torch's process groups directly, outside the default group, so that neither DeepSpeed's nor
+vLLM's own groups are affected.
 """
 
 from __future__ import annotations
@@ -14,58 +15,65 @@ import torch
 import torch.distributed as dist
 
 from rlcore.errors import DeadlineExceeded
+from rlcore.interfaces import WeightTransport
 from rlcore.types import WeightManifest
 from rlcore.weights.manifest import verify_tensors
-from rlcore.weights.rendezvous import meeting_store
+from rlcore.weights.rendezvous import Rendezvous, rendezvous_store
 
-_Part = list[tuple[str, tuple[int, ...], int]]  # (name, shape, first byte), the tensors of one buffer
+# the tensors of one buffer: (name, shape, first byte)
+_Part = list[tuple[str, tuple[int, ...], int]]
 
 
-class NcclTransport:
-    """`WeightTransport` of a group: rank 0 publishes, ranks 1.. receive, all of them every version.
+class NcclTransport(WeightTransport):
+    """Rank 0 publishes, ranks 1.. receive; all of them take part in every version.
 
-    A receiver that dies breaks the group: every side then gets DeadlineExceeded or a torch error, and all of them
-    build a new transport at another port. Building one blocks until all ranks have.
+    A receiver that dies breaks the group: every side then gets DeadlineExceeded or a torch error,
+    and all of them build a new transport on another port.
     """
 
     def __init__(
         self,
+        place: Rendezvous,
         *,
-        host: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        device: str = "cuda",
-        backend: Literal["nccl", "gloo"] = "nccl",
-        timeout_s: float = 300.0,
+        backend: Literal["nccl", "gloo"],
+        join_timeout_s: float,
+        timeout_s: float,
         buffer_bytes: int = 256 << 20,
     ) -> None:
-        """`host`, `port`: where rank 0 listens. `buffer_bytes`: tensors are packed into buffers of about this size.
+        """Join the group; blocks until all ranks have.
 
-        Raises DeadlineExceeded when the ranks do not meet within `timeout_s`.
+        `timeout_s` bounds every broadcast. `buffer_bytes`: tensors are packed into buffers of about
+        this size. Raises DeadlineExceeded if the ranks do not join within `join_timeout_s`.
         """
-        self._rank, self._device, self._buffer_bytes = rank, torch.device(device), buffer_bytes
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        self._buffer_bytes = buffer_bytes
         self._timeout = timedelta(seconds=timeout_s)
         self._sending: list[tuple[Any, torch.Tensor]] = []  # work in flight and the buffer it reads
         try:
-            store = meeting_store(host, port, rank, world_size, self._timeout)
-            self._group = self._make_group(dist.PrefixStore("rlcore/weights", store), world_size, backend)
+            self._group = self._join(place, backend, timedelta(seconds=join_timeout_s))
         except (dist.DistStoreError, dist.DistNetworkError) as e:
             raise DeadlineExceeded(
-                f"waited {timeout_s:g} s for {world_size} ranks to meet at {host}:{port} (cluster.start_timeout_s): {e}"
+                f"waited {join_timeout_s:g} s for {place.world_size} ranks to join at "
+                f"{place.host}:{place.port} (cluster.start_timeout_s): {e}"
             ) from e
 
-    def _make_group(self, store: dist.Store, world_size: int, backend: str) -> Any:
+    def _join(self, place: Rendezvous, backend: str, timeout: timedelta) -> Any:
+        shared = rendezvous_store(place.host, place.port, place.rank, place.world_size, timeout)
+        store = dist.PrefixStore("rlcore/weights", shared)
         if backend == "gloo":
-            return dist.ProcessGroupGloo(store, self._rank, world_size, self._timeout)
+            return dist.ProcessGroupGloo(store, place.rank, place.world_size, self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(store, self._rank, world_size, options)
+        return dist.ProcessGroupNCCL(store, place.rank, place.world_size, options)
 
     def publish(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Start the broadcast and return at once; the handle is the version. Waits for the previous one first."""
+        """Start the broadcast and return at once; the handle is the version.
+
+        Waits for the previous broadcast first.
+        """
         verify_tensors(manifest, tensors)
         self.wait_sent()
+        # Bytes, not values: one buffer may hold any dtype, and nothing is converted on the way.
         for part, size in _pack(manifest, self._buffer_bytes):
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             for name, _, start in part:
@@ -75,13 +83,16 @@ class NcclTransport:
         return manifest.version
 
     def wait_sent(self) -> None:
-        """Block until the last publish has left. Raises DeadlineExceeded after the transport's timeout."""
+        """Block until the last publish was sent. Raises DeadlineExceeded after the timeout."""
         sending, self._sending = self._sending, []
         for work, _ in sending:
             self._wait(work)
 
     def receive(self, manifest: WeightManifest, handle: int) -> dict[str, torch.Tensor]:
-        """Tensors on this rank's device, views into the buffers. Raises DeadlineExceeded, or ArrivalError."""
+        """Tensors on this rank's device, views into the buffers.
+
+        Raises DeadlineExceeded, or ArrivalError if they are not as announced.
+        """
         dtype = getattr(torch, manifest.dtype)
         out: dict[str, torch.Tensor] = {}
         for part, size in _pack(manifest, self._buffer_bytes):
@@ -101,6 +112,7 @@ class NcclTransport:
     def _wait(self, work: Any) -> None:
         try:
             work.wait(self._timeout)
+            # NCCL's wait only orders the stream: the buffer is complete when the stream is done
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as e:
@@ -120,15 +132,20 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _pack(manifest: WeightManifest, limit: int) -> Iterator[tuple[_Part, int]]:
-    """Tensors in order into buffers of at most `limit` bytes (a larger tensor has one of its own), 16-byte aligned."""
+    """Tensors in order, packed into buffers of at most `limit` bytes, 16-byte aligned.
+
+    A larger tensor has a buffer of its own.
+    """
     part: _Part = []
     at = 0
     for name, shape in zip(manifest.names, manifest.shapes, strict=True):
         size = _bytes(shape, manifest.dtype)
         if part and at + size > limit:
             yield part, at
-            part, at = [], 0
+            part = []
+            at = 0
         part.append((name, shape, at))
+        # Aligned, so that a view of the bytes as any dtype is possible.
         at += -(-size // 16) * 16
     if part:
         yield part, at

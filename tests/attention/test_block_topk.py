@@ -6,8 +6,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from rlcore.attention.block_topk import BlockTopK, group_queries, page_mask, page_summaries, select_pages, tree_sum
+from rlcore.attention.block_topk import (
+    group_queries,
+    page_budget,
+    page_mask,
+    page_summaries,
+    select_pages,
+    tree_sum,
+)
+from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 
 
@@ -19,7 +28,9 @@ def defined(scores: list[float], pages: int, budget: int) -> list[int]:
 
 
 # few values, so that equal scores are common; the two zeros are equal too
-SCORES = st.lists(st.sampled_from([-3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 7e30]), min_size=1, max_size=12)
+SCORES = st.lists(
+    st.sampled_from([-3.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, 2.0000002, 7e30]), min_size=1, max_size=12
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -69,32 +80,43 @@ def test_query_groups_are_adjacent_heads():
 
 
 @pytest.mark.parametrize(
-    "rule", [BlockTopK(blocks=2), BlockTopK(blocks=7), BlockTopK(share=0.1), BlockTopK(share=0.75)]
+    "rule",
+    [SparseSpec(blocks=2), SparseSpec(blocks=7), SparseSpec(share=0.1), SparseSpec(share=0.75)],
 )
 def test_budget_and_dense_positions_agree(rule):
     pages = torch.arange(1, 200)
-    budget = rule.budget(pages)
-    assert bool((budget <= pages).all()) and bool((budget >= torch.minimum(pages, torch.tensor(2))).all())
+    budget = page_budget(rule, pages)
+    assert bool((budget <= pages).all()) and bool(
+        (budget >= torch.minimum(pages, torch.tensor(2))).all()
+    )
     assert budget.tolist() == [rule.max_budget(p) for p in pages.tolist()]
     covered = int((budget == pages).sum())
-    assert bool((budget[:covered] == pages[:covered]).all()) and rule.dense_positions == covered * rule.block_size
+    assert (
+        bool((budget[:covered] == pages[:covered]).all())
+        and rule.dense_positions == covered * rule.block_size
+    )
 
 
 def test_share_is_rounded_up_without_rounding_noise():
-    assert BlockTopK(share=0.1).budget(torch.tensor([1, 10, 30, 31])).tolist() == [1, 2, 3, 4]
-    assert BlockTopK(share=1.0).dense_positions > 10**9
+    assert page_budget(SparseSpec(share=0.1), torch.tensor([1, 10, 30, 31])).tolist() == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert SparseSpec(share=1.0).dense_positions > 10**9
+
+
+@pytest.mark.parametrize("given", [{}, {"blocks": 4, "share": 0.5}])
+def test_exactly_one_kind_of_budget_is_given(given):
+    with pytest.raises(UserError, match=r"actor\.sparse\.blocks=.*exactly one"):
+        SparseSpec(**given).check("actor.sparse")
 
 
 @pytest.mark.parametrize(
-    ("settings_", "key"),
-    [
-        ({}, "actor.sparse.blocks"),
-        ({"blocks": 4, "share": 0.5}, "actor.sparse.share"),
-        ({"blocks": 1}, "actor.sparse.blocks=1"),
-        ({"share": 0.0}, "actor.sparse.share=0.0"),
-        ({"blocks": 4, "block_size": 0}, "actor.sparse.block_size=0"),
-    ],
+    ("given", "name"),
+    [({"blocks": 1}, "blocks"), ({"share": 0.0}, "share"), ({"block_size": 0}, "block_size")],
 )
-def test_wrong_settings_are_named(settings_, key):
-    with pytest.raises(UserError, match=key):
-        BlockTopK(**settings_)
+def test_settings_out_of_range_are_refused(given, name):
+    with pytest.raises(ValidationError, match=name):
+        SparseSpec(**given)

@@ -7,14 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.attention.block_topk import BlockTopK
+from rlcore.attention.block_topk import page_budget
+from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import plan_step
 
-RULES = st.builds(BlockTopK, st.just(4), blocks=st.integers(2, 5), sparse_prompt=st.booleans()) | st.builds(
-    BlockTopK, st.just(4), share=st.sampled_from([0.2, 0.5, 0.9]), sparse_prompt=st.booleans()
+RULES = st.builds(
+    SparseSpec, block_size=st.just(4), blocks=st.integers(2, 5), sparse_prompt=st.booleans()
+) | st.builds(
+    SparseSpec,
+    block_size=st.just(4),
+    share=st.sampled_from([0.2, 0.5, 0.9]),
+    sparse_prompt=st.booleans(),
 )
 # (tokens computed before, tokens of this step, prompt length)
-REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30), st.integers(1, 70)), min_size=1, max_size=5)
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 30), st.integers(1, 70)), min_size=1, max_size=5
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -27,7 +35,7 @@ def test_every_token_attends_as_its_position_asks(rule, requests):
     for r, (before, new, p) in enumerate(requests):
         for t in range(before, before + new):
             pages = t // 4 + 1
-            budget = int(rule.budget(torch.tensor(pages)))
+            budget = int(page_budget(rule, torch.tensor(pages)))
             if budget == pages or (not rule.sparse_prompt and t < p):
                 dense.setdefault(r, []).append((token, t))
             else:
@@ -39,21 +47,29 @@ def test_every_token_attends_as_its_position_asks(rule, requests):
     assert (plan.dense is None) == (not dense) and (plan.sparse is None) == (not sparse)
     if plan.dense is not None:
         places = [x for spans in dense.values() for x, _ in spans]
-        assert (list(range(token)) if plan.dense.tokens is None else plan.dense.tokens.tolist()) == places
+        assert (
+            list(range(token)) if plan.dense.tokens is None else plan.dense.tokens.tolist()
+        ) == places
         assert plan.dense.requests.tolist() == list(dense)
         assert plan.dense.query_start.diff().tolist() == [len(s) for s in dense.values()]
         assert plan.dense.seq_lens.tolist() == [s[-1][1] + 1 for s in dense.values()]
     if plan.sparse is not None:
         rows = plan.sparse
         assert (list(range(token)) if rows.tokens is None else rows.tokens.tolist()) == list(sparse)
-        columns = zip(*(x.tolist() for x in (rows.requests, rows.pages, rows.budget, rows.kept_len)))
+        columns = zip(
+            *(x.tolist() for x in (rows.requests, rows.pages, rows.budget, rows.kept_len))
+        )
         assert list(columns) == list(sparse.values())
         assert rows.width == max(b for _, _, b, _ in sparse.values())
         for request, first, end, pages in rows.spans:
-            assert set(rows.requests[first:end].tolist()) == {request} and pages == int(rows.pages[first:end].max())
+            assert set(rows.requests[first:end].tolist()) == {request} and pages == int(
+                rows.pages[first:end].max()
+            )
         assert sum(end - first for _, first, end, _ in rows.spans) == len(sparse)
 
 
 def test_dense_prompts_need_prompt_lengths():
     with pytest.raises(RuntimeError, match="prompt length"):
-        plan_step(BlockTopK(blocks=2, sparse_prompt=False), torch.tensor([0, 3]), torch.tensor([3]))
+        plan_step(
+            SparseSpec(blocks=2, sparse_prompt=False), torch.tensor([0, 3]), torch.tensor([3])
+        )

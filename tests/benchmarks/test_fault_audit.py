@@ -1,4 +1,4 @@
-"""The audit after a fault holds the buffer's books against the learner's own record."""
+"""The audit after a fault compares the buffer's ledger with the learner's own log."""
 
 import json
 
@@ -8,7 +8,9 @@ from job import recount, trained_on
 
 def record(tmp_path, *lines):
     path = tmp_path / "trained.jsonl"
-    path.write_text("".join(json.dumps({"step": s, "rank": r, "groups": g}) + "\n" for s, r, g in lines))
+    path.write_text(
+        "".join(json.dumps({"step": s, "rank": r, "groups": g}) + "\n" for s, r, g in lines)
+    )
     return path
 
 
@@ -25,14 +27,14 @@ def ledger(consumed, live=(), admitted=None):
     }
 
 
-def test_a_recovery_takes_back_what_was_trained_on_since_its_checkpoint(tmp_path):
+def test_a_recovery_replaces_the_steps_after_its_checkpoint(tmp_path):
     lines = (0, 0, [0]), (0, 1, [1]), (1, 0, [2]), (1, 1, [3]), (2, 0, [4])  # rank 1 dies in step 2
     again = (1, 0, [3]), (1, 1, [2]), (2, 1, [5]), (2, 0, [4])
     assert sorted(trained_on(record(tmp_path, *lines, *again), 3)) == [0, 1, 2, 3, 4, 5]
     assert sorted(trained_on(record(tmp_path, *lines, *again), 2)) == [0, 1, 2, 3]
 
 
-def test_a_step_without_a_record_is_no_clean_book(tmp_path):
+def test_a_step_without_a_record_is_an_error(tmp_path):
     with pytest.raises(AssertionError, match=r"without a record: \[1\]"):
         trained_on(record(tmp_path, (0, 0, [0]), (2, 0, [2])), 3)
 
@@ -41,9 +43,10 @@ def test_a_step_without_a_record_is_no_clean_book(tmp_path):
     "trained, lost, twice",
     [
         ([0, 1, 2, 3], 0, 0),
-        ([0, 1, 2, 2], 1, 1),  # the books are in order, the learner was given one group twice and never another
+        # the ledger is consistent, but the learner trained on one group twice and never on another
+        ([0, 1, 2, 2], 1, 1),
         ([0, 1, 2, 3, 0], 0, 1),
-        ([0, 1, 2, 3, 4], 0, 1),  # trained on, and still to be handed out
+        ([0, 1, 2, 3, 4], 0, 1),  # trained on, and would be assigned again
     ],
 )
 def test_what_the_learner_was_given_counts(trained, lost, twice):

@@ -5,8 +5,8 @@ import subprocess
 import time
 
 import check
-import parts
 import pytest
+import setting
 from check import PARTS, Part, Rows
 
 
@@ -23,7 +23,9 @@ def test_a_failing_part_is_a_row_and_the_next_one_is_tried():
         tried.append(part.name)
         return "the engine did not start" if part.name == "a" else None
 
-    assert run([Part("a", 9, 1, ()), Part("b", 9, 1, ())], child) == [("a", "failed: the engine did not start")]
+    assert run([Part("a", 9, 1, ()), Part("b", 9, 1, ())], child) == [
+        ("a", "failed: the engine did not start")
+    ]
     assert tried == ["a", "b"]
 
 
@@ -47,9 +49,15 @@ def test_the_budget_holds_whatever_the_parts_take(monkeypatch):
     assert now[0] <= check.BUDGET_S < 480
     assert all(given[p.name] <= p.limit_s for p in PARTS if p.name in given)
     assert list(found) == [p.name for p in PARTS]
-    assert found["update"].startswith("skipped: time") and {"kernel", "model", "bf16", "sparse"} < set(given)
+    assert found["update"].startswith("skipped: time") and {
+        "kernel",
+        "model",
+        "bf16",
+        "sparse",
+    } < set(given)
 
 
+@pytest.mark.processes
 def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeypatch):
     stand_in = tmp_path / "parts.py"
     stand_in.write_text(
@@ -64,16 +72,21 @@ def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeyp
     why = check.run_child(Part("bf16", 9, 1, ()), 3.0, rows, tmp_path, "tiny", "cpu")
     assert why is not None and why.startswith("time (3 s), after: began")
     assert [json.loads(line)["context"] for line in rows.path.read_text().splitlines()] == [4096]
-    state = subprocess.run(["ps", "-o", "stat=", "-p", why.split()[-1]], capture_output=True, text=True).stdout
-    assert not state.strip() or state.startswith("Z")  # what it had started is gone as well
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", why.split()[-1]], capture_output=True, text=True
+    ).stdout
+    assert not state.strip() or state.startswith("Z")  # its own child was killed too
 
 
+@pytest.mark.processes
 def test_a_child_that_dies_says_why(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text("raise ImportError('no kernel for this GPU')")
     monkeypatch.setattr(check, "HERE", tmp_path)
-    why = check.run_child(Part("fp8", 30, 1, ()), 30.0, Rows(tmp_path / "rows.jsonl"), tmp_path, "tiny", "cpu")
+    why = check.run_child(
+        Part("fp8", 30, 1, ()), 30.0, Rows(tmp_path / "rows.jsonl"), tmp_path, "tiny", "cpu"
+    )
     assert why == "exit code 1: ImportError: no kernel for this GPU"
 
 
 def test_shapes_are_those_that_can_be_asked_for():
-    assert set(check.SHAPES) == set(parts.SHAPES)
+    assert set(check.SHAPES) == set(setting.SHAPES)

@@ -1,193 +1,361 @@
-"""Arrival, duplicates, two-phase consumption, back-pressure and statistics of the buffer."""
+"""Arrival and pairing, duplicates, two-phase consumption, back-pressure and statistics."""
 
-import numpy as np
 import pytest
-from buffer_helpers import fill, trajectory
+from buffer_helpers import (
+    PROMPT,
+    deliver,
+    fill,
+    give_up,
+    groups_of,
+    ids_of,
+    make_buffer,
+    sample,
+)
 
-from rlcore.buffer import Missing, ReplayBuffer
+from rlcore.buffer import reports
+from rlcore.buffer.capacity import check_capacity
+from rlcore.buffer.specs import BatchingSpec
 from rlcore.errors import UserError
-from rlcore.serialization import dump_trajectory
+from rlcore.serialization import dump_trajectory, load_trajectory
+from rlcore.testing.records import make_score, make_trajectory
 
-PROMPT = "digits/train/0"
 
-
-def test_samples_as_objects_and_as_bytes_come_back_the_same():
-    buffer = ReplayBuffer(1, 2)
-    buffer.admit([PROMPT], 0)
-    first, second = trajectory(0, 0, reward=0.25), trajectory(0, 1, reward=1.0, tokens=5)
-    buffer.add([dump_trajectory(second)])
-    assert not buffer.ready(0)
-    buffer.set_versions(0, 0)
-    buffer.add([first])
-    (group,) = buffer.take(0)
-    assert [t.reward for t in group.trajectories] == [0.25, 1.0]
-    np.testing.assert_array_equal(group.trajectories[1].response_ids, second.response_ids)
+def test_records_and_scores_in_either_order_become_the_group():
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    first, second = sample(0, 0, reward=0.25), sample(0, 1, reward=1.0, tokens=5)
+    buffer.add_scores([second[1]])
+    buffer.add_records([first[0], second[0]])
+    assert not buffer.ready(0) and buffer.in_flight() == {0: (PROMPT, (0,))}
+    buffer.add_scores([first[1]])
+    batch = buffer.take(0)
+    assert batch.groups == [(0, 7)]
+    (stored,) = buffer.stored(0, [0])
+    assert [e.records for e in stored.episodes] == [(first[0],), (second[0],)]  # the very bytes
+    (group,) = groups_of(buffer, 0, batch)
+    assert [e.score.reward for e in group.episodes] == [0.25, 1.0]
     assert (group.group_id, group.prompt_id, group.admitted_version) == (0, PROMPT, 0)
 
 
-def test_arrival_version_is_the_learner_version_when_the_last_sample_came():
-    buffer = ReplayBuffer(1, 2, max_staleness=3)
-    buffer.admit([PROMPT, PROMPT], 0)
+def test_a_sample_of_several_parts_arrives_with_the_last_of_them():
+    buffer = make_buffer(1, 1)
+    buffer.admit([PROMPT])
+    turns = (((3, 4), (5, 6)), ((7,), (8,)))
+    parts = [make_trajectory(0, 0, turns=turns, part=p, parts=2, draw_id="d") for p in range(2)]
+    buffer.add_scores([make_score(parts[0])])
+    buffer.add_records([dump_trajectory(parts[1])])
+    assert not buffer.ready(0)
+    buffer.add_records([dump_trajectory(parts[1]), dump_trajectory(parts[0])])
+    batch = buffer.take(0)
+    assert batch.groups == [(0, 6)]  # sampled tokens, without the observation between the turns
+    assert batch.metrics["response_length/mean"] == 6.0
+    (group,) = groups_of(buffer, 0, batch)
+    assert [t.part for t in group.episodes[0].parts] == [0, 1]
+
+
+def test_halves_of_two_drawings_do_not_make_a_sample_and_the_first_whole_one_counts():
+    buffer = make_buffer(1, 1)
+    buffer.admit([PROMPT])
+    lost = sample(0, 0, reward=0.0, draw_id="bf16-0:1")
+    second = sample(0, 0, reward=1.0, draw_id="bf16-1:7", tokens=3)
+    third = sample(0, 0, reward=0.5, draw_id="bf16-1:8")
+    buffer.add_records([lost[0]])  # its score died with the graders
+    buffer.add_scores([second[1], third[1]])
+    assert not buffer.ready(0)
+    held = reports.metrics(buffer)["buffer/bytes"]
+    buffer.add_records([second[0]])
+    assert reports.metrics(buffer)["buffer/bytes"] == held - len(lost[0]) + len(second[0])
+    batch = buffer.take(0)
+    (group,) = groups_of(buffer, 0, batch)
+    assert group.episodes[0].score.draw_id == "bf16-1:7" and batch.groups == [(0, 3)]
+    buffer.add_records([third[0]])
+    buffer.add_scores([lost[1]])
+    metrics = reports.metrics(buffer)
+    assert (metrics["buffer/duplicates"], metrics["buffer/arrived_samples"]) == (2, 1)
+
+
+def test_arrival_version_is_the_learner_version_when_the_last_sample_arrived():
+    buffer = make_buffer(1, 2, max_staleness=3)
+    buffer.admit([PROMPT, PROMPT])
     fill(buffer, [0], 2)
-    buffer.add([trajectory(1, 0)])
-    assert buffer.take(0)[0].arrival_version == 0
+    deliver(buffer, sample(1, 0))
+    assert groups_of(buffer, 0, buffer.take(0))[0].arrival_version == 0
     buffer.commit(0)
     buffer.set_versions(0, 1)
-    buffer.add([trajectory(1, 1)])
-    assert buffer.take(1)[0].arrival_version == 1
+    deliver(buffer, sample(1, 1))
+    assert groups_of(buffer, 1, buffer.take(1))[0].arrival_version == 1
 
 
 def test_second_copies_and_samples_of_departed_groups_are_counted_and_ignored():
-    buffer = ReplayBuffer(1, 2)
-    buffer.admit([PROMPT], 0)
-    buffer.add([trajectory(0, 0, reward=0.0), trajectory(0, 0, reward=1.0), trajectory(0, 1, reward=1.0)])
-    assert [t.reward for t in buffer.take(0)[0].trajectories] == [0.0, 1.0]
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    deliver(buffer, sample(0, 0, reward=0.0))
+    deliver(buffer, sample(0, 0, reward=1.0))
+    deliver(buffer, sample(0, 1, reward=1.0))
+    (group,) = groups_of(buffer, 0, buffer.take(0))
+    assert [e.score.reward for e in group.episodes] == [0.0, 1.0]
     buffer.commit(0)
-    buffer.add([trajectory(0, 1)])
-    metrics = buffer.metrics()
-    assert (metrics["buffer/duplicates"], metrics["buffer/late"], metrics["buffer/arrived_samples"]) == (1, 1, 2)
-    buffer.check()
+    deliver(buffer, sample(0, 1))
+    metrics = reports.metrics(buffer)
+    assert (
+        metrics["buffer/duplicates"],
+        metrics["buffer/late"],
+        metrics["buffer/arrived_samples"],
+    ) == (1, 1, 2)
+
+
+def test_a_failed_score_keeps_no_record():
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    deliver(buffer, sample(0, 0, status="timeout", error="the grader passed its deadline of 10 s"))
+    metrics = reports.metrics(buffer)
+    assert metrics["buffer/bytes"] == 0 and metrics["ledger/score_timeouts"] == 1
+    assert metrics["buffer/arrived_tokens"] == 2
+    failed, sentence = reports.failed_scores(buffer)
+    assert failed == 1 and sentence == (
+        "1 of 1 samples so far could not be scored (0 errors, 1 timeouts), the last: "
+        "digits/train/0: the grader passed its deadline of 10 s"
+    )
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (trajectory(0, 2), "never asked for"),
-        (trajectory(9, 0), "never asked for"),
-        (trajectory(0, 0, prompt_id="digits/train/1"), "is of digits/train/1, its group of digits/train/0"),
-        (trajectory(0, 0, status="pending"), "not a scored training sample"),
-        (trajectory(0, 0, purpose="eval"), "not a scored training sample"),
-        (trajectory(0, 0, reward=float("nan")), "a failed score"),
+        (sample(7, 0)[0], "train:7:0 was never asked for"),
+        (sample(0, 2)[0], "train:0:2 was never asked for"),
+        (sample(-1, 0)[0], "was never asked for"),
+        (sample(0, 0, prompt_id="digits/train/9")[0], "is of digits/train/9, its group of"),
+        (sample(0, 0, purpose="eval/0/digits/greedy")[0], "is not of a training sample"),
         (b"junk", "malformed"),
     ],
 )
-def test_a_bad_sample_is_refused_with_all_that_came_along(bad, message):
-    buffer = ReplayBuffer(1, 2)
-    buffer.admit([PROMPT], 0)
+def test_a_bad_record_is_refused_with_all_that_came_along(bad, message):
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    good = sample(0, 1)
     with pytest.raises(ValueError, match=message):
-        buffer.add([trajectory(0, 1), bad])
-    assert buffer.reissue() == [Missing(0, PROMPT, 0, (0, 1))]
+        buffer.add_records([good[0], bad])
+    buffer.add_scores([good[1]])
+    assert buffer.in_flight() == {0: (PROMPT, (0, 1))}
 
 
-def test_reissue_names_what_is_still_missing():
-    buffer = ReplayBuffer(3, 2)
-    buffer.admit([PROMPT, "digits/train/1", PROMPT], 0)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (sample(7, 0)[1], "sample 0 of group 7 was never asked for"),
+        (sample(0, 2)[1], "sample 2 of group 0 was never asked for"),
+        (sample(0, 0, reward=float("nan"))[1], "has reward nan; that is a failed score"),
+    ],
+)
+def test_a_bad_score_is_refused_with_all_that_came_along(bad, message):
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    good = sample(0, 1)
+    with pytest.raises(ValueError, match=message):
+        buffer.add_scores([good[1], bad])
+    buffer.add_records([good[0]])
+    assert buffer.in_flight() == {0: (PROMPT, (0, 1))}
+
+
+def test_in_flight_names_the_samples_that_have_not_arrived():
+    buffer = make_buffer(3, 2)
+    buffer.admit([PROMPT, "digits/train/1", PROMPT])
     fill(buffer, [0], 2)
-    buffer.add([trajectory(1, 1, prompt_id="digits/train/1")])
-    buffer.fail_group(2, "gave_up")
-    assert buffer.reissue([0, 1, 2, 1]) == buffer.reissue() == [Missing(1, "digits/train/1", 0, (0,))]
-    assert not buffer.fail_group(0, "late timeout") and not buffer.fail_group(2, "again")
-    assert buffer.ledger.failed == {"gave_up": 1}
+    deliver(buffer, sample(1, 1, prompt_id="digits/train/1"))
+    give_up(buffer, 2)
+    assert buffer.in_flight([0, 1, 2, 1]) == buffer.in_flight() == {1: ("digits/train/1", (0,))}
+    give_up(buffer, 0)  # finished: not in flight, so it cannot be lost
+    give_up(buffer, 2)
+    assert buffer.ledger.failed == {"lost_1_times": 1}
 
 
-def test_admitting_more_than_there_is_room_for_is_an_error():
-    buffer = ReplayBuffer(2, 1)
-    with pytest.raises(ValueError, match="3 groups for a room of 2 at version 0"):
-        buffer.admit([PROMPT] * 3, 0)
-    assert buffer.admit([PROMPT] * 2, 0) == [0, 1]
+def test_a_group_that_is_lost_too_often_is_given_up():
+    buffer = make_buffer(2, 1)
+    buffer.admit([PROMPT, "digits/train/1"])
+    assert buffer.lost([0, 1, 0], limit=2) == (
+        {0: (PROMPT, (0,)), 1: ("digits/train/1", (0,))},
+        {},
+    )
+    fill(buffer, [0], 1)
+    assert buffer.lost([0, 1], limit=2) == ({}, {1: "digits/train/1"})
+    assert buffer.ledger.failed == {"lost_2_times": 1}
+
+
+def test_as_many_groups_are_admitted_as_there_is_room_for():
+    buffer = make_buffer(2, 1)
+    prompts = [f"digits/train/{i}" for i in range(3)]
+    assert buffer.admit(prompts) == [0, 1]
+    assert buffer.in_flight() == {g: (prompts[g], (0,)) for g in (0, 1)}
+    assert buffer.admit(prompts) == []
+
+
+def test_a_whole_run_and_a_wave_limit_the_room():
+    buffer = make_buffer(2, 1, max_staleness=1)
+    assert buffer.room() == 4 and buffer.room(total=3) == 3
+    buffer.admit([PROMPT] * 2)
+    assert buffer.room(total=3) == 1
+    assert buffer.room(all_done=True) == 0
+    fill(buffer, [0, 1], 1)
+    assert buffer.room(all_done=True, total=3) == 1
+    assert buffer.ready(0) and not buffer.ready(0, wave=3)  # a third group is still to be admitted
+    assert buffer.ready(0, wave=2)
 
 
 def test_steps_are_taken_in_order_and_kept_until_committed():
-    buffer = ReplayBuffer(1, 1, max_staleness=2)
-    buffer.admit([PROMPT] * 3, 0)
+    buffer = make_buffer(1, 1, max_staleness=2)
+    buffer.admit([PROMPT] * 3)
     fill(buffer, [0, 1, 2], 1)
     with pytest.raises(ValueError, match="step 1 is out of order, the next one to take is 0"):
         buffer.take(1)
-    assert [buffer.take(s)[0].group_id for s in (0, 1)] == [0, 1]  # the next batch may be fetched early
-    assert buffer.metrics()["ledger/consumed"] == 0
+    # the next batch may be fetched early
+    assert [ids_of(buffer.take(s)) for s in (0, 1)] == [[0], [1]]
+    assert reports.metrics(buffer)["ledger/consumed"] == 0
+    with pytest.raises(ValueError, match=r"groups \[2\] are not in a taken batch 1"):
+        buffer.stored(1, [1, 2])
     buffer.commit(0)
-    assert buffer.metrics()["ledger/consumed"] == 1 and buffer.metrics()["buffer/groups"] == 2
-    with pytest.raises(KeyError):
+    metrics = reports.metrics(buffer)
+    assert metrics["ledger/consumed"] == 1 and metrics["buffer/groups"] == 2
+    with pytest.raises(ValueError, match="step 0 was not taken, or is committed"):
         buffer.commit(0)
+    with pytest.raises(ValueError, match="are not in a taken batch 0"):
+        buffer.stored(0, [0])
+
+
+def test_a_batch_that_is_not_ready_is_not_taken():
+    buffer = make_buffer(1, 1)
+    with pytest.raises(ValueError, match="step 0 was asked for before it was ready"):
+        buffer.take(0)
 
 
 def test_a_dead_learner_gets_the_same_batches_again():
-    buffer = ReplayBuffer(1, 1, max_staleness=3)
-    buffer.admit([PROMPT] * 4, 0)
+    buffer = make_buffer(1, 1, max_staleness=3)
+    buffer.admit([PROMPT] * 4)
     fill(buffer, [2, 3], 1)
-    batches = [buffer.take(s)[0].group_id for s in (0, 1)]
+    batches = [ids_of(buffer.take(s)) for s in (0, 1)]
     fill(buffer, [0, 1], 1)  # earlier groups finish meanwhile
-    room = buffer.room(0)
+    room = buffer.room()
     buffer.rollback(0)
-    assert buffer.room(0) == room == 0
-    assert [buffer.take(s)[0].group_id for s in (0, 1)] == batches == [2, 3]
+    assert buffer.room() == room == 0
+    assert [ids_of(buffer.take(s)) for s in (0, 1)] == batches == [[2], [3]]
     buffer.commit(0)
     buffer.commit(1)
-    assert [buffer.take(s)[0].group_id for s in (2, 3)] == [0, 1]
-    buffer.check()
+    assert [ids_of(buffer.take(s)) for s in (2, 3)] == [[0], [1]]
+    reports.metrics(buffer)
 
 
 def test_over_the_byte_limit_nothing_is_admitted_until_a_batch_is_committed():
-    size = len(dump_trajectory(trajectory(0, 0)))
-    buffer = ReplayBuffer(1, 1, max_staleness=9, max_bytes=3 * size)
-    fill(buffer, buffer.admit([PROMPT], 0), 1)
-    assert buffer.room(0) == 2  # by staleness it would be 9
-    ids = buffer.admit([PROMPT] * 2, 0)
-    assert buffer.room(0) == 0  # those in flight are reckoned in
+    size = len(sample(0, 0)[0])
+    buffer = make_buffer(1, 1, max_staleness=9, max_bytes=3 * size)
+    fill(buffer, buffer.admit([PROMPT]), 1)
+    assert buffer.room() == 2  # by staleness it would be 9
+    ids = buffer.admit([PROMPT] * 2)
+    assert buffer.room() == 0  # those in flight are expected to take as much
     fill(buffer, ids, 1)
-    assert buffer.metrics()["buffer/bytes"] == 3 * size and buffer.room(0) == 0
+    assert reports.metrics(buffer)["buffer/bytes"] == 3 * size and buffer.room() == 0
     buffer.take(0)
-    assert buffer.room(0) == 0
+    assert buffer.room() == 0
     buffer.commit(0)
-    assert buffer.room(0) == 1
+    assert buffer.room() == 1
+
+
+def test_an_arrival_between_room_and_admission_admits_fewer_and_ends_nothing():
+    size = len(sample(0, 0)[0])
+    buffer = make_buffer(1, 1, max_staleness=9, max_bytes=4 * size)
+    fill(buffer, buffer.admit([PROMPT]), 1)
+    (late,) = buffer.admit([PROMPT])
+    assert buffer.room() == 2
+    deliver(buffer, sample(late, 0, tokens=300))
+    assert buffer.admit([PROMPT] * 2) == []
+    buffer.take(0)
+    buffer.commit(0)
+    buffer.take(1)
+    buffer.commit(1)
+    assert len(buffer.admit([PROMPT] * 2)) == 1
 
 
 def test_a_limit_too_small_for_one_step_is_refused_by_its_key():
-    buffer = ReplayBuffer(3, 1, max_bytes=900)
-    fill(buffer, buffer.admit([PROMPT], 0), 1)
-    with pytest.raises(UserError, match=r"cluster\.buffer_mib=0\.00085\S* is too small: 1 groups fill it"):
-        buffer.room(0)
+    buffer = make_buffer(3, 1, max_bytes=600)
+    fill(buffer, buffer.admit([PROMPT]), 1)
+    with pytest.raises(
+        UserError, match=r"cluster\.buffer_mib=0\.00057\S* is too small: 1 groups fill it"
+    ):
+        buffer.room()
+
+
+def test_a_limit_below_one_step_at_full_length_is_refused_before_a_start():
+    def check(max_bytes):
+        check_capacity(
+            max_bytes,
+            BatchingSpec(groups_per_step=4),
+            samples_per_group=8,
+            max_len=2048,
+            max_new_tokens=1024,
+            logprobs_k=20,
+        )
+
+    longest = make_trajectory(turns=((range(1024), range(1024)),), k=20)
+    needed = 4 * 8 * len(dump_trajectory(longest))
+    check(needed + 32 * 1000)
+    with pytest.raises(UserError, match=r"^cluster\.buffer_mib=5 is too small: .* use 6 or more"):
+        check(5 << 20)
+    assert 5 << 20 < needed < 6 << 20
 
 
 def test_a_step_that_just_fits_is_not_held_up_by_the_limit():
-    size = len(dump_trajectory(trajectory(0, 0)))
-    buffer = ReplayBuffer(3, 1, max_bytes=int(2.5 * size))
+    size = len(sample(0, 0)[0])
+    buffer = make_buffer(3, 1, max_bytes=int(2.5 * size))
     for step in range(4):
         while not buffer.ready(step):
-            fill(buffer, buffer.admit([PROMPT] * buffer.room(step), step), 1, version=step)
+            fill(buffer, buffer.admit([PROMPT] * 3), 1, version=step)
         buffer.take(step)
         buffer.commit(step)
         buffer.set_versions(step + 1, step + 1)
 
 
 def test_statistics_of_a_batch():
-    buffer = ReplayBuffer(2, 2)
-    buffer.admit([PROMPT, PROMPT], 0)
-    buffer.add([
-        trajectory(0, 0, reward=0.0, tokens=2, reward_parts={"format": 1.0}),
-        trajectory(0, 1, reward=1.0, tokens=6, finish_reason="length", reward_parts={"format": 0.0}),
-        trajectory(1, 0, reward=1.0, tokens=4),
-        trajectory(1, 1, reward=0.0, tokens=4),
-    ])  # fmt: skip
-    buffer.take(0)
-    assert buffer.batch_metrics(0) == {
-        "reward/mean": 0.5, "reward/std": 0.5, "response_length/mean": 4.0, "response_length/max": 6.0,
-        "response_length/truncated_share": 0.25, "reward_parts/format": 0.5,
-    }  # fmt: skip
-    metrics = buffer.metrics()
+    buffer = make_buffer(2, 2)
+    buffer.admit([PROMPT, PROMPT])
+    deliver(
+        buffer,
+        sample(0, 0, reward=0.0, tokens=2, parts={"format": 1.0}),
+        sample(0, 1, reward=1.0, tokens=6, finish_reason="length", parts={"format": 0.0}),
+        sample(1, 0, reward=1.0, tokens=4),
+        sample(1, 1, reward=0.0, tokens=4),
+    )
+    assert buffer.take(0).metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "response_length/mean": 4.0,
+        "response_length/max": 6.0,
+        "response_length/truncated_share": 0.25,
+        "reward_parts/format": 0.5,
+    }
+    metrics = reports.metrics(buffer)
     assert metrics["buffer/arrived_tokens"] == 16 and metrics["buffer/arrived_reward_mean"] == 0.5
-    assert metrics["buffer/arrived_reward_std"] == 0.5 and metrics["buffer/arrived_response_length_mean"] == 4
+    assert metrics["buffer/arrived_reward_std"] == 0.5
+    assert metrics["buffer/arrived_response_length_mean"] == 4
 
 
 def test_peek_shows_samples_of_the_newest_batches_even_after_the_commit():
-    buffer = ReplayBuffer(2, 2, max_staleness=2)
-    buffer.admit([PROMPT] * 6, 0)
+    buffer = make_buffer(2, 2, max_staleness=2)
+    buffer.admit([PROMPT] * 6)
     fill(buffer, range(6), 2)
     for step in range(3):
-        ids = {g.group_id for g in buffer.take(step)}
+        ids = set(ids_of(buffer.take(step)))
         buffer.commit(step)
         shown = buffer.peek(step, 5)
-        assert {t.group_id for t in shown} == ids
+        assert {load_trajectory(e.records[0]).group_id for e in shown} == ids
+        assert {e.score.group_id for e in shown} == ids
         assert len(buffer.peek(step, 1)) == 1
     assert buffer.peek(1, 5) and not buffer.peek(0, 5)
 
 
 def test_what_a_wait_lacks_is_said_in_one_line():
-    buffer = ReplayBuffer(2, 2)
-    buffer.admit([PROMPT, PROMPT], 0)
+    buffer = make_buffer(2, 2)
+    buffer.admit([PROMPT, PROMPT])
     fill(buffer, [1], 2)
-    buffer.add([trajectory(0, 1)])
-    assert buffer.waiting_for(0) == (
-        "step 0 needs 2 groups: 1 finished, 1 in flight; the oldest in flight is group 0 (digits/train/0),"
-        " with 1 of 2 samples missing"
+    deliver(buffer, sample(0, 1))
+    assert reports.waiting_for(buffer, 0) == (
+        "step 0 needs 2 groups: 1 finished, 1 in flight; the oldest in flight is group 0 "
+        "(digits/train/0), with 1 of 2 samples missing"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.config.compose import from_yaml, load
+from rlcore.config.compose import load
 from rlcore.errors import UserError
 
 DISTILL = "learner.distill={}"
@@ -39,10 +39,23 @@ REFUSED = [  # words; parts that the sentence must hold
     (["rollout.top_k=5", "correction=dvp"], ["rollout.top_k=5", "kept mass"]),
     (["rollout.min_p=0.1"], ["rollout.min_p=0.1", "kept mass"]),
     (["rollout.min_p=0.1", "correction=dvp"], ["rollout.min_p=0.1", "correction.dvp.rho"]),
-    (["correction=[none,tis]"], ["none stands alone"]),
+    (["correction=[none,tis]"], ["correction=[none,tis]", "none stands alone"]),
+    (["correction=none", "correction.none={cap:1}"], ["correction.none", "empty"]),
+    (["correction.mine={cap:1}"], ["correction.mine=", "keys of correction: tis, mis"]),
+    (["correction.tiss={cap:1}"], ["correction.tiss=", "perhaps correction.tis is meant"]),
+    (["correction.tis=3"], ["correction.tis=3", "an object"]),
+    (["correction.mine={name:nope}"], ["correction.mine.name=nope", "tis", "file.py"]),
+    (
+        ["correction.mine={name:'json:loads'}"],
+        ["correction.mine.name=json:loads", "CorrectionSpec"],
+    ),
+    (["correction.also={name:tis,caps:3}"], ["correction.also.caps=3"]),
     (["correction=[tis,veto,mis]"], ["correction=[tis,veto,mis]", "tis and mis", "same ratio"]),
     (["correction=[jackpot,ais]"], ["jackpot and ais"]),
-    (["correction=mis", "correction.mis.low=3"], ["correction.mis.low=3", "less than or equal to 1"]),
+    (
+        ["correction=mis", "correction.mis.low=3"],
+        ["correction.mis.low=3", "less than or equal to 1"],
+    ),
     (["correction.tis.cap=0.5"], ["correction.tis.cap=0.5", "greater than or equal to 1"]),
     (["correction=jackpot", "correction.jackpot.short_circuit=true"], ["target=ref", "target=new"]),
     (
@@ -53,16 +66,28 @@ REFUSED = [  # words; parts that the sentence must hold
     (["actor.fp8.count=2"], ["actor.fp8.count=2", "actor=[bf16]"]),
     (["correction=jackpot", "rollout.logprobs_k=0"], ["rollout.logprobs_k=0", "jackpot"]),
     (["rollout.logprobs_k=-1"], ["rollout.logprobs_k=-1"]),
-    (["correction.tis.adjusted=true", "algorithm=gspo"], ["correction.tis.adjusted", "algorithm.loss=gspo"]),
+    (
+        ["correction.tis.adjusted=true", "algorithm=gspo"],
+        ["correction.tis.adjusted", "algorithm.loss=gspo"],
+    ),
     (["correction=rapid"], ["algorithm.loss=ppo", "rapid"]),
     (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
     (["checkpoint.keep_best=reward/mean"], ["checkpoint.keep_best=reward/mean", "eval/digits/"]),
     (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
     (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
-    (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"]),
+    (
+        ["rollout.samples_per_prompt=1"],
+        ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"],
+    ),
     (["algorithm.overlong_share=1"], ["algorithm.overlong_share=1", "less than 1"]),
     (["schedule.max_staleness=0"], ["on_publish=in_flight", "max_staleness=0"]),
-    (["schedule.sampling=by_task"], ["schedule.sampling=by_task", "fifo, uniform"]),  # a run trains on one task
+    (["schedule.sampling=by_task"], ["schedule.sampling=by_task", "fifo, uniform"]),
+    (["schedule.sampling=lifo"], ["schedule.sampling=lifo", "fifo, uniform"]),
+    (["algorithm.loss=ppoo"], ["algorithm.loss=ppoo", "perhaps ppo is meant", "gspo", "file.py"]),
+    (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "grpo", "rloo", "file.py"]),
+    (["learner.engine=megatron"], ["learner.engine=megatron", "deepspeed", "file.py"]),
+    (["actor.bf16.engine=sglang"], ["actor.bf16.engine=sglang", "vllm", "file.py"]),
+    (["algorithm.loss=none.py:Mine"], ["algorithm.loss=", "none.py:Mine", "cannot be loaded"]),
     (
         ["evaluation.tasks={more: {name: digits, grade_timeout_s: 3}}"],
         ["evaluation.tasks.more.grade_timeout_s=3"],
@@ -76,34 +101,70 @@ REFUSED = [  # words; parts that the sentence must hold
     (["actor=fp8", "actor.fp8.rounding=none"], ["actor.fp8.kind=fp8", "int8"]),
     (["actor=fp8", "actor.fp8.num_gpus=1"], ["actor.fp8.rounding=fp8", "rounding=none"]),
     (["actor=fp8", "actor.fp8.fp8_kv_cache=true"], ["actor.fp8.fp8_kv_cache"]),
-    (["actor=sparse", "actor.sparse.num_gpus=1", "actor.sparse.fp8_kv_cache=true"], ["fp8_kv_cache", "kind=sparse"]),
-    (["actor=sparse", "actor.sparse.rounding=int4"], ["actor.sparse.rounding=int4", "actor.sparse.kind=sparse"]),
-    (["experiment=draft_frozen", "actor.draft.rounding=fp8"], ["actor.draft.rounding=fp8", "actor.draft.kind=draft"]),
+    (
+        ["actor=sparse", "actor.sparse.num_gpus=1", "actor.sparse.fp8_kv_cache=true"],
+        ["fp8_kv_cache", "kind=sparse"],
+    ),
+    (
+        ["actor=sparse", "actor.sparse.rounding=int4"],
+        ["actor.sparse.rounding=int4", "actor.sparse.kind=sparse"],
+    ),
+    (
+        ["experiment=draft_frozen", "actor.draft.rounding=fp8"],
+        ["actor.draft.rounding=fp8", "actor.draft.kind=draft"],
+    ),
     (["actor.bf16.scales=channel"], ["actor.bf16.scales=channel", "kind=bf16"]),
     (["actor.bf16.num_gpus=2"], ["actor.bf16.num_gpus=2", "tensor_parallel=1", "count"]),
-    (["actor.bf16.tensor_parallel=2", "actor.bf16.num_gpus=0.5"], ["actor.bf16.num_gpus=0.5", "tensor_parallel=2"]),
-    (["actor=sparse", "actor.sparse.tensor_parallel=2"], ["actor.sparse.tensor_parallel=2", "kind=sparse"]),
-    (["actor.bf16.max_batched_tokens=64"], ["actor.bf16.max_batched_tokens=64", "model.max_len=128"]),
-    (["learner.attention=flash_attention_2"], ["learner.attention=flash_attention_2", "learner.num_gpus"]),
+    (
+        ["actor.bf16.tensor_parallel=2", "actor.bf16.num_gpus=0.5"],
+        ["actor.bf16.num_gpus=0.5", "tensor_parallel=2"],
+    ),
+    (
+        ["actor=sparse", "actor.sparse.tensor_parallel=2"],
+        ["actor.sparse.tensor_parallel=2", "kind=sparse"],
+    ),
+    (
+        ["actor.bf16.max_batched_tokens=64"],
+        ["actor.bf16.max_batched_tokens=64", "model.max_len=128"],
+    ),
+    (
+        ["learner.attention=flash_attention_2"],
+        ["learner.attention=flash_attention_2", "learner.num_gpus"],
+    ),
     (["learner.num_gpus=2"], ["learner.num_gpus=2", "learner.ranks"]),
-    (["learner.ranks=2", "schedule.groups_per_step=1"], ["learner.ranks=2", "schedule.groups_per_step=1"]),
+    (
+        ["learner.ranks=2", "schedule.groups_per_step=1"],
+        ["learner.ranks=2", "schedule.groups_per_step=1"],
+    ),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
     (["+task@evaluation.tasks.digits=arithmetic"], ["evaluation.tasks.digits"]),
     (["learner.train_sparse=true"], ["learner.train_sparse", "actor.bf16.kind=bf16"]),
     ([DISTILL], ["learner.distill", "actor.bf16.kind=bf16"]),
-    (["actor=[sparse,bf16]", DISTILL], ["learner.distill", "actor.sparse.kind=sparse", "actor.bf16.kind=bf16"]),
-    (["actor=sparse", DISTILL, "learner.train_sparse=true"], ["learner.distill", "learner.train_sparse=true"]),
+    (
+        ["actor=[sparse,bf16]", DISTILL],
+        ["learner.distill", "actor.sparse.kind=sparse", "actor.bf16.kind=bf16"],
+    ),
+    (
+        ["actor=sparse", DISTILL, "learner.train_sparse=true"],
+        ["learner.distill", "learner.train_sparse=true"],
+    ),
     (["actor=sparse", DISTILL, "learner.lora={rank:4}"], ["learner.distill", "learner.lora=null"]),
     (["actor=sparse", DISTILL, "learner.zero_stage=3"], ["learner.zero_stage=3", "0, 1 or 2"]),
     (
         ["actor=sparse", "learner.distill={kl:topk}", "rollout.logprobs_k=0"],
         ["learner.distill.kl=topk", "logprobs_k=0"],
     ),
-    (["actor=sparse", DISTILL, "correction=[dvp,mis]"], ["correction=[dvp,mis]", "learner.distill"]),
+    (
+        ["actor=sparse", DISTILL, "correction=[dvp,mis]"],
+        ["correction=[dvp,mis]", "learner.distill"],
+    ),
     (["experiment=draft_cotrain", "correction=[dvp]"], ["correction=[dvp]", "learner.draft"]),
     (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
     (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),
-    (["actor=sparse", DISTILL, "cluster.transport=gloo"], ["cluster.transport=gloo", "object_store or disk"]),
+    (
+        ["actor=sparse", DISTILL, "cluster.transport=gloo"],
+        ["cluster.transport=gloo", "object_store or disk"],
+    ),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
         ["actor=draft", "actor.draft.draft_path=y", "evaluation.dense_actor=false"],
@@ -113,7 +174,9 @@ REFUSED = [  # words; parts that the sentence must hold
 ]
 
 
-@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda v: " ".join(v) if v and "=" in v[0] else None)
+@pytest.mark.parametrize(
+    ("words", "parts"), REFUSED, ids=lambda v: " ".join(v) if v and "=" in v[0] else None
+)
 def test_refused_in_one_sentence(words, parts):
     with pytest.raises(UserError) as caught:
         load(["run_dir=x", *words])
@@ -133,13 +196,12 @@ def test_several_mistakes_are_all_named():
         load(["run_dir=x", "learner.lr=x", "schedule.steps=y"])
 
 
-@pytest.mark.parametrize("content", [None, "", "[1]", "a: [", "model: {}", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", ["", "[1]", "a: [", "model: {}", b"\xff\xfe\x00"])
 def test_an_unreadable_saved_configuration_is_refused(tmp_path, content):
     file = tmp_path / "config.yaml"
-    if content is not None:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError):
-        from_yaml(file)
+        load([f"run_dir={tmp_path}", "resume=auto"])
 
 
 def test_secrets_are_not_taken_into_a_job_s_script():
@@ -147,4 +209,6 @@ def test_secrets_are_not_taken_into_a_job_s_script():
         with pytest.raises(UserError, match=rf"cluster\.launch\.env\.{name}.*export it") as refusal:
             load(["run_dir=x", "experiment=quickstart", f"cluster.launch.env.{name}=hush"])
         assert "hush" not in str(refusal.value)
-    load(["run_dir=x", "experiment=quickstart", "cluster.launch.env.TOKENIZERS_PARALLELISM='false'"])
+    load(
+        ["run_dir=x", "experiment=quickstart", "cluster.launch.env.TOKENIZERS_PARALLELISM='false'"]
+    )

@@ -1,4 +1,5 @@
-"""Steps made from whole distributions, so that every formula can be compared with the sum over the vocabulary."""
+"""Steps made from whole distributions, so that every formula can be compared with the sum over the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from typing import Any
 
 import torch
 
+from rlcore.corrections.pipeline import Pipeline, build
+from rlcore.corrections.registry import CORRECTIONS
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.registry import load_object
 from rlcore.types import StepTensors
+
+
+def pipeline_of(chosen: dict[str, dict[str, Any]], run_seed: int = 0, **objective: Any) -> Pipeline:
+    """The pipeline of corrections given as name -> settings, under `algorithm` settings."""
+    specs = {name: load_object(CORRECTIONS[name])(**args) for name, args in chosen.items()}
+    return build(specs, run_seed, ObjectiveSpec(**objective))
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -26,7 +37,8 @@ def make_step(
     mask: torch.Tensor | None = None,
     group: int = 2,
 ) -> StepTensors:
-    """A step whose tokens are sampled from log-probs [B,T,V]; masked positions hold NaN wherever the type allows."""
+    """A step whose tokens are sampled from log-probs [B,T,V]; masked positions hold NaN wherever
+    the type allows."""
     logp_new = logp_ref if logp_new is None else logp_new
     b, t, v = logp_inf.shape
     g = torch.Generator().manual_seed(seed)
@@ -60,7 +72,9 @@ def make_step(
     )
 
 
-def mismatched_step(b: int = 8, t: int = 11, v: int = 40, noise: float = 0.5, seed: int = 0, **kw: Any) -> StepTensors:
+def mismatched_step(
+    b: int = 8, t: int = 11, v: int = 40, noise: float = 0.5, seed: int = 0, **kw: Any
+) -> StepTensors:
     g = torch.Generator().manual_seed(seed)
     logits = 2.0 * torch.randn(b, t, v, generator=g)
     off = [log_softmax(logits + noise * torch.randn(b, t, v, generator=g)) for _ in range(2)]
@@ -71,7 +85,9 @@ def mismatched_step(b: int = 8, t: int = 11, v: int = 40, noise: float = 0.5, se
 def rows(step: StepTensors, index: Any) -> StepTensors:
     """The same step with only some of its sequences."""
     values = {f.name: getattr(step, f.name) for f in fields(step)}
-    return StepTensors(**{n: v[index] if isinstance(v, torch.Tensor) else v for n, v in values.items()})
+    return StepTensors(
+        **{n: v[index] if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+    )
 
 
 class ThreadRanks:
@@ -81,7 +97,9 @@ class ThreadRanks:
         self.barrier = threading.Barrier(ranks, timeout=30)
         self.slots: list[Any] = [None] * ranks
 
-    def _all(self, rank: int, values: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _all(
+        self, rank: int, values: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         self.slots[rank] = values
         self.barrier.wait()
         result = how(torch.stack(self.slots))
@@ -102,7 +120,8 @@ class ThreadRanks:
 
 
 def on_ranks(work: Callable[[int, Any], Any], ranks: int) -> list[Any]:
-    """`work(rank, reduce)` in one thread per rank; the results in rank order, or the first error."""
+    """`work(rank, reduce)` in one thread per rank; the results in rank order, or the first
+    error."""
     exchange, results, errors = ThreadRanks(ranks), [None] * ranks, []
 
     def run(rank: int) -> None:

@@ -1,4 +1,5 @@
-"""Statistics are of the whole step: the same on one rank or two, in one micro-batch or eight, in any order of rows."""
+"""Statistics are of the whole step: the same on one rank or two, in one micro-batch or eight, in
+any order of rows."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from correction_helpers import mismatched_step, on_ranks, rows
+from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
 
-from rlcore.corrections import build
 from rlcore.corrections.draws import token_uniforms
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.specs import AisSpec
 from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.policy_loss import policy_loss
+from rlcore.objectives.protocols import LossTensors
+from rlcore.objectives.registry import make_loss
+from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.types import StepTensors
 
 CHOICES: list[dict[str, dict[str, Any]]] = [
@@ -32,7 +36,9 @@ SPLITS = [[range(0, 4), range(4, 8)], [range(0, 2), range(2, 8)], [range(0, 0), 
 def uneven_step() -> StepTensors:
     step = mismatched_step(b=8, t=12, noise=0.6, seed=5)
     step.inside = torch.rand(step.mask.shape, generator=torch.Generator().manual_seed(0)) > 0.1
-    step.coverage = 0.9 + 0.1 * torch.rand(step.mask.shape, generator=torch.Generator().manual_seed(1))
+    step.coverage = 0.9 + 0.1 * torch.rand(
+        step.mask.shape, generator=torch.Generator().manual_seed(1)
+    )
     return step
 
 
@@ -40,16 +46,18 @@ def uneven_step() -> StepTensors:
 @pytest.mark.parametrize("split", SPLITS, ids=["even", "uneven", "one-empty"])
 def test_two_ranks_correct_as_one(chosen: dict[str, dict[str, Any]], split: list[range]) -> None:
     step = uneven_step()
-    whole_advantages = build(chosen, 1).advantages(step, ONE_RANK)
-    whole = build(chosen, 1).correct(step, ONE_RANK)
+    whole_advantages = pipeline_of(chosen, 1).advantages(step, ONE_RANK)
+    whole = pipeline_of(chosen, 1).correct(step, ONE_RANK)
 
     def work(rank: int, reduce: Any) -> Any:
-        pipeline, share = build(chosen, 1), rows(step, list(split[rank]))
+        pipeline, share = pipeline_of(chosen, 1), rows(step, list(split[rank]))
         return pipeline.advantages(share, reduce), pipeline.correct(share, reduce)
 
     parts = on_ranks(work, 2)
     torch.testing.assert_close(torch.cat([a for a, _ in parts]), whole_advantages, equal_nan=True)
-    torch.testing.assert_close(torch.cat([c.weight for _, c in parts]), whole.weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        torch.cat([c.weight for _, c in parts]), whole.weight, rtol=1e-6, atol=1e-7
+    )
     assert torch.equal(torch.cat([c.mask for _, c in parts]), whole.mask)
     for _, corrected in parts:
         assert corrected.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12)
@@ -59,16 +67,18 @@ def test_a_share_alone_would_have_come_out_otherwise() -> None:
     """Guards the tests above: the two halves really have different statistics."""
     step = uneven_step()
     for chosen in ({"ais": {}}, {"jackpot": {}}):
-        whole = build(chosen, 1).correct(step, ONE_RANK)
-        half = build(chosen, 1).correct(rows(step, slice(0, 4)), ONE_RANK)
+        whole = pipeline_of(chosen, 1).correct(step, ONE_RANK)
+        half = pipeline_of(chosen, 1).correct(rows(step, slice(0, 4)), ONE_RANK)
         assert not torch.allclose(half.weight, whole.weight[:4])
 
 
 @pytest.mark.parametrize("chosen", CHOICES, ids=lambda c: "+".join(c) or "none")
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_eight_micro_batches_give_the_gradient_of_one(chosen: dict[str, dict[str, Any]], mode: Any) -> None:
+def test_eight_micro_batches_give_the_gradient_of_one(
+    chosen: dict[str, dict[str, Any]], mode: Any
+) -> None:
     step = uneven_step()
-    pipeline = build(chosen, 1)
+    pipeline = pipeline_of(chosen, 1)
     advantages = pipeline.advantages(step, ONE_RANK)
     corrected = pipeline.correct(step, ONE_RANK)
     tokens, sequences = counts(corrected.mask, ONE_RANK)
@@ -77,15 +87,12 @@ def test_eight_micro_batches_give_the_gradient_of_one(chosen: dict[str, dict[str
         logp = step.logp_new.clone().requires_grad_()
         for i in batches:
             mask = corrected.mask[i]
+            inputs = LossTensors(
+                logp[i], step.logp_ref[i], advantages[i], corrected.weight[i], mask, step.mask[i]
+            )
             loss, _ = policy_loss(
-                "ppo",
-                logp[i],
-                step.logp_ref[i],
-                advantages[i],
-                mask,
-                corrected.weight[i],
-                eps_low=0.2,
-                eps_high=0.3,
+                make_loss(ObjectiveSpec(eps_high=0.3)),
+                inputs,
                 short_circuit=pipeline.needs.short_circuit,
             )
             (loss * coefficients(mode, mask, tokens, sequences, 12)).sum().backward()
@@ -100,12 +107,12 @@ def test_eight_micro_batches_give_the_gradient_of_one(chosen: dict[str, dict[str
 def test_a_permuted_and_padded_layout_rejects_the_same_tokens() -> None:
     step = uneven_step()
     order = torch.randperm(8, generator=torch.Generator().manual_seed(2))
-    here = build({"jackpot": {}}, 9).correct(step, ONE_RANK).mask
-    there = build({"jackpot": {}}, 9).correct(rows(step, order), ONE_RANK).mask
+    here = pipeline_of({"jackpot": {}}, 9).correct(step, ONE_RANK).mask
+    there = pipeline_of({"jackpot": {}}, 9).correct(rows(step, order), ONE_RANK).mask
     assert torch.equal(here[order], there)
-    assert not torch.equal(here, build({"jackpot": {}}, 10).correct(step, ONE_RANK).mask)
+    assert not torch.equal(here, pipeline_of({"jackpot": {}}, 10).correct(step, ONE_RANK).mask)
     step.step += 1
-    assert not torch.equal(here, build({"jackpot": {}}, 9).correct(step, ONE_RANK).mask)
+    assert not torch.equal(here, pipeline_of({"jackpot": {}}, 9).correct(step, ONE_RANK).mask)
 
 
 def test_draws_belong_to_the_token_and_are_uniform() -> None:
@@ -118,14 +125,17 @@ def test_draws_belong_to_the_token_and_are_uniform() -> None:
     assert abs(u.mean() - 0.5) < 0.005 and abs(u.var() - 1 / 12) < 0.002
     counts_ = torch.histc(u, 20, 0, 1)
     assert ((counts_ - 5000) ** 2 / 5000).sum() < 50  # chi-square with 19 degrees of freedom: 1e-4
-    for a, b in ((u[:, :-1], u[:, 1:]), (u[:-1], u[1:])):  # neighbours in a row, neighbours in a column
+    for a, b in (
+        (u[:, :-1], u[:, 1:]),
+        (u[:-1], u[1:]),
+    ):  # neighbours in a row, neighbours in a column
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.015
     assert len(u.unique()) > 99_000
 
 
 def test_mismatch_metrics_against_the_plain_formulas() -> None:
     step = mismatched_step(noise=0.7, seed=3)
-    m = mismatch_metrics(step, ONE_RANK)
+    m = mismatch_metrics(step, ONE_RANK, AisSpec())
     ref, inf = step.logp_ref[step.mask].double(), step.logp_inf[step.mask].double()
     d = ref - inf
     w = d.exp()
@@ -144,13 +154,18 @@ def test_mismatch_metrics_against_the_plain_formulas() -> None:
     }
     for name, value in expected.items():
         assert m[f"mismatch/{name}"] == pytest.approx(value.item(), rel=1e-5, abs=1e-9), name
-    assert m["mismatch/kappa"] == pytest.approx(m["mismatch/acceptance"] / m["mismatch/z_approx"], rel=1e-6)
+    assert m["mismatch/kappa"] == pytest.approx(
+        m["mismatch/acceptance"] / m["mismatch/z_approx"], rel=1e-6
+    )
     assert 0 < m["mismatch/unknown_share"] < 1
 
 
 def test_mismatch_is_measured_before_rejection_whatever_the_correction() -> None:
     step = mismatched_step(noise=1.0)
-    all_of_them = [build(c, 0).correct(step, ONE_RANK).metrics for c in ({}, {"jackpot": {}}, {"veto": {}})]
+    all_of_them = [
+        pipeline_of(c, 0).correct(step, ONE_RANK).metrics
+        for c in ({}, {"jackpot": {}}, {"veto": {}})
+    ]
     for metrics in all_of_them[1:]:
         assert {k: v for k, v in metrics.items() if not k.startswith("correction/")} == {
             k: v for k, v in all_of_them[0].items() if not k.startswith("correction/")
@@ -162,7 +177,10 @@ def test_policy_age_of_the_tokens() -> None:
     version = torch.tensor([[7, 7, 6, 99], [4, 5, 0, 99]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
     ages = policy_age(version, mask, 7, ONE_RANK)
-    assert ages["staleness/mean"] == pytest.approx((0 + 0 + 1 + 3 + 2 + 7) / 6) and ages["staleness/max"] == 7
+    assert (
+        ages["staleness/mean"] == pytest.approx((0 + 0 + 1 + 3 + 2 + 7) / 6)
+        and ages["staleness/max"] == 7
+    )
     expected = {0: 2, 1: 1, 2: 2, 4: 1, 8: 0, 128: 0}
     for edge, tokens in expected.items():
         assert ages[f"staleness/share_{edge}"] == pytest.approx(tokens / 6)
@@ -174,7 +192,9 @@ def test_policy_age_of_the_tokens() -> None:
 def test_leaving_the_measurement_out_changes_no_weight() -> None:
     step = uneven_step()
     for chosen in CHOICES:
-        full = build(chosen, 1).correct(step, ONE_RANK)
-        bare = build(chosen, 1).correct(step, ONE_RANK, measure=False)
+        full = pipeline_of(chosen, 1).correct(step, ONE_RANK)
+        bare = pipeline_of(chosen, 1).correct(step, ONE_RANK, measure=False)
         assert torch.equal(full.weight, bare.weight) and torch.equal(full.mask, bare.mask)
-        assert bare.metrics == {k: v for k, v in full.metrics.items() if k.startswith("correction/")}
+        assert bare.metrics == {
+            k: v for k, v in full.metrics.items() if k.startswith("correction/")
+        }

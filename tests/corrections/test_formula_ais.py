@@ -17,10 +17,17 @@ def batch(seed: int, noise: float, b: int = 6, t: int = 9) -> tuple[torch.Tensor
     g = torch.Generator().manual_seed(seed)
     inf = -3 * torch.rand(b, t, generator=g)
     ref = inf + noise * torch.randn(b, t, generator=g)
-    return ref, inf, torch.randn(b, 1, generator=g).expand(b, t), torch.rand(b, t, generator=g) > 0.3
+    return (
+        ref,
+        inf,
+        torch.randn(b, 1, generator=g).expand(b, t),
+        torch.rand(b, t, generator=g) > 0.3,
+    )
 
 
-def reference(ref, inf, adv, mask, cap=5.0, delta=0.02, gamma=1.2, beta=1.0, eps=1e-6) -> dict[str, float]:
+def reference(
+    ref, inf, adv, mask, cap=5.0, delta=0.02, gamma=1.2, beta=1.0, eps=1e-6
+) -> dict[str, float]:
     """METHODS.md, with torch's own statistics over the selected tokens."""
     d, a = (ref - inf)[mask].double(), adv[mask].double()
     w = d.exp().clamp(max=cap)
@@ -28,12 +35,19 @@ def reference(ref, inf, adv, mask, cap=5.0, delta=0.02, gamma=1.2, beta=1.0, eps
     mis = (d.abs().mean() / delta).clamp(max=1)
     var = (((a * w).std() / (a.std() + eps) - gamma) / gamma).clamp(min=0)
     alpha = (ess - beta * var).clamp(0, 1) * mis
-    return {"alpha": alpha.item(), "alpha_ess": ess.item(), "alpha_mis": mis.item(), "alpha_var": var.item()}
+    return {
+        "alpha": alpha.item(),
+        "alpha_ess": ess.item(),
+        "alpha_mis": mis.item(),
+        "alpha_var": var.item(),
+    }
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), noise=st.floats(1e-4, 3.0), cap=st.sampled_from([1.5, 5.0]))
-def test_signals_match_the_formula_and_the_weight_stays_in_its_interval(seed: int, noise: float, cap: float) -> None:
+def test_signals_match_the_formula_and_the_weight_stays_in_its_interval(
+    seed: int, noise: float, cap: float
+) -> None:
     ref, inf, adv, mask = batch(seed, noise)
     weight, signals = ais(ref, inf, adv, mask, cap=cap)
     expected = reference(ref, inf, adv, mask, cap=cap)
@@ -93,7 +107,9 @@ def test_matched_log_probs_weigh_exactly_one(dtype: torch.dtype) -> None:
 def test_junk_at_masked_and_nan_at_unmasked_positions(junk: float) -> None:
     ref, inf, adv, mask = batch(3, 0.4)
     clean, signals = ais(ref, inf, adv, mask)
-    dirty, dirty_signals = ais(ref.where(mask, junk), inf.where(mask, -junk), adv.where(mask, junk), mask)
+    dirty, dirty_signals = ais(
+        ref.where(mask, junk), inf.where(mask, -junk), adv.where(mask, junk), mask
+    )
     assert torch.equal(clean, dirty) and signals == dirty_signals
     inf[0, 0], mask[0, 0] = math.nan, True
     broken, signals = ais(ref, inf, adv, mask)
@@ -111,8 +127,12 @@ def test_alpha_is_one_number_however_the_batch_is_split_over_ranks() -> None:
     ref, inf, adv, mask = batch(4, 0.5)
     whole, signals = ais(ref, inf, adv, mask)
     cut = [slice(0, 2), slice(2, 6)]
-    halves = on_ranks(lambda r, reduce: ais(ref[cut[r]], inf[cut[r]], adv[cut[r]], mask[cut[r]], reduce=reduce), 2)
+    halves = on_ranks(
+        lambda r, reduce: ais(ref[cut[r]], inf[cut[r]], adv[cut[r]], mask[cut[r]], reduce=reduce), 2
+    )
     torch.testing.assert_close(torch.cat([h[0] for h in halves]), whole, rtol=1e-7, atol=1e-7)
     for _, other in halves:
         assert other == pytest.approx(signals, rel=1e-12)
-    assert ais(ref[:2], inf[:2], adv[:2], mask[:2])[1]["alpha"] != pytest.approx(signals["alpha"], rel=1e-3)
+    assert ais(ref[:2], inf[:2], adv[:2], mask[:2])[1]["alpha"] != pytest.approx(
+        signals["alpha"], rel=1e-3
+    )

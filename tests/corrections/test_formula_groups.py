@@ -17,7 +17,8 @@ NOCLIP = 1e9
 
 
 def enumerate_gradient(seed: int, group: int, arms: int, eta: float, leave_one_out: bool):
-    """Expected estimate over every group of draws from mu, and the true gradient, both by logits [arms]."""
+    """Expected estimate over every group of draws from mu, and the true gradient, both by logits
+    [arms]."""
     g = torch.Generator().manual_seed(seed)
     new, mu = (torch.randn(arms, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
     reward = torch.randn(arms, generator=g, dtype=torch.float64)
@@ -56,7 +57,9 @@ def test_baseline_and_weight_are_clipped_from_above() -> None:
     new = torch.tensor([[-0.5, -0.5], [-1.0, -1.0], [-2.0, -9.0]])
     mu = torch.tensor([[-2.0, -2.0], [-1.0, -1.0], [-2.0, -8.0]])
     rewards = torch.tensor([1.0, 0.0, 1.0])
-    advantage, weight = rapid_advantages(new, mu, torch.ones(3, 2), rewards, torch.zeros(3, dtype=torch.long))
+    advantage, weight = rapid_advantages(
+        new, mu, torch.ones(3, 2), rewards, torch.zeros(3, dtype=torch.long)
+    )
     torch.testing.assert_close(weight, torch.tensor([2.0, 1.0, math.exp(-1.0)]))
     baseline = (2.0 + math.exp(-1.0)) / 3
     torch.testing.assert_close(advantage, torch.tensor([1 - baseline, -baseline, 1 - baseline]))
@@ -96,7 +99,9 @@ def test_masked_and_broken_tokens_leave_the_product_and_a_group_of_one_stands_al
     groups=st.integers(1, 4),
     keep=st.integers(1, 6),
 )
-def test_best_of_group_keeps_the_highest_and_ties_go_to_the_earlier(rewards, groups: int, keep: int) -> None:
+def test_best_of_group_keeps_the_highest_and_ties_go_to_the_earlier(
+    rewards, groups: int, keep: int
+) -> None:
     ids = [i * 7 % groups for i in range(len(rewards))]
     chosen = best_of_group(torch.tensor(rewards), torch.tensor(ids), keep=keep).tolist()
     for group in set(ids):
@@ -109,5 +114,5 @@ def test_best_of_group_edges() -> None:
     assert best_of_group(torch.tensor([]), torch.tensor([]), keep=2).tolist() == []
     kept = best_of_group(torch.tensor([math.nan, -math.inf, -5.0]), torch.zeros(3), keep=1)
     assert kept.tolist() == [False, False, True]
-    with pytest.raises(UserError, match="keep_best=0"):
+    with pytest.raises(UserError, match="keep=0"):
         best_of_group(torch.ones(2), torch.zeros(2), keep=0)

@@ -1,4 +1,5 @@
-"""OBRS and Jackpot's weights: against the sum over the whole vocabulary, and the paper's theory as laws."""
+"""OBRS and Jackpot's weights: against the sum over the whole vocabulary, and the paper's theory as
+laws."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.functional import jackpot_weight, obrs_acceptance, obrs_calibrate, obrs_normalizer
+from rlcore.corrections.functional import (
+    jackpot_weight,
+    obrs_acceptance,
+    obrs_calibrate,
+    obrs_normalizer,
+)
 
 LAMBDAS = st.sampled_from([0.3, 0.7, 1.0, 1.5, 4.0])
 SEEDS = st.integers(0, 100_000)
 
 
-def pair(seed: int, v: int = 30, noise: float = 1.0, n: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(
+    seed: int, v: int = 30, noise: float = 1.0, n: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """log p_inf and log p_target [n, v] in float64."""
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(n, v, generator=g, dtype=torch.float64)
@@ -27,7 +35,13 @@ def pair(seed: int, v: int = 30, noise: float = 1.0, n: int = 1) -> tuple[torch.
 def truncated(inf: torch.Tensor, tgt: torch.Tensor, k: int, k2: int | None = None):
     """The five tensors a learner would hand over, [n, k]."""
     a, b = inf.topk(k, -1), tgt.topk(k2 or k, -1)
-    return a.indices, a.values.float(), b.indices, b.values.float(), tgt.gather(-1, a.indices).float()
+    return (
+        a.indices,
+        a.values.float(),
+        b.indices,
+        b.values.float(),
+        tgt.gather(-1, a.indices).float(),
+    )
 
 
 def brute_force(args, lam: float, missing: str, tail: str) -> tuple[float, float]:
@@ -51,7 +65,9 @@ def brute_force(args, lam: float, missing: str, tail: str) -> tuple[float, float
 @pytest.mark.parametrize("tail", ["none", "residual"])
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, lam=LAMBDAS, k=st.integers(1, 12), k2=st.integers(1, 12))
-def test_normalizer_is_the_sum_over_the_union(missing, tail, seed: int, lam: float, k: int, k2: int) -> None:
+def test_normalizer_is_the_sum_over_the_union(
+    missing, tail, seed: int, lam: float, k: int, k2: int
+) -> None:
     args = truncated(*pair(seed), k, k2)
     z, unknown = obrs_normalizer(*args, lam=lam, missing=missing, tail=tail)
     expected = brute_force([x[0] for x in args], lam, missing, tail)
@@ -65,7 +81,9 @@ def test_the_two_tails_enclose_the_true_normaliser(seed: int, lam: float, k: int
     inf, tgt = pair(seed)
     true = torch.minimum(inf.exp(), tgt.exp() / lam).sum().item()
     low, _ = obrs_normalizer(*truncated(inf, tgt, k), lam=lam)
-    args = truncated(inf, tgt, k, 30)  # with every p_t known nothing outside the actor's top k is lost by missing=zero
+    args = truncated(
+        inf, tgt, k, 30
+    )  # with every p_t known nothing outside the actor's top k is lost by missing=zero
     full = (*args[:2], args[0], args[4], args[4])
     high, _ = obrs_normalizer(*full, lam=lam, tail="residual")
     assert low.item() <= true + 1e-6
@@ -90,16 +108,22 @@ def test_padding_and_repeated_ids_count_nothing(seed: int, lam: float) -> None:
     for missing in ("zero", "bound"):
         for tail in ("none", "residual"):
             options = {"lam": lam, "missing": missing, "tail": tail}
-            for clean, dirty in zip(obrs_normalizer(*args, **options), obrs_normalizer(*padded, **options)):
+            for clean, dirty in zip(
+                obrs_normalizer(*args, **options), obrs_normalizer(*padded, **options)
+            ):
                 assert torch.equal(clean, dirty)
 
 
-@pytest.mark.parametrize(("k", "tail"), [(1, "residual"), (5, "residual"), (300, "residual"), (300, "none")])
+@pytest.mark.parametrize(
+    ("k", "tail"), [(1, "residual"), (5, "residual"), (300, "residual"), (300, "none")]
+)
 def test_matched_distributions_weigh_exactly_one(k: int, tail: str) -> None:
     logits = 3 * torch.randn(4, 9, 300)
     logp = torch.log_softmax(logits, -1)
     top = logp.topk(k, -1)
-    z, unknown = obrs_normalizer(top.indices, top.values, top.indices, top.values, top.values, tail=tail)
+    z, unknown = obrs_normalizer(
+        top.indices, top.values, top.indices, top.values, top.values, tail=tail
+    )
     taken = logp[..., 17]
     accepted = obrs_acceptance(taken, taken)
     calibrated, kappa, alpha = obrs_calibrate(z, accepted, torch.ones(4, 9))
@@ -120,7 +144,9 @@ def test_actor_without_a_stored_top_k_falls_back_on_the_acceptance() -> None:
     empty = torch.zeros(2, 3, 0)
     z, unknown = obrs_normalizer(empty.long(), empty, empty.long(), empty, empty)
     assert not z.any() and not unknown.any()
-    calibrated, kappa, alpha = obrs_calibrate(z, torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.ones(2, 3))
+    calibrated, kappa, alpha = obrs_calibrate(
+        z, torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.ones(2, 3)
+    )
     assert alpha == pytest.approx(5 / 6) and kappa == 1.0
     torch.testing.assert_close(calibrated, torch.full((2, 3), 5 / 6))
 
@@ -141,11 +167,18 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, lam=LAMBDAS, shape=st.floats(0.1, 5.0))
-def test_no_acceptance_rule_of_the_same_budget_comes_closer(seed: int, lam: float, shape: float) -> None:
+def test_no_acceptance_rule_of_the_same_budget_comes_closer(
+    seed: int, lam: float, shape: float
+) -> None:
     inf, tgt = pair(seed)
     rule = obrs_acceptance(tgt, inf, lam=lam)
     budget = (inf.exp() * rule).sum()
-    rival = torch.rand(inf.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) ** shape
+    rival = (
+        torch.rand(
+            inf.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64
+        )
+        ** shape
+    )
     low, high = 0.0, 1e12
     for _ in range(200):  # scale the rival to the same budget
         middle = (low + high) / 2 if high < 1e3 else math.sqrt(max(low, 1e-6) * high)
@@ -174,7 +207,8 @@ def test_kl_to_the_target_does_not_rise_with_lambda(seed: int, noise: float) -> 
 @settings(max_examples=20, deadline=None)
 @given(seed=SEEDS, lam=LAMBDAS, target=st.sampled_from(["ref", "new"]))
 def test_the_mean_over_accepted_tokens_is_the_targets(seed: int, lam: float, target: str) -> None:
-    """Enumerated over one state: sum p_inf a w f / sum p_inf a = E_{p_t}[f], and p_ref's mean for target=new."""
+    """Enumerated over one state: sum p_inf a w f / sum p_inf a = E_{p_t}[f], and p_ref's mean for
+    target=new."""
     inf, ref = pair(seed, noise=0.5)
     _, new = pair(seed, noise=0.7)
     towards = ref if target == "ref" else new
@@ -184,7 +218,9 @@ def test_the_mean_over_accepted_tokens_is_the_targets(seed: int, lam: float, tar
     weight = jackpot_weight(z.expand_as(inf), new, ref, inf, target=target, lam=lam, c1=1e9, c2=1e9)
     estimate = (accepted * weight * f).sum() / accepted.sum()
     assert estimate.item() == pytest.approx((ref.exp() * f).sum().item(), abs=1e-5)
-    assert (accepted * weight * f).sum().item() == pytest.approx(z.item() * (ref.exp() * f).sum().item(), abs=1e-5)
+    assert (accepted * weight * f).sum().item() == pytest.approx(
+        z.item() * (ref.exp() * f).sum().item(), abs=1e-5
+    )
 
 
 def test_weights_are_capped() -> None:
@@ -237,7 +273,9 @@ def test_broken_and_extreme_log_probs_stay_finite(junk: float) -> None:
         assert obrs_acceptance(fine, broken)[0, 0] == 0
         assert jackpot_weight(torch.ones(1, 2), fine, fine, broken)[0, 0] == 0
     ids = torch.zeros(1, 2, 1, dtype=torch.long)
-    z, _ = obrs_normalizer(ids, broken[..., None], ids, fine[..., None], broken[..., None], tail="residual")
+    z, _ = obrs_normalizer(
+        ids, broken[..., None], ids, fine[..., None], broken[..., None], tail="residual"
+    )
     assert ((z >= 0) & (z <= 1)).all()
 
 

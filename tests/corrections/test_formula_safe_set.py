@@ -1,4 +1,5 @@
-"""DVP's constrained log-probs: against enumeration, and its facts (no gradient outside, the noise bound)."""
+"""DVP's constrained log-probs: against enumeration, and its facts (no gradient outside, the noise
+bound)."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_constrained_probabilities_renormalise_over_the_set(seed: int, rho: floa
     assert torch.equal(inside, safe.T)
     torch.testing.assert_close(logp.T[safe], (p / (p * safe).sum(-1, keepdim=True)).log()[safe])
     torch.testing.assert_close(coverage, (p * safe).sum(-1).expand(25, 3))
-    torch.testing.assert_close(logp.exp().sum(0), torch.ones(3, dtype=torch.float64))  # outside: exactly nothing
+    torch.testing.assert_close(
+        logp.exp().sum(0), torch.ones(3, dtype=torch.float64)
+    )  # outside: exactly nothing
 
 
 @settings(max_examples=25, deadline=None)
@@ -85,8 +88,11 @@ def test_everything_inside_is_the_plain_log_softmax() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, eps=st.sampled_from([1e-4, 1e-2, 0.3]), adversarial=st.booleans())
-def test_bounded_logit_noise_moves_log_probs_by_at_most_its_bound(seed: int, eps: float, adversarial: bool) -> None:
-    """|dlogp| <= 2 eps (1 - p) to first order; 1 - p itself moves by at most a factor exp(2 eps) on the way."""
+def test_bounded_logit_noise_moves_log_probs_by_at_most_its_bound(
+    seed: int, eps: float, adversarial: bool
+) -> None:
+    """|dlogp| <= 2 eps (1 - p) to first order; 1 - p itself moves by at most a factor exp(2 eps) on
+    the way."""
     z, rho = logits_of(seed), 0.02
     edge = z - z.amax(-1, keepdim=True) - math.log(rho)
     assume((edge.abs() > 2 * eps).all())  # noise that moves no token across the set's edge
@@ -107,7 +113,11 @@ def test_bounded_logit_noise_moves_log_probs_by_at_most_its_bound(seed: int, eps
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_and_extreme_logits(dtype: torch.dtype) -> None:
-    z = torch.tensor([[6e4, -6e4, 0.0, -math.inf], [-5e4, -5e4, -6e4, -math.inf]], dtype=dtype, requires_grad=True)
+    z = torch.tensor(
+        [[6e4, -6e4, 0.0, -math.inf], [-5e4, -5e4, -6e4, -math.inf]],
+        dtype=dtype,
+        requires_grad=True,
+    )
     logp, inside, coverage = safe_set_logprobs(z, torch.tensor([0, 1]))
     logp.sum().backward()
     assert inside.all() and logp.dtype == torch.float32 and torch.isfinite(coverage).all()

@@ -1,4 +1,5 @@
-"""What the launchers would start: valid, complete, and (for Slurm) run against stand-ins of a cluster's programs."""
+"""What the launchers would start: valid, complete, and (for Slurm) run against stand-ins of a
+cluster's programs."""
 
 import json
 import os
@@ -8,42 +9,50 @@ import stat
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from rlcore.config.launch_schema import LaunchConfig
 from rlcore.errors import StageError, UserError
-from rlcore.launch import LaunchSettings, launch, render
+from rlcore.launch import launch, render
+from rlcore.launch.specs import LaunchSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["experiment=math_fp8_gpu", "run_dir=/data/a b", "model.path=it's"]
-KUBERNETES = LaunchSettings(
-    kind="kubernetes", nodes=3, learner_nodes=1, gpus_per_node=8, memory_gib_per_node=64, image="rlcore:cuda",
-    claim="runs", secret="wandb", env={"A": "b c"}, node_selector={"gpu": "h200"},
-)  # fmt: skip
-
-
-def test_settings_are_the_keys_of_the_schema_with_its_defaults():
-    assert {f.name for f in fields(LaunchSettings)} == set(LaunchConfig.model_fields)
-    config = LaunchSettings(**LaunchConfig().model_dump())
-    defaults = LaunchSettings()
-    for name in LaunchConfig.model_fields:
-        assert getattr(config, name) == getattr(defaults, name) or not getattr(config, name), name
+KUBERNETES = LaunchSpec(
+    kind="kubernetes",
+    nodes=3,
+    learner_nodes=1,
+    gpus_per_node=8,
+    memory_gib_per_node=64,
+    image="rlcore:cuda",
+    claim="runs",
+    secret="wandb",
+    env={"A": "b c"},
+    node_selector={"gpu": "h200"},
+)
 
 
 def test_local_and_existing_ray_clusters_are_one_command():
-    assert render(LaunchSettings(), WORDS, "a").command == ("rlcore", "train", *WORDS, "resume=auto")
-    assert render(LaunchSettings(), ["resume=never"], "a").command == ("rlcore", "train", "resume=never")
-    submitted = render(LaunchSettings(kind="ray", job_address="http://head:8265"), WORDS, "a").command
+    assert render(LaunchSpec(), WORDS, "a").command == (
+        "rlcore",
+        "train",
+        *WORDS,
+        "resume=auto",
+    )
+    assert render(LaunchSpec(), ["resume=never"], "a").command == (
+        "rlcore",
+        "train",
+        "resume=never",
+    )
+    submitted = render(LaunchSpec(kind="ray", job_address="http://head:8265"), WORDS, "a").command
     assert submitted[:5] == ("ray", "job", "submit", "--address=http://head:8265", "--")
     assert submitted[5:] == ("rlcore", "train", *WORDS, "resume=auto")
 
 
 def test_a_dry_run_prints_everything_and_writes_nothing(tmp_path, capsys):
-    settings = LaunchSettings(kind="slurm", nodes=2, sbatch={"partition": "gpu"})
+    settings = LaunchSpec(kind="slurm", nodes=2, sbatch={"partition": "gpu"})
     assert launch(settings, WORDS, str(tmp_path / "run"), dry_run=True) == 0
     shown = capsys.readouterr().out
     assert "#SBATCH --partition=gpu" in shown and "ray start --head" in shown
@@ -51,18 +60,23 @@ def test_a_dry_run_prints_everything_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_program_that_is_not_there_is_a_clear_sentence(tmp_path, monkeypatch):
+def test_a_missing_program_is_named_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"cluster\.launch\.kind=slurm needs the program 'sbatch'.*dry_run=true"):
-        launch(LaunchSettings(kind="slurm"), WORDS, str(tmp_path / "run"))
+    with pytest.raises(
+        UserError, match=r"cluster\.launch\.kind=slurm needs the program 'sbatch'.*dry_run=true"
+    ):
+        launch(LaunchSpec(kind="slurm"), WORDS, str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
     ("settings", "run_dir", "message"),
     [
-        (LaunchSettings(kind="pbs"), "a", r"cluster\.launch\.kind=pbs .*local, ray, slurm, kubernetes"),
-        (LaunchSettings(kind="slurm", nodes=2, learner_nodes=2), "a", r"learner_nodes=2 leaves no node of .*nodes=2"),
-        (LaunchSettings(kind="kubernetes"), "/data/a", r"cluster\.launch\.image is missing"),
+        (
+            LaunchSpec(kind="slurm", nodes=2, learner_nodes=2),
+            "a",
+            r"learner_nodes=2 leaves no node of .*nodes=2",
+        ),
+        (LaunchSpec(kind="kubernetes"), "/data/a", r"cluster\.launch\.image is missing"),
         (KUBERNETES, "runs/a", r"run_dir=runs/a lies outside cluster\.launch\.mount=/data"),
     ],
 )
@@ -79,9 +93,15 @@ def manifest(settings, run_dir="/data/My_Run 1"):
 def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
     job = manifest(KUBERNETES)
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
-    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == ("ray.io/v1", "RayJob", "rlcore-my-run-1")
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == (
+        "ray.io/v1",
+        "RayJob",
+        "rlcore-my-run-1",
+    )
     assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, "resume=auto"]
-    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and cluster["authOptions"] == {
+        "mode": "token"
+    }
     learner, actors = cluster["workerGroupSpecs"]
     assert (learner["replicas"], actors["replicas"]) == (1, 2)
     for group, resource in ((learner, "rlcore_learner"), (actors, "rlcore_actor")):
@@ -90,7 +110,10 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
         assert json.loads(word) == {resource: 1000}
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        assert container["image"] == "rlcore:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        assert (
+            container["image"] == "rlcore:cuda"
+            and container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        )
         assert container["env"] == [{"name": "A", "value": "b c"}]
         assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
         mounted = {m["name"] for m in container["volumeMounts"]}
@@ -101,33 +124,62 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
 
 
 def test_without_learner_nodes_all_workers_are_alike():
-    job = manifest(LaunchSettings(kind="kubernetes", nodes=4, memory_gib_per_node=8, image="i", claim="c"))
+    job = manifest(
+        LaunchSpec(kind="kubernetes", nodes=4, memory_gib_per_node=8, image="i", claim="c")
+    )
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == 4 and "resources" not in group["rayStartParams"]
 
 
-# Stand-ins for a cluster's programs. Each writes what it was called with to $LOG; `srun` runs its command here.
+# Stand-ins for a cluster's programs. Each writes its arguments to $LOG; `srun` runs its command
+# here.
 PROGRAMS = {
-    "scontrol": 'echo "scontrol $*" >> "$LOG"; if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; fi',
-    "srun": 'echo "srun $*" >> "$LOG"; while [[ "$1" == --* ]]; do shift; done; exec "$@"',
-    "ray": 'trap \'echo "ray stopped" >> "$LOG"; exit 0\' TERM; '
-    'echo "auth $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >> "$LOG"; echo "ray $*" >> "$LOG"; while :; do sleep 0.05; done',
-    "python": 'cat > /dev/null; until [ "$(grep -c "^ray start" "$LOG")" = 3 ]; do sleep 0.05; done; '
-    'echo "python ${*:2}" >> "$LOG"; exit "${JOIN_CODE:-0}"',
-    "rlcore": 'echo "rlcore $*" >> "$LOG"; for w; do echo "word:$w" >> "$LOG"; done; eval "$RUN"',
+    "scontrol": """
+echo "scontrol $*" >> "$LOG"
+if [ "$1" = show ]; then printf "n1\\nn2\\nn3\\n"; fi
+""",
+    "srun": """
+echo "srun $*" >> "$LOG"
+while [[ "$1" == --* ]]; do shift; done
+exec "$@"
+""",
+    "ray": """
+trap 'echo "ray stopped" >> "$LOG"; exit 0' TERM
+echo "auth $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >> "$LOG"
+echo "ray $*" >> "$LOG"
+while :; do sleep 0.05; done
+""",
+    "python": """
+cat > /dev/null
+until [ "$(grep -c "^ray start" "$LOG")" = 3 ]; do sleep 0.05; done
+echo "python ${*:2}" >> "$LOG"
+exit "${JOIN_CODE:-0}"
+""",
+    "rlcore": """
+echo "rlcore $*" >> "$LOG"
+for w; do echo "word:$w" >> "$LOG"; done
+eval "$RUN"
+""",
 }
 
 
 @pytest.fixture
 def allocation(tmp_path):
-    """Starts the batch script of a three-node allocation; returns a function that gives (process, log path)."""
+    """Starts the batch script of a three-node allocation; returns a function that gives (process,
+    log path)."""
     for name, body in PROGRAMS.items():
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    settings = LaunchSettings(kind="slurm", nodes=3, learner_nodes=1, gpus_per_node=8, env={"GREETING": "a 'b' c"},
-                              setup=[f'export PATH={tmp_path}/bin:"$PATH"'])  # fmt: skip
+    settings = LaunchSpec(
+        kind="slurm",
+        nodes=3,
+        learner_nodes=1,
+        gpus_per_node=8,
+        env={"GREETING": "a 'b' c"},
+        setup=[f'export PATH={tmp_path}/bin:"$PATH"'],
+    )
     rendered = render(settings, WORDS, str(tmp_path))
     (script, text) = next(iter(rendered.files.items()))
     Path(script).parent.mkdir()
@@ -136,8 +188,8 @@ def allocation(tmp_path):
 
     def start(**environment):
         log = tmp_path / "log"
-        env = os.environ | {"LOG": str(log), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]",
-                            "RLCORE_HEAD_IP": "10.0.0.1", "RUN": "exit 0", **environment}  # fmt: skip
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "RLCORE_HEAD_IP": "10.0.0.1"}
+        env = os.environ | slurm | {"LOG": str(log), "RUN": "exit 0", **environment}
         started.append(subprocess.Popen(["bash", script], env=env, start_new_session=True))
         return started[-1], log
 
@@ -147,22 +199,32 @@ def allocation(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("more", [{}, {"nodes": 8, "gpus_per_node": 8, "learner_nodes": 3, "env": {"A": "it's"}}])
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "more", [{}, {"nodes": 8, "gpus_per_node": 8, "learner_nodes": 3, "env": {"A": "it's"}}]
+)
 def test_the_batch_script_is_valid_bash(more):
-    (text,) = render(LaunchSettings(kind="slurm", **more), WORDS, "/data/a").files.values()
+    (text,) = render(LaunchSpec(kind="slurm", **more), WORDS, "/data/a").files.values()
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.processes
 def test_slurm_starts_ray_on_every_node_then_the_run_then_stops_ray(allocation):
     process, log = allocation(RUN='echo "greeting $GREETING" >> "$LOG"; exit 3')
     assert process.wait(timeout=30) == 3
     lines = log.read_text().splitlines()
     (head,) = [line for line in lines if line.startswith("ray start --head")]
     workers = [line for line in lines if line.startswith("ray start --address=10.0.0.1:20007")]
-    assert '{"rlcore_learner": 1000}' in head and "--include-dashboard=false" in head and "--num-gpus=8" in head
+    assert (
+        '{"rlcore_learner": 1000}' in head
+        and "--include-dashboard=false" in head
+        and "--num-gpus=8" in head
+    )
     assert len(workers) == 2 and all('{"rlcore_actor": 1000}' in line for line in workers)
-    assert {"n2", "n3"} == {line.split("--nodelist=")[1].split()[0] for line in lines if line.startswith("srun")}
+    assert {"n2", "n3"} == {
+        line.split("--nodelist=")[1].split()[0] for line in lines if line.startswith("srun")
+    }
     order = [line.split()[0] for line in lines]
     assert order.index("python") < order.index("rlcore") and "python 10.0.0.1:20007 3 600" in lines
     words = [line.removeprefix("word:") for line in lines if line.startswith("word:")]
@@ -181,32 +243,51 @@ sys.exit(5)
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_slurm_with_real_ray_nodes(tmp_path):
-    """Two nodes (both on this machine) join under the job's token, the driver sees their roles, Ray ends with it."""
-    stand_ins = {"scontrol": 'printf "n1\\nn2\\n"', "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"'}
+    """Two nodes (both on this machine) join under the job's token, the driver sees their roles, Ray
+    ends with it."""
+    stand_ins = {
+        "scontrol": 'printf "n1\\nn2\\n"',
+        "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    }
     texts = {name: f"#!/usr/bin/env bash\n{body}\n" for name, body in stand_ins.items()}
     for name, text in (texts | {"rlcore": DRIVER.format(python=sys.executable)}).items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = LaunchSettings(kind="slurm", nodes=2, learner_nodes=1, cpus_per_node=1, start_timeout_s=120,
-                              setup=[f'export PATH={tmp_path}:"$PATH"'])  # fmt: skip
+    settings = LaunchSpec(
+        kind="slurm",
+        nodes=2,
+        learner_nodes=1,
+        cpus_per_node=1,
+        start_timeout_s=120,
+        setup=[f'export PATH={tmp_path}:"$PATH"'],
+    )
     (text,) = render(settings, WORDS, str(tmp_path)).files.values()
     env = os.environ | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "n[1-2]"}
-    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env, timeout=240)
+    done = subprocess.run(
+        ["bash"], input=text, text=True, capture_output=True, env=env, timeout=240
+    )
     assert "roles ['rlcore_actor', 'rlcore_learner']" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 5
     assert not subprocess.run(["pgrep", "-f", "gcs_server.*24242"], capture_output=True).stdout
 
 
+@pytest.mark.processes
 def test_nodes_that_do_not_join_end_the_job_without_a_run(allocation):
     process, log = allocation(JOIN_CODE="1")
     assert process.wait(timeout=30) == 1
     assert not [line for line in log.read_text().splitlines() if line.startswith("rlcore")]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("restarts", "requeued"), [("0", True), ("3", False)])
 def test_sigterm_reaches_the_run_and_the_job_is_requeued_to_resume(allocation, restarts, requeued):
-    waiting = 'trap \'echo checkpoint >> "$LOG"; exit 130\' TERM; echo up >> "$LOG"; while :; do sleep 0.05; done'
+    waiting = """
+trap 'echo checkpoint >> "$LOG"; exit 130' TERM
+echo up >> "$LOG"
+while :; do sleep 0.05; done
+"""
     process, log = allocation(RUN=waiting, SLURM_RESTART_COUNT=restarts)
     deadline = time.monotonic() + 30
     while not log.exists() or "up\n" not in log.read_text():
@@ -218,26 +299,33 @@ def test_sigterm_reaches_the_run_and_the_job_is_requeued_to_resume(allocation, r
     assert "checkpoint" in lines and ("scontrol requeue 7" in lines) == requeued
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeued"), [("1", "0", True), ("1", "3", False), ("2", "0", False), ("0", "0", False)]
+    ("code", "restarts", "requeued"),
+    [("1", "0", True), ("1", "3", False), ("2", "0", False), ("0", "0", False)],
 )
-def test_a_failed_run_is_tried_again_and_a_wrong_configuration_is_not(allocation, code, restarts, requeued):
+def test_a_failed_run_is_tried_again_and_a_wrong_configuration_is_not(
+    allocation, code, restarts, requeued
+):
     process, log = allocation(RUN=f"sleep 0.3; exit {code}", SLURM_RESTART_COUNT=restarts)
     assert process.wait(timeout=30) == int(code)
     assert ("scontrol requeue 7" in log.read_text().splitlines()) == requeued
 
 
+@pytest.mark.processes
 def test_a_refused_job_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(StageError, match="sbatch did not take the job"):
-        launch(LaunchSettings(kind="slurm"), WORDS, str(tmp_path / "run"))
+    with pytest.raises(StageError, match="sbatch did not accept the job"):
+        launch(LaunchSpec(kind="slurm"), WORDS, str(tmp_path / "run"))
     assert (tmp_path / "run/launch/job.sbatch").exists()
 
 
+@pytest.mark.processes
 def test_launching_imports_neither_ray_nor_torch():
-    code = "import sys, rlcore.launch; sys.exit(any(m in sys.modules for m in ('ray', 'torch', 'vllm')))"
+    heavy = "any(m in sys.modules for m in ('ray', 'torch', 'vllm'))"
+    code = f"import sys, rlcore.launch; sys.exit({heavy})"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -6,20 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from learner_helpers import make_groups
+from learner_helpers import make_groups, with_rewards
 from lora_jobs import LORA
-from rank_jobs import arrays, learner, share
+from rank_jobs import learner, share, state, untimed
 
-RULE = {"block_size": 2, "blocks": 2}  # sequences of up to 15 tokens: the budget covers four
-SEQUENCES = [([3, 4, 5], [6, 7, 8, 9, 10, 11, 1]), ([9, 3], [4, 5, 6, 7, 1])]
+from rlcore.attention.specs import SparseSpec
+from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import SPARSE_COPY
+
+RULE = SparseSpec(block_size=2, blocks=2)  # sequences of up to 15 tokens: the budget covers four
+SEQUENCES = [
+    TokenSequence.of_answer([3, 4, 5], [6, 7, 8, 9, 10, 11, 1]),
+    TokenSequence.of_answer([9, 3], [4, 5, 6, 7, 1]),
+]
 
 
 def distill(kl: str, **over: Any) -> dict[str, Any]:
     return {"kl": kl, "kl_coef": 1.0, "lr": 2e-2, "lora": LORA} | over
 
 
-def distill_once(rank: int, world: int, port: int, model: str, stage: int, folder: str) -> dict[str, Any]:
-    """Two steps with and without a sparse copy, what can be handed out, and a load in the middle."""
+def distill_once(
+    rank: int, world: int, port: int, model: str, stage: int, folder: str
+) -> dict[str, Any]:
+    """Two steps with and without a sparse copy, what is published, and a load in the middle."""
     plain_options: dict[str, Any] = {"zero_stage": stage, "micro_batch_tokens": 60}
     options = {**plain_options, "sparse": RULE, "distill": distill("k3")}
     plain = learner(rank, world, port, model, **plain_options)
@@ -32,7 +41,7 @@ def distill_once(rank: int, world: int, port: int, model: str, stage: int, folde
         plain.begin_phase([groups])
         plain.train_step(s)
         one.begin_phase([groups])
-        rows.append({k: v for k, v in one.train_step(s).items() if not k.startswith("time/")})
+        rows.append(untimed(one.train_step(s)))
     one.export(Path(folder) / "export")
     resumed = learner(rank, world, port, model, **options)
     resumed.load(Path(folder) / "state")
@@ -40,17 +49,19 @@ def distill_once(rank: int, world: int, port: int, model: str, stage: int, folde
     resumed.train_step(1)
     out: dict[str, Any] = {
         "rows": rows,
-        "plain": arrays(plain.state_for_publish("float32")),
-        "policy": arrays(one.state_for_publish("float32")),
-        "copy": arrays(one.state_for_publish("float32", copy=True)),
-        "resumed": arrays(resumed.state_for_publish("float32", copy=True)),
+        "plain": state(plain),
+        "policy": state(one),
+        "copy": state(one, SPARSE_COPY),
+        "resumed": state(resumed, SPARSE_COPY),
         "dense": [np.asarray(s) for s in one.score(SEQUENCES)],
-        "sparse": [np.asarray(s) for s in one.score(SEQUENCES, copy=True)],
+        "sparse": [np.asarray(s) for s in one.score(SEQUENCES, of=SPARSE_COPY)],
     }
     return out
 
 
-def score_sparse(rank: int, world: int, port: int, folder: str, rule: dict[str, Any] | None) -> list[np.ndarray]:
+def score_sparse(
+    rank: int, world: int, port: int, folder: str, rule: SparseSpec | None
+) -> list[np.ndarray]:
     """An exported model through a rule of attention, in both layouts."""
     scores = []
     for layout in ("sorted", "packed"):
@@ -61,12 +72,10 @@ def score_sparse(rank: int, world: int, port: int, folder: str, rule: dict[str, 
 
 
 def distill_only(rank: int, world: int, port: int, model: str) -> dict[str, list[dict[str, float]]]:
-    """kl -> rows of repeated steps on a batch whose rewards are equal, so that only the distillation pulls."""
+    """kl -> rows of repeated steps on a batch whose rewards are equal, so that only the
+    distillation pulls."""
     out = {}
-    groups = make_groups(4)
-    for g in groups:
-        for t in g.trajectories:
-            t.reward = 1.0
+    groups = with_rewards(make_groups(4), lambda e: 1.0)
     for kl in ("k1", "k3", "topk", "full"):
         one = learner(rank, world, port, model, sparse=RULE, distill=distill(kl), lr=1e-12)
         rows = []

@@ -7,22 +7,34 @@ from typing import Any
 
 import numpy as np
 from learner_helpers import make_groups
-from rank_jobs import arrays, learner, share
+from rank_jobs import RECORDING, learner, share, state
+
+from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import POLICY
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
-SEQUENCES = [([3, 4, 5], [6, 7, 8, 1]), ([9, 3], [4, 1])]
+PAIRS = [([3, 4, 5], [6, 7, 8, 1]), ([9, 3], [4, 1])]
+SEQUENCES = [TokenSequence.of_answer(*pair) for pair in PAIRS]
 
 
-def train_adapters(rank: int, world: int, port: int, model: str, stage: int, folder: str) -> dict[str, Any]:
-    """Three steps on adapters with a save after the second, a load elsewhere, and everything that can be handed out."""
-    options: dict[str, Any] = {"zero_stage": stage, "lora": LORA, "lr": 1e-2, "micro_batch_tokens": 60}
+def train_adapters(
+    rank: int, world: int, port: int, model: str, stage: int, folder: str
+) -> dict[str, Any]:
+    """Three steps on adapters with a save after the second, a load elsewhere, and everything that
+    can be published."""
+    options: dict[str, Any] = {
+        "zero_stage": stage,
+        "lora": LORA,
+        "lr": 1e-2,
+        "micro_batch_tokens": 60,
+        "engine": RECORDING,
+    }
     one = learner(rank, world, port, model, **options)
-    before = arrays(one.state_for_publish("float32"))
+    before = state(one)
     groups = [share(make_groups(5, seed=s, first_id=10 * s), rank, world) for s in range(3)]
     one.begin_phase([groups[0]])
-    one.update.run(one._phase[0], 0, first=True)
-    gradients = arrays(one.engine.full_gradients())
-    one.engine.step()
+    one.train_step(0)
+    gradients = one.engine.gradients
     one.begin_phase([groups[1]])
     one.train_step(1)
     one.save(Path(folder) / "state")
@@ -36,9 +48,25 @@ def train_adapters(rank: int, world: int, port: int, model: str, stage: int, fol
     again = resumed.train_step(2)
     return {
         "before": before,
-        "after": arrays(one.state_for_publish("float32")),
-        "resumed": arrays(resumed.state_for_publish("float32")),
+        "after": state(one),
+        "resumed": state(resumed),
         "gradients": gradients,
         "scores": [np.asarray(s) for s in scores],
         "norms": (row["grad_norm"], again["grad_norm"]),
+    }
+
+
+def published_bfloat16(
+    rank: int, world: int, port: int, model: str, stage: int
+) -> dict[str, dict[str, np.ndarray] | list[np.ndarray]]:
+    """What is published of adapters on a bfloat16 model, and the learner's own scores."""
+    options: dict[str, Any] = {"zero_stage": stage, "dtype": "bfloat16", "lora": LORA, "lr": 1e-2}
+    one = learner(rank, world, port, model, **options)
+    for s in range(2):
+        one.begin_phase([share(make_groups(5, seed=s, first_id=10 * s), rank, world)])
+        one.train_step(s)
+    weights = one.state_for_publish(POLICY, "bfloat16")
+    return {
+        "weights": {name: w.float().numpy() for name, w in weights.items()},
+        "scores": [np.asarray(score) for score in one.score(SEQUENCES)],
     }

@@ -1,4 +1,5 @@
-"""What the learner tests run inside rank processes. Each job returns plain numpy so that any process can read it."""
+"""What the learner tests run inside rank processes. Each job returns plain numpy so that any
+process can read it."""
 
 from __future__ import annotations
 
@@ -7,17 +8,46 @@ from typing import Any
 
 import numpy as np
 import torch
-from learner_helpers import make_groups
+from learner_helpers import make_groups, make_job, make_place
 
-from rlcore.learner.learner import LearnerRank
+from rlcore.learner.batch import Scored, build_batch
+from rlcore.learner.engines.deepspeed import ZeroEngine
+from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.packing import pack
+from rlcore.learner.rank import LearnerRank
+from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import POLICY
 from rlcore.types import Group
 
-JACKPOT = {"jackpot": {}, "veto": {"threshold": 1e-4}}
+JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
+RECORDING = "rank_jobs:RecordingEngine"
+
+
+class RecordingEngine(ZeroEngine):
+    """Keeps what the last step's gradients were, and how many micro-batches they came from."""
+
+    backwards = 0
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self.backwards += 1
+        super().backward(loss, last=last)
+
+    def grad_norm(self) -> float:
+        self.gradients = {name: g.numpy() for name, g in self.full_gradients().items()}
+        return super().grad_norm()
 
 
 def learner(rank: int, world: int, port: int, model: str, **over: Any) -> LearnerRank:
-    options: dict[str, Any] = {"lr": 1e-3, "logprobs_k": 4, "temperature": 0.8, "max_response_len": 10, "run_seed": 5}
-    return LearnerRank(model_path=model, rank=rank, world_size=world, master_port=port, **(options | over))
+    return LearnerRank(make_job(model, **over), make_place(rank, world, port))
+
+
+def state(one: LearnerRank, name: str = POLICY) -> dict[str, np.ndarray]:
+    """Whole float32 weights."""
+    return arrays(one.state_for_publish(name, "float32"))
+
+
+def untimed(row: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in row.items() if not k.startswith("time/")}
 
 
 def share(groups: list[Group], rank: int, world: int) -> list[Group]:
@@ -29,57 +59,65 @@ def arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: t.numpy() for name, t in tensors.items()}
 
 
-def gradients_at(rank: LearnerRank, groups: list[list[Group]]) -> tuple[dict[str, np.ndarray], float]:
-    """Whole gradients and their norm before the first optimizer step of a phase."""
-    rank.begin_phase(groups)
-    rank.update.run(rank._phase[0], 0, first=True)
-    return arrays(rank.engine.full_gradients()), rank.engine.grad_norm()
+def gradients_at(
+    one: LearnerRank, groups: list[list[Group]]
+) -> tuple[dict[str, np.ndarray], float, int]:
+    """Whole gradients of a phase's first step, their norm, and the number of micro-batches."""
+    one.begin_phase(groups)
+    row = one.train_step(0)
+    assert isinstance(one.engine, RecordingEngine)
+    return one.engine.gradients, row["grad_norm"], one.engine.backwards
 
 
 def gradient_table(rank: int, world: int, port: int, model: str) -> dict[tuple[int, int, str], Any]:
-    """(stage, micro-batch tokens, layout) -> gradients, norm, micro-batches; with corrections that need statistics."""
+    """(stage, micro-batch tokens, layout) -> gradients, norm, micro-batches; with corrections that
+    need statistics."""
     out = {}
     mine = share(make_groups(5), rank, world)
     for stage in (0, 1, 2, 3):
         for tokens, layout in ((10_000, "sorted"), (25, "sorted"), (40, "packed")):
-            one = learner(
-                rank,
-                world,
-                port,
-                model,
-                zero_stage=stage,
-                corrections=JACKPOT,
-                entropy_coef=0.01,
-                micro_batch_tokens=tokens,
-                layout=layout,
-            )
-            gradients, norm = gradients_at(one, [mine, mine])
-            out[stage, tokens, layout] = gradients, norm, len(one._phase[0].micro)
+            options: dict[str, Any] = {
+                "zero_stage": stage,
+                "corrections": JACKPOT,
+                "entropy_coef": 0.01,
+                "micro_batch_tokens": tokens,
+                "layout": layout,
+                "engine": RECORDING,
+            }
+            one = learner(rank, world, port, model, **options)
+            out[stage, tokens, layout] = gradients_at(one, [mine, mine])
     return out
 
 
-def phase_rows(rank: int, world: int, port: int, model: str, options: dict[str, Any]) -> list[dict[str, float]]:
+def phase_rows(
+    rank: int, world: int, port: int, model: str, options: dict[str, Any]
+) -> list[dict[str, float]]:
     """Metrics of a phase of three steps, without times."""
     one = learner(rank, world, port, model, **options)
     steps = [make_groups(5, seed=s, first_id=10 * s) for s in range(3)]
     one.begin_phase([share(groups, rank, world) for groups in steps])
-    return [{k: v for k, v in one.train_step(s).items() if not k.startswith("time/")} for s in range(3)]
+    return [untimed(one.train_step(s)) for s in range(3)]
 
 
 def all_phase_rows(
     rank: int, world: int, port: int, model: str, variants: dict[str, dict[str, Any]]
 ) -> dict[str, list[dict[str, float]]]:
-    return {name: phase_rows(rank, world, port, model, options) for name, options in variants.items()}
+    return {
+        name: phase_rows(rank, world, port, model, options) for name, options in variants.items()
+    }
 
 
-def save_and_load(rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]) -> dict[int, Any]:
-    """stage -> (weights after 3 straight steps, the same with a stop and load after step 1, rows of both)."""
+def save_and_load(
+    rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
+) -> dict[int, Any]:
+    """stage -> (weights after 3 straight steps, the same with a stop and load after step 1, rows of
+    both)."""
 
     def steps(one: LearnerRank, which: range) -> list[dict[str, float]]:
         rows = []
         for s in which:
             one.begin_phase([share(make_groups(4, seed=s, first_id=10 * s), rank, world)])
-            rows.append({k: v for k, v in one.train_step(s).items() if not k.startswith("time/")})
+            rows.append(untimed(one.train_step(s)))
         return rows
 
     out = {}
@@ -101,8 +139,7 @@ def save_and_load(rank: int, world: int, port: int, model: str, folder: str, sta
         resumed = learner(rank, world, port, model, **options)
         resumed.load(here)
         resumed_rows = steps(resumed, range(1, 3))
-        weights = arrays(straight.state_for_publish("float32")), arrays(resumed.state_for_publish("float32"))
-        out[stage] = (*weights, rows, resumed_rows)
+        out[stage] = (state(straight), state(resumed), rows, resumed_rows)
     return out
 
 
@@ -114,10 +151,10 @@ def load_elsewhere(
     for stage in stages:
         one = learner(rank, world, port, model, zero_stage=stage)
         one.load(folder)
-        weights = arrays(one.state_for_publish("float32"))
+        weights = state(one)
         one.begin_phase([share(make_groups(4, seed=1, first_id=10), rank, world)])
         one.train_step(1)
-        out[stage] = weights, arrays(one.state_for_publish("float32")), one.engine.optimizer_steps
+        out[stage] = weights, state(one), one.engine.optimizer_steps
     return out
 
 
@@ -130,26 +167,25 @@ def oddities(rank: int, world: int, port: int, model: str) -> dict[str, Any]:
     groups = make_groups(3)
 
     # NaN in the engine's log-probs: the token leaves the loss and is counted
-    groups[0].trajectories[0].logp_inf[0] = np.nan
-    clean = [t for g in groups for t in g.trajectories]
+    groups[0].episodes[0].parts[0].logp_inf[0] = np.nan
     one.begin_phase([share(groups, rank, world)])
     out["nan_logp_inf"] = one.train_step(0)
-    out["tokens"] = sum(len(t.response_ids) for t in clean)
+    out["tokens"] = sum(g.tokens for g in groups)
 
     # one rank has nothing
     one.begin_phase([make_groups(3, seed=1) if rank == 0 else []])
     out["empty_share"] = one.train_step(1)
 
-    # nobody has anything left: every token of the batch is unusable
+    # every token of the batch is unusable
     hopeless = make_groups(2, seed=2)
     for g in hopeless:
-        for t in g.trajectories:
-            t.logp_inf[:] = np.nan
+        for e in g.episodes:
+            e.parts[0].logp_inf[:] = np.nan
     one.begin_phase([share(hopeless, rank, world)])
     out["nothing_left"] = one.train_step(2)
 
     # a policy that gives NaN: refused before the update
-    before = arrays(one.state_for_publish("float32"))
+    before = state(one)
     name = "model.layers.0.mlp.down_proj.weight"
     with torch.no_grad():
         one.engine.names[name][0, 0] = torch.nan
@@ -159,7 +195,7 @@ def oddities(rank: int, world: int, port: int, model: str) -> dict[str, Any]:
         out["nan_policy"] = "no error"
     except StageError as e:
         out["nan_policy"] = str(e)
-    after = arrays(one.state_for_publish("float32"))
+    after = state(one)
     out["unchanged"] = all(np.array_equal(before[n], after[n]) for n in before if n != name)
     out["steps"] = one.engine.optimizer_steps
     return out
@@ -168,17 +204,23 @@ def oddities(rank: int, world: int, port: int, model: str) -> dict[str, Any]:
 def one_pass_and_two(
     rank: int, world: int, port: int, model: str
 ) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
-    """Weights and metrics after two one-step phases, with p_ref from the differentiated pass and from its own."""
+    """Weights and metrics after two one-step phases, with p_ref from the differentiated pass and
+    from its own."""
     out = []
     for ref_pass in ("auto", "always"):
         one = learner(
-            rank, world, port, model, corrections={"dvp": {}, "tis": {}}, ref_pass=ref_pass, micro_batch_tokens=40
+            rank,
+            world,
+            port,
+            model,
+            corrections={"dvp": {}, "tis": {}},
+            ref_pass=ref_pass,
+            micro_batch_tokens=40,
         )
         for s in range(2):
             one.begin_phase([make_groups(4, seed=s)])
             row = one.train_step(s)
-        row = {k: v for k, v in row.items() if not k.startswith("time/")}
-        out.append((arrays(one.state_for_publish("float32")), row))
+        out.append((state(one), untimed(row)))
     return out
 
 
@@ -203,67 +245,110 @@ ALL_CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def identity(rank: int, world: int, port: int, model: str) -> dict[str, tuple[dict[str, np.ndarray], dict[str, float]]]:
-    """Weights after a step on data whose log-probs and top k are the learner's own, under each correction.
+def identity(
+    rank: int, world: int, port: int, model: str
+) -> dict[str, tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Weights after a step on data whose log-probs and top k are the learner's own, under each
+    correction.
 
-    Advantages are RAPID's without a correction too: those of weight 1. k is the whole vocabulary but for "jackpot cut".
-    """
+    Advantages are RAPID's without a correction too: those of weight 1. k is the whole vocabulary
+    but for "jackpot cut"."""
     out = {}
     for name, settings in ALL_CORRECTIONS.items():
         k = 4 if name == "jackpot cut" else 15
         groups = make_groups(4, k=k)
         one = learner(
-            rank, world, port, model, corrections=settings, logprobs_k=k, advantage="group_mean", loss="reinforce"
+            rank,
+            world,
+            port,
+            model,
+            corrections=settings,
+            logprobs_k=k,
+            advantage="group_mean",
+            loss="reinforce",
         )
-        one.begin_phase([groups, groups])
-        _replay_own_scores(one, [t for g in groups for t in g.trajectories])
+        _replay_own_scores(one, groups, k)
         one.begin_phase([groups])
         row = one.train_step(0)
-        out[name] = arrays(one.state_for_publish("float32")), row
+        out[name] = state(one), row
     return out
 
 
-def _replay_own_scores(one: LearnerRank, trajectories: list[Any]) -> None:
-    """Make what the actors sent what the learner's own pass says, and its top k their top k."""
-    ref = one._phase[0].ref
-    assert ref is not None and ref.topk_ids is not None and ref.topk_logp is not None
-    for row, t in enumerate(trajectories):
-        n = len(t.response_ids)
-        t.logp_inf[:] = ref.logp[row, :n].numpy()
-        t.topk_ids[:], t.topk_logp[:] = ref.topk_ids[row, :n].numpy(), ref.topk_logp[row, :n].numpy()
+def _replay_own_scores(one: LearnerRank, groups: list[Group], k: int) -> None:
+    """Replace what the actors sent with the learner's own log-probs and its own top k.
+
+    The micro-batches are those of the step, so that its log-probs are the same to the bit.
+    """
+    spec = one.job.learner
+    dvp: Any = one.job.corrections.get("dvp")
+    rho = None if dvp is None else dvp.rho
+    temperature = one.job.sampling.temperature
+    head = HeadSpec(temperature, spec.head_chunk_tokens, topk=k, safe_set_rho=rho)
+    batch = build_batch(groups, with_topk=True, device=one.engine.device)
+    micro = pack(batch.episodes, spec.micro_batch_tokens, "sorted", one.job.pad_id)
+    ids = batch.sent.topk_ids_inf
+    with torch.no_grad():
+        parts = [(mb, one.engine.forward(mb, mb.flat(ids), head)) for mb in micro]
+    own = Scored.collect(batch.sent.mask.shape, parts, one.engine.device)
+    for row, e in enumerate(e for g in groups for e in g.episodes):
+        t, n = e.parts[0], e.tokens
+        t.logp_inf[:] = own.logp[row, :n].numpy()
+        t.topk_ids[:] = own.topk_ids[row, :n].numpy()
+        t.topk_logp[:] = own.topk_logp[row, :n].numpy()
 
 
 def learn_to_copy(rank: int, world: int, port: int, model: str, folder: str) -> dict[str, Any]:
     """Supervised steps on 'xyz=' -> 'xyz', then the exported folder read by transformers."""
-    one = learner(rank, world, port, model, lr=3e-3, lr_warmup_steps=5, temperature=1.0, zero_stage=1)
+    one = learner(
+        rank, world, port, model, lr=3e-3, lr_warmup_steps=5, temperature=1.0, zero_stage=1
+    )
     rng = np.random.default_rng(rank)
     losses = []
     for s in range(60):
         digits = rng.integers(3, 13, (24, 2))
-        losses.append(one.sft_step(s, [([*d, 14], [*d, 1]) for d in digits.tolist()])["loss/sft"])
+        examples = [TokenSequence.of_answer([*d, 14], [*d, 1]) for d in digits.tolist()]
+        losses.append(one.sft_step(s, examples)["loss/sft"])
     one.export(folder)
-    probe = [([5, 7, 14], [5, 7, 1]), ([3, 3, 14, 3], [9])]
+    probe = [
+        TokenSequence.of_answer([5, 7, 14], [5, 7, 1]),
+        TokenSequence.of_answer([3, 3, 14, 3], [9]),
+    ]
     return {
         "losses": losses,
         "scores": one.score(probe),
-        "bf16": {k: str(v.dtype) for k, v in one.state_for_publish("bfloat16").items()},
+        "bf16": {k: str(v.dtype) for k, v in one.state_for_publish(POLICY, "bfloat16").items()},
     }
 
 
-def plain_gradient(rank: int, world: int, port: int, model: str) -> tuple[dict[str, np.ndarray], float]:
-    """An uncorrected PPO step's gradient, and the advantages' share of tokens, for comparison with plain torch."""
-    one = learner(rank, world, port, model, advantage="group_mean", kl_coef=0.0)
-    return gradients_at(one, [make_groups(5)])
+def plain_gradient(
+    rank: int, world: int, port: int, model: str
+) -> tuple[dict[str, np.ndarray], float]:
+    """An uncorrected PPO step's gradient and norm, for comparison with plain torch."""
+    one = learner(rank, world, port, model, advantage="group_mean", engine=RECORDING)
+    return gradients_at(one, [make_groups(5)])[:2]
 
 
-def bfloat16(rank: int, world: int, port: int, model: str) -> dict[int, tuple[float, float, dict[str, np.ndarray]]]:
+def bfloat16(
+    rank: int, world: int, port: int, model: str
+) -> dict[int, tuple[float, float, dict[str, np.ndarray]]]:
     """stage -> norms with one and with many micro-batches, and the weights after the step."""
     out = {}
     for stage in (1, 2, 3):
         norms = []
         for tokens in (10_000, 25):
-            one = learner(rank, world, port, model, dtype="bfloat16", zero_stage=stage, micro_batch_tokens=tokens)
+            one = learner(
+                rank,
+                world,
+                port,
+                model,
+                dtype="bfloat16",
+                zero_stage=stage,
+                micro_batch_tokens=tokens,
+            )
             one.begin_phase([share(make_groups(5), rank, world)])
             norms.append(one.train_step(0)["grad_norm"])
-        out[stage] = (*norms, arrays({k: v.float() for k, v in one.state_for_publish("bfloat16").items()}))
+        out[stage] = (
+            *norms,
+            arrays({k: v.float() for k, v in one.state_for_publish(POLICY, "bfloat16").items()}),
+        )
     return out

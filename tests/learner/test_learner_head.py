@@ -1,4 +1,5 @@
-"""The chunked head pass against plain softmax: forward, backward, safe set, top k, low precision."""
+"""The chunked head pass against plain softmax: forward, backward, safe set, top k, low
+precision."""
 
 import math
 
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP, safe_set_logprobs
-from rlcore.learner.head import HeadSpec, TopkTarget, full_kl_pass, head_pass, topk_kl_pass
+from rlcore.learner.head import head_pass
+from rlcore.learner.head_kl import TopkTarget, full_kl_pass, topk_kl_pass
+from rlcore.learner.head_spec import HeadSpec
+
+
+def _spec(**over):
+    return HeadSpec(**({"temperature": 1.0, "chunk": 1024} | over))
 
 
 def _inputs(n=37, d=24, v=5003, dtype=torch.float32, scale=1.0):
@@ -32,7 +39,7 @@ def _gradients(scalar, *tensors):
 @pytest.mark.parametrize("entropy_grad", [True, False])
 def test_forward_and_backward_equal_plain_softmax(chunk, temperature, entropy_grad):
     hidden, weight, targets = _inputs()
-    spec = HeadSpec(temperature, topk=20, entropy_grad=entropy_grad, chunk=chunk)
+    spec = _spec(temperature=temperature, topk=20, entropy_grad=entropy_grad, chunk=chunk)
     ids = torch.randint(-1, weight.shape[0], (len(targets), 6))
     scores = head_pass(hidden, weight, targets, spec, ids)
     logp = _plain(hidden, weight, temperature)
@@ -48,15 +55,17 @@ def test_forward_and_backward_equal_plain_softmax(chunk, temperature, entropy_gr
     a, b = torch.randn(len(targets)), torch.randn(len(targets)) * float(entropy_grad)
     plain = _gradients((a * chosen + b * entropy).sum(), hidden, weight)
     for _ in range(2):
-        ours = torch.autograd.grad((a * scores.logp + b * scores.entropy).sum(), (hidden, weight), retain_graph=True)
+        ours = torch.autograd.grad(
+            (a * scores.logp + b * scores.entropy).sum(), (hidden, weight), retain_graph=True
+        )
         for mine, theirs in zip(ours, plain):
             torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_entropy_carries_a_gradient_only_when_asked():
     hidden, weight, targets = _inputs()
-    assert not head_pass(hidden, weight, targets, HeadSpec()).entropy.requires_grad
-    assert head_pass(hidden, weight, targets, HeadSpec(entropy_grad=True)).entropy.requires_grad
+    assert not head_pass(hidden, weight, targets, _spec()).entropy.requires_grad
+    assert head_pass(hidden, weight, targets, _spec(entropy_grad=True)).entropy.requires_grad
 
 
 @settings(max_examples=15, deadline=None)
@@ -64,11 +73,14 @@ def test_entropy_carries_a_gradient_only_when_asked():
 def test_topk_is_exact_at_any_vocabulary_size(v, k, seed):
     torch.manual_seed(seed)
     hidden, weight = torch.randn(5, 4), torch.randn(v, 4)
-    scores = head_pass(hidden, weight, torch.zeros(5, dtype=torch.long), HeadSpec(topk=k, chunk=2))
+    scores = head_pass(hidden, weight, torch.zeros(5, dtype=torch.long), _spec(topk=k, chunk=2))
     expected = _plain(hidden, weight, 1.0).topk(min(k, v))
     torch.testing.assert_close(scores.topk_logp, expected.values, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(
-        _plain(hidden, weight, 1.0).gather(1, scores.topk_ids), expected.values, atol=2e-5, rtol=1e-5
+        _plain(hidden, weight, 1.0).gather(1, scores.topk_ids),
+        expected.values,
+        atol=2e-5,
+        rtol=1e-5,
     )
 
 
@@ -79,21 +91,32 @@ def test_safe_set_equals_the_formula_and_has_no_gradient_outside():
         logits = (hidden @ weight.t()) / temperature
         targets = torch.distributions.Categorical(logits=logits).sample()
         targets[::5] = logits[::5].argmin(-1)  # certainly outside
-    scores = head_pass(hidden, weight, targets, HeadSpec(temperature, 7, rho, True, 10), targets[:, None])
-    logp, inside, coverage = safe_set_logprobs((hidden @ weight.t()) / temperature, targets, rho=rho)
+    scores = head_pass(
+        hidden,
+        weight,
+        targets,
+        _spec(temperature=temperature, topk=7, safe_set_rho=rho, entropy_grad=True, chunk=10),
+        targets[:, None],
+    )
+    logp, inside, coverage = safe_set_logprobs(
+        (hidden @ weight.t()) / temperature, targets, rho=rho
+    )
     assert torch.equal(scores.inside, inside) and 0 < int(inside.sum()) < len(inside)
     torch.testing.assert_close(scores.logp, logp, atol=1e-5, rtol=1e-5)
-    assert (scores.logp[~inside] == OUTSIDE_LOGP).all() and (scores.logp_at_ids[~inside] == OUTSIDE_LOGP).all()
+    assert (scores.logp[~inside] == OUTSIDE_LOGP).all() and (
+        scores.logp_at_ids[~inside] == OUTSIDE_LOGP
+    ).all()
     torch.testing.assert_close(scores.coverage, coverage, atol=1e-5, rtol=1e-5)
     g = torch.randn(len(targets))
     ours = _gradients((g * scores.logp).sum(), hidden, weight)
     plain = _gradients((g * logp).sum(), hidden, weight)
     for mine, theirs in zip(ours, plain):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    # with D = V and the identity as hidden states, row n of the weight's gradient is the gradient at logit n
+    # with D = V and the identity as hidden states, row n of the weight's gradient is the gradient
+    # at logit n
     one = torch.eye(30)[:1].requires_grad_()
     square = torch.randn(30, 30).mul(3).requires_grad_()
-    only = head_pass(one, square, square[:, :1].argmax(0), HeadSpec(safe_set_rho=rho))
+    only = head_pass(one, square, square[:, :1].argmax(0), _spec(safe_set_rho=rho))
     at_logits = _gradients(only.logp.sum(), square)[0][:, 0]
     outside = square[:, 0] < square[:, 0].max() + math.log(rho)
     assert outside.any() and (at_logits[outside] == 0).all() and (at_logits[~outside] != 0).all()
@@ -102,7 +125,7 @@ def test_safe_set_equals_the_formula_and_has_no_gradient_outside():
 def test_safe_set_entropy_gradient():
     rho = math.exp(-2.0)
     hidden, weight, targets = _inputs(v=101, d=8)
-    scores = head_pass(hidden, weight, targets, HeadSpec(safe_set_rho=rho, entropy_grad=True, chunk=9))
+    scores = head_pass(hidden, weight, targets, _spec(safe_set_rho=rho, entropy_grad=True, chunk=9))
     logits = hidden @ weight.t()
     safe = logits >= logits.amax(-1, keepdim=True) + math.log(rho)
     logp = torch.log_softmax(logits.masked_fill(~safe, -1e30), -1)
@@ -121,7 +144,7 @@ def test_bfloat16_accumulates_the_weight_gradient_in_float32():
     exact = _gradients(logp.sum(), exact_h, exact_w)[1]
     errors = []
     for chunk in (4, 512):
-        scores = head_pass(hidden, weight, targets, HeadSpec(chunk=chunk))
+        scores = head_pass(hidden, weight, targets, _spec(chunk=chunk))
         torch.testing.assert_close(scores.logp.double(), logp[:, 0], atol=0.03, rtol=0.01)
         mine = _gradients(scores.logp.sum(), hidden, weight)[1]
         assert mine.dtype == torch.bfloat16
@@ -132,7 +155,7 @@ def test_bfloat16_accumulates_the_weight_gradient_in_float32():
 
 def test_no_positions():
     hidden, weight, targets = _inputs(n=1)
-    scores = head_pass(hidden[:0], weight, targets[:0], HeadSpec(topk=3), targets[:0, None])
+    scores = head_pass(hidden[:0], weight, targets[:0], _spec(topk=3), targets[:0, None])
     assert scores.logp.shape == (0,) and scores.topk_ids.shape == (0, 3)
     assert _gradients(scores.logp.sum(), weight)[0].abs().sum() == 0
 
@@ -140,13 +163,15 @@ def test_no_positions():
 def test_full_kl_equals_the_plain_sum_forward_and_backward():
     hidden, weight, _ = _inputs(v=203)
     base = (torch.randn(37, 8), torch.randn(203, 8))
-    spec = HeadSpec(temperature=0.9, chunk=10)
+    spec = _spec(temperature=0.9, chunk=10)
     new, old = _plain(hidden, weight, 0.9), _plain(*base, 0.9)
     plain = (new.exp() * (new - old)).sum(-1)
     kl = full_kl_pass(hidden, weight, base, spec)
     torch.testing.assert_close(kl, plain, atol=1e-5, rtol=1e-5)
     g = torch.randn(37)
-    for mine, theirs in zip(_gradients((g * kl).sum(), hidden, weight), _gradients((g * plain).sum(), hidden, weight)):
+    for mine, theirs in zip(
+        _gradients((g * kl).sum(), hidden, weight), _gradients((g * plain).sum(), hidden, weight)
+    ):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -169,7 +194,7 @@ class _Largest(TorchDispatchMode):
 def test_no_float32_tensor_holds_all_logits_of_a_short_micro_batch_either(dtype, entropy_grad, rho):
     n, v = 512, 3001
     hidden, weight, targets = _inputs(n, 8, v, dtype)
-    spec = HeadSpec(topk=5, entropy_grad=entropy_grad, safe_set_rho=rho)
+    spec = _spec(topk=5, entropy_grad=entropy_grad, safe_set_rho=rho)
     with _Largest() as largest:
         scores = head_pass(hidden, weight, targets, spec, targets[:, None])
         (scores.logp.sum() + scores.entropy.sum()).backward()
@@ -182,9 +207,9 @@ def test_no_float32_tensor_holds_all_logits_under_a_kl_either():
     for whole in (True, False):
         with _Largest() as largest:
             if whole:
-                kl = full_kl_pass(hidden, weight, (hidden.detach() + 0.1, weight.detach()), HeadSpec())
+                kl = full_kl_pass(hidden, weight, (hidden.detach() + 0.1, weight.detach()), _spec())
             else:
                 target = TopkTarget(targets[:, None], torch.full((n, 1), -1.0))
-                kl = topk_kl_pass(hidden, weight, target, HeadSpec())
+                kl = topk_kl_pass(hidden, weight, target, _spec())
             kl.sum().backward()
         assert n * v / 16 < largest.elements <= n * v / 8

@@ -1,15 +1,16 @@
-"""Adapters on the policy: what is published computes what was trained, and nothing but adapters moves."""
+"""Adapters on the policy: what is published computes what was trained, and nothing but adapters
+moves."""
 
 import numpy as np
 import pytest
 import torch
 from learner_helpers import on_ranks, small_model
-from lora_jobs import LORA, SEQUENCES, train_adapters
+from lora_jobs import LORA, PAIRS, published_bfloat16, train_adapters
 from safetensors.torch import load_file
 
 from rlcore.errors import UserError
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,9 @@ def model(tmp_path_factory):
 
 
 def _logp(lm, prompt, response):
-    logp = torch.log_softmax(lm(torch.tensor([[*prompt, *response]])).logits[0] / 0.8, -1)[len(prompt) - 1 : -1]
+    logp = torch.log_softmax(lm(torch.tensor([[*prompt, *response]])).logits[0] / 0.8, -1)[
+        len(prompt) - 1 : -1
+    ]
     return logp.gather(1, torch.tensor(response)[:, None])[:, 0].detach().numpy()
 
 
@@ -30,15 +33,19 @@ def test_merged_weights_are_the_adapter_model(model, tmp_path, world, stage):
     out = on_ranks(world, train_adapters, model, stage, str(tmp_path))[0]
 
     assert out["gradients"] and all(".lora_A." in n or ".lora_B." in n for n in out["gradients"])
-    assert max(float(np.abs(g).max()) for n, g in out["gradients"].items() if ".lora_B." in n) > 1e-5
+    assert (
+        max(float(np.abs(g).max()) for n, g in out["gradients"].items() if ".lora_B." in n) > 1e-5
+    )
     changed = {n for n in out["before"] if not np.array_equal(out["before"][n], out["after"][n])}
-    assert changed == {n for n in out["before"] if any(f".{t}.weight" in n for t in LORA["targets"])}
+    assert changed == {
+        n for n in out["before"] if any(f".{t}.weight" in n for t in LORA["targets"])
+    }
 
     # the published tensors, loaded into a plain model, score as the adapter model did
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    fresh = [_logp(lm, *s) for s in SEQUENCES]
+    fresh = [_logp(lm, *s) for s in PAIRS]
     lm.load_state_dict({n: torch.from_numpy(w) for n, w in out["after"].items()}, strict=False)
-    for mine, theirs, start in zip([_logp(lm, *s) for s in SEQUENCES], out["scores"], fresh):
+    for mine, theirs, start in zip([_logp(lm, *s) for s in PAIRS], out["scores"], fresh):
         np.testing.assert_allclose(mine, theirs, atol=2e-6)
         assert np.abs(mine - start).max() > 1e-3
 
@@ -47,7 +54,7 @@ def test_merged_weights_are_the_adapter_model(model, tmp_path, world, stage):
     assert all(np.array_equal(exported[n].numpy(), w) for n, w in out["after"].items())
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "export" / "adapter"))
-    for sequence, theirs in zip(SEQUENCES, out["scores"]):
+    for sequence, theirs in zip(PAIRS, out["scores"]):
         np.testing.assert_allclose(_logp(adapted, *sequence), theirs, atol=2e-6)
 
     # a checkpoint holds adapters and their moments, nothing else, and continues exactly
@@ -55,6 +62,28 @@ def test_merged_weights_are_the_adapter_model(model, tmp_path, world, stage):
     assert saved and all(".lora_" in n for n in saved)
     assert all(np.array_equal(out["after"][n], out["resumed"][n]) for n in out["after"])
     assert out["norms"][0] == out["norms"][1]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
+def test_in_bfloat16_the_learner_s_policy_is_the_published_one(model, world, stage):
+    """The published sum is rounded, and a small update is lost in it: the learner computes with the
+    same sum."""
+    from transformers import AutoModelForCausalLM
+
+    out = on_ranks(world, published_bfloat16, model, stage)[0]
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    start = {n: w.float().numpy() for n, w in lm.state_dict().items()}
+    assert any(not np.array_equal(out["weights"][n], start[n]) for n in out["weights"])
+    state = {n: torch.from_numpy(w).bfloat16() for n, w in out["weights"].items()}
+    lm.load_state_dict(state, strict=False)
+    for pair, theirs in zip(PAIRS, out["scores"]):
+        prompt, answer = pair
+        with torch.no_grad():
+            hidden = lm.base_model(torch.tensor([[*prompt, *answer]])).last_hidden_state[0]
+            logits = (hidden @ lm.lm_head.weight.t()).float() / 0.8
+        logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        mine = logp.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(mine, theirs, atol=2e-3)
 
 
 def _unknown_target(rank, world, port, model):

@@ -1,4 +1,5 @@
-"""Micro-batches: nothing lost, nothing over budget, and both layouts give what the plain model gives."""
+"""Micro-batches: nothing lost, nothing over budget, and both layouts give what the plain model
+gives."""
 
 import numpy as np
 import pytest
@@ -7,74 +8,137 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_helpers import small_model
 
-from rlcore.learner.head import HeadSpec
-from rlcore.learner.packing import Tokens, dummy, pack
-from rlcore.learner.policy import Policy, load_causal_lm
+from rlcore.attention.specs import SparseSpec
+from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.packing import dummy, pack
+from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
+from rlcore.learner.sequences import TokenSequence
 from rlcore.types import TokenScores
 
-LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), max_size=20)
+TURN = st.tuples(st.integers(1, 9), st.integers(0, 12))  # tokens observed, tokens sampled
+EPISODES = st.lists(
+    st.lists(st.lists(TURN, min_size=1, max_size=3), min_size=1, max_size=3), max_size=12
+)
+LAYOUTS = st.sampled_from(["sorted", "packed"])
 
 
-def _sequences(lengths, seed=0):
+def _sequence(rng, turns):
+    """A sequence of (tokens observed, tokens sampled) turns."""
+    sampled = np.concatenate([np.repeat([False, True], turn) for turn in turns])
+    return TokenSequence(rng.integers(3, 15, len(sampled)), sampled)
+
+
+def _episodes(shape, seed=0):
     rng = np.random.default_rng(seed)
-    return [Tokens(rng.integers(3, 15, p), rng.integers(3, 15, t)) for p, t in lengths]
+    return [tuple(_sequence(rng, turns) for turns in parts) for parts in shape]
+
+
+def _single(lengths):
+    return _episodes([[[turn]] for turn in lengths])
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=EPISODES, budget=st.integers(1, 60), layout=LAYOUTS)
+def test_every_sampled_token_once_and_within_budget(shape, budget, layout):
+    episodes = _episodes(shape)
+    batches = pack(episodes, budget, layout)
+    seen = {}
+    for mb in batches:
+        assert mb.tokens <= budget or len(mb.episodes) == 1
+        ids, positions = mb.input_ids.flatten(), mb.position_ids.flatten()
+        columns = (x.tolist() for x in (mb.row, mb.column, mb.targets, mb.predict))
+        for row, column, target, at in zip(*columns):
+            seen[int(mb.episodes[row]), column] = (target, int(ids[at]), int(positions[at]))
+    expected = {}
+    for i, parts in enumerate(episodes):
+        flat = [(s, int(place)) for s in parts for place in np.flatnonzero(s.sampled)]
+        for column, (s, place) in enumerate(flat):
+            before = int(s.token_ids[place - 1])
+            expected[i, column] = (int(s.token_ids[place]), before, place - 1)
+    assert seen == expected
+    again = pack(episodes, budget, layout)
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(batches, again))
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, budget=st.integers(1, 60), layout=st.sampled_from(["sorted", "packed"]))
-def test_every_response_token_once_and_within_budget(lengths, budget, layout):
-    sequences = _sequences(lengths)
-    batches = pack(sequences, budget, layout)
-    seen = {}
-    for mb in batches:
-        assert mb.tokens <= budget or len(mb.sequences) == 1
-        flat = mb.input_ids.flatten()
-        for row, column, target, at in zip(*(x.tolist() for x in (mb.row, mb.column, mb.targets, mb.predict))):
-            i = int(mb.sequences[row])
-            seen[i, column] = target
-            before = np.concatenate([sequences[i].prompt_ids, sequences[i].response_ids])
-            assert flat[at] == before[len(sequences[i].prompt_ids) + column - 1]
-            assert mb.position_ids.flatten()[at] == len(sequences[i].prompt_ids) + column - 1
-    expected = {(i, c): t for i, s in enumerate(sequences) for c, t in enumerate(s.response_ids.tolist())}
-    assert seen == expected
-    again = pack(sequences, budget, layout)
-    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(batches, again))
+@given(shape=EPISODES, budget=st.integers(1, 60), layout=LAYOUTS)
+def test_the_parts_of_an_episode_share_a_micro_batch(shape, budget, layout):
+    batches = pack(_episodes(shape), budget, layout)
+    places = [int(i) for mb in batches for i in mb.episodes]
+    assert len(places) == len(set(places))
+
+
+def test_what_comes_after_the_last_sampled_token_is_no_input():
+    sequence = TokenSequence(np.array([5, 6, 7, 8, 9]), np.array([0, 1, 0, 0, 0], bool))
+    (mb,) = pack([(sequence,)], 100, "packed")
+    assert mb.input_ids.tolist() == [[5]] and mb.targets.tolist() == [6]
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed"])
+def test_sequences_and_episodes_without_sampled_tokens_are_left_out(layout):
+    rng = np.random.default_rng(0)
+    empty, full = _sequence(rng, [(3, 0)]), _sequence(rng, [(2, 2), (3, 1)])
+    (mb,) = pack([(empty,), (empty, full), ()], 100, layout)
+    assert mb.episodes.tolist() == [1] and mb.tokens == len(full) == 7
+    assert mb.column.tolist() == [0, 1, 2] and mb.prompt_lens.tolist() == [2]
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed"])
+def test_sparse_attention_sees_each_sequence_and_its_first_observation(layout):
+    episodes = _episodes([[[(3, 2), (2, 2)], [(5, 1)]], [[(4, 4)]]])
+    (mb,) = pack(episodes, 100, layout)
+    rows = sparse_rows(mb, SparseSpec(blocks=2, sparse_prompt=False))
+    lengths = [len(s) for i in mb.episodes.tolist() for s in episodes[i]]
+    prompts = [s.prompt_len for i in mb.episodes.tolist() for s in episodes[i]]
+    assert list(rows.prompt_lens) == prompts and sorted(prompts) == [3, 4, 5]
+    if layout == "packed":
+        assert list(rows.cu_seqlens) == np.cumsum([0, *lengths]).tolist()
+    else:
+        assert rows.cu_seqlens is None and mb.input_ids.shape == (3, max(lengths))
 
 
 def test_sorting_by_length_wastes_little_of_a_long_tail():
     lengths = [(4, int(t)) for t in np.random.default_rng(0).exponential(40, 200) + 1]
-    sequences = _sequences(lengths)
-    padded = sum(mb.tokens for mb in pack(sequences, 1024, "sorted"))
-    assert padded < 1.15 * sum(map(len, sequences))
+    episodes = _single(lengths)
+    padded = sum(mb.tokens for mb in pack(episodes, 1024, "sorted"))
+    assert padded < 1.15 * sum(len(s) for parts in episodes for s in parts)
 
 
-def test_a_sequence_without_a_prompt_is_refused():
-    with pytest.raises(ValueError, match="without a prompt"):
-        Tokens(np.array([], dtype=np.int32), np.array([1]))
+def test_a_sequence_needs_an_observation_first():
+    with pytest.raises(ValueError, match="begins with a sampled token"):
+        TokenSequence.of_answer([], [1])
+    with pytest.raises(ValueError, match="2 tokens has a mask of 1"):
+        TokenSequence(np.array([1, 2]), np.array([False]))
 
 
 def test_layouts_equal_the_plain_model(tmp_path):
     lm = load_causal_lm(small_model(tmp_path), "float32", "sdpa").eval()
     policy = Policy(lm)
-    sequences = _sequences([(p, t) for p in (1, 3, 6) for t in (1, 2, 7)])
+    shape = [[[(p, t)]] for p in (1, 3, 6) for t in (1, 2, 7)]
+    shape += [[[(2, 3), (4, 2)]], [[(3, 2)], [(4, 1), (1, 1)]]]
+    episodes = _episodes(shape)
     plain = {}
-    for i, s in enumerate(sequences):
-        ids = torch.tensor(np.concatenate([s.prompt_ids, s.response_ids]))
-        logp = torch.log_softmax(lm(ids[None]).logits[0] / 0.7, -1)
-        plain[i] = logp[len(s.prompt_ids) - 1 : -1].gather(1, torch.tensor(s.response_ids)[:, None])[:, 0]
+    for i, parts in enumerate(episodes):
+        rows = []
+        for s in parts:
+            logp = torch.log_softmax(lm(torch.tensor(s.token_ids)[None]).logits[0] / 0.7, -1)
+            at = torch.tensor(s.predicting)
+            rows.append(logp[at].gather(1, torch.tensor(s.targets)[:, None])[:, 0])
+        plain[i] = torch.cat(rows)
     for layout in ("sorted", "packed"):
         for budget in (10, 10_000):
             done = []
-            for mb in pack(sequences, budget, layout):
-                scores = TokenScores(*policy(mb, None, HeadSpec(temperature=0.7))[1:])
+            for mb in pack(episodes, budget, layout):
+                scores = TokenScores(*policy(mb, None, HeadSpec(0.7, 1024))[1:])
                 dense = mb.dense(scores.logp, 7)
-                for row, i in enumerate(mb.sequences.tolist()):
-                    torch.testing.assert_close(dense[row, : len(plain[i])], plain[i], atol=2e-6, rtol=1e-5)
-                    assert (dense[row, len(plain[i]) :] == 0).all()
+                for row, i in enumerate(mb.episodes.tolist()):
+                    n = len(plain[i])
+                    torch.testing.assert_close(dense[row, :n], plain[i], atol=2e-6, rtol=1e-5)
+                    assert (dense[row, n:] == 0).all()
                     done.append(i)
             assert sorted(done) == list(plain)
 
 
-def test_a_dummy_has_a_position_and_no_sequence():
+def test_a_dummy_has_a_position_and_no_episode():
     mb = dummy()
-    assert len(mb.sequences) == 0 and len(mb.targets) == 1 and mb.tokens == 1
+    assert len(mb.episodes) == 0 and len(mb.targets) == 1 and mb.tokens == 1

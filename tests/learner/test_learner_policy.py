@@ -1,20 +1,45 @@
 """What the learner reads of a model folder."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlcore.errors import UserError
 from rlcore.learner.policy import load_causal_lm
-from rlcore.models import build_fresh_model
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
 
-SHAPE = dict(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=32, max_len=32)
+SPEC = FreshModelSpec(
+    hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, intermediate_size=32
+)
+IDS = torch.tensor([[3, 4, 3, 3, 4]])
 
 
 def test_weights_that_would_have_to_be_unpickled_are_not_read(tmp_path):
-    folder = build_fresh_model(tmp_path, "01", seed=0, **SHAPE)
+    folder = build_fresh_model(tmp_path, "01", SPEC, seed=0, max_len=32)
     load_causal_lm(folder, "float32", "sdpa")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"model\.path=.* holds no loadable model"):
         load_causal_lm(folder, "float32", "sdpa")
+
+
+def _with_attention_dropout(folder):
+    build_fresh_model(folder, "01", SPEC, seed=0, max_len=32)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+
+
+def _gpt2(folder):
+    shape = {"vocab_size": 8, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**shape, attn_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("make", [_with_attention_dropout, _gpt2])
+def test_two_passes_over_one_policy_agree_whatever_dropout_its_folder_asks_for(tmp_path, make):
+    make(tmp_path)
+    lm = load_causal_lm(tmp_path, "float32", "sdpa").train()
+    assert torch.equal(lm(IDS).logits, lm(IDS).logits)

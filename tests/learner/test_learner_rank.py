@@ -1,4 +1,4 @@
-"""One learner rank or two, on real DeepSpeed: what a step computes, what it refuses, and what it hands out."""
+"""One learner rank or two, on real DeepSpeed: what a step computes, refuses and publishes."""
 
 import math
 
@@ -9,10 +9,8 @@ import torch
 from learner_helpers import make_groups, on_ranks, small_model
 
 from rlcore.errors import UserError
-from rlcore.learner.deepspeed_engine import learning_rate
-from rlcore.learner.learner import LearnerRank
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +27,13 @@ def test_gradient_equals_plain_torch(model):
     tokens = sum(g.tokens for g in groups)
     loss = torch.zeros(())
     for g in groups:
-        mean = np.mean([t.reward for t in g.trajectories])
-        for t in g.trajectories:
-            ids = torch.tensor(np.concatenate([t.prompt_ids, t.response_ids]))
-            logp = torch.log_softmax(lm(ids[None]).logits[0] / 0.8, -1)[len(t.prompt_ids) - 1 : -1]
-            chosen = logp.gather(1, torch.tensor(t.response_ids)[:, None].long()).sum()
-            loss = loss - float(t.reward - mean) * chosen / tokens
+        mean = np.mean([e.score.reward for e in g.episodes])
+        for e in g.episodes:
+            t = e.parts[0]
+            logp = torch.log_softmax(lm(torch.tensor(t.token_ids)[None]).logits[0] / 0.8, -1)
+            targets = torch.tensor(t.sampled_ids)[:, None].long()
+            chosen = logp[len(t.prompt_ids) - 1 : -1].gather(1, targets).sum()
+            loss = loss - float(e.score.reward - mean) * chosen / tokens
     loss.backward()
     plain = {name: p.grad.numpy() for name, p in lm.named_parameters()}
     assert gradients.keys() == plain.keys()
@@ -106,27 +105,11 @@ def test_bfloat16_accumulates_in_float32_at_every_sharded_stage(model):
             assert max(float(np.abs(its_weights[n] - weights[n]).max()) for n in weights) < 0.01
 
 
-def test_learning_rate_is_a_function_of_the_step():
-    assert [learning_rate(s, 1.0, 4, "constant", None) for s in (0, 3, 4, 9)] == [0.25, 1.0, 1.0, 1.0]
-    linear = [learning_rate(s, 1.0, 0, "linear", 4) for s in range(6)]
-    assert linear == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    cosine = [learning_rate(s, 1.0, 2, "cosine", 6) for s in (2, 4, 6)]
-    assert cosine == pytest.approx([1.0, 0.5, 0.0])
-    with pytest.raises(UserError, match="lr_schedule=linear"):
-        learning_rate(5, 1.0, 0, "linear", None)
-
-
 def _refuse(rank, world, port, model):
     messages = []
-    for over in (
-        {"dtype": "bfloat16", "zero_stage": 0},
-        {"lr_schedule": "cosine"},
-        {"kl_coef": 0.1, "kl_estimator": "k9"},
-        {"model_path": "/nowhere"},
-        {"corrections": {"nothing": {}}},
-    ):
+    for over in ({"model": "/nowhere"}, {"engine": "nothing"}):
         try:
-            LearnerRank(**({"model_path": model, "master_port": port, "lr": 1e-3} | over))
+            jobs.learner(rank, world, port, **({"model": model} | over))
         except UserError as e:
             messages.append(str(e))
     return messages
@@ -134,11 +117,5 @@ def _refuse(rank, world, port, model):
 
 def test_refusals_name_the_key(model):
     messages = on_ranks(1, _refuse, model)[0]
-    keys = [
-        "learner.zero_stage=0",
-        "learner.lr_schedule=cosine",
-        "algorithm.kl_estimator=k9",
-        "model.path=/nowhere",
-        "correction=nothing",
-    ]
-    assert [key in message for key, message in zip(keys, messages)] == [True] * 5, messages
+    keys = ["model.path=/nowhere", "learner.engine=nothing"]
+    assert [key in message for key, message in zip(keys, messages)] == [True] * 2, messages

@@ -1,4 +1,5 @@
-"""Real DeepSpeed ranks: gradients, metrics and state do not depend on stage, rank count or micro-batches."""
+"""Real DeepSpeed ranks: gradients, metrics and state do not depend on stage, rank count or
+micro-batches."""
 
 import json
 import math
@@ -8,7 +9,7 @@ import pytest
 import rank_jobs as jobs
 from learner_helpers import on_ranks, small_model
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,26 @@ def test_micro_batches_stages_and_ranks_give_one_gradient(model):
 VARIANTS = {
     "none": {},
     "jackpot_new": {"corrections": {"jackpot": {"target": "new"}}, "zero_stage": 2},
-    "ais_kl": {"corrections": {"ais": {}}, "kl_coef": 0.1, "zero_stage": 3, "aggregation": "seq-mean-token-mean"},
-    "dvp_mis_veto": {"corrections": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}}, "entropy_coef": 0.01},
-    "rapid_full_kl": {"corrections": {"rapid": {}}, "kl_coef": 0.1, "kl_estimator": "full", "zero_stage": 3},
+    "ais_kl": {
+        "corrections": {"ais": {}},
+        "kl_coef": 0.1,
+        "zero_stage": 3,
+        "aggregation": "seq-mean-token-mean",
+    },
+    "dvp_mis_veto": {
+        "corrections": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}},
+        "entropy_coef": 0.01,
+    },
+    "rapid_full_kl": {
+        "corrections": {"rapid": {}},
+        "kl_coef": 0.1,
+        "kl_estimator": "full",
+        "zero_stage": 3,
+    },
     "gspo_overlong": {
         "loss": "gspo",
         "advantage": "reinforce_pp",
-        "overlong_buffer": 4,
+        "overlong_share": 0.4,
         "corrections": {"tis": {}},
         "aggregation": "seq-mean-token-sum-norm",
     },
@@ -56,13 +70,25 @@ def test_one_rank_and_two_report_the_same_statistics(model):
     assert two == other  # every rank reports the global numbers
     for name in VARIANTS:
         for row, again in zip(one[name], two[name]):
-            assert row.keys() == again.keys() >= {"loss/policy", "grad_norm", "entropy", "lr", "staleness/mean"}
+            assert (
+                row.keys()
+                == again.keys()
+                >= {"loss/policy", "grad_norm", "entropy", "lr", "staleness/mean"}
+            )
             for key in row:
-                assert math.isclose(row[key], again[key], rel_tol=2e-3, abs_tol=2e-5), (name, key, row[key], again[key])
+                assert math.isclose(row[key], again[key], rel_tol=2e-3, abs_tol=2e-5), (
+                    name,
+                    key,
+                    row[key],
+                    again[key],
+                )
         assert one[name][0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert one[name][0]["grad_norm"] > 0.01
     assert one["none"][2]["policy/ratio"] != 1.0  # p_ref stays that of the phase's beginning
-    assert one["ais_kl"][0]["loss/kl"] == pytest.approx(0.0, abs=1e-6) and one["ais_kl"][2]["loss/kl"] > 1e-7
+    assert (
+        one["ais_kl"][0]["loss/kl"] == pytest.approx(0.0, abs=1e-6)
+        and one["ais_kl"][2]["loss/kl"] > 1e-7
+    )
     assert one["rapid_full_kl"][2]["loss/kl"] > 1e-7
     assert one["none"][2]["staleness/mean"] == 2.0
 
@@ -73,7 +99,9 @@ def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     result = on_ranks(world, jobs.save_and_load, model, str(tmp_path), stages)[0]
     for stage in stages:
         straight, resumed, rows, resumed_rows = result[stage]
-        assert straight and all(np.array_equal(straight[name], resumed[name]) for name in straight), stage
+        assert straight and all(
+            np.array_equal(straight[name], resumed[name]) for name in straight
+        ), stage
         assert rows == resumed_rows
     # any stage and rank count opens what another one saved, to the bit
     saved = str(tmp_path / "stage3")

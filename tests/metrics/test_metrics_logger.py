@@ -8,10 +8,12 @@ import sys
 import pytest
 from rich.console import Console
 
-from rlcore.metrics.console import ConsoleSink, duration, number
+from rlcore.metrics.cells import duration, number
+from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
 from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.specs import LoggingSpec
 
 ROW = {
     "reward/mean": 0.25,
@@ -25,16 +27,22 @@ ROW = {
     "throughput/rollout_tokens_per_s": 9000.0,
     "throughput/train_tokens_per_s": 7000.0,
 }
-SAMPLE = {"prompt_id": "digits/train/1", "prompt": "[b]32=", "response": "23 ж", "reward": 1.0, "score_status": "ok"}
+SAMPLE = {
+    "prompt_id": "digits/train/1",
+    "prompt": "[b]32=",
+    "response": "23 ж",
+    "reward": 1.0,
+    "score_status": "ok",
+}
 
 
 def row(step, **extra):
     return {"step": step, "policy_version": step, **ROW, **extra}
 
 
-def open_plain(run_dir, **changes):
-    settings = {"console": "off", "wandb": "disabled", "project": "p", "config": {"seed": 1}, "total_steps": 4}
-    return open_logger(run_dir, **(settings | changes))
+def open_plain(run_dir):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    return open_logger(run_dir, quiet, config={"seed": 1}, total_steps=4)
 
 
 def test_a_run_and_its_continuation(tmp_path):
@@ -78,8 +86,10 @@ def test_every_sink_is_closed_even_when_one_fails():
 WANDB_RUN = """
 import sys, pathlib, psutil
 from rlcore.metrics.logger import open_logger
+from rlcore.metrics.specs import LoggingSpec
 folder, fail = pathlib.Path(sys.argv[1]), sys.argv[2] == "fail"
-logger = open_logger(folder, console="off", wandb="offline", project="p", config={"seed": 1}, total_steps=2)
+spec = LoggingSpec(console="off", wandb="offline")
+logger = open_logger(folder, spec, config={"seed": 1}, total_steps=2)
 assert psutil.Process().children(recursive=True), "W&B has a service process while the run goes on"
 for step in (1, 2):
     logger.log({"step": step, "reward/mean": 0.5, "grad_norm": float("nan")})
@@ -95,10 +105,14 @@ sys.exit(f"left running: {left}" if left else 0)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", ["finish", "fail"])
 def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
     done = subprocess.run(
-        [sys.executable, "-c", WANDB_RUN, str(tmp_path), how], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WANDB_RUN, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
@@ -107,15 +121,19 @@ def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
     assert (tmp_path / "wandb" / "run_id").read_text() in files[0].name
 
 
+@pytest.mark.processes
 def test_disabled_loads_neither_wandb_nor_plotly_nor_torch(tmp_path):
     code = (
         "import sys; from rlcore.metrics.logger import open_logger\n"
-        "how = dict(console='plain', wandb='disabled', project='p', config={}, total_steps=1)\n"
-        "with open_logger(sys.argv[1], **how) as log:\n"
+        "from rlcore.metrics.specs import LoggingSpec\n"
+        "spec = LoggingSpec(console='plain', wandb='disabled')\n"
+        "with open_logger(sys.argv[1], spec, config={}, total_steps=1) as log:\n"
         "    log.log({'step': 1}); log.finish({})\n"
         "sys.exit(str({'wandb', 'torch', 'plotly', 'ray'} & set(sys.modules) or ''))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert done.stderr.strip() == ""
     assert "step 1/1" in done.stdout
     assert not (tmp_path / "wandb").exists()
@@ -131,10 +149,20 @@ def test_without_a_terminal_a_step_is_a_line(tmp_path):
     sink, out = console_sink(tmp_path, terminal=False)
     sink.note("two [actors] are up")
     for step in (1, 2):
-        sink.log(sanitize(row(step, **{"eval/digits/greedy": 0.5, "eval/policy_version": step - 1})))
+        sink.log(
+            sanitize(row(step, **{"eval/digits/greedy": 0.5, "eval/policy_version": step - 1}))
+        )
     lines = out.getvalue().splitlines()
     assert len(lines) == 3 and "two [actors] are up" in lines[0]
-    for part in ("step 2/4", "reward 0.25", "max 2 steps", "KL 0.0001", "9,000 sampled", "25% of 2 s", "left 0:04"):
+    for part in (
+        "step 2/4",
+        "reward 0.25",
+        "max 2 steps",
+        "KL 0.0001",
+        "9,000 sampled",
+        "25% of 2 s",
+        "remaining 0:04",
+    ):
         assert part in lines[2]
     assert "eval digits/greedy 0.5" in lines[2]
 
@@ -147,13 +175,21 @@ def test_the_live_table_shows_the_run_and_the_end_a_summary_with_completions(tmp
     table = Console(file=io.StringIO(), width=160)
     table.print(sink.table())
     shown = table.file.getvalue()
-    for part in ("step 2/4", "0.25 ± 0.4", "KL 0.0001 nats", "eval digits/greedy", "0:04 left"):
+    for part in (
+        "step 2/4",
+        "0.25 ± 0.4",
+        "KL 0.0001 nats",
+        "eval digits/greedy",
+        "0:04 remaining",
+    ):
         assert part in shown
     sink.finish({"seconds": 4.0})
     end = out.getvalue()
     for part in ("eval digits/greedy", "23 ж", "32=", "not scored: timeout", "reward/mean"):
         assert part in end
-    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") > 0  # the cursor is back
+    assert (
+        out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") > 0
+    )  # the cursor is back
 
 
 def test_a_run_that_ends_before_its_first_step_still_has_an_end(tmp_path):

@@ -8,16 +8,23 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.metrics.logger import open_logger
-from rlcore.metrics.report import MAX_POINTS, thin, write_report
+from rlcore.metrics.report import write_report
 from rlcore.metrics.rows import sanitize
+from rlcore.metrics.run_folder import MAX_POINTS, thin
+from rlcore.metrics.specs import LoggingSpec
 
 EVIL = "</script><script>alert(1)</script>&<b>"
 
 
 def make_run(folder, steps=6, slope=0.1):
-    with open_logger(folder, console="off", wandb="disabled", project="p", config={}, total_steps=steps) as logger:
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    with open_logger(folder, quiet, config={}, total_steps=steps) as logger:
         for step in range(1, steps + 1):
-            evaluated = {"eval/digits/greedy": step * slope, "eval/policy_version": step - 1} if step % 2 else {}
+            evaluated = (
+                {"eval/digits/greedy": step * slope, "eval/policy_version": step - 1}
+                if step % 2
+                else {}
+            )
             logger.log(
                 {
                     "step": step,
@@ -34,7 +41,12 @@ def make_run(folder, steps=6, slope=0.1):
                     **evaluated,
                 }
             )
-            sample = {"prompt_id": "digits/train/1", "prompt": EVIL, "response": f"answer {step}", "reward": 1.0}
+            sample = {
+                "prompt_id": "digits/train/1",
+                "prompt": EVIL,
+                "response": f"answer {step}",
+                "reward": 1.0,
+            }
             logger.samples(f"step_{step:06d}", [sample])
     (folder / "config.yaml").write_text(f"seed: 1\nmodel: {EVIL}\n")
     return folder
@@ -68,14 +80,23 @@ def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
     page = Page(text)
     assert page.sources == []  # nothing is fetched
     shown = figures(text)
-    assert [i for i in page.ids if i.startswith("chart")] == [f"chart{i}" for i in range(len(shown))]
+    assert [i for i in page.ids if i.startswith("chart")] == [
+        f"chart{i}" for i in range(len(shown))
+    ]
     reward = shown["Reward"][0]
-    assert reward["x"] == [1, 2, 3, 4, 5, 6] and reward["y"] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert reward["x"] == [1, 2, 3, 4, 5, 6] and reward["y"] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    )
     evals = shown["Held-out accuracy"][0]
     assert evals["x"] == [0, 2, 4]  # at the version that was evaluated
     assert shown["Mismatch: KL(p_inf || p_ref)"][0]["x"] == [1, 2, 4, 5, 6]  # NaN is a gap
     parts = {t["name"]: t["y"][0] for t in shown["Time of a step"]}
-    assert parts == {"time/wait_data_s": 0.5, "time/learn_s": 1.0, "time/publish_s": 0.1, "rest_s": pytest.approx(0.4)}
+    assert parts == {
+        "time/wait_data_s": 0.5,
+        "time/learn_s": 1.0,
+        "time/publish_s": 0.1,
+        "rest_s": pytest.approx(0.4),
+    }
     assert {"Corrections: their own figures", "Ledger", "Also logged: weird"} <= set(shown)
 
 
@@ -115,7 +136,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_long_runs_are_thinned_by_each_metrics_reduction():
     count = 4 * MAX_POINTS
-    rows = thin([sanitize({"step": s, "staleness/max": s % 4, "time/step_s": 1.0}) for s in range(1, count + 1)])
+    rows = thin(
+        [
+            sanitize({"step": s, "staleness/max": s % 4, "time/step_s": 1.0})
+            for s in range(1, count + 1)
+        ]
+    )
     assert len(rows) == MAX_POINTS
     assert rows[0]["step"] == 4 and rows[-1]["step"] == count
     assert {r["staleness/max"] for r in rows} == {3} and {r["time/step_s"] for r in rows} == {4.0}

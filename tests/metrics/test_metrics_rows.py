@@ -27,7 +27,7 @@ def test_rows_are_readable_as_soon_as_they_are_logged(tmp_path):
         assert [r["step"] for r in read_rows(rows.path)] == list(range(1, step + 1))
 
 
-def test_doubled_and_skipped_steps_are_refused(tmp_path):
+def test_repeated_and_skipped_steps_are_refused(tmp_path):
     rows = fill(tmp_path / "metrics.jsonl", [1, 2])
     for step in (2, 1, 4):
         with pytest.raises(ValueError, match=f"step {step} cannot follow"):
@@ -45,7 +45,15 @@ def test_a_row_needs_a_step_and_numbers(tmp_path):
 
 
 def test_nan_becomes_null_and_is_counted():
-    row = sanitize({"a": float("nan"), "b": np.float32("inf"), "c": None, "policy_version": 4, "step": np.int64(3)})
+    row = sanitize(
+        {
+            "a": float("nan"),
+            "b": np.float32("inf"),
+            "c": None,
+            "policy_version": 4,
+            "step": np.int64(3),
+        }
+    )
     assert list(row) == ["step", "policy_version", "a", "b", "c", "metrics/nonfinite"]
     assert (row["a"], row["b"], row["c"], row["metrics/nonfinite"]) == (None, None, None, 2)
     assert json.loads(json.dumps(row, allow_nan=False)) == row
@@ -103,10 +111,12 @@ def test_a_full_disk_is_one_sentence(tmp_path):
         rows.log(sanitize({"step": 1}))
 
 
+@pytest.mark.processes
 def test_a_killed_writer_leaves_whole_consecutive_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     code = (
-        "import sys, itertools\nfrom rlcore.metrics.rows import RowFile, sanitize\nrows = RowFile(sys.argv[1])\n"
+        "import sys, itertools\nfrom rlcore.metrics.rows import RowFile, sanitize\n"
+        "rows = RowFile(sys.argv[1])\n"
         "for s in itertools.count(1): rows.log(sanitize({'step': s, 'x': 0.5}))"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)])

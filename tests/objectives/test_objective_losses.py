@@ -1,4 +1,5 @@
-"""Policy losses, KL and aggregation: values and gradients by hand, and safety where the mask is 0."""
+"""Policy losses, KL and aggregation: values and gradients by hand, and safety where the mask is
+0."""
 
 from __future__ import annotations
 
@@ -15,24 +16,35 @@ from rlcore.errors import UserError
 from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.kl import entropy, full_kl, sampled_kl
 from rlcore.objectives.policy_loss import policy_loss
+from rlcore.objectives.protocols import LossTensors
+from rlcore.objectives.registry import loss_class, make_loss
+from rlcore.objectives.specs import ObjectiveSpec
 
 KINDS = ["ppo", "gspo", "cispo", "reinforce"]
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def loss_and_grad(kind, ratio, advantage, mask=None, weight=None, **kw):
+def loss_of(kind, new, ref, advantages, mask, weight, sampled=None, short=False, eps=(0.2, 0.2)):
+    spec = ObjectiveSpec(loss=kind, eps_low=eps[0], eps_high=eps[1])
+    sampled = mask if sampled is None else sampled
+    tokens = LossTensors(new, ref, advantages, weight, mask, sampled)
+    return policy_loss(make_loss(spec), tokens, short_circuit=short)
+
+
+def loss_and_grad(kind, ratio, advantage, mask=None, weight=None, short=False):
     new = torch.tensor(ratio, dtype=torch.float32).log().requires_grad_()
     mask = torch.ones(new.shape) if mask is None else torch.tensor(mask)
     weight = torch.ones(new.shape) if weight is None else torch.tensor(weight)
-    loss, metrics = policy_loss(
-        kind, new, torch.zeros_like(new), torch.tensor(advantage), mask, weight, eps_low=0.2, eps_high=0.3, **kw
-    )
+    advantages, ref = torch.tensor(advantage), torch.zeros_like(new)
+    loss, metrics = loss_of(kind, new, ref, advantages, mask, weight, short=short, eps=(0.2, 0.3))
     loss.sum().backward()
     return loss.detach(), new.grad, metrics
 
 
 def test_ppo_clips_each_side_and_only_against_the_advantage() -> None:
-    loss, grad, metrics = loss_and_grad("ppo", [[1.1, 1.5, 1.5, 0.5, 0.5]], [[1.0, 1.0, -1.0, 1.0, -1.0]])
+    loss, grad, metrics = loss_and_grad(
+        "ppo", [[1.1, 1.5, 1.5, 0.5, 0.5]], [[1.0, 1.0, -1.0, 1.0, -1.0]]
+    )
     torch.testing.assert_close(loss, torch.tensor([[-1.1, -1.3, 1.5, -0.5, 0.8]]))
     torch.testing.assert_close(grad, torch.tensor([[-1.1, 0.0, 1.5, -0.5, 0.0]]))
     assert metrics["clip_high_share"].tolist() == [[0, 1, 0, 0, 0]]
@@ -40,16 +52,45 @@ def test_ppo_clips_each_side_and_only_against_the_advantage() -> None:
 
 
 def test_short_circuit_never_clips() -> None:
-    loss, grad, metrics = loss_and_grad("ppo", [[0.1, 9.0]], [[2.0, -1.0]], short_circuit=True)
+    loss, grad, metrics = loss_and_grad("ppo", [[0.1, 9.0]], [[2.0, -1.0]], short=True)
     assert torch.equal(loss, torch.tensor([[-2.0, 1.0]])) and torch.equal(grad, loss)
     assert not metrics["clip_high_share"].any() and not metrics["clip_low_share"].any()
 
 
 def test_gspo_clips_the_sequences_geometric_mean() -> None:
-    loss, grad, _ = loss_and_grad("gspo", [[2.0, 0.6, 99.0], [4.0, 1.0, 1.0]], [[1.0] * 3] * 2, [[1, 1, 0], [1, 1, 1]])
+    loss, grad, _ = loss_and_grad(
+        "gspo", [[2.0, 0.6, 99.0], [4.0, 1.0, 1.0]], [[1.0] * 3] * 2, [[1, 1, 0], [1, 1, 1]]
+    )
     s = math.sqrt(1.2)
     torch.testing.assert_close(loss, torch.tensor([[-s, -s, 0.0], [-1.3, -1.3, -1.3]]))
     torch.testing.assert_close(grad, torch.tensor([[-s, -s, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_gspo_s_ratio_is_over_every_sampled_token_kept_or_not() -> None:
+    new = torch.tensor([[2.0, 0.5, 1.5], [1.1, 1.0, 9.0]]).log().requires_grad_()
+    kept, sampled = torch.tensor([[1, 1, 0], [1, 1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    ones, ref = torch.ones(2, 3), torch.zeros(2, 3)
+    loss, indicators = loss_of("gspo", new, ref, ones, kept, ones, sampled, eps=(0.9, 9.0))
+    s = [1.5 ** (1 / 3), 1.1**0.5]
+    expected = torch.tensor([[-s[0], -s[0], 0.0], [-s[1], -s[1], 0.0]])
+    torch.testing.assert_close(loss.detach(), expected)
+    assert indicators["ratio"][0, 2] == 0  # metrics are of the tokens kept
+    loss.sum().backward()
+    assert new.grad is not None and new.grad[:, 2].tolist() == [0.0, 0.0]
+
+
+def test_gspo_leaves_out_tokens_outside_the_safe_set_and_undefined_ones() -> None:
+    filler = -1e6
+    new = torch.tensor([[-1.0, -1.0, filler], [-1.0, -1.0, -1.0]], requires_grad=True)
+    ref = torch.tensor([[-1.1, -1.0, -0.5], [-1.1, -1.0, -math.inf]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])  # the token outside stays, with weight 0
+    weight = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    sampled = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    loss, _ = loss_of("gspo", new, ref, torch.ones(2, 3), mask, weight, sampled)
+    s = math.exp(0.05)
+    torch.testing.assert_close(loss.detach(), torch.tensor([[-s, -s, 0.0], [-s, -s, 0.0]]))
+    loss.sum().backward()
+    assert new.grad is not None and torch.isfinite(new.grad).all()
 
 
 def test_gspo_with_equal_weights_has_the_gradient_of_the_sequence_ratio() -> None:
@@ -57,8 +98,10 @@ def test_gspo_with_equal_weights_has_the_gradient_of_the_sequence_ratio() -> Non
     ref, mask = -torch.rand(4, 6, generator=g), torch.arange(6) < torch.tensor([[6], [3], [1], [4]])
     new = (ref + 0.05 * torch.randn(4, 6, generator=g)).requires_grad_()
     adv, one = torch.tensor([1.0, -1.0, 2.0, 0.5])[:, None].expand(4, 6), torch.ones(4, 6)
-    loss, _ = policy_loss("gspo", new, ref, adv, mask, one, eps_low=0.2, eps_high=0.2)
-    ours = torch.autograd.grad((loss * coefficients("seq-mean-token-mean", mask, 14, 4, 6)).sum(), new)[0]
+    loss, _ = loss_of("gspo", new, ref, adv, mask, one)
+    ours = torch.autograd.grad(
+        (loss * coefficients("seq-mean-token-mean", mask, 14, 4, 6)).sum(), new
+    )[0]
     s = (((new - ref) * mask).sum(-1) / mask.sum(-1)).exp()
     plain = torch.autograd.grad(-(s * adv[:, 0]).mean(), new)[0]
     torch.testing.assert_close(ours, plain)
@@ -89,7 +132,7 @@ def test_masked_junk_reaches_neither_loss_nor_gradient(kind, junk: float) -> Non
     new = torch.tensor([[-1.0, junk], [junk, junk]], requires_grad=True)
     other = torch.tensor([[-1.1, -junk], [junk, 0.0]])
     mask = torch.tensor([[True, False], [False, False]])
-    loss, metrics = policy_loss(kind, new, other, other, mask, other, eps_low=0.2, eps_high=0.2)
+    loss, metrics = loss_of(kind, new, other, other, mask, other)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and not loss[~mask].any()
     assert new.grad is not None and torch.isfinite(new.grad).all() and not new.grad[~mask].any()
@@ -100,19 +143,21 @@ def test_masked_junk_reaches_neither_loss_nor_gradient(kind, junk: float) -> Non
 def test_extreme_ratios_are_finite(kind) -> None:
     new = torch.tensor([[-1e4, -0.1, -math.inf]], requires_grad=True)
     ref = torch.tensor([[-0.1, -1e4, -1.0]])
-    loss, _ = policy_loss(kind, new, ref, -torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 3), eps_low=1, eps_high=1)
+    ones = torch.ones(1, 3)
+    loss, _ = loss_of(kind, new, ref, -ones, ones, ones, eps=(1.0, 1.0))
     finite = torch.isfinite(loss)
     assert finite[:, :2].all() and (kind == "reinforce" or finite.all())
 
 
-def test_names_are_checked() -> None:
-    t = torch.zeros(1, 1)
+def test_names_and_traits() -> None:
     with pytest.raises(UserError, match=r"algorithm\.loss=trpo"):
-        policy_loss("trpo", t, t, t, t, t, eps_low=0.2, eps_high=0.2)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"algorithm\.kl_estimator=k4"):
-        sampled_kl("k4", t, t, t)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"algorithm\.aggregation=sum"):
-        coefficients("sum", t, 1, 1, 1)  # type: ignore[arg-type]
+        loss_class("trpo")
+    assert [k for k in KINDS if not loss_class(k).carries_ratio] == ["reinforce"]
+    assert [k for k in KINDS if loss_class(k).inner_clip] == ["ppo"]
+    one = torch.ones(1, 1)
+    for kind in KINDS:
+        _, indicators = loss_of(kind, one, one, one, one, one)
+        assert {*indicators} == {*loss_class(kind).indicators, "ratio"}
 
 
 def test_coefficients_by_hand() -> None:
@@ -121,7 +166,9 @@ def test_coefficients_by_hand() -> None:
     assert (tokens, sequences) == (4, 2)
     by_mode = {m: coefficients(m, mask, tokens, sequences, 8) for m in MODES}
     torch.testing.assert_close(by_mode["token-mean"], mask / 4)
-    torch.testing.assert_close(by_mode["seq-mean-token-mean"], mask / torch.tensor([[6.0], [2.0], [1.0]]))
+    torch.testing.assert_close(
+        by_mode["seq-mean-token-mean"], mask / torch.tensor([[6.0], [2.0], [1.0]])
+    )
     torch.testing.assert_close(by_mode["seq-mean-token-sum-norm"], mask / 16)
     assert counts(torch.zeros(2, 3), ONE_RANK) == (0, 0)
     for mode in MODES:
@@ -131,7 +178,9 @@ def test_coefficients_by_hand() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 9), max_size=6))
-def test_any_split_of_the_sequences_adds_up_to_the_same_loss(mode, seed: int, cuts: list[int]) -> None:
+def test_any_split_of_the_sequences_adds_up_to_the_same_loss(
+    mode, seed: int, cuts: list[int]
+) -> None:
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(9, 5, generator=g) > 0.4
     loss = torch.randn(9, 5, generator=g, dtype=torch.float64)
@@ -139,7 +188,8 @@ def test_any_split_of_the_sequences_adds_up_to_the_same_loss(mode, seed: int, cu
     whole = (coefficients(mode, mask, tokens, sequences, 5) * loss).sum()
     edges = [0, *sorted(cuts), 9]
     parts = [
-        (coefficients(mode, mask[a:b], tokens, sequences, 5) * loss[a:b]).sum() for a, b in itertools.pairwise(edges)
+        (coefficients(mode, mask[a:b], tokens, sequences, 5) * loss[a:b]).sum()
+        for a, b in itertools.pairwise(edges)
     ]
     torch.testing.assert_close(sum(parts), whole)
 
@@ -157,9 +207,14 @@ def test_sampled_estimators_have_the_full_kl_as_expectation(seed: int) -> None:
     assert (sampled_kl("k3", new, base, torch.ones(12)) >= 0).all()
     near = new + 1e-3 * torch.randn(12, generator=g, dtype=torch.float64)
     torch.testing.assert_close(
-        sampled_kl("k2", new, near, torch.ones(12)), sampled_kl("k3", new, near, torch.ones(12)), atol=1e-8, rtol=0.01
+        sampled_kl("k2", new, near, torch.ones(12)),
+        sampled_kl("k3", new, near, torch.ones(12)),
+        atol=1e-8,
+        rtol=0.01,
     )
-    torch.testing.assert_close(entropy(new).double(), -(new.exp() * new).sum(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        entropy(new).double(), -(new.exp() * new).sum(), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_k2_has_the_gradient_of_the_kl() -> None:
@@ -167,13 +222,18 @@ def test_k2_has_the_gradient_of_the_kl() -> None:
     base = torch.randn(8, dtype=torch.float64).log_softmax(0)
     true = torch.autograd.grad(full_kl(z.log_softmax(0), base), z)[0]
     new = z.log_softmax(0)
-    by_k2 = torch.autograd.grad((new.exp().detach() * sampled_kl("k2", new, base, torch.ones(8))).sum(), z)[0]
+    by_k2 = torch.autograd.grad(
+        (new.exp().detach() * sampled_kl("k2", new, base, torch.ones(8))).sum(), z
+    )[0]
     torch.testing.assert_close(by_k2, true, atol=1e-6, rtol=1e-5)
 
 
 def test_kl_and_entropy_with_excluded_tokens_and_masked_junk() -> None:
     new = torch.tensor([[0.0, -math.inf], [-math.log(2), -math.log(2)]], requires_grad=True)
-    total = full_kl(new, torch.tensor([[-0.5, -0.5], [-math.log(2), -math.log(2)]])).sum() + entropy(new).sum()
+    total = (
+        full_kl(new, torch.tensor([[-0.5, -0.5], [-math.log(2), -math.log(2)]])).sum()
+        + entropy(new).sum()
+    )
     total.backward()
     assert total.item() == pytest.approx(0.5 + math.log(2))
     assert new.grad is not None and torch.isfinite(new.grad).all()

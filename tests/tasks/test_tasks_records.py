@@ -11,7 +11,10 @@ from rlcore.errors import UserError
 from rlcore.tasks import make_task
 
 DATA = Path(__file__).parent.parent / "data"
-GSM8K = {"train_path": str(DATA / "gsm8k_train.jsonl"), "heldout_path": str(DATA / "gsm8k_test.jsonl")}
+GSM8K = {
+    "train_path": str(DATA / "gsm8k_train.jsonl"),
+    "heldout_path": str(DATA / "gsm8k_test.jsonl"),
+}
 MATH = {"train_path": str(DATA / "math_train.jsonl"), "heldout_path": str(DATA / "math_test.jsonl")}
 
 
@@ -38,11 +41,24 @@ def test_gsm8k_reads_numbers_as_people_write_them():
     task = make_task("gsm8k", {**GSM8K, "format_reward": 0.2})
     item = next(i for i in (task.item("train", n) for n in range(40)) if i.answer == "72")
     assert "<<" not in task.worked_answer(item)
-    for response in ("#### 72", "It is $72.00.\n#### $72.00", "\\boxed{72}", "#### 7\n#### 72 clips"):
+    for response in (
+        "#### 72",
+        "It is $72.00.\n#### $72.00",
+        "\\boxed{72}",
+        "#### 7\n#### 72 clips",
+    ):
         assert task.grade(item, response).reward == 1.0, response
     plain = task.grade(item, "first 48, then 24, so 72.")
     assert plain.reward == pytest.approx(0.8) and plain.parts == {"correct": 1.0, "format": 0.0}
-    for response in ("", "#### ", "720", "72 or 73", "#### 72\n#### 7", "72e0000000000 x", "\\boxed{72x}"):
+    for response in (
+        "",
+        "#### ",
+        "720",
+        "72 or 73",
+        "#### 72\n#### 7",
+        "72e0000000000 x",
+        "\\boxed{72x}",
+    ):
         assert task.grade(item, response).parts["correct"] == 0.0, response
 
 
@@ -59,7 +75,12 @@ def test_math_judges_equivalence_not_spelling(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": answer} for answer in answers])
     task = make_task("math", {"train_path": path})
     right = [
-        ["\\boxed{0.5}", "so $\\boxed{\\dfrac12}$.", "\\boxed{3}, no: \\boxed{\\frac{2}{4}}", "the answer is $1/2$"],
+        [
+            "\\boxed{0.5}",
+            "so $\\boxed{\\dfrac12}$.",
+            "\\boxed{3}, no: \\boxed{\\frac{2}{4}}",
+            "the answer is $1/2$",
+        ],
         ["\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}"],
         ["\\boxed{\\text{Evelyn}}"],
         ["\\boxed{(x-1)(x+1)}"],
@@ -77,16 +98,24 @@ def test_math_judges_equivalence_not_spelling(tmp_path):
 def test_math_worked_answers_end_in_a_boxed_reference(tmp_path):
     solutions = ["It is \\boxed{4}.", "It is $\\framebox{4}$.", "Not \\boxed{3}, but four."]
     rows = [{"problem": "p", "answer": "4", "solution": solution} for solution in solutions]
-    task = make_task("math", {"train_path": write(tmp_path / "a.jsonl", rows), "worked_field": "solution"})
+    task = make_task(
+        "math", {"train_path": write(tmp_path / "a.jsonl", rows), "worked_field": "solution"}
+    )
     worked = [task.worked_answer(task.item("train", i)) for i in range(3)]
     assert worked == [solutions[0], solutions[1] + "\n\\boxed{4}", solutions[2] + "\n\\boxed{4}"]
 
 
 def test_parquet_with_nested_fields_and_an_instruction(tmp_path):
-    rows = [{"prompt": [{"content": f"{n}+1"}], "reward_model": {"truth": str(n + 1)}} for n in range(3)]
+    rows = [
+        {"prompt": [{"content": f"{n}+1"}], "reward_model": {"truth": str(n + 1)}} for n in range(3)
+    ]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    args = {"heldout_path": str(path), "question_field": "prompt.0.content", "answer_field": "reward_model.truth"}
+    args = {
+        "heldout_path": str(path),
+        "question_field": "prompt.0.content",
+        "answer_field": "reward_model.truth",
+    }
     task = make_task("math", {**args, "instruction": "Think."})
     item = task.item("heldout", 2)
     assert (item.question, item.answer) == ("2+1\nThink.", "3")
@@ -102,9 +131,17 @@ def test_parquet_with_nested_fields_and_an_instruction(tmp_path):
         (b"", ".jsonl", "is an empty data set"),
         (b"\n\n", ".jsonl", "is an empty data set"),
         (b"{}", ".csv", "the file's suffix must be .jsonl or .parquet"),
-        (b'{"question": "q", "answer": "#### 1"}\n\n{"question": "q"}\n', ".jsonl", "row 3: field answer is absent"),
+        (
+            b'{"question": "q", "answer": "#### 1"}\n\n{"question": "q"}\n',
+            ".jsonl",
+            "row 3: field answer is absent",
+        ),
         (b'{"question": "q", "answer": null}\n', ".jsonl", "row 1: field answer is empty"),
-        (b'{"question": "q", "answer": "72"}\n', ".jsonl", "row 1: field answer does not end in '#### <number>'"),
+        (
+            b'{"question": "q", "answer": "72"}\n',
+            ".jsonl",
+            "row 1: field answer does not end in '#### <number>'",
+        ),
         (b'{"question": " ", "answer": "#### 1"}\n', ".jsonl", "row 1: field question is empty"),
         (b'{"question": ["q"], "answer": "#### 1"}\n', ".jsonl", "row 1: field question is list"),
         (b'{"question": "q", "answer": "#### 1"}\nnonsense\n', ".jsonl", "row 2 is not JSON"),
@@ -128,7 +165,9 @@ def test_no_file_at_all():
 
 
 def test_rows_without_an_answer_can_be_left_out_and_are_counted(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": None}])
+    path = write(
+        tmp_path / "a.jsonl", [{"problem": "p", "answer": "1"}, {"problem": "p", "answer": None}]
+    )
     with pytest.raises(UserError, match="missing_answer=skip"):
         make_task("math", {"train_path": path})
     task = make_task("math", {"train_path": path, "missing_answer": "skip"})
@@ -138,11 +177,20 @@ def test_rows_without_an_answer_can_be_left_out_and_are_counted(tmp_path):
 def test_a_file_task_runs_the_users_function(tmp_path):
     grader = tmp_path / "my_grader.py"
     grader.write_text(
-        "def score(item, response):\n    return float(item.meta['limit'] >= len(response)), {'length': len(response)}\n"
+        "def score(item, response):\n"
+        "    length = len(response)\n"
+        "    return float(item.meta['limit'] >= length), {'length': length}\n"
         "CONSTANT = 3\n"
     )
-    path = write(tmp_path / "a.jsonl", [{"q": "say little", "limit": 3}, {"q": "say more", "limit": 9}])
-    args = {"train_path": path, "question_field": "q", "answer_field": None, "meta_fields": ["limit"]}
+    path = write(
+        tmp_path / "a.jsonl", [{"q": "say little", "limit": 3}, {"q": "say more", "limit": 9}]
+    )
+    args = {
+        "train_path": path,
+        "question_field": "q",
+        "answer_field": None,
+        "meta_fields": ["limit"],
+    }
     task = make_task("file", {**args, "grader": f"{grader}:score"})
     grade = task.grade(task.item("train", 0), "four")
     assert (grade.reward, grade.parts) == (0.0, {"length": 4.0})

@@ -1,4 +1,5 @@
-"""A wrong name or argument is one sentence that names the key, the value and what would be accepted."""
+"""A wrong name or argument is one sentence that names the key, the value and what would be
+accepted."""
 
 import subprocess
 import sys
@@ -24,7 +25,11 @@ from rlcore.tasks import TASKS, make_task, parse_prompt_id
         ("sudoku4x4", {"max_empty": 13}, ["task.args.max_empty=13", "to 12"]),
         ("sudoku4x4", {"format_reward": 1.5}, ["task.args.format_reward=1.5", "0 to 1"]),
         ("file", {"train_path": "x.jsonl"}, ["task.args.grader is missing", "question_field"]),
-        ("gsm8k", {"path": "x"}, ["task.args.path=x", "train_path", "heldout_path", "missing_answer"]),
+        (
+            "gsm8k",
+            {"path": "x"},
+            ["task.args.path=x", "train_path", "heldout_path", "missing_answer"],
+        ),
         ("no.such.module:Task", {}, ["task.name=no.such.module:Task", "cannot be loaded"]),
         ("rlcore.tasks.digits:Digit", {}, ["task.name=rlcore.tasks.digits:Digit", "Digits"]),
     ],
@@ -49,7 +54,9 @@ def test_the_label_begins_the_prompt_id():
         make_task("digits", {}, label="a/b")
 
 
-@pytest.mark.parametrize("text", ["digits/train", "digits/test/1", "digits/train/-1", "/train/1", "a/b/train/1"])
+@pytest.mark.parametrize(
+    "text", ["digits/train", "digits/test/1", "digits/train/-1", "/train/1", "a/b/train/1"]
+)
 def test_what_is_no_prompt_id_is_refused(text):
     with pytest.raises(ValueError):
         parse_prompt_id(text)
@@ -59,7 +66,8 @@ def test_a_users_own_task_is_a_class_in_a_file(tmp_path):
     source = tmp_path / "mine.py"
     source.write_text(
         "from rlcore.tasks.digits import Digits\nclass Mine(Digits):\n"
-        "    def __init__(self, *, length=3):\n        super().__init__(min_digits=length, max_digits=length)\n"
+        "    def __init__(self, *, length=3):\n"
+        "        super().__init__(min_digits=length, max_digits=length)\n"
     )
     task = make_task(f"{source}:Mine", {"length": 2})
     assert task.name == "mine"
@@ -68,11 +76,16 @@ def test_a_users_own_task_is_a_class_in_a_file(tmp_path):
         make_task(f"{source}:Mine", {"width": 2})
 
 
+@pytest.mark.processes
 def test_naming_the_tasks_imports_none_of_them():
     code = (
-        "import sys, rlcore.tasks; print(sorted(m for m in sys.modules if m.split('.')[0] in "
-        "('torch', 'vllm', 'ray', 'transformers', 'sympy', 'pyarrow') or m.startswith('rlcore.tasks.')))"
+        "import sys, rlcore.tasks\n"
+        "heavy = ('torch', 'vllm', 'ray', 'transformers', 'sympy', 'pyarrow')\n"
+        "print(sorted(m for m in sys.modules\n"
+        "             if m.split('.')[0] in heavy or m.startswith('rlcore.tasks.')))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert run.stdout.strip() == "['rlcore.tasks.arguments']"
     assert set(TASKS) >= {"digits", "arithmetic", "countdown", "sudoku4x4", "gsm8k", "math", "file"}

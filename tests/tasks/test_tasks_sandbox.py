@@ -1,4 +1,5 @@
-"""Programs that try to break out of the sandbox, for real, and the tasks that run programs in it."""
+"""Programs that try to break out of the sandbox, for real, and the tasks that run programs in
+it."""
 
 import json
 import os
@@ -14,7 +15,9 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.sandbox import Limits, Sandbox, SandboxError
+from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError
+
+pytestmark = pytest.mark.processes
 
 # A program runs every attempt; one that succeeds is printed, and the program then fails.
 ATTEMPTS = """
@@ -41,6 +44,7 @@ def blocked(*attempts):
 def sandbox():
     # A time limit that only a program which never ends can reach, however busy the machine is.
     box = Sandbox(Limits(timeout_s=20, memory_mib=256, file_mib=4, output_kib=64))
+    assert box.run("").passed  # its judge starts with the first program
     yield box
     assert box.run("print(1)").passed  # still in order after everything
     box.close()
@@ -49,12 +53,14 @@ def sandbox():
 @pytest.fixture(scope="module")
 def hasty():
     box = Sandbox(Limits(timeout_s=1))
+    assert box.run("").passed
     yield box
     box.close()
 
 
 def blocked(sandbox, *attempts):
-    outcome = sandbox.run(ATTEMPTS, "blocked(\n" + "".join(f"    lambda: {a},\n" for a in attempts) + ")")
+    calls = "".join(f"    lambda: {a},\n" for a in attempts)
+    outcome = sandbox.run(f"{ATTEMPTS}\nblocked(\n{calls})")
     assert outcome.passed, outcome
 
 
@@ -66,9 +72,10 @@ def test_an_honest_program_runs(sandbox):
         "t = threading.Thread(target=print, args=('from a thread',))\nt.start()\nt.join()\n"
         "answer = sum(map(len, os.listdir('.')))\n"
     )
-    outcome = sandbox.run(program, "assert answer == 9\nprint('done')")
-    assert outcome.passed and outcome.why == "" and outcome.output == "from a thread\ndone\n"
-    assert sandbox.run("import os; assert os.listdir('.') == []").passed  # each program has its own folder
+    outcome = sandbox.run(program, "assert answer == 9", ["answer"])
+    assert outcome.passed and outcome.why == "" and outcome.output == "from a thread\n"
+    # no program finds the files of another
+    assert sandbox.run("import os; assert os.listdir('.') == []").passed
 
 
 @pytest.mark.parametrize(
@@ -76,14 +83,13 @@ def test_an_honest_program_runs(sandbox):
     [
         ("assert 1 == 2", "exit code 1", "AssertionError"),
         ("def f(:", "exit code 1", "SyntaxError"),
-        ("import os; os._exit(0)", "exit code 1 before the end".replace("1", "0"), ""),
+        ("import os; os._exit(0)", "exit code 0 before the end of its tests", ""),
         ("raise SystemExit(0)", "exit code 1", "SystemExit"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", ""),
-        ("import os; os.close(1); os.close(2); import time; time.sleep(60)", "killed by SIGKILL", ""),
     ],
 )
 def test_a_program_that_does_not_reach_its_end_has_not_passed(sandbox, program, why, output):
-    outcome = sandbox.run(program, "passed = True")
+    outcome = sandbox.run(program)
     assert not outcome.passed and why in outcome.why and output in outcome.output
     assert outcome.seconds < 15
 
@@ -107,7 +113,9 @@ def test_no_new_processes(sandbox):
 
 def test_a_fork_bomb_makes_no_process(hasty):
     before = len(psutil.Process().children(recursive=True))
-    outcome = hasty.run("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass")
+    outcome = hasty.run(
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    )
     assert outcome.why == "time limit of 1 s"
     assert len(psutil.Process().children(recursive=True)) == before
 
@@ -116,7 +124,8 @@ def test_a_thread_bomb_ends_with_its_program(sandbox):
     before = len(psutil.Process().children(recursive=True))
     program = (
         "import threading, time\nthreading.stack_size(1 << 15)\n"
-        "for _ in range({}):\n    threading.Thread(target=time.sleep, args=({},), daemon=True).start()\ntime.sleep({})"
+        "for _ in range({}):\n"
+        "    threading.Thread(target=time.sleep, args=({},), daemon=True).start()\ntime.sleep({})"
     )
     outcome = sandbox.run(program.format(2000, 60, 60))
     assert outcome.why == "more than 64 threads" and outcome.seconds < 15
@@ -142,7 +151,8 @@ def test_the_environment_and_files_of_others_cannot_be_read(sandbox, tmp_path, m
     own = Sandbox(Limits(timeout_s=5))
     try:
         outcome = own.run("import os; print(sorted(os.environ))")
-        assert outcome.output.strip() == "['HOME', 'LANG', 'PATH', 'TMPDIR']"
+        names = ["HOME", "LANG", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"]
+        assert outcome.output.strip() == str(names)
         blocked(
             own,
             f"open('/proc/{os.getpid()}/environ').read()",
@@ -189,7 +199,11 @@ def test_nothing_outside_can_be_changed(sandbox, tmp_path):
     )
     after = target.stat()
     assert target.read_text() == "precious" and os.listdir(tmp_path) == ["precious"]
-    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (after.st_mode, after.st_mtime_ns, after.st_uid)
+    assert (before.st_mode, before.st_mtime_ns, before.st_uid) == (
+        after.st_mode,
+        after.st_mtime_ns,
+        after.st_uid,
+    )
 
 
 def test_no_network(sandbox):
@@ -224,7 +238,8 @@ def test_no_signals_to_others(sandbox):
             f"syscall(200, {victim.pid}, 9)",  # tkill
             f"syscall(129, {victim.pid}, 9, bytes(128))",  # rt_sigqueueinfo
             "os.setsid()",
-            # whom the input and output of a file signals: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP
+            # whom the input and output of a file signals: F_SETOWN, F_SETSIG, F_SETOWN_EX,
+            # FIOSETOWN, SIOCSPGRP
             f"__import__('fcntl').fcntl(1, 8, {victim.pid})",
             "__import__('fcntl').fcntl(1, 10, 9)",
             f"syscall(72, 1, 15, (ctypes.c_int * 2)(1, {victim.pid}))",
@@ -253,24 +268,34 @@ def test_a_gigabyte_of_output_or_files_is_cut_short(sandbox):
     assert outcome.why == "more than 64 KiB of output" and len(outcome.output) <= 2000
     one = sandbox.run("open('big', 'wb').write(bytes(1 << 30))")
     assert not one.passed
-    endless = "n = 0\nwhile True:\n    n += 1\n    with open(str(n), 'wb') as f:\n        f.write(bytes({}))"
+    endless = (
+        "n = 0\nwhile True:\n    n += 1\n"
+        "    with open(str(n), 'wb') as f:\n        f.write(bytes({}))"
+    )
     assert sandbox.run(endless.format("1 << 20")).why == "more than 4 MiB or 1000 of files"
     assert sandbox.run(endless.format(0)).why == "more than 4 MiB or 1000 of files"
 
 
-def test_killed_programs_leave_no_folder_behind(sandbox, hasty):
+def test_killed_programs_leave_nothing_behind(sandbox, hasty):
     where = "import os\nprint(os.getcwd(), flush=True)\n"
-    late = hasty.run(where, "open('f', 'w').write('x')\nwhile True: pass")
-    deep = sandbox.run(where, "while True:\n    os.mkdir('d')\n    os.chdir('d')")
+    late = hasty.run(where + "open('f', 'w').write('x')\nwhile True: pass")
+    deep = sandbox.run(where + "while True:\n    os.mkdir('d')\n    os.chdir('d')")
     assert late.why == "time limit of 1 s" and deep.why == "more than 4 MiB or 1000 of files"
     for outcome in (late, deep):
-        assert outcome.output.startswith("/") and not os.path.exists(outcome.output.strip())
+        assert outcome.output.startswith("/") and os.listdir(outcome.output.strip()) == []
 
 
-def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along(tmp_path, monkeypatch):
+def test_the_folder_goes_with_the_sandbox(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    box = Sandbox(Limits())
+    assert box.run("open('f', 'w').write('x')").passed and os.listdir(tmp_path)
+    box.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along():
     box = Sandbox(Limits(timeout_s=30))
-    server = psutil.Process(box._process.pid)
+    server = psutil.Process(box.pids[0])
     programs = []
 
     def kill():
@@ -280,7 +305,7 @@ def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along(tmp
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(SandboxError, match="ended with exit code -9"):
+    with pytest.raises(SandboxError, match="server ended with exit code -9"):
         box.run("while True: pass")
     killer.join()
     deadline = time.monotonic() + 10
@@ -289,10 +314,88 @@ def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along(tmp
         time.sleep(0.05)
 
 
+def test_a_judge_that_died_between_two_programs_is_replaced(sandbox):
+    assert sandbox.run("def f(): return 1", "assert f() == 1", ["f"]).passed
+    psutil.Process(sandbox.pids[1]).kill()
+    psutil.Process(sandbox.pids[1]).wait(10)
+    assert sandbox.run("def f(): return 1", "assert f() == 1", ["f"]).passed
+
+
+def test_a_program_that_could_not_be_confined_has_no_verdict():
+    box = Sandbox(Limits(timeout_s=5))
+    folder = box.run("import os\nprint(os.getcwd())").output.strip()
+    os.rmdir(folder)
+    with pytest.raises(SandboxError, match="could not be confined"):
+        box.run("def f(): return 1", "assert f() == 1", ["f"])
+
+
+def test_fewer_layers_still_run_and_limit_programs():
+    box = Sandbox(Limits(timeout_s=5, memory_mib=256), layers=["limits", "capabilities"])
+    try:
+        assert box.run("def f(): return 1", "assert f() == 1", ["f"]).passed
+        outcome = box.run("hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 20))")
+        assert not outcome.passed and "MemoryError" in outcome.output
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("missing", [["landlock"], ["landlock", "seccomp"]])
+def test_a_machine_that_lacks_layers_is_refused_or_says_so(tmp_path, monkeypatch, caplog, missing):
+    path = tmp_path / "mbpp.jsonl"
+    path.write_text(json.dumps(MBPP) + "\n")
+    layers = tuple(layer for layer in LAYERS if layer not in missing)
+    monkeypatch.setattr("rlcore.tasks.code.available", lambda: layers)
+    with pytest.raises(UserError, match=r"^task\.args\.confinement=full needs landlock.*reduced"):
+        make_task("mbpp", {"train_path": str(path)})
+    task = make_task("mbpp", {"train_path": str(path), "confinement": "reduced"})
+    assert f"without {', '.join(missing)}" in caplog.text
+    try:
+        item = task.item("train", 0)
+        assert task.grade(item, task.worked_answer(item)).reward == 1.0
+        assert task.grade(item, "def area(r): return 0").reward == 0.0
+    finally:
+        task.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return ascii_lowercase[n] + digits[0]",
+        "return str(SortedList([n, 2, 1])[0])",
+        "return str(int(np.sum(np.array([n, 2]))))",
+        "return str(numpy.gcd(n, 9))",
+        "return str(date(2024, 1, n + 1).day)",
+        "return str(Counter('aab').most_common(1)[0][1] + inf)",
+        "return loads('[1]') and match('a', 'a')[0] + str(pow(n, 2, 7)) + str(reduce(add, [n, n]))",
+        "return str([bisect_left([1, 2], n), heapify([1]), gcd(n, 6), randint(1, 1)])",
+    ],
+)
+def test_leetcode_programs_find_what_the_site_imports_for_them(tmp_path, body):
+    if "Sorted" in body or "np." in body or "numpy" in body:
+        pytest.importorskip("sortedcontainers" if "Sorted" in body else "numpy")
+    path = tmp_path / "rows.jsonl"
+    row = {
+        "problem": "p",
+        "solutions": f"class Solution:\n    def f(self, n: int) -> str:\n        {body}\n",
+        "tests": {
+            "functional": "def check(c):\n    assert type(c(n=3)) is str\ncheck(Solution().f)"
+        },
+    }
+    path.write_text(json.dumps(row) + "\n")
+    task = make_task("leetcode", {"train_path": str(path)})
+    try:
+        item = task.item("train", 0)
+        assert task.grade(item, task.worked_answer(item)).reward == 1.0
+    finally:
+        task.close()
+
+
 LEETCODE = {
-    "problem": "Reverse a list.\n```python\nclass Solution:\n    def reverse(self, head: Optional[ListNode]):\n```",
-    "solutions": "class Solution:\n    def reverse(self, head: Optional[ListNode]):\n        last = None\n"
-    "        while head:\n            head.next, last, head = last, head, head.next\n        return last\n",
+    "problem": "Reverse a list.\n```python\nclass Solution:\n"
+    "    def reverse(self, head: Optional[ListNode]):\n```",
+    "solutions": "class Solution:\n    def reverse(self, head: Optional[ListNode]):\n"
+    "        last = None\n        while head:\n"
+    "            head.next, last, head = last, head, head.next\n        return last\n",
     "tests": {
         "functional": "def check(candidate):\n"
         "    assert is_same_list(candidate(head = list_node([1,2,3])), list_node([3,2,1]))\n\n\n"
@@ -302,10 +405,12 @@ LEETCODE = {
 TREE = {
     "problem": "Mirror a tree.",
     "solutions": "class Solution:\n    def mirror(self, root):\n        if root:\n"
-    "            root.left, root.right = self.mirror(root.right), self.mirror(root.left)\n        return root\n",
+    "            root.left, root.right = self.mirror(root.right), self.mirror(root.left)\n"
+    "        return root\n",
     "tests": {
         "functional": "def check(candidate):\n"
-        "    assert is_same_tree(candidate(tree_node([1,2,3,None,4])), tree_node([1,3,2,None,None,4]))\n"
+        "    mirrored = tree_node([1,3,2,None,None,4])\n"
+        "    assert is_same_tree(candidate(tree_node([1,2,3,None,4])), mirrored)\n"
         "    assert candidate(tree_node([])) is None\n\ncheck(Solution().mirror)"
     },
 }
@@ -330,12 +435,24 @@ def test_code_tasks_judge_by_tests(tmp_path):
                 assert task.grade(item, f"Let me think.\n{worked}\nDone.").reward == 1.0
                 bare = worked.removeprefix("```python\n").removesuffix("\n```")
                 assert task.grade(item, bare).parts == {"correct": 1.0, "format": 0.0}
-                assert task.grade(item, "```python\nimport os; os._exit(0)\n```").reward == pytest.approx(0.1)
+                assert task.grade(
+                    item, "```python\nimport os; os._exit(0)\n```"
+                ).reward == pytest.approx(0.1)
                 assert task.grade(item, "I do not know.").reward == 0.0
-            assert task.grade(item, "```python\nwhile True: pass\n```").parts == {"correct": 0.0, "format": 1.0}
+            assert task.grade(item, "```python\nwhile True: pass\n```").parts == {
+                "correct": 0.0,
+                "format": 1.0,
+            }
         finally:
             task.close()
     assert "area(1), 2) == 3.14" in item.question and "area(2)" not in item.question
+
+
+def test_rows_whose_tests_test_nothing_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**MBPP, "test_list": ["assert True"]}) + "\n")
+    with pytest.raises(UserError, match="row 1: field test_list: they use no name"):
+        make_task("mbpp", {"train_path": str(path)})
 
 
 def test_code_rows_need_tests(tmp_path):

@@ -13,6 +13,9 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.manifest import make_manifest
 from rlcore.weights.nccl import NcclTransport
+from rlcore.weights.rendezvous import Rendezvous
+
+pytestmark = pytest.mark.processes
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -23,12 +26,15 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 def member(rank: int, port: int, timeout_s: float) -> NcclTransport:
-    settings = dict(host="127.0.0.1", port=port, rank=rank, world_size=3, device="cpu", backend="gloo")
-    return NcclTransport(**settings, timeout_s=timeout_s, buffer_bytes=200)
+    place = Rendezvous("127.0.0.1", port, rank, world_size=3)
+    times = {"join_timeout_s": timeout_s, "timeout_s": timeout_s}
+    return NcclTransport(place, backend="gloo", **times, buffer_bytes=200)
 
 
 def listens_on() -> set[str]:
-    return {c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN
+    }
 
 
 def receive(rank: int, port: int, answers, versions: int) -> None:
@@ -47,7 +53,7 @@ def free_port() -> int:
 
 
 def run_group(sent: int, received: int, timeout_s: float):
-    """Rank 0 here, two receivers in processes of their own; returns their answers."""
+    """Rank 0 here, two receivers in processes of their own; returns what those found."""
     context = multiprocessing.get_context("spawn")
     port, answers = free_port(), context.Queue()
     others = [context.Process(target=receive, args=(r, port, answers, received)) for r in (1, 2)]
@@ -55,7 +61,8 @@ def run_group(sent: int, received: int, timeout_s: float):
         p.start()
     try:
         transport = member(0, port, timeout_s)
-        assert listens_on() == {"127.0.0.1"}  # the store and gloo's own socket: nobody else can reach them
+        # the store and gloo's own socket: other machines cannot reach them
+        assert listens_on() == {"127.0.0.1"}
         for version in range(sent):
             tensors = weights(version)
             transport.publish(make_manifest(version, tensors, full=True, seed=0), tensors)
@@ -76,6 +83,6 @@ def test_a_lost_receiver_is_an_error_not_a_hang():
         run_group(sent=3, received=1, timeout_s=20.0)
 
 
-def test_ranks_that_never_come_are_waited_for_no_longer_than_the_deadline():
-    with pytest.raises(DeadlineExceeded, match="3 ranks to meet"):
+def test_missing_ranks_are_waited_for_no_longer_than_the_deadline():
+    with pytest.raises(DeadlineExceeded, match="3 ranks to join"):
         member(0, free_port(), 2.0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.weights.checksum import _CHUNK, sample_names, tensor_checksum
+from rlcore.weights.checksum import CHUNK, sample_names, tensor_checksum
 from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums, verify_tensors
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
@@ -23,7 +23,11 @@ def tensor(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 def test_a_slice_view_has_the_checksum_of_its_copy(seed, rows, cols, dtype):
     whole = tensor(seed, rows + 5, cols + 3, dtype=dtype)
     for view in (whole[2 : 2 + rows], whole[:, 1 : 1 + cols], whole.t()):
-        assert tensor_checksum(view) == tensor_checksum(view.clone()) == tensor_checksum(view.contiguous())
+        assert (
+            tensor_checksum(view)
+            == tensor_checksum(view.clone())
+            == tensor_checksum(view.contiguous())
+        )
 
 
 @settings(max_examples=30, deadline=None)
@@ -46,13 +50,13 @@ def test_shape_dtype_sign_of_zero_and_chunk_order_count():
     assert tensor_checksum(t.view(torch.int32)) != tensor_checksum(t)
     assert tensor_checksum(torch.zeros(4)) != tensor_checksum(-torch.zeros(4))
     assert tensor_checksum(torch.zeros(4)) != tensor_checksum(torch.zeros(5))
-    long = tensor(1, 2 * _CHUNK + 3)
-    moved = torch.cat([long[_CHUNK : 2 * _CHUNK], long[:_CHUNK], long[2 * _CHUNK :]])
+    long = tensor(1, 2 * CHUNK + 3)
+    moved = torch.cat([long[CHUNK : 2 * CHUNK], long[:CHUNK], long[2 * CHUNK :]])
     assert tensor_checksum(moved) != tensor_checksum(long)
     assert 0 <= tensor_checksum(long) < 2**63
 
 
-def test_the_checksum_is_the_same_in_every_process_and_for_ever():
+def test_the_checksum_is_the_same_in_every_process_and_release():
     assert tensor_checksum(torch.arange(1000, dtype=torch.float32)) == 3445085296600647003
 
 
@@ -72,7 +76,9 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_a_manifest_accepts_what_it_announced(tensors):
     sampled = make_manifest(5, tensors, full=False, seed=1)
     assert len(sampled.checksums) == 8 and not sampled.full and sampled.dtype == "float32"
-    assert make_manifest(6, tensors, full=False, seed=1).checksums.keys() != sampled.checksums.keys()
+    assert (
+        make_manifest(6, tensors, full=False, seed=1).checksums.keys() != sampled.checksums.keys()
+    )
     full = make_manifest(5, tensors, full=True, seed=1)
     verify_tensors(full, tensors)
     verify_checksums(full, {n: tensor_checksum(t) for n, t in tensors.items()})
@@ -83,8 +89,14 @@ def test_a_manifest_accepts_what_it_announced(tensors):
     [
         (lambda t: t.pop("layer.3.weight"), "layer.3.weight is missing"),
         (lambda t: t.update(other=torch.ones(2)), "other was not announced"),
-        (lambda t: t.update({"layer.3.weight": torch.ones(4, 5)}), r"layer.3.weight has shape \(4, 5\)"),
-        (lambda t: t.update({"layer.3.weight": t["layer.3.weight"].double()}), "layer.3.weight is float64"),
+        (
+            lambda t: t.update({"layer.3.weight": torch.ones(4, 5)}),
+            r"layer.3.weight has shape \(4, 5\)",
+        ),
+        (
+            lambda t: t.update({"layer.3.weight": t["layer.3.weight"].double()}),
+            "layer.3.weight is float64",
+        ),
     ],
 )
 def test_a_manifest_names_the_tensor_that_is_not_as_announced(tensors, change, words):
@@ -98,7 +110,9 @@ def test_lost_and_altered_weights_are_named(tensors):
     manifest = make_manifest(5, tensors, full=True, seed=1)
     held = {n: tensor_checksum(t) for n, t in tensors.items()}
     altered = {**held, "layer.7.weight": held["layer.7.weight"] ^ 1}
-    with pytest.raises(ArrivalError, match=r"version 5 did not arrive whole: layer\.7\.weight differs"):
+    with pytest.raises(
+        ArrivalError, match=r"version 5 did not arrive whole: layer\.7\.weight differs"
+    ):
         verify_checksums(manifest, altered)
     del held["layer.2.weight"]
     with pytest.raises(ArrivalError, match=r"layer\.2\.weight has no checksum"):

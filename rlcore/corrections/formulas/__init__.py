@@ -1,1 +1,2 @@
-"""The methods' formulas as pure functions of tensors. The public import path is `rlcore.corrections.functional`."""
+"""The methods' formulas as pure functions of tensors. The public import path is
+`rlcore.corrections.functional`."""

@@ -1,32 +1,35 @@
-"""What every formula shares: which tokens count, safe log differences, and global sums.
+"""Shared by every formula: which tokens count, safe log differences, and global sums.
 
-A token counts when its mask is 1 and its log-probs can be compared: neither is NaN, and they are not infinite in a way
-that makes the difference undefined. Masked positions may hold anything. Everything is detached and at least float32.
+A token counts when its mask is 1 and its log-probs can be compared: neither is NaN, and they are
+not infinite in a way that makes the difference undefined. Masked positions may hold anything.
+Everything is detached and at least float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-SumReduce = Callable[[Tensor], Tensor]  # sums over data-parallel ranks; None at the call sites: a single rank
-CLAMP = 20.0  # log differences beyond it say nothing more than "far apart", and exp() of them would overflow sums
+from rlcore.objectives import precision
+from rlcore.objectives.precision import CLAMP
+
+# sums over data-parallel ranks; None at the call sites: a single rank
+SumReduce = Callable[[Tensor], Tensor]
 
 
 def at_least_float32(values: Tensor) -> Tensor:
     """Detached, half precisions widened to float32; float64 stays."""
-    values = values.detach()
-    return values if values.dtype == torch.float64 else values.float()
+    return precision.at_least_float32(values.detach())
 
 
 def log_difference(numerator: Tensor, denominator: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`numerator - denominator` where it is defined, else 0, and where it is defined.
 
-    Args: log-probs [B,T] of any float dtype; mask [B,T] bool or 0/1.
-    Returns (difference [B,T] unclamped and possibly infinite, usable [B,T] bool). A masked or undefined token (a NaN,
-    or the same infinity on both sides) has difference 0 and is not usable.
+    Args: log-probs [B, T] of any float dtype; mask [B, T] bool or 0/1. Returns (difference [B, T]
+    unclamped and possibly infinite, usable [B, T] bool). A masked or undefined token (a NaN, or the
+    same infinity on both sides) has difference 0 and is not usable.
     """
     raw = at_least_float32(numerator) - at_least_float32(denominator)
     usable = (mask != 0) & ~torch.isnan(raw)
@@ -38,18 +41,25 @@ def ratio(difference: Tensor) -> Tensor:
     return difference.clamp(-CLAMP, CLAMP).exp()
 
 
-def total(values: list[Tensor], reduce: SumReduce | None) -> list[float]:
-    """Global sums in float64 of several tensors, by one reduction."""
-    sums = torch.stack([v.sum(dtype=torch.float64) for v in values])
-    return (sums if reduce is None else reduce(sums)).tolist()
+def sums(values: Sequence[Tensor]) -> Tensor:
+    """[n] float64: the sum of each tensor. Statistics add up: so do these of several batches."""
+    return torch.stack([v.sum(dtype=torch.float64) for v in values])
+
+
+def total(values: Sequence[Tensor], reduce: SumReduce | None) -> list[float]:
+    """Global sums in float64 of several tensors, by one reduction. Waits for the device."""
+    summed = sums(values)
+    found: list[float] = (summed if reduce is None else reduce(summed)).tolist()
+    return found
 
 
 def share(which: Tensor, mask: Tensor, reduce: SumReduce | None) -> float:
-    """Global share of the mask's tokens at which `which` [B,T] bool holds; 0 without any token."""
+    """Global share of the mask's tokens at which `which` [B, T] bool holds; 0 without any token."""
     hits, count = total([which & (mask != 0), mask != 0], reduce)
     return hits / max(count, 1.0)
 
 
 def finish(weight: Tensor, usable: Tensor, mask: Tensor) -> Tensor:
-    """Weights for the caller: 1 (no correction) at masked tokens, 0 at unmasked ones that could not be compared."""
+    """Weights for the caller: 1 (no correction) at masked tokens, 0 at unmasked ones that could not
+    be compared."""
     return torch.where(usable, weight, torch.where(mask != 0, 0.0, 1.0).to(weight))

@@ -1,0 +1,206 @@
+"""Block top-k attention on the learner's side: an attention implementation of transformers, forward
+and backward.
+
+Load the model with `attn_implementation=register(dense)`. A forward without `sparse_rows` is then
+exactly the dense implementation; with it, the same module with the same weights attends by the
+rule:
+
+    dense = model(input_ids=ids, position_ids=pos, use_cache=False).logits
+    sparse = model(input_ids=ids, position_ids=pos, use_cache=False,
+                   sparse_rows=SparseRows(rule, prompt_lens)).logits
+
+The switch is an argument of the forward, not a global, so that a forward repeated by gradient
+checkpointing attends as it did the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from rlcore.attention.block_topk import (
+    group_queries,
+    page_budget,
+    page_mask,
+    page_summaries,
+    select_pages,
+)
+from rlcore.attention.specs import SparseSpec
+from rlcore.errors import UserError
+
+QUERY_CHUNK = 512  # queries whose masks exist at one time
+# transformers tries to import any name that contains "flash" as a package or kernel
+_NAMES = {
+    "sdpa": "block_topk_sdpa",
+    "eager": "block_topk_eager",
+    "flash_attention_2": "block_topk_fa2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """How to interpret the rows of one forward.
+
+    Rows start at position 0 in column 0 and are right-padded, or one row holds several packed
+    sequences. prompt_lens: prompt tokens of each sequence, in order; required when
+    `rule.sparse_prompt` is False. cu_seqlens: for one packed row, the S+1 boundaries of its S
+    sequences, from 0 to the row's length; None for right-padded rows.
+
+    Example, two sequences of 5 and 3 tokens packed: SparseRows(rule, cu_seqlens=[0, 5, 8])
+    """
+
+    rule: SparseSpec
+    prompt_lens: Sequence[int] | None = None
+    cu_seqlens: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rule.sparse_prompt and self.prompt_lens is None:
+            raise ValueError("sparse_prompt=false needs the prompt lengths of the rows")
+
+
+def register(dense: str = "sdpa") -> str:
+    """Register with transformers and return the implementation's name.
+
+    `dense` serves forwards without `sparse_rows`. Of flash_attention_2 only the mask function is
+    used (packed rows need no mask), and it is not imported: transformers finds its kernels by the
+    implementation's name, so a forward without `sparse_rows` is then a RuntimeError. Raises
+    UserError for a dense implementation that transformers does not know.
+    """
+    if dense not in _NAMES:
+        raise UserError.choice("learner.attention", dense, tuple(_NAMES))
+
+    # transformers calls it with these names
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        sparse_rows: SparseRows | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if sparse_rows is None:
+            return _dense(dense)(module, query, key, value, attention_mask, **kwargs)
+        if kwargs.get("sliding_window") is not None or kwargs.get("dropout"):
+            raise RuntimeError("block top-k attention supports no sliding window and no dropout")
+        out = attend_rows(query, key, value, sparse_rows, kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register(_NAMES[dense], attend)
+    AttentionMaskInterface.register(_NAMES[dense], ALL_MASK_ATTENTION_FUNCTIONS[dense])
+    return _NAMES[dense]
+
+
+def _dense(name: str) -> Any:
+    """The implementation that transformers knows under `name`."""
+    if name == "flash_attention_2":
+        raise RuntimeError(
+            f"{_NAMES[name]} attends sparsely only: load the model with {name} for a dense forward"
+        )
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, rows: SparseRows, scaling: float | None = None
+) -> Tensor:
+    """Causal block top-k attention, differentiable.
+
+    query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. Columns after a row's last
+    token yield meaningless values and reach no other column.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("block top-k attention on the learner takes whole sequences, not a cache")
+    if rows.cu_seqlens is None:
+        return _attend(query, key, value, rows, scaling)
+    bounds = list(rows.cu_seqlens)
+    if query.shape[0] != 1 or bounds[0] != 0 or bounds[-1] != query.shape[2]:
+        raise ValueError(
+            f"packed rows: boundaries {bounds} do not cover one row of {query.shape[2]} tokens"
+        )
+    parts = []
+    for i, (a, b) in enumerate(pairwise(bounds)):
+        prompt = None if rows.prompt_lens is None else rows.prompt_lens[i : i + 1]
+        one = (query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
+        parts.append(_attend(*one, SparseRows(rows.rule, prompt), scaling))
+    return torch.cat(parts, dim=2)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, rows: SparseRows, scaling: float | None
+) -> Tensor:
+    """Rows that all start in column 0, in chunks of queries so that masks stay small."""
+    rule = rows.rule
+    b, heads, t, d = query.shape
+    kv_heads = key.shape[1]
+    dense_end, dense_until = _dense_prefix(rows, b, t, query.device)
+    # KV heads join the batch, so that one mask serves a KV head's whole group without a copy
+    folded = (b * kv_heads, heads // kv_heads, t, d)
+    q = query.reshape(folded)
+    k = key.reshape(b * kv_heads, 1, t, d).expand(folded)
+    v = value.reshape(b * kv_heads, 1, t, d).expand(folded)
+    parts = []
+    if dense_end:
+        q0, k0, v0 = q[:, :, :dense_end], k[:, :, :dense_end], v[:, :, :dense_end]
+        parts.append(F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scaling))
+    summaries = _summaries(key, rule.block_size)
+    for a in range(dense_end, t, QUERY_CHUNK):
+        z = min(t, a + QUERY_CHUNK)
+        mask = _token_mask(query[:, :, a:z], summaries, rule, a, dense_until)
+        mask = mask.view(b * kv_heads, 1, z - a, z)
+        q1, k1, v1 = q[:, :, a:z], k[:, :, :z], v[:, :, :z]
+        parts.append(F.scaled_dot_product_attention(q1, k1, v1, attn_mask=mask, scale=scaling))
+    return torch.cat(parts, dim=2).view(b, heads, t, d)
+
+
+def _dense_prefix(
+    rows: SparseRows, b: int, t: int, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """Columns that attend densely in every row; each row's prompt length [b] where prompts do."""
+    end = min(t, rows.rule.dense_positions)
+    if rows.rule.sparse_prompt:
+        return end, None
+    prompts = rows.prompt_lens
+    if prompts is None or len(prompts) != b:
+        raise ValueError(f"{b} rows need as many prompt lengths, not {prompts}")
+    until = torch.as_tensor(list(prompts), device=device)
+    return min(t, max(end, min(prompts))), until
+
+
+@torch.no_grad()
+def _summaries(key: Tensor, block_size: int) -> Tensor:
+    """Summaries of each row's complete pages: key [B, Hk, T, D] -> [B, Hk, T // block_size, D]."""
+    whole = key.shape[2] // block_size
+    return page_summaries(key[:, :, : whole * block_size].unflatten(2, (whole, block_size)))
+
+
+@torch.no_grad()
+def _token_mask(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
+) -> Tensor:
+    """Which keys the queries at positions `start ..` see.
+
+    query [B, H, C, D] -> [B, Hk, C, start + C] bool.
+    """
+    kv_heads, bs = summaries.shape[1], rule.block_size
+    end = start + query.shape[2]
+    position = torch.arange(start, end, device=query.device)
+    n = (end - 1) // bs + 1
+    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
+    # an incomplete last page is the own page of whoever sees it, and needs no score
+    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
+    complete = min(n, summaries.shape[2])
+    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
+    pages = position // bs + 1
+    selected = select_pages(scores, pages, page_budget(rule, pages), rule.max_budget(n))
+    seen = page_mask(selected, n).repeat_interleave(bs, dim=-1)[..., :end]
+    if dense_until is not None:
+        seen = seen | (position < dense_until[:, None])[:, None, :, None]
+    return seen & (torch.arange(end, device=query.device) <= position[:, None])

@@ -1,0 +1,175 @@
+"""Which groups each step trains on, from the room for new ones to the commit of a batch.
+
+A step is consumed in two phases: `take(step)` fixes its batch, `commit(step)` says that it was
+trained on. Until then the batch is kept, and `rollback(step)` puts it back, to be taken again as
+the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rlcore.buffer.admission import Candidate, StalenessBound
+from rlcore.buffer.capacity import KEY, MIB, groups_that_fit
+from rlcore.buffer.entry import Entry
+from rlcore.buffer.ledger import LedgerError
+from rlcore.buffer.live import LiveGroups
+from rlcore.buffer.sampling import Sampler
+from rlcore.buffer.specs import BatchingSpec
+from rlcore.errors import UserError
+
+
+class Batches:
+    """The order of training over the live groups. Steps are taken in order, `next_step` is next."""
+
+    def __init__(
+        self,
+        live: LiveGroups,
+        batching: BatchingSpec,
+        *,
+        max_bytes: int,
+        run_seed: int,
+        task_weights: Mapping[str, float] | None,
+    ) -> None:
+        self._live = live
+        self._max_bytes = max_bytes
+        self._max_uses = batching.max_uses
+        self.bound = StalenessBound(
+            batching.groups_per_step, batching.steps_per_publish, batching.max_staleness
+        )
+        self.sampler = Sampler(self.bound, batching, run_seed, task_weights)
+        self.next_step = 0
+        self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
+        self.pinned: dict[int, list[int]] = {}  # rolled back step -> ids it must get again
+
+    def room(self) -> int:
+        """Groups that may be admitted now.
+
+        0 while the records exceed max_bytes. Raises UserError if less than one step's groups does.
+        """
+        live, waiting = self._live, self.waiting()
+        capacity = self.bound.capacity(live.published, self._horizon)
+        room = max(0, capacity - sum(c.uses_left for c in waiting)) // self._max_uses
+        missing = max(0, self.bound.groups_per_step - len(waiting))
+        if capacity:  # a batch needs G different groups, however often each may be used
+            room = max(room, missing)
+        # Batches that were taken free their bytes at the commit; without any, nothing ever will.
+        if live.bytes >= self._max_bytes and missing and not self.taken and not self.pinned:
+            raise UserError(
+                f"{KEY}={self._max_bytes / MIB:g} is too small: {len(waiting)} groups fill it, and "
+                f"a step needs schedule.groups_per_step={self.bound.groups_per_step}; raise it."
+            )
+        return groups_that_fit(
+            room,
+            max_bytes=self._max_bytes,
+            used_bytes=live.bytes,
+            completed=live.completed_bytes,
+            in_flight=sum(not c.finished for c in waiting),
+            missing=missing,
+        )
+
+    def choose(self, step: int) -> list[int] | None:
+        """Ids of the batch of `step`, ascending, or None if it must wait.
+
+        Raises ValueError for another step than the next one.
+        """
+        if step != self.next_step:
+            raise ValueError(
+                f"buffer: step {step} is out of order, the next one to take is {self.next_step}"
+            )
+        if step in self.pinned:
+            return self.pinned[step]
+        waiting = self.waiting()
+        finished = sum(c.finished for c in waiting)
+        if finished < self.bound.groups_per_step:
+            return None
+        needs_pool = self.sampler.hard_cap and self.bound.synchronous
+        complete = needs_pool and finished == len(waiting) and self.room() == 0
+        return self.sampler.draw(waiting, step, pool_complete=complete)
+
+    def take(self, step: int) -> list[Entry] | None:
+        """The groups of the batch of `step`, ascending by id, or None if it must wait."""
+        ids = self.choose(step)
+        if ids is None:
+            return None
+        entries = [self._live.entries[i] for i in ids]
+        self.pinned.pop(step, None)
+        self.taken[step] = ids
+        self.next_step = step + 1
+        for entry in entries:
+            entry.taken_by.append(step)
+        self.sampler.confirm([e.task for e in entries])
+        return entries
+
+    def commit(self, step: int) -> None:
+        """The batch of `step` was trained on: groups that no later step will use leave."""
+        if step not in self.taken:
+            raise ValueError(f"buffer: the batch of step {step} was not taken, or is committed")
+        for group_id in self.taken.pop(step):
+            entry = self._live.entries[group_id]
+            entry.taken_by.remove(step)
+            entry.uses += 1
+            entry.last_step = max(entry.last_step, step)
+            used_up = entry.uses >= self._max_uses or self._expired(entry)
+            if not entry.taken_by and used_up:
+                self._live.consume(entry)
+
+    def rollback(self, step: int) -> None:
+        """Put back the uncommitted batches of `step` and later, to be taken again as they were."""
+        for later in sorted((s for s in self.taken if s >= step), reverse=True):
+            ids = self.taken.pop(later)
+            self.pinned[later] = ids
+            for group_id in ids:
+                self._live.entries[group_id].taken_by.remove(later)
+            self.sampler.confirm([self._live.entries[i].task for i in ids], sign=-1)
+            self.next_step = later
+
+    def resume(self) -> None:
+        """After a restore: put back what was not committed, and evict what can no longer be trained
+        on in time."""
+        if self.taken:
+            self.rollback(min(self.taken))
+        size = self.bound.groups_per_step  # batches of another size are chosen anew
+        self.pinned = {step: ids for step, ids in self.pinned.items() if len(ids) == size}
+        for group_id in self.bound.excess(self.waiting(), self._horizon):
+            self._live.evict_stale(self._live.entries[group_id])
+
+    def expire(self) -> None:
+        """The hard cap of orders that may pass a group over: evict those past their deadline."""
+        if not self.sampler.hard_cap:
+            return
+        pinned = self._all_pinned()
+        for entry in [e for e in self._live.entries.values() if self._expired(e)]:
+            if not entry.taken_by and entry.group_id not in pinned:
+                self._live.evict_stale(entry)
+
+    def waiting(self) -> list[Candidate]:
+        """Live groups that a later step may use, except those that a rolled back step will get
+        again."""
+        pinned = self._all_pinned()
+        found = []
+        for e in self._live.entries.values():
+            uses_left = self._max_uses - e.uses - len(e.taken_by)
+            leaves_at_commit = e.taken_by and self._expired(e)
+            if uses_left > 0 and e.group_id not in pinned and not leaves_at_commit:
+                deadline = self.bound.deadline(e.admitted_version)
+                found.append(Candidate(e.group_id, deadline, e.finished, e.task, uses_left))
+        return found
+
+    def check(self) -> None:
+        """Raise LedgerError unless uncommitted batches and live groups agree."""
+        taken = {(step, i) for step, ids in self.taken.items() for i in ids}
+        noted = {(s, e.group_id) for e in self._live.entries.values() for s in e.taken_by}
+        if taken != noted:
+            raise LedgerError("buffer: uncommitted batches and live groups disagree")
+
+    @property
+    def _horizon(self) -> int:
+        """The first step whose batch is not fixed yet: rolled back steps will get theirs again."""
+        return self.next_step + len(self.pinned)
+
+    def _all_pinned(self) -> set[int]:
+        return {i for ids in self.pinned.values() for i in ids}
+
+    def _expired(self, entry: Entry) -> bool:
+        return self.bound.deadline(entry.admitted_version) < self._horizon

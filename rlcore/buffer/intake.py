@@ -1,0 +1,158 @@
+"""Arrival: the records of a drawing and its score come separately and are paired here.
+
+A sample has arrived when all parts of one drawing's record and its score are there, in whichever
+order. A sample may be drawn more than once (its first actor seemed lost): the first complete
+drawing counts, the others are dropped. A drawing that comes too late is counted once, by its score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rlcore.buffer.entry import ArrivedSample, Drawing, Entry
+from rlcore.buffer.live import LiveGroups
+from rlcore.buffer.selection import judge
+from rlcore.buffer.specs import SelectionSpec
+from rlcore.buffer.statistics import ArrivalTotals
+from rlcore.serialization import RecordHeader, read_header
+from rlcore.types import Score
+
+REASON_CHARS = 300  # of a grader's message
+
+
+class Intake:
+    """Pairs records and scores, and judges a group when its last sample has arrived."""
+
+    def __init__(self, live: LiveGroups, selection: SelectionSpec) -> None:
+        self._live = live
+        self._selection = selection
+        self.totals = ArrivalTotals()
+        self.duplicates = 0  # drawings of samples that had already arrived
+        self.late = 0  # drawings of groups that had already departed
+        self.failed_score = ""  # prompt id and reason of the newest sample that was not scored
+
+    def add_records(self, records: Sequence[bytes]) -> None:
+        """Records of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
+        read = [(read_header(record), record) for record in records]
+        for header, _ in read:
+            self._check_record(header)
+        for header, record in read:
+            self._add_record(header, record)
+
+    def add_scores(self, scores: Sequence[Score]) -> None:
+        """Scores of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
+        for score in scores:
+            self._check_score(score)
+        for score in scores:
+            self._add_score(score)
+
+    def _check_record(self, header: RecordHeader) -> None:
+        name = f"buffer: record {header.request_id}"
+        if header.purpose != "train":
+            raise ValueError(f"{name} is not of a training sample")
+        self._check_asked(name, header.group_id, header.sample_index)
+        entry = self._live.entries.get(header.group_id)
+        if entry is None:
+            return
+        if header.prompt_id != entry.prompt_id:
+            raise ValueError(f"{name} is of {header.prompt_id}, its group of {entry.prompt_id}")
+        oldest = header.oldest_version
+        if oldest is not None and oldest < entry.admitted_version:
+            raise ValueError(
+                f"{name} has tokens of version {oldest}, but its group was admitted at published "
+                f"version {entry.admitted_version}: actor {header.actor_id} served an older one"
+            )
+
+    def _check_score(self, score: Score) -> None:
+        name = f"buffer: score of sample {score.sample_index} of group {score.group_id}"
+        if score.reward is not None and not math.isfinite(score.reward):
+            raise ValueError(f"{name} has reward {score.reward}; that is a failed score")
+        self._check_asked(name, score.group_id, score.sample_index)
+
+    def _check_asked(self, name: str, group_id: int, sample_index: int) -> None:
+        known = self._live.ledger.known(group_id)
+        if not known or not 0 <= sample_index < self._live.samples_per_group:
+            raise ValueError(f"{name} was never asked for")
+
+    def _add_record(self, header: RecordHeader, record: bytes) -> None:
+        entry = self._live.entries.get(header.group_id)
+        if entry is None or header.sample_index in entry.samples:
+            return  # counted when its score comes
+        drawing = _drawing(entry, header.sample_index, header.draw_id)
+        if header.part not in drawing.records:
+            drawing.records[header.part] = (header, record)
+            self._live.bytes += len(record)
+            self._settle(entry, header.sample_index, drawing)
+
+    def _add_score(self, score: Score) -> None:
+        entry = self._live.entries.get(score.group_id)
+        if entry is None:
+            self.late += 1
+            return
+        if score.sample_index in entry.samples:
+            self.duplicates += 1
+            return
+        drawing = _drawing(entry, score.sample_index, score.draw_id)
+        if drawing.score is not None:
+            self.duplicates += 1
+            return
+        drawing.score = score
+        self._settle(entry, score.sample_index, drawing)
+
+    def _settle(self, entry: Entry, sample_index: int, drawing: Drawing) -> None:
+        """If the drawing is complete, it becomes the sample."""
+        if not drawing.complete:
+            return
+        before = entry.size
+        drawings = entry.drawings.pop(sample_index)
+        self.duplicates += sum(d.score is not None for d in drawings.values()) - 1
+        sample = ArrivedSample.of(drawing)
+        entry.samples[sample_index] = sample
+        self._live.bytes += entry.size - before
+        self._count(entry.prompt_id, sample)
+        if len(entry.samples) == self._live.samples_per_group:
+            self._complete(entry)
+
+    def _count(self, prompt_id: str, sample: ArrivedSample) -> None:
+        status = sample.score.status
+        self.totals.add(sample)
+        self._live.ledger.score_errors += status == "error"
+        self._live.ledger.score_timeouts += status == "timeout"
+        if not sample.usable:
+            reason = sample.score.error or status
+            self.failed_score = f"{prompt_id}: {reason}"[:REASON_CHARS]
+
+    def resume(self) -> None:
+        """After a restore with fewer samples a group: finish the groups that have that many."""
+        n = self._live.samples_per_group
+        for entry in [e for e in self._live.entries.values() if not e.finished]:
+            if len(entry.samples) >= n:
+                before = entry.size
+                entry.samples = dict(sorted(entry.samples.items())[:n])
+                self._live.bytes += entry.size - before
+                self._complete(entry)
+
+    def _complete(self, entry: Entry) -> None:
+        """All samples of the group have arrived: fail it, filter it, or keep what is trained on."""
+        live = self._live
+        usable = entry.usable()
+        rewards = [s.score.reward for s in usable if s.score.reward is not None]
+        verdict = judge(rewards, self._selection, live.samples_per_group)
+        if verdict.failed:
+            return live.fail(entry, verdict.failed)
+        if verdict.evicted:
+            return live.evict(entry, verdict.evicted)
+        before = entry.size
+        for position, sample in enumerate(usable):
+            if position not in verdict.kept:
+                sample.records = ()
+        live.bytes += entry.size - before
+        count, size = live.completed_bytes
+        live.completed_bytes = (count + 1, size + entry.size)
+        entry.finished = True
+        entry.arrival_version = live.learner
+
+
+def _drawing(entry: Entry, sample_index: int, draw_id: str) -> Drawing:
+    return entry.drawings.setdefault(sample_index, {}).setdefault(draw_id, Drawing())

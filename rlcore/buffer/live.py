@@ -1,0 +1,84 @@
+"""The groups that were admitted and have not departed, with their accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlcore.buffer.entry import Entry
+from rlcore.buffer.ledger import Ledger, LedgerError
+
+STALE = "stale"
+
+
+class LiveGroups:
+    """Live groups by id, the ledger, the bytes they hold, and the versions that their age is
+    measured against.
+
+    `published`: the version that every actor serves. `learner`: optimizer steps done.
+    """
+
+    def __init__(self, samples_per_group: int) -> None:
+        self.samples_per_group = samples_per_group
+        self.ledger = Ledger()
+        self.entries: dict[int, Entry] = {}
+        self.bytes = 0
+        self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
+        self.published = 0
+        self.learner = 0
+
+    def admit(self, prompt_id: str) -> int:
+        """Open one group at the published version; its id."""
+        group_id = self.ledger.admit()
+        self.entries[group_id] = Entry(group_id, prompt_id, self.published)
+        return group_id
+
+    def unfinished(self) -> bool:
+        """Whether any group is in flight."""
+        return any(not e.finished for e in self.entries.values())
+
+    def in_flight(
+        self, group_ids: Iterable[int] | None = None
+    ) -> dict[int, tuple[str, tuple[int, ...]]]:
+        """Group id -> (prompt id, samples not arrived), of these groups or of all."""
+        if group_ids is None:
+            chosen = list(self.entries.values())
+        else:
+            chosen = [self.entries[i] for i in sorted(set(group_ids)) if i in self.entries]
+        n = self.samples_per_group
+        return {e.group_id: (e.prompt_id, e.missing(n)) for e in chosen if not e.finished}
+
+    def consume(self, entry: Entry) -> None:
+        """The group was trained on for the last time."""
+        self.ledger.consume(entry.group_id, entry.last_step)
+        self._drop(entry)
+
+    def evict(self, entry: Entry, reason: str) -> None:
+        """Give up a group that has no fault."""
+        self.ledger.evict(entry.group_id, reason)
+        self._drop(entry)
+
+    def evict_stale(self, entry: Entry) -> None:
+        """Evict a group that is too old; one that was already trained on leaves as consumed."""
+        if entry.uses:
+            self.consume(entry)
+        else:
+            self.evict(entry, STALE)
+
+    def fail(self, entry: Entry, reason: str) -> None:
+        """Give up a group that could not be finished."""
+        self.ledger.fail(entry.group_id, reason)
+        self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self.bytes -= entry.size
+        del self.entries[entry.group_id]
+
+    def check(self) -> None:
+        """Raise LedgerError unless ledger, live groups and bytes agree."""
+        self.ledger.check()
+        if self.ledger.live != set(self.entries):
+            differing = sorted(self.ledger.live ^ set(self.entries))
+            raise LedgerError(f"ledger and live groups disagree on {differing}")
+        held = sum(e.size for e in self.entries.values())
+        if self.bytes != held:
+            raise LedgerError(f"buffer: {self.bytes} bytes counted, the live groups hold {held}")

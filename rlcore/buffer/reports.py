@@ -1,0 +1,49 @@
+"""Metrics and messages about a replay buffer."""
+
+from __future__ import annotations
+
+from rlcore.buffer.store import ReplayBuffer
+
+
+def metrics(buffer: ReplayBuffer) -> dict[str, float]:
+    """`buffer/*` and `ledger/*` as they stand now. Raises LedgerError unless all accounts match."""
+    buffer.live.check()
+    buffer.batches.check()
+    live, intake = buffer.live, buffer.intake
+    finished = sum(e.finished for e in live.entries.values())
+    return {
+        "buffer/groups": float(finished),
+        "buffer/in_flight": float(len(live.entries) - finished),
+        "buffer/bytes": float(live.bytes),
+        "buffer/duplicates": float(intake.duplicates),
+        "buffer/late": float(intake.late),
+        **intake.totals.metrics(),
+        **live.ledger.metrics(),
+    }
+
+
+def waiting_for(buffer: ReplayBuffer, step: int) -> str:
+    """One line for an error message: what `take(step)` lacks."""
+    waiting = buffer.batches.waiting()
+    finished = sum(c.finished for c in waiting)
+    line = (
+        f"step {step} needs {buffer.batches.bound.groups_per_step} groups: {finished} finished, "
+        f"{len(waiting) - finished} in flight"
+    )
+    for group_id, (prompt_id, missing) in list(buffer.in_flight().items())[:1]:
+        line += (
+            f"; the oldest in flight is group {group_id} ({prompt_id}), with {len(missing)} of "
+            f"{buffer.live.samples_per_group} samples missing"
+        )
+    failed, sentence = failed_scores(buffer)
+    return f"{line}; {sentence}" if failed else line
+
+
+def failed_scores(buffer: ReplayBuffer) -> tuple[int, str]:
+    """Samples that could not be scored so far, and a clause that says so with the last reason."""
+    errors, timeouts = buffer.ledger.score_errors, buffer.ledger.score_timeouts
+    sentence = (
+        f"{errors + timeouts} of {buffer.intake.totals.samples} samples so far could not be scored "
+        f"({errors} errors, {timeouts} timeouts), the last: {buffer.intake.failed_score}"
+    )
+    return errors + timeouts, sentence

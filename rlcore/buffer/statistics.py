@@ -1,0 +1,73 @@
+"""Statistics of the samples that arrived, and of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rlcore.buffer.entry import ArrivedSample, Entry
+
+
+@dataclass(slots=True)
+class ArrivalTotals:
+    """Running sums over every sample that arrived, kept or not. Rewards over usable samples
+    only."""
+
+    samples: int = 0
+    tokens: int = 0
+    scored: int = 0
+    reward_sum: float = 0.0
+    reward_squares: float = 0.0
+
+    def add(self, sample: ArrivedSample) -> None:
+        """Count one sample."""
+        self.samples += 1
+        self.tokens += sample.tokens
+        if sample.score.reward is not None:
+            self.scored += 1
+            self.reward_sum += sample.score.reward
+            self.reward_squares += sample.score.reward**2
+
+    def metrics(self) -> dict[str, float]:
+        """Totals and means since the start of the run; they depend on when they are read."""
+        metrics = {
+            "buffer/arrived_samples": float(self.samples),
+            "buffer/arrived_tokens": float(self.tokens),
+        }
+        if self.samples:
+            metrics["buffer/arrived_response_length_mean"] = self.tokens / self.samples
+        if self.scored:
+            mean = self.reward_sum / self.scored
+            metrics["buffer/arrived_reward_mean"] = mean
+            metrics["buffer/arrived_reward_std"] = math.sqrt(
+                max(0.0, self.reward_squares / self.scored - mean**2)
+            )
+        return metrics
+
+
+def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
+    """Rewards and lengths (sampled tokens) over all usable samples of a batch, before selection.
+
+    Summed in a fixed order, so that two runs of one seed agree to the bit.
+    """
+    groups = list(entries)
+    samples = [s for e in groups for s in e.usable()]
+    rewards = [s.score.reward for s in samples if s.score.reward is not None]
+    lengths = [s.tokens for s in samples]
+    kept = [s.score.reward for e in groups for s in e.kept() if s.score.reward is not None]
+    mean = math.fsum(rewards) / len(rewards)
+    cut = sum(s.finish_reason == "length" for s in samples)
+    metrics = {
+        "reward/mean": mean,
+        "reward/std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/truncated_share": cut / len(samples),
+    }
+    if len(kept) < len(rewards):
+        metrics["reward/kept_mean"] = math.fsum(kept) / len(kept)
+    for name in sorted({n for s in samples for n in s.score.parts}):
+        values = [s.score.parts[name] for s in samples if name in s.score.parts]
+        metrics[f"reward_parts/{name}"] = math.fsum(values) / len(values)
+    return metrics

@@ -1,0 +1,152 @@
+"""The replay buffer's process. No Ray in here, so that a simulation can host it too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlcore.buffer import ReplayBuffer, journal, reports
+from rlcore.cluster.jobs import BufferJob
+from rlcore.errors import StageError
+from rlcore.loop.clients import Missing
+from rlcore.serialization import StoredEpisode, StoredGroup
+from rlcore.types import Score
+
+
+class BufferActor:
+    """The replay buffer behind an event loop: every method runs alone, waits are long polls with a
+    deadline."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._snapshot: journal.Snapshot | None = None
+        self._refused = ""  # why the buffer did not take what it was sent
+
+    async def start(self, job: BufferJob) -> int:
+        self.buffer = ReplayBuffer(
+            job.batching,
+            job.selection,
+            samples_per_group=job.samples_per_group,
+            max_bytes=job.max_bytes,
+            run_seed=job.run_seed,
+            keep_samples=job.keep_samples,
+        )
+        return os.getpid()
+
+    async def alive(self) -> bool:
+        """Raises StageError if the buffer has refused a message: its senders do not wait for an
+        answer."""
+        if self._refused:
+            raise StageError(self._refused)
+        return True
+
+    # ---- from rollout actors and graders ---------------------------------------------------------
+
+    async def add_records(self, records: Sequence[bytes]) -> None:
+        """Serialised training trajectories."""
+        await self._take_in(lambda: self.buffer.add_records(records))
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """Scores of training episodes."""
+        await self._take_in(lambda: self.buffer.add_scores(scores))
+
+    async def _take_in(self, add: Callable[[], None]) -> None:
+        try:
+            add()
+        except ValueError as e:
+            self._refused = self._refused or f"the replay buffer refused a message: {e}"
+            raise
+        await self._notify()
+
+    # ---- from the loop ---------------------------------------------------------------------------
+
+    async def set_versions(self, published: int, learner: int) -> None:
+        self.buffer.set_versions(published=published, learner=learner)
+        await self._notify()
+
+    async def wait_room(self, timeout_s: float, all_done: bool, total: int) -> int:
+        return int(
+            await self._poll(lambda: self.buffer.room(total=total, all_done=all_done), timeout_s)
+        )
+
+    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
+        return bool(await self._poll(lambda: self.buffer.ready(step, wave=wave), timeout_s))
+
+    async def admit(self, prompt_ids: list[str]) -> list[int]:
+        return self.buffer.admit(prompt_ids)
+
+    async def take(self, step: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
+        batch = self.buffer.take(step)
+        await self._notify()
+        return batch.groups, batch.metrics
+
+    async def commit(self, step: int) -> None:
+        self.buffer.commit(step)
+        await self._notify()
+
+    async def in_flight(self) -> Missing:
+        return self.buffer.in_flight()
+
+    async def lost(self, group_ids: list[int], limit: int) -> tuple[Missing, dict[int, str]]:
+        again, given_up = self.buffer.lost(group_ids, limit)
+        if given_up:
+            await self._notify()
+        return again, given_up
+
+    async def waiting_for(self, step: int) -> str:
+        return reports.waiting_for(self.buffer, step)
+
+    async def failed_scores(self) -> tuple[int, str]:
+        return reports.failed_scores(self.buffer)
+
+    async def metrics(self) -> dict[str, float]:
+        return reports.metrics(self.buffer)
+
+    # ---- from learner ranks and for display ------------------------------------------------------
+
+    async def stored(self, step: int, group_ids: list[int]) -> list[StoredGroup]:
+        """Groups of a batch that was taken, for a learner rank."""
+        return self.buffer.stored(step, group_ids)
+
+    async def peek(self, step: int, count: int) -> list[StoredEpisode]:
+        """Some samples of a batch."""
+        return self.buffer.peek(step, count)
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    async def snapshot(self) -> None:
+        self._snapshot = journal.snapshot(self.buffer)
+
+    async def save(self, folder: str) -> None:
+        """Write the snapshot in a thread, while other calls are served."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise StageError("the buffer was asked to save without a snapshot")
+        await asyncio.to_thread(journal.save, folder, snapshot)
+
+    async def load(self, folder: str) -> None:
+        journal.load(folder, self.buffer)
+        await self._notify()
+
+    # ---- waiting ---------------------------------------------------------------------------------
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _poll(self, value: Callable[[], Any], timeout_s: float) -> Any:
+        """The first value that is true, or the last one when the time is over."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        async with self._changed:
+            while not (current := value()):
+                remaining = deadline - clock()
+                if remaining <= 0:
+                    return current
+                try:
+                    await asyncio.wait_for(self._changed.wait(), remaining)
+                except TimeoutError:
+                    return value()
+            return current

@@ -1,0 +1,159 @@
+"""A learner rank's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import ray
+
+from rlcore.cluster.jobs import Hosting
+from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import LearnerJob, RankPlace
+from rlcore.serialization import load_group
+from rlcore.types import Group, WeightManifest
+
+PHASE_WEIGHTS = "phase_weights.safetensors"
+# Threads beside the one that computes: heartbeats, files, the next batches
+LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}
+
+
+class LearnerActor:
+    """One rank of a learner: the policy's, or of a companion that has ranks of its own."""
+
+    def __init__(self, buffer: Any, hosting: Hosting) -> None:
+        self._buffer = buffer
+        self._hosting = hosting
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: list[Future[object]] = []
+        self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
+        # rank 0: trained weights at the beginning of the phase
+        self._phase_weights: dict[str, Any] = {}
+
+    def start(self, job: LearnerJob, place: RankPlace) -> int:
+        from rlcore.cluster.transports import make_transport
+        from rlcore.learner.rank import LearnerRank
+
+        self.rank = LearnerRank(job, place)
+        self._run_seed = job.run_seed
+        self.transport: Any = make_transport(self._hosting)
+        return os.getpid()
+
+    def join(self, host: str, port: int, rank: int, world_size: int) -> None:
+        """Join the broadcast group that weights travel through."""
+        from rlcore.cluster.transports import join_group
+
+        self.transport = join_group(self._hosting, host, port, rank, world_size)
+
+    @ray.method(concurrency_group="watch")
+    def alive(self) -> bool:
+        return True
+
+    def address(self, port: int = 0) -> tuple[str, int]:
+        """Where rank 0 listens for the others, when ranks may be on several nodes; `port` 0: any
+        free one."""
+        from rlcore.cluster.placement import free_port
+
+        host = ray.util.get_node_ip_address()
+        return host, free_port(port, host)
+
+    # ---- reinforcement learning ------------------------------------------------------------------
+
+    @ray.method(concurrency_group="data")
+    def fetch(self, shares: dict[int, list[int]], timeout_s: float) -> None:
+        """Fetch this rank's groups of later batches (step -> group ids) while it trains."""
+        refs = [self._buffer.stored.remote(step, ids) for step, ids in shares.items()]
+        for step, stored in zip(shares, ray.get(refs, timeout=timeout_s)):
+            self._fetched[step] = [load_group(group) for group in stored]
+
+    def begin_phase(self, steps: list[int], keep_start: bool, resumed: str | None) -> None:
+        """Compute p_ref for the batches of an update phase, which were fetched.
+
+        `keep_start`: the phase has several steps, so the weights it begins with are kept for a
+        checkpoint in its middle. `resumed`: such a checkpoint; p_ref is computed under the weights
+        kept, then its own are loaded.
+        """
+        batches = [self._fetched.pop(step) for step in steps]
+        if resumed is not None:
+            self._load_phase_weights(resumed)
+        elif keep_start:
+            self._phase_weights = self.rank.trained_weights()
+        self.rank.begin_phase(batches, first=resumed is None)
+        if resumed is not None:
+            self.rank.load(resumed, keep_phase=True)
+
+    def _load_phase_weights(self, folder: str) -> None:
+        from safetensors.torch import load_file
+
+        self._phase_weights = load_file(os.path.join(folder, PHASE_WEIGHTS))
+        self.rank.load_weights(self._phase_weights)
+
+    def train_step(self, step: int) -> dict[str, float]:
+        return self.rank.train_step(step)
+
+    def sft_step(self, step: int, examples: Sequence[TokenSequence]) -> dict[str, float]:
+        return self.rank.sft_step(step, examples)
+
+    # ---- weights ---------------------------------------------------------------------------------
+
+    def published(self) -> list[str]:
+        """Names of the sets of weights that these ranks publish."""
+        return list(self.rank.published)
+
+    def publish(
+        self, version: int, name: str, dtype: str, full: bool, resumed: str | None
+    ) -> tuple[WeightManifest, Any] | None:
+        """Gather a set of weights (all ranks take part); rank 0 returns (manifest, handle), the
+        others None.
+
+        `resumed`: a checkpoint made in the middle of a phase; what the phase began with is
+        published.
+        """
+        from rlcore.weights.manifest import make_manifest
+
+        if resumed is not None:
+            self._load_phase_weights(resumed)
+        tensors = self.rank.state_for_publish(name, dtype)
+        if self.rank.rank != 0:
+            return None
+        manifest = make_manifest(version, tensors, full=full, seed=self._run_seed)
+        return manifest, self.transport.publish(manifest, tensors)
+
+    def follow(self, manifest: WeightManifest, handle: Any) -> None:
+        """Take these weights as the frozen policy that KL is taken to (a draft's learner follows
+        the policy)."""
+        self.rank.load_frozen(self.transport.receive(manifest, handle))
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def save(self, folder: str, in_phase: bool) -> None:
+        """Copy the learner's state to host memory and have it written in the background; `saved`
+        returns when it is on disk.
+
+        `in_phase`: with the weights that the running phase began with.
+        """
+        self._writing = []
+        self.rank.save(folder, self._write_behind)
+        if in_phase and self.rank.rank == 0:
+            from safetensors.torch import save_file
+
+            path = os.path.join(folder, PHASE_WEIGHTS)
+            self._write_behind(partial(save_file, self._phase_weights, path))
+
+    def _write_behind(self, job: Callable[[], object]) -> None:
+        self._writing.append(self._writer.submit(job))
+
+    @ray.method(concurrency_group="files")
+    def saved(self) -> None:
+        """Return when everything of the last `save` is written; raises disk errors."""
+        for job in self._writing:
+            job.result()
+
+    def load(self, folder: str) -> None:
+        self.rank.load(folder)
+
+    def export(self, folder: str) -> None:
+        self.rank.export(folder)

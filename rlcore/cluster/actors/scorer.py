@@ -1,0 +1,80 @@
+"""The graders' process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from typing import Any
+
+import ray
+
+from rlcore.cluster.jobs import ScorerJob
+from rlcore.cluster.readable import readable, verdict
+from rlcore.serialization import StoredEpisode
+from rlcore.types import Answer, Score
+
+Verdict = dict[str, Any]  # of one sample of an evaluation, readable
+
+
+class ScorerActor:
+    """Grader processes between rollout actors and buffer. Keeps the verdicts of evaluations."""
+
+    def __init__(self, buffer: str, job: ScorerJob) -> None:
+        """`buffer`: its name, since Ray repeats these arguments when it restarts this process."""
+        self._buffer = ray.get_actor(buffer)
+        self._job = job
+        # purpose -> (group id, sample index) -> verdict; keyed, because a sample that was
+        # requested twice may return twice
+        self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
+        self._lock = threading.Lock()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self.start()  # Ray restarted this process, so it must start the scorer itself
+
+    def start(self) -> int:
+        from rlcore.models.text import decode_response, load_tokenizer
+        from rlcore.tasks.scoring import Scorer
+
+        tokenizer = load_tokenizer(self._job.tokenizer_path)
+        self._decode = lambda ids: decode_response(tokenizer, ids)
+        self.scorer = Scorer(self._job.tasks, self._job.grading, on_scored=self._scored)
+        return os.getpid()
+
+    def pid(self) -> int:
+        """This process; another number than before means that what it held is lost. Raises what
+        stopped the scoring."""
+        self.scorer.check()
+        return os.getpid()
+
+    def submit(self, answers: list[Answer]) -> None:
+        """Answers from a rollout actor."""
+        self.scorer.submit(answers)
+
+    def _scored(self, scored: list[tuple[Answer, Score]]) -> None:
+        training = [score for answer, score in scored if answer.purpose == "train"]
+        if training:
+            self._buffer.add_scores.remote(training)
+        with self._lock:
+            for answer, score in scored:
+                if answer.purpose != "train":
+                    key = (answer.group_id, answer.sample_index)
+                    self._evaluations[answer.purpose][key] = verdict(answer, score)
+
+    def evaluation_progress(self, purpose: str) -> int:
+        """Verdicts of one evaluation that have come so far."""
+        with self._lock:
+            return len(self._evaluations[purpose])
+
+    def evaluation(self, purpose: str) -> list[Verdict]:
+        """All verdicts of one evaluation, which is then forgotten."""
+        with self._lock:
+            return list(self._evaluations.pop(purpose, {}).values())
+
+    def samples(self, step: int, count: int, timeout_s: float) -> list[dict[str, Any]]:
+        """Readable samples of a batch, fetched here so that their records pass no other process."""
+        ref: Any = self._buffer.peek.remote(step, count)
+        stored: list[StoredEpisode] = ray.get(ref, timeout=timeout_s)
+        return [readable(episode, self._decode) for episode in stored]
+
+    def close(self) -> None:
+        self.scorer.close()

@@ -1,0 +1,86 @@
+"""Calls of Ray actors under deadlines, and what their failures mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
+
+# Peers of a dead process may fail before its death is reported: wait this long for the report
+LOST_RANK_GRACE_S = 5.0
+
+
+async def call(
+    ref: Any, *, timeout_s: float, what: str, key: str, who: str = "a process of the run"
+) -> Any:
+    """Await a Ray reference under a deadline.
+
+    Raises DeadlineExceeded (naming `what` and the config key `key`), RoleLost when `who` has died,
+    and the remote exception itself, not a stack of remote tracebacks, when the call failed.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer(ref, what, who)
+    except TimeoutError as e:
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).") from e
+
+
+async def answer(ref: Any, what: str, who: str) -> Any:
+    """The same without a deadline: the caller has one."""
+    try:
+        return await ref
+    except RayTaskError as e:
+        raise _cause(e, what) from e
+    except RayActorError as e:
+        raise RoleLost(f"{who} died while the run waited for {what}") from e
+
+
+def get(refs: Any, *, timeout_s: float, what: str, key: str) -> Any:
+    """The blocking version of `call`, for commands outside an event loop; `refs` is one reference
+    or a list whose answers depend on each other.
+
+    Of several failures the loss of a process is the one raised, as RoleLost.
+    """
+    try:
+        return ray.get(refs, timeout=timeout_s)
+    except GetTimeoutError as e:
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).") from e
+    except RayTaskError as e:
+        # a rank fails within moments of another's death, which is the reason to name
+        for ref in refs if isinstance(refs, list) else []:
+            with contextlib.suppress(RayTaskError, GetTimeoutError):
+                _alive(ref, what)
+        raise _cause(e, what) from e
+    except RayActorError as e:
+        raise _lost(e, what) from e
+
+
+def _alive(ref: Any, what: str) -> None:
+    try:
+        ray.get(ref, timeout=LOST_RANK_GRACE_S)
+    except RayActorError as e:
+        raise _lost(e, what) from e
+
+
+def _lost(e: RayActorError, what: str) -> RoleLost:
+    return RoleLost(f"{what}: the process died: {last_line(str(getattr(e, 'cause', None) or e))}")
+
+
+def _cause(e: RayTaskError, what: str) -> Exception:
+    cause = e.cause if isinstance(getattr(e, "cause", None), Exception) else None
+    if isinstance(cause, UserError | StageError | DeadlineExceeded):
+        return type(cause)(*cause.args)
+    if isinstance(cause, RayActorError):
+        return RoleLost(f"a process that {what} depended on died")
+    return StageError(f"{what} failed: {type(cause or e).__name__}: {last_line(str(cause or e))}")
+
+
+def last_line(text: str) -> str:
+    """The last non-empty line, which is the message of a remote traceback."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "(no message)"

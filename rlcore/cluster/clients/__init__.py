@@ -1,0 +1,8 @@
+"""The processes of a run as the loop calls them: `rlcore.loop.clients` over Ray."""
+
+from rlcore.cluster.clients.buffer import RayBuffer
+from rlcore.cluster.clients.learner import RayLearner
+from rlcore.cluster.clients.rollout import RayRolloutActor
+from rlcore.cluster.clients.scorer import RayScorer
+
+__all__ = ["RayBuffer", "RayLearner", "RayRolloutActor", "RayScorer"]

@@ -1,0 +1,95 @@
+"""The replay buffer's client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from rlcore.cluster.calls import call, get
+from rlcore.cluster.jobs import Hosting
+from rlcore.loop.clients import Batch, BufferClient, Missing
+
+
+class RayBuffer(BufferClient):
+    """Every call under the deadline `schedule.publish_timeout_s`."""
+
+    def __init__(self, handle: Any, name: str, started: Any, hosting: Hosting) -> None:
+        """`name`: under which other processes find the actor. `started`: its answer to `start`."""
+        self.handle = handle
+        self.name = name
+        self.starting = [(started, "the replay buffer to start")]
+        self._timeout_s = hosting.schedule.publish_timeout_s
+        self._start_timeout_s = hosting.supervision.start_timeout_s
+
+    async def _call(self, ref: Any, what: str) -> Any:
+        return await call(
+            ref,
+            timeout_s=self._timeout_s,
+            what=what,
+            key="schedule.publish_timeout_s",
+            who="the replay buffer",
+        )
+
+    async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
+        ref = self.handle.wait_room.remote(timeout_s, all_done, total)
+        return int(await self._call(ref, "room in the buffer"))
+
+    async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
+        return list(await self._call(self.handle.admit.remote(list(prompt_ids)), "an admission"))
+
+    async def in_flight(self) -> Missing:
+        return dict(await self._call(self.handle.in_flight.remote(), "the groups in flight"))
+
+    async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
+        ref = self.handle.lost.remote(list(group_ids), limit)
+        again, given_up = await self._call(ref, "recording lost groups")
+        return again, given_up
+
+    async def failed_scores(self) -> tuple[int, str]:
+        ref = self.handle.failed_scores.remote()
+        count, sentence = await self._call(ref, "the number of failed scores")
+        return count, sentence
+
+    async def set_versions(self, published: int, learner: int) -> None:
+        ref = self.handle.set_versions.remote(published, learner)
+        await self._call(ref, "setting the buffer's versions")
+
+    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
+        ref = self.handle.wait_ready.remote(step, timeout_s, wave)
+        return bool(await self._call(ref, "a training batch"))
+
+    async def take(self, step: int) -> Batch:
+        groups, metrics = await self._call(self.handle.take.remote(step), "a training batch")
+        return Batch(groups, metrics)
+
+    async def commit(self, step: int) -> None:
+        await self._call(self.handle.commit.remote(step), "a commit")
+
+    async def waiting_for(self, step: int) -> str:
+        return str(await self._call(self.handle.waiting_for.remote(step), "the buffer's state"))
+
+    async def metrics(self) -> dict[str, float]:
+        return dict(await self._call(self.handle.metrics.remote(), "the buffer's counts"))
+
+    async def snapshot(self) -> None:
+        await self._call(self.handle.snapshot.remote(), "a snapshot of the buffer")
+
+    async def save(self, folder: str, *, timeout_s: float) -> None:
+        ref, what = self.handle.save.remote(folder), "writing the buffer journal"
+        key = "checkpoint.write_timeout_s"
+        await call(ref, timeout_s=timeout_s, what=what, key=key, who="the replay buffer")
+
+    def load(self, folder: str) -> None:
+        """Continue from what `save` wrote. Blocks: before the loop runs."""
+        get(
+            self.handle.load.remote(folder),
+            timeout_s=self._start_timeout_s,
+            what="loading the buffer journal",
+            key="cluster.start_timeout_s",
+        )
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self.handle)

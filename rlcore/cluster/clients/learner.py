@@ -1,0 +1,176 @@
+"""The learner's client: the policy's ranks, and those of companions with ranks of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster.calls import call
+from rlcore.cluster.clients.ranks import Ask, RankGroup, deal
+from rlcore.learner.sequences import TokenSequence
+from rlcore.loop.clients import POLICY, Batch, LearnerClient, Publication
+
+# What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">
+COMPANION_METRICS = (
+    "loss/policy",
+    "loss/kl",
+    "grad_norm",
+    "entropy",
+    "mismatch/kl_k1",
+    "mismatch/abs_dlogp_mean",
+)
+
+
+class RayLearner(LearnerClient):
+    """Every method is one collective call on all rank groups together, under
+    `schedule.step_timeout_s`."""
+
+    def __init__(
+        self, groups: Sequence[RankGroup], started: Sequence[tuple[Any, str]], *, wire_dtype: str
+    ) -> None:
+        """`groups`: the policy's first. `wire_dtype`: of published weights."""
+        self.policy = groups[0]
+        self.companions = list(groups[1:])
+        self.starting = list(started)
+        self._groups = list(groups)
+        self._wire_dtype = wire_dtype
+        self._sets: dict[str, list[str]] = {}  # names of the sets that a group's ranks publish
+
+    def _folders(self, folder: str | None) -> Iterator[tuple[RankGroup, str | None]]:
+        """Each group with its folder of a checkpoint whose policy part is `folder`."""
+        for group in self._groups:
+            beside = folder is not None and group is not self.policy
+            own = str(Path(folder).with_name(group.name)) if folder and beside else folder
+            yield group, own
+
+    async def fetch(self, batches: Mapping[int, Batch]) -> None:
+        """Deal whole groups to the ranks by tokens."""
+        await asyncio.gather(*(self._fetch(group, batches) for group in self._groups))
+
+    async def _fetch(self, group: RankGroup, batches: Mapping[int, Batch]) -> None:
+        shares: list[dict[int, list[int]]] = [{} for _ in group.handles]
+        for step, batch in batches.items():
+            for share, dealt in zip(shares, deal(batch.groups, len(shares)), strict=True):
+                share[step] = dealt
+
+        def ask(share: dict[int, list[int]]) -> Ask:
+            return lambda handle: handle.fetch.remote(share, group.timeout_s)
+
+        await group.call_each([ask(s) for s in shares], "fetching a training batch")
+
+    async def begin_phase(
+        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+    ) -> None:
+        def ask(folder: str | None) -> Ask:
+            return lambda handle: handle.begin_phase.remote(list(steps), keep_start, folder)
+
+        what = "beginning an update phase"
+        await asyncio.gather(
+            *(group.call(ask(folder), what) for group, folder in self._folders(resumed))
+        )
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        answers = await asyncio.gather(*(self._step(group, step) for group in self._groups))
+        metrics = dict(answers[0])
+        for group, own in zip(self.companions, answers[1:], strict=True):
+            shown = {name: own[name] for name in COMPANION_METRICS if name in own}
+            metrics |= {f"{group.name}/{n.replace('/', '_')}": v for n, v in shown.items()}
+        return metrics
+
+    async def _step(self, group: RankGroup, step: int) -> dict[str, float]:
+        whose = "" if group is self.policy else f"the {group.name}'s "
+        what = f"{whose}optimizer step {step + 1}"
+        return dict(await group.call(lambda handle: handle.train_step.remote(step), what))
+
+    async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
+        """Gather the weights of every set; companions then follow the policy."""
+        sets: dict[str, Any] = {}
+        for group, folder in self._folders(resumed):
+            sets |= await self._gather(group, version, full, folder)
+        manifest, handle = sets[POLICY]
+        for group in self.companions:
+            await group.call(
+                lambda rank: rank.follow.remote(manifest, handle),
+                f"loading version {version} into the {group.name} learner",
+            )
+        return Publication(version, sets)
+
+    async def _gather(
+        self, group: RankGroup, version: int, full: bool, resumed: str | None
+    ) -> dict[str, Any]:
+        """All sets of one group. What its ranks call the policy is the group's own model."""
+        if group.name not in self._sets:
+            what = "reading the names of its weights"
+            self._sets[group.name] = await group.call(lambda rank: rank.published.remote(), what)
+        own, sets = self._sets[group.name], {}
+        for name in own:
+            called = group.name if name == POLICY else name
+            # The first set's call loads the weights kept at the phase's start, of all sets.
+            start = resumed if name == own[0] else None
+            sets[called] = await group.call(
+                self._publish(version, name, full, start), f"{called} weights of version {version}"
+            )
+        return sets
+
+    def _publish(self, version: int, name: str, full: bool, resumed: str | None) -> Ask:
+        dtype = self._wire_dtype
+        return lambda rank: rank.publish.remote(version, name, dtype, full, resumed)
+
+    async def save(self, folder: str, *, in_phase: bool) -> None:
+        for group, own in self._folders(folder):
+            what = f"a copy of the {group.title}'s state"
+            await group.call(self._save(own, in_phase), what)
+
+    def _save(self, folder: str | None, in_phase: bool) -> Ask:
+        return lambda handle: handle.save.remote(folder, in_phase)
+
+    async def saved(self, *, timeout_s: float) -> None:
+        key = "checkpoint.write_timeout_s"
+        for group in self._groups:
+            what = f"writing the checkpoint of the {group.title}"
+            calls = [
+                call(handle.saved.remote(), timeout_s=timeout_s, what=what, key=key, who=who)
+                for handle, who in group.roles()
+            ]
+            await asyncio.gather(*calls)
+
+    # ---- outside an event loop, before and without a run -----------------------------------------
+
+    def load(self, folder: str) -> None:
+        """Continue from a checkpoint whose policy part is `folder`. Blocks."""
+        for group, own in self._folders(folder):
+            asks = [self._load(own)] * len(group.handles)
+            group.call_now(asks, f"the {group.title} to load its checkpoint")
+
+    def _load(self, folder: str | None) -> Ask:
+        return lambda handle: handle.load.remote(folder)
+
+    def export(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder, and every companion beneath it. Blocks."""
+        for group in self._groups:
+            own = folder if group is self.policy else str(Path(folder) / group.name)
+            asks = [self._export(own)] * len(group.handles)
+            group.call_now(asks, f"the {group.title} to be written")
+
+    def _export(self, folder: str) -> Ask:
+        return lambda handle: handle.export.remote(folder)
+
+    def sft_step(self, step: int, shares: Sequence[Sequence[TokenSequence]]) -> dict[str, float]:
+        """One supervised step of the policy, a share of examples for each rank; metrics. Blocks."""
+
+        def ask(share: Sequence[TokenSequence]) -> Ask:
+            return lambda handle: handle.sft_step.remote(step, list(share))
+
+        asks = [ask(share) for share in shares]
+        return dict(self.policy.call_now(asks, f"warm-up step {step + 1}")[0])
+
+    def roles(self) -> list[tuple[Any, str]]:
+        """Every rank's handle, by the name that messages give it."""
+        return [role for group in self._groups for role in group.roles()]
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for group in self._groups:
+            group.kill()

@@ -1,0 +1,95 @@
+"""The ranks of one learner: every call goes to all of them, under a deadline, with one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from rlcore.cluster.calls import LOST_RANK_GRACE_S, call, get
+from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.loop.clients import POLICY
+
+Ask = Callable[[Any], Any]  # an actor handle -> the reference of a call
+KEY = "schedule.step_timeout_s"
+
+
+class RankGroup:
+    """Data-parallel ranks. A learner's methods are collective, so each is called on all of them.
+
+    `name`: the set of weights that the group is for, "policy" or a companion's.
+    """
+
+    def __init__(self, name: str, handles: Sequence[Any], *, timeout_s: float) -> None:
+        self.name = name
+        self.handles = list(handles)
+        self.timeout_s = timeout_s
+        self.title = "learner" if name == POLICY else f"{name} learner"
+
+    async def call(self, ask: Ask, what: str) -> Any:
+        """The same call on every rank; rank 0's answer. If several ranks fail, the loss of a rank
+        takes precedence.
+
+        Raises RoleLost for a rank that died or missed the deadline: it may hang in a collective,
+        which nothing else can interrupt.
+        """
+        return await self.call_each([ask] * len(self.handles), what)
+
+    async def call_each(self, asks: Sequence[Ask], what: str) -> Any:
+        """The same with a call of its own for each rank."""
+        asked = [
+            asyncio.create_task(
+                call(
+                    ask(handle),
+                    timeout_s=self.timeout_s,
+                    what=what,
+                    key=KEY,
+                    who=f"{self.title} rank {i}",
+                )
+            )
+            for i, (ask, handle) in enumerate(zip(asks, self.handles, strict=True))
+        ]
+        try:
+            _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting:  # a rank fails soon after another one dies, and its error may arrive first
+                await asyncio.wait(waiting, timeout=LOST_RANK_GRACE_S)
+            errors = [e for t in asked if t.done() and (e := t.exception()) is not None]
+            for error in sorted(errors, key=lambda e: not isinstance(e, RoleLost)):
+                if isinstance(error, DeadlineExceeded):
+                    raise RoleLost(f"the {self.title} hangs: {str(error).rstrip('.')}") from error
+                raise error
+            return asked[0].result()
+        finally:
+            for task in asked:
+                task.cancel()
+
+    def call_now(self, asks: Sequence[Ask], what: str) -> list[Any]:
+        """The blocking version, outside an event loop: the answers of all ranks."""
+        refs = [ask(handle) for ask, handle in zip(asks, self.handles, strict=True)]
+        try:
+            return list(get(refs, timeout_s=self.timeout_s, what=what, key=KEY))
+        except DeadlineExceeded as e:
+            raise RoleLost(f"the {self.title} hangs: {str(e).rstrip('.')}") from e
+
+    def roles(self) -> list[tuple[Any, str]]:
+        """Every rank's handle, by the name that messages give it."""
+        return [(handle, f"{self.title} rank {i}") for i, handle in enumerate(self.handles)]
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        for handle in self.handles:
+            ray.kill(handle)
+
+
+def deal(groups: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
+    """Split (group id, tokens) into `ranks` lists of whole groups with near-equal tokens, longest
+    first."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for group_id, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
+        place = loads.index(min(loads))
+        shares[place].append(group_id)
+        loads[place] += tokens
+    return [sorted(share) for share in shares]

@@ -1,0 +1,71 @@
+"""A rollout actor's client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import ray
+
+from rlcore.cluster.calls import answer, call
+from rlcore.cluster.jobs import Hosting
+from rlcore.loop.clients import ActorClient
+from rlcore.types import OnPublish, Request, WeightManifest
+
+WHO = "its process"
+
+
+class RayRolloutActor(ActorClient):
+    """Weights have the deadline of a publication, every other call that of a hung actor."""
+
+    def __init__(self, handle: Any, name: str, started: Any, hosting: Hosting) -> None:
+        self.handle = handle
+        self.starting = [(started, f"rollout actor {name} to start")]
+        self._hang_timeout_s = hosting.supervision.hang_timeout_s
+        self._publish_timeout_s = hosting.schedule.publish_timeout_s
+
+    async def _call(self, ref: Any, what: str) -> Any:
+        key = "cluster.hang_timeout_s"
+        return await call(ref, timeout_s=self._hang_timeout_s, what=what, key=key, who=WHO)
+
+    async def _load(self, ref: Any, version: int) -> dict[str, float]:
+        what, key = f"loading version {version}", "schedule.publish_timeout_s"
+        limit = self._publish_timeout_s
+        return dict(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        ref = self.handle.submit.remote(list(requests))
+        await self._call(ref, f"taking {len(requests)} requests")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        ref = self.handle.abort.remote(list(request_ids))
+        await self._call(ref, f"dropping {len(request_ids)} requests")
+
+    async def open_requests(self) -> list[str]:
+        return list(await self._call(self.handle.open_requests.remote(), "its open requests"))
+
+    async def update_weights(
+        self, manifest: WeightManifest, handle: Any, on_publish: OnPublish
+    ) -> dict[str, float]:
+        ref = self.handle.update_weights.remote(manifest, handle, on_publish)
+        return await self._load(ref, manifest.version)
+
+    async def set_version(self, version: int) -> dict[str, float]:
+        return await self._load(self.handle.set_version.remote(version), version)
+
+    async def status(self) -> dict[str, Any]:
+        return dict(await self._call(self.handle.status.remote(), "its heartbeat"))
+
+    def kill(self) -> None:
+        ray.kill(self.handle, no_restart=True)
+
+
+class Reply:
+    """A reference that may never be awaited; failures are converted as in `calls`."""
+
+    def __init__(self, ref: Any, what: str) -> None:
+        self._ref = ref
+        self._what = what
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from answer(self._ref, self._what, WHO).__await__()

@@ -1,0 +1,78 @@
+"""Sends finished trajectories from a rollout actor, in its own thread, so that the engine thread
+only queues them. Independent of Ray."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlcore.rollout.answers import make_answer
+from rlcore.serialization import dump_trajectory
+from rlcore.types import Answer, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Destinations. Each call may block while earlier messages are still in transit."""
+
+    records: Callable[[list[bytes]], None]  # serialised training trajectories, to the buffer
+    answers: Callable[[list[Answer]], None]  # to the graders
+    delivered: Callable[[list[Trajectory]], None]  # afterwards
+
+
+class Delivery:
+    """Serialises each trajectory once and decodes its text. Evaluation trajectories go to the
+    graders alone, with the text of their prompt."""
+
+    def __init__(
+        self, outlets: Outlets, decode: Callable[[Sequence[int]], str], stop: Sequence[str]
+    ) -> None:
+        """`decode`: token ids to text. `stop`: strings that text is cut before."""
+        self.error: BaseException | None = None  # what ended the thread
+        self._outlets = outlets
+        self._decode = decode
+        self._stop = tuple(stop)
+        self._queue: queue.SimpleQueue[list[Trajectory] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
+        self._thread.start()
+
+    def put(self, trajectories: list[Trajectory]) -> None:
+        """Queue trajectories. Never blocks."""
+        self._queue.put(trajectories)
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued and end."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                self._send(batch)
+        # whatever it was, the actor reports it with its next heartbeat and is replaced
+        except BaseException as e:
+            self.error = e
+
+    def _next(self) -> list[Trajectory] | None:
+        """All that is queued, at least one batch; None at the end."""
+        batch = self._queue.get()
+        while batch is not None and not self._queue.empty():
+            more = self._queue.get()
+            if more is None:
+                self._queue.put(None)
+                break
+            batch = batch + more
+        return batch
+
+    def _send(self, batch: list[Trajectory]) -> None:
+        training = [t for t in batch if t.purpose == "train"]
+        if training:
+            self._outlets.records([dump_trajectory(t) for t in training])
+        self._outlets.answers([self._answer(t) for t in batch])
+        self._outlets.delivered(batch)
+
+    def _answer(self, t: Trajectory) -> Answer:
+        prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
+        return make_answer(t, self._decode, self._stop, prompt=prompt)

@@ -1,0 +1,72 @@
+"""Heartbeats of everything but the rollout actors: the buffer, the learner ranks, the graders,
+Ray's head."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rlcore.cluster.calls import call
+from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
+from rlcore.cluster.ray_cluster import head_answers
+from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.loop.clients import RoleWatch
+from rlcore.loop.specs import SupervisionSpec
+
+HEAD_MISSES = 2  # unanswered heartbeats in a row after which Ray's head counts as lost
+RESTARTS = 2  # restarts of the graders' process in a row
+
+
+class RayRoleWatch(RoleWatch):
+    """Raises RoleLost for what the run cannot do without, and sees the graders' process
+    restarted."""
+
+    def __init__(
+        self,
+        buffer: RayBuffer,
+        learner: RayLearner,
+        scorer: RayScorer,
+        supervision: SupervisionSpec,
+        note: Callable[[str], None],
+    ) -> None:
+        self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
+        self._scorer = scorer
+        self._spec = supervision
+        self._note = note
+
+    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
+        misses, scorer = 0, await self._scorer_pid()
+        while True:
+            await asyncio.sleep(self._spec.heartbeat_s)
+            misses = 0 if await head_answers() else misses + 1
+            if misses >= HEAD_MISSES:
+                raise RoleLost("Ray's head process cannot be reached any more")
+            await asyncio.gather(*(self._alive(handle, who) for handle, who in self._roles))
+            now = await self._scorer_pid()
+            if now != scorer:
+                scorer = now
+                await scorer_restarted()
+
+    async def _alive(self, handle: Any, who: str) -> None:
+        limit, key = self._spec.hang_timeout_s, "cluster.hang_timeout_s"
+        what = f"a heartbeat of {who}"
+        try:
+            await call(handle.alive.remote(), timeout_s=limit, what=what, key=key, who=who)
+        except DeadlineExceeded as e:
+            raise RoleLost(f"{who} did not answer for {key}={limit:g} s") from e
+
+    async def _scorer_pid(self) -> int:
+        """The graders' process; one that does not answer is killed, whereupon Ray starts
+        another."""
+        limit = self._spec.hang_timeout_s
+        for _ in range(RESTARTS):
+            try:
+                return await self._scorer.pid()
+            except DeadlineExceeded:
+                self._note(
+                    "the graders' process did not answer for cluster.hang_timeout_s="
+                    f"{limit:g} s: it is restarted"
+                )
+                self._scorer.restart()
+        raise RoleLost("the graders' process did not restart")

@@ -1,0 +1,68 @@
+"""Placement of processes, and rendezvous addresses."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlcore.cluster.calls import get
+from rlcore.errors import UserError
+
+SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
+PORTS = range(20000, 32768)  # below those that outgoing connections draw theirs from
+
+
+def actor_class(plain: type, **settings: Any) -> Any:
+    """A class as a Ray actor's. Ray's head keeps no record of each call, which would take 200 MiB
+    an hour."""
+    remote: Any = ray.remote
+    return remote(enable_task_events=False, **settings)(plain)
+
+
+def beside_driver() -> NodeAffinitySchedulingStrategy:
+    """The driver's node, whose loss ends the attempt anyway: a role without resources would be put
+    on any node."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
+def bound_to(resource: str, *, own_nodes: bool) -> dict[str, float]:
+    """The custom resource that binds a role to its nodes, when the learner has nodes of its own."""
+    return {resource: SLIVER} if own_nodes else {}
+
+
+def rendezvous(
+    ranks: Sequence[Any], *, port: int, joined: bool, start_timeout_s: float
+) -> tuple[str, int]:
+    """Where the ranks of one learner find each other: on rank 0's node in a cluster that was
+    `joined`, on loopback in one of our own.
+
+    `port` 0: any free one. Raises UserError if it is given and taken there.
+    """
+    if not joined:
+        return "127.0.0.1", free_port(port)
+    # rank 0 may have to wait for resources first
+    host, free = get(
+        ranks[0].address.remote(port),
+        timeout_s=start_timeout_s,
+        what="the learner's address",
+        key="cluster.start_timeout_s",
+    )
+    return str(host), int(free)
+
+
+def free_port(wanted: int = 0, host: str = "127.0.0.1") -> int:
+    """A port of `host` that is free now. Raises UserError if `wanted` is given and taken, or if
+    none is free."""
+    for candidate in [wanted] if wanted else random.SystemRandom().sample(PORTS, 64):
+        with socket.socket() as s:
+            try:
+                s.bind((host, candidate))
+            except OSError:
+                continue
+            return candidate
+    raise UserError(f"learner.port={wanted} is not free: choose another, or 0 for any free port.")

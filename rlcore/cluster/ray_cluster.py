@@ -1,0 +1,269 @@
+"""Ray: joining or starting a cluster, and taking everything down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants, ray_logging, services
+from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+from rlcore.cluster.calls import last_line
+from rlcore.cluster.specs import RaySpec
+from rlcore.errors import DeadlineExceeded, StageError, UserError
+
+MIB = 2**20
+POLL_S = 2.0  # poll interval while waiting for a cluster
+# time for a local cluster's processes to exit by themselves once Ray has shut down
+SHUTDOWN_TIMEOUT_S = 20.0
+
+
+@contextlib.contextmanager
+def cluster(
+    spec: RaySpec,
+    *,
+    needed_cpus: float,
+    needed_gpus: float,
+    store_bytes: int = 0,
+    patience_s: float = 0.0,
+) -> Iterator[None]:
+    """A connected Ray driver for the duration of the block; a cluster started here is stopped at
+    the end.
+
+    `store_bytes`: of one publication in the object store. Raises UserError when the machine or the
+    cluster cannot hold the roles. With `patience_s` (a run that has been there before) a joined
+    cluster has that long to answer and to have enough resources again; DeadlineExceeded then.
+    """
+    address = joined_address(spec.address)
+    cpus = 0
+    if address is None:
+        cpus = _local_cpus(spec, needed_cpus, needed_gpus)
+        _check_store(spec, store_bytes)
+    # A leftover of this machine's last run must not be joined by accident: the address is always
+    # explicit.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logs = bool(os.environ.get("RLCORE_RAY_LOGS"))
+    quiet: dict[str, Any] = {"log_to_driver": logs, "logging_level": "ERROR"}
+    before = set(psutil.Process().children())
+    deadline = time.monotonic() + patience_s
+    try:
+        if address is None:
+            memory = spec.object_store_mib << 20
+            _start_local(num_cpus=cpus, object_store_memory=memory, **quiet)
+        else:
+            _poll(lambda: _check_reachable(address), deadline, patience_s)
+            ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **quiet)
+    except (ConnectionError, TimeoutError) as e:
+        why = str(e).splitlines()[0]
+        raise UserError(f"cluster.address={address} does not answer: {why}.") from e
+    except SystemExit as e:
+        # a SIGTERM while Ray started: its own handler, which is in place by then, exits
+        _shut_down(before, ours=address is None)
+        raise KeyboardInterrupt from e
+    try:
+        if address is not None:
+            _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
+            _check_joined_store(store_bytes)
+        yield
+    finally:
+        _shut_down(before, ours=address is None)
+
+
+def check_cluster(
+    spec: RaySpec, *, needed_cpus: float, needed_gpus: float, store_bytes: int
+) -> None:
+    """What `cluster` checks, alone: an existing cluster is joined and left again, none is started.
+
+    Raises UserError.
+    """
+    if joined_address(spec.address) is None:
+        _local_cpus(spec, needed_cpus, needed_gpus)
+        _check_store(spec, store_bytes)
+        return
+    with cluster(spec, needed_cpus=needed_cpus, needed_gpus=needed_gpus, store_bytes=store_bytes):
+        pass
+
+
+def _check_store(spec: RaySpec, store_bytes: int) -> None:
+    mib = math.ceil(store_bytes / MIB)
+    if mib > spec.object_store_mib:
+        raise UserError(
+            f"cluster.object_store_mib={spec.object_store_mib} is smaller than one publication, "
+            f"{mib} MiB of weights: use {2 * mib} or more (actors keep a version until they have "
+            "the next), or cluster.transport=disk."
+        )
+
+
+def _check_joined_store(store_bytes: int) -> None:
+    """By the largest node of those that are there now: which ones the roles get is not known."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    largest = max((node["Resources"].get("object_store_memory", 0.0) for node in nodes), default=0)
+    if store_bytes > largest:
+        raise UserError(
+            "cluster.address: the largest object store of the cluster's nodes holds "
+            f"{largest / MIB:.0f} MiB, and one publication is {store_bytes / MIB:.0f} MiB of "
+            "weights: start the nodes with a larger --object-store-memory, or use "
+            "cluster.transport=disk."
+        )
+
+
+def _local_cpus(spec: RaySpec, needed_cpus: float, needed_gpus: float) -> int:
+    """CPUs of a cluster of our own. Raises UserError if they or this machine's GPUs are too few."""
+    cpus = spec.num_cpus
+    if cpus is None:
+        cpus = max(os.cpu_count() or 1, math.ceil(needed_cpus))
+    if needed_cpus > cpus:
+        raise UserError(
+            f"cluster.num_cpus={cpus} is too few: actors and learner ask for {needed_cpus:g} "
+            "(lower actor.*.num_cpus, actor.*.count, learner.num_cpus or learner.ranks)."
+        )
+    if needed_gpus > (gpus := _local_gpus()):
+        raise UserError(
+            f"actor.*.num_gpus and learner.num_gpus ask for {needed_gpus:g} GPUs where this "
+            f"machine shows {gpus}: choose actor.*.num_gpus=0 and learner.num_gpus=0, or a machine "
+            "that has them."
+        )
+    return cpus
+
+
+def _shut_down(before: set[psutil.Process], *, ours: bool) -> None:
+    """Disconnect, and end what is left of a cluster of `ours`: every child that was not there
+    `before`."""
+    started = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
+    ray.shutdown()
+    if ours:
+        _end(started)
+
+
+def _local_gpus() -> int:
+    """The GPUs that Ray will find on this machine: those that CUDA_VISIBLE_DEVICES leaves
+    visible."""
+    count = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
+    return count if visible is None else min(count, len(visible))
+
+
+def joined_address(address: str | None) -> str | None:
+    """The cluster that is joined (`cluster.address`, else RAY_ADDRESS); None: this process starts
+    its own."""
+    return address or os.environ.get("RAY_ADDRESS")
+
+
+def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None:
+    """Repeat a check that raises UserError until it passes. Without patience its first answer
+    counts."""
+    while True:
+        try:
+            return check()
+        except UserError as e:
+            if not patience_s:
+                raise
+            if time.monotonic() > deadline:
+                why = str(e).rstrip(".")
+                raise DeadlineExceeded(
+                    f"{why}, after {patience_s:g} s (cluster.start_timeout_s)."
+                ) from e
+        time.sleep(min(POLL_S, patience_s))
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries to reach a lost head for many minutes, with no timeout that we can set."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return  # "auto" and the like: Ray knows where to look
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except OSError as e:
+        raise UserError(f"cluster.address={address} does not answer: {e.strerror or e}.") from e
+
+
+def _start_local(**settings: Any) -> None:
+    """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may
+    exceed once."""
+    _stay_on_loopback()
+    # the run itself reports, in one sentence, which process died; Ray's paragraph stays in its logs
+    ray_logging.stdout_deduplicator.skip_re = re.compile("A worker died or was killed")
+    settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    for last in (False, True):
+        try:
+            with _own_process_group():
+                ray.init(**settings)
+            return
+        except Exception as e:  # Ray raises a bare one here
+            ray.shutdown()
+            if last or "timed out during startup" not in str(e):
+                raise StageError(f"Ray did not start on this machine: {last_line(str(e))}") from e
+
+
+@contextlib.contextmanager
+def _own_process_group() -> Iterator[None]:
+    """Have Ray's processes started outside this process's group.
+
+    A signal to the group (coreutils' timeout, a terminal) asks the run to stop, which it cannot do
+    with a checkpoint once the cluster is gone. If this process dies, they still end with it.
+    """
+    module: Any = services  # Ray has no setting for it
+    plain = module.ConsolePopen
+    module.ConsolePopen = partial(plain, process_group=0)
+    try:
+        yield
+    finally:
+        module.ConsolePopen = plain
+
+
+def _stay_on_loopback() -> None:
+    """Have every port of a local cluster bound to loopback.
+
+    Ray turns 127.0.0.1 into the machine's outside address and then listens on all interfaces,
+    unless clusters of several machines are switched off; the variable says so to the processes it
+    starts, the constant to this one."""
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """Kill what Ray's own shutdown left of a local cluster (agents outlive a head that died)."""
+    _, alive = psutil.wait_procs(processes, timeout=2.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_TIMEOUT_S)
+
+
+async def head_answers(timeout_s: float = 5.0) -> bool:
+    """Whether the port of Ray's head can be reached."""
+    host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _check_capacity(cpus: float, gpus: float) -> None:
+    have = ray.cluster_resources()
+    for name, need in (("CPU", cpus), ("GPU", gpus)):
+        if need > have.get(name, 0.0):
+            held = have.get(name, 0)
+            raise UserError(
+                f"cluster.address: the cluster has {held:g} {name}s, the roles ask for {need:g}."
+            )

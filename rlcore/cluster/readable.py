@@ -1,0 +1,49 @@
+"""What a person sees of samples: verdicts of an evaluation, records of samples/. No Ray in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlcore.serialization import StoredEpisode, load_trajectory
+from rlcore.types import Answer, Score
+
+
+def verdict(answer: Answer, score: Score) -> dict[str, Any]:
+    """What an evaluation keeps of one sample."""
+    correct = None if score.reward is None else score.parts.get("correct", score.reward)
+    return {
+        "prompt_id": answer.prompt_id,
+        "sample": answer.sample_index,
+        "status": score.status,
+        "reward": score.reward,
+        "correct": correct,
+        "length": answer.tokens,
+        "versions": list(answer.versions or ()),
+        "truncated": answer.finish_reason == "length",
+        "prompt": answer.prompt,
+        "response": answer.text,
+    }
+
+
+def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """One sample as `samples/` shows it: of several turns, everything after the first prompt."""
+    parts = [load_trajectory(record) for record in episode.records]
+    first, last, score = parts[0], parts[-1], episode.score
+    texts = [decode(t.token_ids[int(t.turn_starts[0]) :].tolist()) for t in parts]
+    versions = np.concatenate([t.token_version for t in parts])
+    return {
+        "prompt_id": first.prompt_id,
+        "prompt": decode(first.prompt_ids.tolist()),
+        "response": "\n".join(texts),
+        "reward": score.reward,
+        "score_status": score.status,
+        "reward_parts": score.parts,
+        "finish_reason": last.finish_reason,
+        "actor": first.actor_id,
+        "actor_kind": first.actor_kind,
+        "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
+        "tokens": len(versions),
+    }

@@ -1,0 +1,161 @@
+"""Starting the processes of a run. Each function returns at once, with a client; `wait_started`
+waits until all of them answer.
+
+Whatever has started when one of them fails is taken down by the end of the cluster.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rlcore.cluster.actors.buffer import BufferActor
+from rlcore.cluster.actors.learner import LEARNER_THREADS, LearnerActor
+from rlcore.cluster.actors.rollout import RolloutActor
+from rlcore.cluster.actors.scorer import ScorerActor
+from rlcore.cluster.calls import get
+from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RayScorer
+from rlcore.cluster.clients.ranks import RankGroup
+from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
+from rlcore.cluster.placement import actor_class, beside_driver, bound_to, rendezvous
+from rlcore.cluster.ray_cluster import joined_address
+from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
+from rlcore.learner.specs import LearnerJob, RankPlace
+from rlcore.loop.clients import POLICY, Spawn, Spawned
+
+CALL_THREADS = 8  # of actors whose calls only queue work or read state
+ADDRESS_TIMEOUT_S = 60.0
+
+
+class Starting(Protocol):
+    """A client of a process that was told to start: references to wait for, and of what."""
+
+    starting: list[tuple[Any, str]]
+
+
+def wait_started(hosting: Hosting, clients: Iterable[Starting]) -> None:
+    """Block until every process answers. Raises what kept one from starting, or DeadlineExceeded
+    after cluster.start_timeout_s."""
+    limit = hosting.supervision.start_timeout_s
+    for client in clients:
+        for ref, what in client.starting:
+            get(ref, timeout_s=limit, what=what, key="cluster.start_timeout_s")
+
+
+def start_buffer(hosting: Hosting, job: BufferJob) -> RayBuffer:
+    """The replay buffer, on the driver's node."""
+    # Found by name, so that a graders' process that Ray restarts finds it too
+    name = f"buffer-{secrets.token_hex(8)}"
+    actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
+    handle = actor.remote()
+    return RayBuffer(handle, name, handle.start.remote(job), hosting)
+
+
+def start_scorer(hosting: Hosting, buffer: RayBuffer, job: ScorerJob) -> RayScorer:
+    """The graders' process, on the driver's node. Ray restarts it under the same handle and repeats
+    calls that it did not answer."""
+    actor = actor_class(
+        ScorerActor,
+        num_cpus=0,
+        scheduling_strategy=beside_driver(),
+        max_concurrency=CALL_THREADS,
+        max_restarts=hosting.supervision.max_restarts,
+        max_task_retries=-1,
+    )
+    handle = actor.remote(buffer.name, job)
+    return RayScorer(handle, handle.start.remote(), hosting, job)
+
+
+def start_learners(
+    hosting: Hosting,
+    buffer: RayBuffer | None,
+    jobs: Mapping[str, LearnerJob],
+    *,
+    wire_dtype: str,
+) -> RayLearner:
+    """The policy's ranks, and those of each companion that has ranks of its own.
+
+    `jobs`: POLICY first, then companions by name; the number of ranks is `job.learner.ranks`.
+    `buffer` None: supervised training and export alone. Blocks, in a cluster that was joined, until
+    rank 0 has a place.
+    """
+    groups, started = [], []
+    for name, job in jobs.items():
+        group = RankGroup(
+            name, _spawn_ranks(hosting, buffer, job), timeout_s=hosting.schedule.step_timeout_s
+        )
+        place = rendezvous(
+            group.handles,
+            port=job.learner.port if name == POLICY else 0,
+            joined=joined_address(hosting.ray.address) is not None,
+            start_timeout_s=hosting.supervision.start_timeout_s,
+        )
+        for rank, (handle, called) in enumerate(group.roles()):
+            own = RankPlace(rank, job.learner.ranks, *place, hosting.schedule.step_timeout_s)
+            started.append((handle.start.remote(job, own), f"{called} to start"))
+        groups.append(group)
+    return RayLearner(groups, started, wire_dtype=wire_dtype)
+
+
+def _spawn_ranks(hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob) -> list[Any]:
+    actor = actor_class(
+        LearnerActor,
+        num_cpus=job.learner.num_cpus,
+        num_gpus=job.learner.num_gpus,
+        resources=bound_to(LEARNER_RESOURCE, own_nodes=hosting.own_nodes),
+        concurrency_groups=LEARNER_THREADS,
+    )
+    handle = None if buffer is None else buffer.handle
+    return [actor.remote(handle, hosting) for _ in range(job.learner.ranks)]
+
+
+def rollout_spawner(
+    hosting: Hosting, job: RolloutJob, buffer: RayBuffer, scorer: RayScorer
+) -> Spawn:
+    """A function that starts one rollout actor of this kind under a name."""
+    engine = job.engine.actor
+    actor = actor_class(
+        RolloutActor,
+        num_cpus=engine.num_cpus,
+        num_gpus=engine.num_gpus * engine.tensor_parallel,
+        resources=bound_to(ACTOR_RESOURCE, own_nodes=hosting.own_nodes),
+        max_concurrency=CALL_THREADS,
+    )
+
+    def spawn(name: str) -> Spawned:
+        handle = actor.remote(buffer.handle, scorer.handle, hosting)
+        own = replace(job, engine=replace(job.engine, actor_id=name))
+        started = handle.start.remote(own)
+        return Spawned(
+            RayRolloutActor(handle, name, started, hosting),
+            placed=Reply(handle.__ray_ready__.remote(), "its process"),
+            started=Reply(started, "its start"),
+        )
+
+    return spawn
+
+
+def join_transport(
+    hosting: Hosting, learner: RayLearner, actors: Iterable[RayRolloutActor]
+) -> None:
+    """Have learner rank 0 and every actor meet in the group that broadcasts weights (nccl, gloo).
+    Blocks."""
+    first = learner.policy.handles[0]
+    host, port = get(
+        first.address.remote(),
+        timeout_s=ADDRESS_TIMEOUT_S,
+        what="the learner's address",
+        key="cluster.start_timeout_s",
+    )
+    parties = [first, *(actor.handle for actor in actors)]
+    joins = [p.join.remote(host, port, i, len(parties)) for i, p in enumerate(parties)]
+    limit = hosting.supervision.start_timeout_s
+    get(
+        joins,
+        timeout_s=limit,
+        what="the weight transport to join",
+        key="cluster.start_timeout_s",
+    )

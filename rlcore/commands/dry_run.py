@@ -1,0 +1,225 @@
+"""`rlcore train ... dry_run=true`: every check that precedes a start, and what would be started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlcore.cluster.placement import free_port
+from rlcore.cluster.ray_cluster import check_cluster, joined_address
+from rlcore.commands import roles
+from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
+from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
+from rlcore.commands.warm_up import kept_model
+from rlcore.config.schema import RunConfig
+from rlcore.loop import checkpoint
+from rlcore.metrics.rows import read_rows
+from rlcore.spec import Spec, refuse
+
+MIB = 2**20
+
+
+def dry_run(config: RunConfig) -> int:
+    """Check all that `train` checks before it starts, print what it would start, start nothing.
+
+    An existing cluster is joined and left again, to see what it holds. Writes nothing. Returns 0;
+    raises UserError as `train` does.
+    """
+    prepared = prepare(config)
+    refuse_another_run(config)
+    _check_writable(Path(config.run_dir))
+    start = _start(config)
+    _check_places(config, prepared)
+    print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
+    for title, lines in _sections(config, prepared, start):
+        for i, line in enumerate(lines):
+            print(f"{title if i == 0 else '':13s}{line}")
+    return 0
+
+
+def _check_writable(folder: Path) -> None:
+    """By the nearest folder that exists, since nothing is to be made."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    refuse(
+        not existing.is_dir() or not os.access(existing, os.W_OK),
+        f"run_dir={folder} cannot be written: {existing} is no folder that this user may write to.",
+    )
+
+
+def _start(config: RunConfig) -> str:
+    """Where the run would begin. Raises UserError for records that it could not continue."""
+    folder = Path(config.run_dir)
+    rows = read_rows(folder / "metrics.jsonl")
+    root = folder / "checkpoints"
+    if config.resume == "never" or not root.is_dir():
+        return "new"
+    # Not `resume_from`, which sets damaged checkpoints aside.
+    found = checkpoint.newest_valid(root, print)
+    if found is None:
+        refuse(
+            any(root.glob("step_*")),
+            f"run_dir={folder} holds checkpoints and none is valid, so resume=auto has nothing to "
+            "go on from: restore one of them, or choose another run_dir to begin anew.",
+        )
+        return "new"
+    step = int(checkpoint.state_of(found)["progress"]["step"])
+    last = int(rows[-1]["step"] or 0) if rows else step
+    refuse(
+        last < step,
+        f"{folder}/metrics.jsonl ends at step {last} and the run continues from step {step}: put "
+        "the missing rows back, or move the file away to start a new one.",
+    )
+    return f"continues from {found.name}"
+
+
+def _check_places(config: RunConfig, prepared: Prepared) -> None:
+    """CPUs, GPUs, the object store and the learner's port."""
+    cpus, gpus = roles.needed(config)
+    size = stored_bytes(config, prepared.tokenizer)
+    check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
+    # In a joined cluster the port must be free on rank 0's node, which is not chosen yet.
+    if joined_address(config.cluster.address) is None:
+        free_port(config.learner.port)
+
+
+def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tuple[str, list[str]]]:
+    """(title, lines) of everything that would be started and written."""
+    yield "run", [f"{config.run_dir}, {start}, to step {config.schedule.steps}"]
+    yield "model", [_model(config, prepared)]
+    yield "tasks", _tasks(config)
+    yield "actors", _actors(config)
+    yield "sampling", [_settings(config.rollout)]
+    chosen = config.correction.chosen().items()
+    corrections = [f"{label}: {_settings(spec)}" for label, spec in chosen]
+    yield "corrections", corrections or ["none: the mismatch is measured and not corrected"]
+    names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
+    yield "algorithm", [names, *_changed(config.algorithm)]
+    yield "schedule", [_schedule(config), *_changed(config.schedule)]
+    yield "learner", _learner(config)
+    yield "resources", _resources(config, prepared)
+    yield "writes", _writes(config)
+
+
+def _settings(spec: Spec) -> str:
+    """All settings that have a value, without sections within."""
+    return _line(spec.model_dump(mode="json"))
+
+
+def _changed(spec: Spec) -> list[str]:
+    """The settings that differ from their defaults, as one line or none."""
+    line = _line(spec.model_dump(mode="json", exclude_defaults=True))
+    return [f"changed: {line}"] if line else []
+
+
+def _line(settings: Mapping[str, object]) -> str:
+    plain = {k: v for k, v in settings.items() if v not in (None, []) and not isinstance(v, dict)}
+    return " ".join(f"{name}={_value(value)}" for name, value in plain.items())
+
+
+def _count(number: float, thing: str) -> str:
+    return f"{number:g} {thing}{'' if number == 1 else 's'}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "")
+
+
+def _model(config: RunConfig, prepared: Prepared) -> str:
+    size = f"{policy_parameters(config, prepared.tokenizer) / 1e6:,.1f} M parameters"
+    path = config.model.path or kept_model(config)
+    if path is not None:
+        return f"{path}, {size}"
+    warmup = config.model.warmup
+    if warmup is None:
+        return f"fresh, {size}, random weights"
+    return (
+        f"fresh, {size}, after {warmup.steps} supervised steps of {warmup.batch_size} worked "
+        f"answers (kept in {warmup.cache_dir})"
+    )
+
+
+def _tasks(config: RunConfig) -> list[str]:
+    spec, tasks = config.evaluation, {config.task.label: config.task, **config.evaluation.tasks}
+    how = f"mean@{spec.samples}" + (" and greedy" if spec.greedy else "")
+    when = f"every {spec.every} steps and at the end" if spec.every else "at the end"
+    times = f"{'at the start, ' if spec.at_start else ''}{when}"
+    return [
+        f"training on {config.task.name}, {_count(config.task.grader_processes, 'grader')}",
+        f"evaluated {times} on {', '.join(tasks)}: {spec.prompts} prompts each, {how}",
+    ]
+
+
+def _actors(config: RunConfig) -> list[str]:
+    engines = {label: (actor, "") for label, actor in config.actor.items()}
+    plain = roles.evaluation_actor(config)
+    if plain is not None:
+        engines["evaluation"] = (plain, ", for evaluations alone")
+    lines = []
+    for label, (actor, purpose) in engines.items():
+        what = roles.describe_actor(label, actor, config.model.max_len)
+        ranks = f" of {actor.tensor_parallel} ranks" if actor.tensor_parallel > 1 else ""
+        gpus = actor.num_gpus * actor.tensor_parallel
+        each = f"{_count(actor.num_cpus, 'CPU')} and {_count(gpus, 'GPU')} each"
+        lines.append(f"{what}{purpose}; {actor.count} x {actor.engine}{ranks}, {each}")
+    return lines
+
+
+def _schedule(config: RunConfig) -> str:
+    spec, n = config.schedule, config.rollout.samples_per_prompt
+    pace = (
+        "generation and learning take turns"
+        if spec.synchronous
+        else "generation goes on while the learner trains, at most "
+        f"{_count(spec.max_staleness, 'step')} behind"
+    )
+    return (
+        f"{_count(spec.steps, 'step')} of {_count(spec.groups_per_step, 'prompt')} x "
+        f"{_count(n, 'sample')}, weights published every {_count(spec.steps_per_publish, 'step')}; "
+        f"{pace}"
+    )
+
+
+def _learner(config: RunConfig) -> list[str]:
+    spec = config.learner
+    beside = {"lora": spec.lora, "distill": spec.distill, "draft": spec.draft}
+    return [
+        f"{_count(roles.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
+        f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
+        *_changed(spec),
+        *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
+    ]
+
+
+def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
+    (cpus, gpus), spec = roles.needed(config), config.cluster
+    address = joined_address(spec.address)
+    where = f"the cluster at {address}" if address else "a cluster of this machine"
+    size = published_bytes(config, prepared.tokenizer) / MIB
+    lines = [
+        f"{_count(cpus, 'CPU')} and {_count(gpus, 'GPU')} on {where}",
+        f"{size:,.1f} MiB of weights a publication, in {roles.wire_dtype(config)} by "
+        f"{spec.transport}",
+        f"{spec.buffer_mib} MiB of trajectories in the buffer",
+    ]
+    if address is None:
+        lines.append(f"{spec.object_store_mib} MiB of shared memory for the object store")
+    return lines
+
+
+def _writes(config: RunConfig) -> list[str]:
+    """Files by the setting that has them written."""
+    spec, logging = config.checkpoint, config.logging
+    when = f"every {spec.every} steps" if spec.every else "none while the run goes on"
+    files = {
+        "config.yaml": "this configuration",
+        "metrics.jsonl": "one row a step",
+        "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",
+        "samples/": f"{logging.samples_per_step} of each step",
+        "report.html": "at the end" if logging.report else "",
+        "wandb/": logging.wandb if logging.wandb != "disabled" else "",
+        "weights/": "publications" if config.cluster.transport == "disk" else "",
+    }
+    return [f"{config.run_dir}/{name:15s}{what}" for name, what in files.items() if what]

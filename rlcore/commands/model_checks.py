@@ -1,0 +1,148 @@
+"""Whether the models of a run fit its settings and each other, by config.json, file names and
+tokenizers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.attention.specs import SparseSpec
+from rlcore.commands.roles import evaluation_actor
+from rlcore.config.schema import RunConfig
+from rlcore.models.folder import ATTENTION_FILE, read_config, weight_files
+from rlcore.models.specs import FreshModelSpec
+from rlcore.models.text import load_tokenizer
+from rlcore.rollout.checks import attention_heads, check_heads, check_length
+from rlcore.rollout.specs import ActorSpec
+from rlcore.spec import refuse
+
+# num_experts, num_local_experts, n_routed_experts, moe_num_experts: of all model families
+EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
+
+
+def check_models(config: RunConfig, tokenizer: Any) -> None:
+    """Check the policy and every draft. `tokenizer`: the policy's. Raises UserError."""
+    policy = _policy(config, tokenizer)
+    size, k = int(policy["vocab_size"]), config.rollout.logprobs_k
+    refuse(
+        k > size,
+        f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to "
+        f"{size}.",
+    )
+    for label, actor in config.actor.items():
+        model = policy
+        if actor.draft_path is not None:
+            model = _draft(config, label, actor.draft_path, size, tokenizer)
+        elif actor.draft_fresh is not None:
+            model = _fresh(actor.draft_fresh, tokenizer)
+            refuse(
+                model["vocab_size"] != size,
+                f"actor.{label}.draft_fresh.vocab_size={actor.draft_fresh.vocab_size} makes a "
+                f"vocabulary of {model['vocab_size']} tokens, and the policy's has {size}: give "
+                "both models the same.",
+            )
+        _check_heads(f"actor.{label}", model, actor)
+    plain = evaluation_actor(config)
+    if plain is not None:
+        _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
+
+
+def check_attention(config: RunConfig) -> None:
+    """Raise UserError when model.path was exported for a sparse attention that the evaluating
+    engines do not have."""
+    path = config.model.path
+    if path is None or not (file := Path(path) / ATTENTION_FILE).is_file():
+        return
+    rule = SparseSpec(**json.loads(file.read_text())["sparse"])
+    plain = evaluation_actor(config)
+    engines = {"evaluation.dense_actor": plain} if plain else {}
+    for key, engine in (engines or {f"actor.{n}": a for n, a in config.actor.items()}).items():
+        keys = ",".join(f"{k}:{json.dumps(v)}" for k, v in rule.model_dump().items())
+        refuse(
+            engine.sparse != rule,
+            f"model.path={path} is made for sparse attention that {key} does not have, so its "
+            f"outputs would differ silently: choose actor=sparse 'actor.sparse.sparse={{{keys}}}'.",
+        )
+
+
+def check_dense(model: Mapping[str, Any], *, whose: str) -> None:
+    """Refuse mixtures of experts: vLLM fuses their weights under names that a publication does not
+    have, which would only show at the first one. `model`: a config.json."""
+    for name, value in _settings(model):
+        refuse(
+            bool(EXPERTS.fullmatch(name)) and isinstance(value, int) and value > 1,
+            f"{whose} is a mixture of experts ({name}={value}), whose weights cannot be published "
+            "to the rollout actors yet: choose a dense model.",
+        )
+
+
+def _settings(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every setting of a config.json, those of nested parts (text_config and the like) included."""
+    for name, value in model.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value)
+        else:
+            yield name, value
+
+
+def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """What is read of a config.json: the folder's, or what a fresh model's will be."""
+    path = config.model.path
+    if path is None:
+        assert config.model.fresh is not None
+        return _fresh(config.model.fresh, tokenizer)
+    weight_files(path)  # refuses a folder without safetensors
+    policy = read_config(path)
+    check_dense(policy, whose=f"model.path={path}")
+    check_length(policy, config.model.max_len, whose=f"model.path={path}")
+    return policy
+
+
+def _draft(
+    config: RunConfig, label: str, path: str, vocab_size: int, tokenizer: Any
+) -> dict[str, Any]:
+    """The draft's config.json. `vocab_size`, `tokenizer`: the policy's."""
+    key = f"actor.{label}.draft_path"
+    draft = read_config(path, key=key)
+    check_dense(draft, whose=f"{key}={path}")
+    weight_files(path, key=key)
+    check_length(draft, config.model.max_len, whose=f"{key}={path}")
+    other = _other_vocabulary(
+        load_tokenizer(path, key=key), tokenizer, int(draft["vocab_size"]), vocab_size
+    )
+    refuse(
+        bool(other),
+        f"{key}={path} has another vocabulary than model.path={config.model.path} ({other}): "
+        "ratios between them mean nothing; choose a draft with the policy's tokenizer and "
+        "vocab_size.",
+    )
+    return draft
+
+
+def _other_vocabulary(drafted: Any, tokenizer: Any, size: int, policy_size: int) -> str:
+    """How a draft's tokens differ from the policy's; "" if both mean the same."""
+    # Ids are what is compared, so equal words under other ids are as wrong as other words.
+    differing = len(set(drafted.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
+    if differing:
+        return f"{differing} entries of their tokenizers differ"
+    if drafted.eos_token_id != tokenizer.eos_token_id:
+        return f"its end of sequence is {drafted.eos_token}, the policy's {tokenizer.eos_token}"
+    if size != policy_size:
+        return f"its vocab_size is {size}, the policy's {policy_size}"
+    return ""
+
+
+def _fresh(fresh: FreshModelSpec, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": fresh.vocab_size or len(tokenizer),
+        "num_attention_heads": fresh.heads,
+        "num_key_value_heads": fresh.kv_heads,
+    }
+
+
+def _check_heads(key: str, model: dict[str, Any], actor: ActorSpec) -> None:
+    if actor.tensor_parallel > 1:
+        check_heads(attention_heads(model), actor.tensor_parallel, key=key)

@@ -1,0 +1,204 @@
+"""What the roles of a run are started for, from its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
+from rlcore.config.schema import RunConfig
+from rlcore.corrections.specs import TisSpec
+from rlcore.learner.specs import SPARSE_COPY, LearnerJob
+from rlcore.loop.clients import POLICY
+from rlcore.loop.plan import Plan
+from rlcore.rollout.specs import ActorSpec, EngineJob
+
+DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
+MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
+
+
+def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> tuple[float, float]:
+    """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: which of them there
+    are."""
+    engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
+    count, spec = ranks(config) if learner else 0, config.learner
+    # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
+    cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines) + count * spec.num_gpus
+    return cpus, gpus
+
+
+def ranks(config: RunConfig) -> int:
+    """Learner ranks, those of a co-trained draft included."""
+    draft = config.learner.draft
+    return config.learner.ranks + (draft.ranks if draft else 0)
+
+
+def hosting(config: RunConfig) -> Hosting:
+    """Where and how the run's processes are started."""
+    return Hosting(
+        ray=config.cluster,
+        schedule=config.schedule,
+        supervision=config.cluster,
+        transport=config.cluster,
+        weights_folder=str(Path(config.run_dir) / "weights"),
+        own_nodes=config.cluster.launch.learner_nodes > 0,
+    )
+
+
+def plan(config: RunConfig) -> Plan:
+    """What the loop is to do."""
+    return Plan(
+        schedule=config.schedule,
+        supervision=config.cluster,
+        checkpoint=config.checkpoint,
+        request_timeout_s=config.rollout.request_timeout_s,
+        samples_per_step=config.logging.samples_per_step,
+        verify_full=config.cluster.verify_weights == "full",
+    )
+
+
+def buffer_job(config: RunConfig) -> BufferJob:
+    return BufferJob(
+        batching=config.schedule,
+        selection=config.algorithm,
+        samples_per_group=config.rollout.samples_per_prompt,
+        max_bytes=config.cluster.buffer_mib << 20,
+        run_seed=config.seed,
+        keep_samples=max(MIN_KEPT_SAMPLES, config.logging.samples_per_step),
+    )
+
+
+def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
+    return ScorerJob(
+        tasks={config.task.label: config.task, **config.evaluation.tasks},
+        grading=config.task,
+        evaluation=config.evaluation,
+        tokenizer_path=model_path,
+    )
+
+
+def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str) -> RolloutJob:
+    # A draft samples with its own model; the policy's folder then says what its tokens must mean.
+    engine = EngineJob(
+        actor=actor,
+        actor_id=label,
+        model_path=actor.draft_path or model_path,
+        max_len=config.model.max_len,
+        logprobs_k=config.rollout.logprobs_k,
+        policy_path=model_path if actor.draft_path else None,
+    )
+    return RolloutJob(engine, tokenizer_path=model_path, stop=config.rollout.stop)
+
+
+def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:
+    """The policy's learner, and that of a draft that is trained beside it."""
+    jobs = {POLICY: policy_job(config, model_path, pad_id)}
+    if config.learner.draft is not None:
+        jobs[DRAFT] = _draft_job(config, model_path, pad_id)
+    return jobs
+
+
+def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
+    # Every actor has the same rule then, which config/checks.py has seen to.
+    follows_actors = config.learner.distill is not None or config.learner.train_sparse
+    return LearnerJob(
+        model_path=model_path,
+        learner=config.learner,
+        objective=config.algorithm,
+        corrections=config.correction.chosen(),
+        sampling=config.rollout.sampling(),
+        total_steps=config.schedule.steps,
+        run_seed=config.seed,
+        pad_id=pad_id,
+        sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
+    )
+
+
+def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
+    """The policy's own settings on the draft's model, with a KL to the policy."""
+    draft = config.learner.draft
+    path = next(iter(config.actor.values())).draft_path
+    assert draft is not None and path is not None
+    # Adapters would be the policy's: a draft is small enough to be trained whole.
+    own = {"ranks": draft.ranks, "lr": draft.lr, "lora": None, "draft": None}
+    kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
+    return LearnerJob(
+        model_path=path,
+        learner=config.learner.model_copy(update=own),
+        objective=config.algorithm.model_copy(update=kl),
+        # The actors are the draft itself, so that only its age is to be corrected.
+        corrections={"tis": TisSpec()},
+        sampling=config.rollout.sampling(),
+        total_steps=config.schedule.steps,
+        run_seed=config.seed,
+        pad_id=pad_id,
+        frozen_path=model_path,
+    )
+
+
+def evaluation_actor(config: RunConfig) -> ActorSpec | None:
+    """The engine that evaluates the policy itself, where actors are something else: the first
+    actor's, made plain."""
+    asked = config.evaluation.dense_actor
+    if asked is None:
+        # A draft's answers say nothing of the policy; other actors' are close to it.
+        asked = any(a.kind == "draft" for a in config.actor.values())
+    if not asked:
+        return None
+    # Its resources and engine settings stay, so that it fits wherever the actor fits.
+    plain: dict[str, Any] = {
+        "kind": "bf16",
+        "count": 1,
+        "rounding": "none",
+        "fp8_kv_cache": False,
+        "sparse": None,
+        "draft_path": None,
+        "draft_fresh": None,
+        "logit_noise": 0.0,
+        "temperature_scale": 1.0,
+    }
+    return next(iter(config.actor.values())).model_copy(update=plain)
+
+
+def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
+    """Which set of published weights an actor loads; None: a frozen draft's own."""
+    if actor.kind == "draft":
+        return DRAFT if config.learner.draft else None
+    return SPARSE_COPY if actor.kind == "sparse" and config.learner.distill else POLICY
+
+
+def wire_dtype(config: RunConfig) -> str:
+    """Published weights have the actors' dtype where all agree, so that what arrives is what is
+    served."""
+    dtypes = {a.compute_dtype for a in config.actor.values()}
+    return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
+
+
+def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
+    """One line on what samples under this label."""
+    what = _described(actor)
+    if actor.fp8_kv_cache:
+        what += ", FP8 KV cache"
+    if actor.sparse is not None and actor.sparse.dense_positions >= max_len:
+        what += f"; the budget covers model.max_len={max_len}: NOTHING IS SPARSE"
+    return f"actor.{label}: {what}"
+
+
+def _described(actor: ActorSpec) -> str:
+    dtype, rounding, sparse = actor.compute_dtype, actor.rounding, actor.sparse
+    if rounding != "none":
+        return (
+            f"{rounding} emulated: weights rounded to {rounding} and back before loading, one "
+            f"scale a {actor.scales}, arithmetic in {dtype}"
+        )
+    if actor.kind == "fp8":
+        return f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"
+    if sparse is not None:
+        budget = f"{sparse.blocks} pages" if sparse.blocks else f"{sparse.share:g} of the pages"
+        prompts = "" if sparse.sparse_prompt else ", prompts dense"
+        size = sparse.block_size
+        return f"block top-k attention, {budget} of {size} tokens{prompts}, {dtype}"
+    if actor.kind == "draft":
+        return f"a draft model, {dtype}"
+    return f"the policy in {dtype}"

@@ -1,0 +1,138 @@
+"""The processes of a run: buffer, graders, rollout actors, learner ranks; started together and
+ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
+from rlcore.cluster.heartbeats import RayRoleWatch
+from rlcore.cluster.ray_cluster import cluster
+from rlcore.cluster.start import (
+    join_transport,
+    rollout_spawner,
+    start_buffer,
+    start_learners,
+    start_scorer,
+    wait_started,
+)
+from rlcore.commands import roles
+from rlcore.config.schema import RunConfig
+from rlcore.loop.clients import Clients
+from rlcore.loop.fleet import Fleet
+from rlcore.loop.members import ActorPool, Purpose
+from rlcore.rollout.specs import ActorSpec
+
+
+def connected(
+    config: RunConfig,
+    *,
+    actors: bool = True,
+    learner: bool = True,
+    store_bytes: int = 0,
+    patience_s: float = 0.0,
+) -> AbstractContextManager[None]:
+    """The cluster of a run, for the duration of a block: joined, or started and stopped.
+
+    `actors`, `learner`: which roles it must hold. `store_bytes`: of one publication of weights.
+    Raises UserError if it cannot hold them.
+    """
+    cpus, gpus = roles.needed(config, actors=actors, learner=learner)
+    return cluster(
+        config.cluster,
+        needed_cpus=cpus,
+        needed_gpus=gpus,
+        store_bytes=store_bytes,
+        patience_s=patience_s,
+    )
+
+
+class Session:
+    """Clients of the roles. Construction returns when every role answers, or raises within
+    `cluster.start_timeout_s`; the end of the cluster takes down what has started by then."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_path: str,
+        *,
+        pad_id: int,
+        note: Callable[[str], None],
+        with_learner: bool = True,
+        with_actors: bool = True,
+    ) -> None:
+        """`model_path`: the starting policy. `pad_id`: fills unused positions of micro-batches."""
+        self._config = config
+        self._note = note
+        self._hosting = roles.hosting(config)
+        self.buffer = start_buffer(self._hosting, roles.buffer_job(config))
+        # Graders and actors come together: an actor sends its answers to the graders.
+        self.scorer: RayScorer | None = None
+        self.fleet: Fleet | None = None
+        self.learner: RayLearner | None = None
+        if with_actors:
+            job = roles.scorer_job(config, model_path)
+            self.scorer = start_scorer(self._hosting, self.buffer, job)
+            self.fleet = self._start_fleet(self.scorer, model_path)
+        if with_learner:
+            jobs = roles.learner_jobs(config, model_path, pad_id)
+            dtype = roles.wire_dtype(config)
+            self.learner = start_learners(self._hosting, self.buffer, jobs, wire_dtype=dtype)
+        # Engines and ranks load their models at the same time: only now is anything waited for.
+        started = [self.buffer, self.scorer, *self._actors(), self.learner]
+        wait_started(self._hosting, [client for client in started if client is not None])
+        if config.cluster.joined and self.learner is not None and self.fleet is not None:
+            join_transport(self._hosting, self.learner, self._actors())
+
+    def _start_fleet(self, scorer: RayScorer, model_path: str) -> Fleet:
+        """The actors of the configuration, and a dense one for evaluation where the run has one."""
+        config = self._config
+        dense = roles.evaluation_actor(config)
+        purpose: Purpose = "training" if dense else "all"
+        kinds: dict[str, tuple[ActorSpec, Purpose]] = {
+            label: (actor, purpose) for label, actor in config.actor.items()
+        }
+        if dense is not None:
+            kinds["evaluation"] = (dense, "evaluation")
+        pools = []
+        for label, (actor, given) in kinds.items():
+            job = roles.rollout_job(config, label, actor, model_path)
+            spawn = rollout_spawner(self._hosting, job, self.buffer, scorer)
+            weights = roles.actor_weights(config, actor)
+            pools.append(ActorPool(label, spawn, actor.count, given, weights))
+        joined = config.cluster.joined
+        return Fleet(pools, config.schedule, config.cluster, joined=joined, note=self._note)
+
+    def _actors(self) -> list[RayRolloutActor]:
+        """The fleet's processes as they are now; this session's spawners made all of them."""
+        clients = [] if self.fleet is None else self.fleet.clients()
+        return cast(list[RayRolloutActor], clients)
+
+    def clients(self) -> Clients:
+        """What the loop calls. Only of a session with actors and a learner."""
+        scorer, learner = self.scorer, self.learner
+        assert scorer is not None and learner is not None
+        watch = RayRoleWatch(self.buffer, learner, scorer, self._config.cluster, self._note)
+        return Clients(self.buffer, learner, scorer, watch)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Load the learner's and the buffer's parts of a checkpoint."""
+        assert self.learner is not None
+        self.learner.load(str(checkpoint / "learner"))
+        self.buffer.load(str(checkpoint / "buffer"))
+
+    def close(self) -> None:
+        """End every process of the run; those that do not end by themselves are killed."""
+        if self.scorer is not None:
+            try:
+                self.scorer.close()
+            except Exception as e:  # whatever it is, the rest must be taken down as well
+                self._note(f"the graders did not close by themselves: {e}")
+        # The buffer last: what dies before it may still be writing to it.
+        clients: list[Any] = [*self._actors(), self.learner, self.scorer, self.buffer]
+        for client in clients:
+            if client is not None:
+                client.kill()

@@ -1,0 +1,28 @@
+"""`rlcore sft`: supervised warm-up alone."""
+
+from __future__ import annotations
+
+from rlcore.commands.notes import note
+from rlcore.commands.preflight import open_run_dir, prepare
+from rlcore.commands.session import connected
+from rlcore.commands.warm_up import fresh_model, supervise
+from rlcore.config.compose import to_yaml
+from rlcore.config.schema import RunConfig
+from rlcore.models.specs import WarmUpSpec
+from rlcore.spec import refuse
+
+
+def sft(config: RunConfig) -> int:
+    """Warm up `model.path` or a fresh model on worked answers; writes `run_dir/model`, a Hugging
+    Face folder."""
+    prepared = prepare(config, evaluates=False)
+    run_dir = open_run_dir(config)
+    out = run_dir / "model"
+    refuse(out.exists(), f"run_dir={run_dir} already holds a model: choose another folder.")
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    start = config.model.path or str(fresh_model(config, prepared, run_dir / "fresh"))
+    warmup = config.model.warmup or WarmUpSpec()
+    with connected(config, actors=False):
+        supervise(config, warmup, prepared, start=start, out=out, note=note)
+    note(f"model written to {out}")
+    return 0

@@ -1,0 +1,62 @@
+"""How large a run's models are, from file headers and settings alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.commands.roles import wire_dtype
+from rlcore.config.schema import RunConfig
+from rlcore.models.folder import read_shapes
+from rlcore.models.specs import FreshModelSpec
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
+    """Parameters of the policy. `tokenizer`: the policy's."""
+    if config.model.path is not None:
+        return folder_parameters(config.model.path)
+    assert config.model.fresh is not None
+    return fresh_parameters(config.model.fresh, len(tokenizer))
+
+
+def folder_parameters(model_path: str) -> int:
+    """Parameters of a model folder, tied ones once. Reads file headers only."""
+    total = 0
+    for shape in read_shapes(model_path).values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+def fresh_parameters(spec: FreshModelSpec, alphabet: int) -> int:
+    """Parameters of a fresh model whose tokenizer has `alphabet` entries."""
+    # Of the Qwen3 architecture; the biases that other models have it does without.
+    hidden, head = spec.hidden_size, spec.head_dim
+    attention = hidden * head * (2 * spec.heads + 2 * spec.kv_heads) + 2 * head  # and QK norms
+    layer = attention + 3 * hidden * spec.intermediate_size + 2 * hidden
+    vocabulary = (spec.vocab_size or alphabet) * hidden * (1 if spec.tie_embeddings else 2)
+    return vocabulary + spec.layers * layer + hidden
+
+
+def published_bytes(config: RunConfig, tokenizer: Any) -> int:
+    """Bytes of one publication: every set of weights that actors load."""
+    policy = policy_parameters(config, tokenizer)
+    # The sparse copy is published merged, as a whole model beside the policy.
+    total = policy * (2 if config.learner.distill is not None else 1)
+    if config.learner.draft is not None:
+        draft = next(iter(config.actor.values()))
+        if draft.draft_path is not None:
+            total += folder_parameters(draft.draft_path)
+        elif draft.draft_fresh is not None:
+            total += fresh_parameters(draft.draft_fresh, len(tokenizer))
+    return total * BYTES[wire_dtype(config)]
+
+
+def stored_bytes(config: RunConfig, tokenizer: Any) -> int:
+    """What of it Ray's object store must hold: nothing, where weights travel another way."""
+    if config.cluster.transport != "object_store":
+        return 0
+    return published_bytes(config, tokenizer)

@@ -1,0 +1,232 @@
+"""`rlcore train`: from a checked configuration to a finished, resumable run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlcore.commands import roles
+from rlcore.commands.preflight import Prepared, open_run_dir, prepare
+from rlcore.commands.scale import ScaleRequests
+from rlcore.commands.session import Session, connected
+from rlcore.commands.sizes import stored_bytes
+from rlcore.commands.stopping import StopSignals
+from rlcore.commands.warm_up import starting_model, with_drafts
+from rlcore.config.compose import to_yaml
+from rlcore.config.schema import RunConfig
+from rlcore.errors import RoleLost, StageError
+from rlcore.files import replace_file
+from rlcore.interfaces import Reporter
+from rlcore.loop import checkpoint
+from rlcore.loop.controller import Controller
+from rlcore.loop.evaluation import Evaluator
+from rlcore.loop.parts import Parts
+from rlcore.loop.plan import Progress
+from rlcore.loop.saver import Saver
+from rlcore.metrics.logger import MetricsLogger, open_logger
+from rlcore.metrics.names import is_accuracy
+from rlcore.metrics.report import write_report
+
+STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
+
+
+class RunReporter(Reporter):
+    """Rows, samples and notes of a run, through the metric sinks of its directory."""
+
+    def __init__(self, logger: MetricsLogger) -> None:
+        self._logger = logger
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        self._logger.log(dict(row))
+
+    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
+        self._logger.samples(f"step_{step:06d}", [dict(d) for d in decoded])
+
+    def evaluation_samples(
+        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        name = f"eval_{version:06d}_{label.replace('/', '_')}"
+        self._logger.samples(name, [dict(v) for v in verdicts])
+
+    def note(self, text: str) -> None:
+        self._logger.note(text)
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        self._logger.activity(name, waits_for, step)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all attempts of one command share."""
+
+    config: RunConfig
+    prepared: Prepared
+    logger: MetricsLogger
+    reporter: RunReporter
+    scale: ScaleRequests
+    stop: StopSignals
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where an attempt begins: at a checkpoint, or from nothing."""
+
+    checkpoint: Path | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's own
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(config: RunConfig) -> int:
+    """Run to the end of the schedule. Returns the exit code; raises UserError before anything is
+    started."""
+    # Every refusal comes before the run directory: a wrong command leaves nothing behind.
+    prepared = prepare(config)
+    run_dir = open_run_dir(config)
+    settings = config.model_dump(mode="json")
+    with open_logger(
+        run_dir, config.logging, config=settings, total_steps=config.schedule.steps
+    ) as logger:
+        reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
+        run = Run(config, prepared, logger, reporter, scale, StopSignals())
+        run.stop.interrupt()
+        try:
+            progress = _recovering(run)
+            logger.finish({"steps": progress.step, "seconds": progress.seconds})
+        finally:
+            # Also after a failure: the report is how one looks for its cause.
+            if config.logging.report and (run_dir / "metrics.jsonl").exists():
+                write_report(run_dir)
+    return STOPPED if progress.step < config.schedule.steps else 0
+
+
+def _recovering(run: Run) -> Progress:
+    """Attempts until one ends: a lost process costs the steps since the last checkpoint, not the
+    run. Raises StageError once recoveries from one checkpoint are used up."""
+    spec, note = run.config.cluster, run.reporter.note
+    resume, patience_s = run.config.resume == "auto", 0.0
+    recoveries, recovered_at = 0, 0  # how often in a row the run went on from which step
+    while True:
+        start = _start_point(run) if resume else Start()
+        began_at = start.progress.step
+        if began_at >= run.config.schedule.steps:
+            note(
+                f"nothing to do: the run has {began_at} of schedule.steps="
+                f"{run.config.schedule.steps} steps"
+            )
+            return start.progress
+        # Rows and samples beyond the checkpoint come again.
+        run.logger.resume_at(began_at)
+        # Before anything starts, so that even a run that dies at once can be resumed.
+        replace_file(run.folder / "config.yaml", to_yaml(run.config))
+        try:
+            return _attempt(run, start, patience_s)
+        except RoleLost as e:
+            if run.stop.requested:
+                # Whoever stopped the run does not wait for another start of it.
+                raise StageError(
+                    f"{e}, after the run was told to stop; the last checkpoint stands"
+                ) from e
+            recoveries = recoveries + 1 if began_at == recovered_at else 1
+            recovered_at = began_at
+            limit = f"cluster.max_recoveries={spec.max_recoveries}"
+            if recoveries > spec.max_recoveries:
+                raise StageError(f"{e} ({limit} are used up)") from e
+            note(f"{e}: recovery {recoveries} of {limit}")
+        # What was lost may take a while to come back.
+        resume, patience_s = True, spec.start_timeout_s
+        # A start without a checkpoint begins with the first prompt again.
+        run.prepared.prompts.restore({"cursor": 0})
+
+
+def _start_point(run: Run) -> Start:
+    """The newest valid checkpoint, or the beginning if the run has written none yet."""
+    found = checkpoint.resume_from(run.checkpoints, run.reporter.note)
+    if found is None:
+        return Start()
+    state = checkpoint.state_of(found)
+    return Start(found, state, Progress(**state["progress"]))
+
+
+def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
+    """The part of a run that needs processes; none remains when it returns or raises.
+
+    `patience_s`: how long a cluster that was joined before may take to have room again.
+    """
+    reporter, prepared = run.reporter, run.prepared
+    note = reporter.note
+    config = run.scale.start_with(run.config)
+    size = stored_bytes(config, prepared.tokenizer)
+    with connected(config, store_bytes=size, patience_s=patience_s):
+        run.stop.interrupt()  # Ray has installed a handler of its own
+        reporter.activity("start", "the processes to answer", start.progress.step)
+        # A checkpoint continues the model it was made of, whatever model.path says by now.
+        kept = start.state.get("model_path")
+        model_path = str(kept) if kept else starting_model(config, prepared, note)
+        config = with_drafts(config, prepared, note)
+        for label, actor in config.actor.items():
+            note(roles.describe_actor(label, actor, config.model.max_len))
+        began = time.monotonic()
+        session = Session(config, model_path, pad_id=prepared.pad_id, note=note)
+        assert session.fleet is not None
+        try:
+            note(
+                f"{len(session.fleet.members)} rollout actors and {roles.ranks(config)} learner "
+                f"ranks are up after {time.monotonic() - began:.0f} s"
+            )
+            if start.checkpoint is not None:
+                session.restore(start.checkpoint)
+                prepared.prompts.restore(start.state["prompts"])
+                note(f"continuing from {start.checkpoint.name}")
+            asyncio.run(_loop(run, session, model_path, start))
+            return start.progress
+        except asyncio.CancelledError as e:  # a second signal
+            raise KeyboardInterrupt from e
+        finally:
+            run.stop.interrupt()  # the event loop has removed its own handlers
+            run.scale.keep(session.fleet.sizes())
+            session.close()
+
+
+async def _loop(run: Run, session: Session, model_path: str, start: Start) -> None:
+    """Train until the plan's end or a stop; `start.progress` moves with it."""
+    config, prepared, reporter = run.config, run.prepared, run.reporter
+    clients, fleet = session.clients(), session.fleet
+    assert fleet is not None
+    parts = Parts(
+        fleet,
+        prepared.requests,
+        Evaluator(
+            config.evaluation,
+            prepared.heldout,
+            fleet,
+            clients.scorer,
+            reporter.evaluation_samples,
+        ),
+        Saver(
+            config.checkpoint,
+            run.checkpoints,
+            {"model_path": model_path, "seed": config.seed},
+            note=reporter.note,
+            is_accuracy=is_accuracy,
+        ),
+        reporter,
+        run.scale,
+    )
+    resumed_from = str(start.checkpoint / "learner") if start.checkpoint else None
+    controller = Controller(
+        roles.plan(config), clients, parts, progress=start.progress, resumed_from=resumed_from
+    )
+    run.stop.listen(controller, reporter.note)
+    await controller.run()

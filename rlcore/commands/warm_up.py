@@ -1,0 +1,172 @@
+"""Supervised warm-up: worked answers of a task, through the same learner ranks and the same head
+pass as training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster.start import start_learners, wait_started
+from rlcore.commands import roles
+from rlcore.commands.preflight import Prepared
+from rlcore.config.schema import RunConfig
+from rlcore.errors import UserError
+from rlcore.learner.sequences import TokenSequence
+from rlcore.loop.clients import POLICY
+from rlcore.loop.prompts import PromptSource
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import WarmUpSpec
+from rlcore.seeding import derive_seed
+
+NOTED_EVERY = 20  # steps
+Note = Callable[[str], None]
+
+
+def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
+    """The policy's starting folder: `model.path`, or a warmed-up fresh model, which runs with the
+    same settings share."""
+    if config.model.path is not None:
+        return config.model.path
+    found = kept_model(config)
+    if found is not None:
+        note(f"starting model: {found} (kept from an earlier run)")
+        return found
+    warmup, kept = config.model.warmup, _kept_at(config)
+    fresh = fresh_model(config, prepared, kept.with_name(f".fresh-{kept.name}"))
+    if warmup is None:
+        fresh.rename(kept)
+        return str(kept)
+    # Renamed when it is whole, so that a run beside this one never reads a part of it.
+    made = kept.with_name(f".made-{kept.name}")
+    shutil.rmtree(made, ignore_errors=True)
+    supervise(config, warmup, prepared, start=str(fresh), out=made, note=note)
+    made.rename(kept)
+    shutil.rmtree(fresh)
+    return str(kept)
+
+
+def kept_model(config: RunConfig) -> str | None:
+    """The fresh model that an earlier run with the same settings has made, if there is one."""
+    kept = _kept_at(config)
+    return str(kept) if kept.is_dir() else None
+
+
+def _kept_at(config: RunConfig) -> Path:
+    root = Path((config.model.warmup or WarmUpSpec()).cache_dir).absolute()
+    return root / f"{config.task.label}-{_fingerprint(config)}"
+
+
+def fresh_model(config: RunConfig, prepared: Prepared, folder: Path) -> Path:
+    """Write the run's model of random weights."""
+    alphabet = prepared.prompts.task.alphabet()
+    assert config.model.fresh is not None and alphabet is not None
+    seed = derive_seed(config.seed, "fresh-model")
+    return build_fresh_model(
+        folder, alphabet, config.model.fresh, seed=seed, max_len=config.model.max_len
+    )
+
+
+def with_drafts(config: RunConfig, prepared: Prepared, note: Note) -> RunConfig:
+    """The same run with a folder for every draft that it makes: a fresh model, warmed up as the
+    policy is."""
+    actors = dict(config.actor)
+    for label, actor in config.actor.items():
+        if actor.draft_fresh is None:
+            continue
+        model = config.model.model_copy(update={"fresh": actor.draft_fresh})
+        note(f"actor.{label}.draft_fresh: a draft of its own")
+        path = starting_model(config.model_copy(update={"model": model}), prepared, note)
+        actors[label] = actor.model_copy(update={"draft_path": path, "draft_fresh": None})
+    return config.model_copy(update={"actor": actors})
+
+
+def supervise(
+    config: RunConfig, warmup: WarmUpSpec, prepared: Prepared, *, start: str, out: Path, note: Note
+) -> None:
+    """Train the model folder `start` on worked answers and write a Hugging Face folder to `out`.
+
+    Raises UserError if the task has no worked answers.
+    """
+    sft = _supervised(config, warmup)
+    ranks, hosting = sft.learner.ranks, roles.hosting(sft)
+    # The same ranks and head pass as in training, so that nothing about the model can differ.
+    jobs = {POLICY: roles.policy_job(sft, start, prepared.pad_id)}
+    learner = start_learners(hosting, None, jobs, wire_dtype="float32")
+    try:
+        wait_started(hosting, [learner])
+        # A walk of its own: the run's cursor must not depend on whether a model was kept.
+        source = prepared.prompts.another_walk(
+            run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
+        )
+        began = time.monotonic()
+        note(f"warm-up: {warmup.steps} supervised steps of {warmup.batch_size} worked answers")
+        for step in range(warmup.steps):
+            batch = [example(source, prepared.tokenizer) for _ in range(warmup.batch_size)]
+            metrics = learner.sft_step(step, [batch[rank::ranks] for rank in range(ranks)])
+            if (step + 1) % NOTED_EVERY == 0 or step + 1 == warmup.steps:
+                note(
+                    f"warm-up step {step + 1}/{warmup.steps}  loss {metrics['loss/sft']:.4f}  "
+                    f"{time.monotonic() - began:.0f} s"
+                )
+        learner.export(str(out))
+        prepared.tokenizer.save_pretrained(out)
+    finally:
+        learner.kill()
+
+
+def example(source: PromptSource, tokenizer: Any) -> TokenSequence:
+    """Prompt and worked answer, with end of sequence, of the next training item.
+
+    Raises UserError if it has no worked answer.
+    """
+    item = source.next()
+    answer = source.task.worked_answer(item)
+    if answer is None:
+        raise UserError(
+            f"task.name={source.task.name} has no worked answers to warm up on: set model.path to "
+            "a trained model."
+        )
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    return TokenSequence.of_answer(source.encode(item).tolist(), [*ids, tokenizer.eos_token_id])
+
+
+def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
+    """The run as its warm-up sees it: the whole model, without companions or KL."""
+    learner = {
+        "lr": warmup.lr,
+        "lr_warmup_steps": warmup.lr_warmup_steps,
+        "lr_schedule": warmup.lr_schedule,
+        "lr_decay_steps": None,
+        "lr_final": 0.0,
+        "lora": None,
+        "distill": None,
+        "train_sparse": False,
+    }
+    return config.model_copy(
+        update={
+            "learner": config.learner.model_copy(update=learner),
+            "schedule": config.schedule.model_copy(update={"steps": warmup.steps}),
+            "algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0}),
+        }
+    )
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Of everything that the starting model depends on."""
+    model, warmup = config.model, config.model.warmup
+    assert model.fresh is not None
+    settings = {
+        "model": model.fresh.model_dump(),
+        "max_len": model.max_len,
+        "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
+        "task": [config.task.name, config.task.args],
+        "seed": config.seed,
+        "format": 1,  # raised when equal settings begin to mean another model
+    }
+    text = json.dumps(settings, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,140 @@
+"""Splits the words of a command line into group selections and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from rlcore.config.sentences import closest, one_line
+from rlcore.errors import UserError
+
+SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+# Groups whose files each fill a key of their own, so that several can be chosen.
+LABELLED = ("actor", "correction")
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """A command line's `key=value` words, told apart."""
+
+    selections: tuple[Override, ...]  # options of groups
+    values: tuple[Override, ...]  # single keys
+
+    def selected(self) -> dict[str, Any]:
+        """group (or group@package) -> chosen option or options."""
+        return {group_key(o): o.value() for o in self.selections}
+
+    def value_of(self, key: str) -> Any:
+        """What the words set `key` to (the last one counts), or None."""
+        found = [o.value() for o in self.values if o.key_or_group == key]
+        return found[-1] if found else None
+
+
+def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrides:
+    """Tell group selections from values, and refuse anything else.
+
+    Raises UserError.
+    """
+    available = groups(config_dir)
+    selections, values = [], []
+    for word in words:
+        override = _parse_word(word)
+        if override.key_or_group in available:
+            _require_options(override, available[override.key_or_group])
+            selections.append(override)
+        else:
+            values.append(override)
+    return Overrides(tuple(selections), tuple(values))
+
+
+def groups(config_dir: str | Path | None = None) -> dict[str, dict[str, Path]]:
+    """group -> option -> file, of the shipped folder and the user's own, which may add options."""
+    found: dict[str, dict[str, Path]] = {}
+    for root in roots(config_dir):
+        for file in sorted(root.rglob("*/*.yaml")):
+            group, *folders = file.relative_to(root).parent.parts
+            option = "/".join([*folders, file.stem])  # e.g. paper/rapid_h8 of group experiment
+            found.setdefault(group, {}).setdefault(option, file)
+    return found
+
+
+def roots(config_dir: str | Path | None) -> list[Path]:
+    """Folders of groups in the order in which they are searched. Raises UserError."""
+    if not (SHIPPED / "config.yaml").is_file():
+        raise UserError(
+            f"The shipped {SHIPPED}/config.yaml is missing: install rlcore from its checkout."
+        )
+    if config_dir is None:
+        return [SHIPPED]
+    own = Path(config_dir).resolve()
+    if not own.is_dir():
+        raise UserError(
+            f"config_dir={config_dir} is not a folder: give one that holds groups such as "
+            "experiment/."
+        )
+    # Hydra starts from the first folder: a user's own config.yaml replaces the shipped one.
+    return [own, SHIPPED] if (own / "config.yaml").is_file() else [SHIPPED, own]
+
+
+def group_key(override: Override) -> str:
+    """The group of a selection, with the package that it is put into if it names one."""
+    return override.key_or_group + (f"@{override.package}" if override.package else "")
+
+
+def hydra_word(override: Override) -> str:
+    """A selection in the form that Hydra composes from."""
+    chosen = override.value()
+    if override.key_or_group in LABELLED and not isinstance(chosen, list) and not override.package:
+        chosen = [chosen]  # one of a group that holds a list
+    if isinstance(chosen, list):
+        shown = f"[{','.join(chosen)}]"
+    else:
+        shown = "null" if chosen is None else str(chosen)
+    return f"{'+' if override.package else ''}{group_key(override)}={shown}"
+
+
+def _parse_word(word: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as e:
+        raise UserError(
+            f"The word {word!r} cannot be read ({one_line(e)}): write key=value or group=option."
+        ) from e
+    # Hydra's syntax for several runs, which a forgotten bracket asks for by accident.
+    if override.is_sweep_override():
+        hint = f"{override.key_or_group}=[{word.partition('=')[2]}]"
+        raise UserError(
+            f"The word {word!r} asks for several runs: start them one at a time, or write a list, "
+            f"{hint}."
+        )
+    if override.key_or_group.split(".")[0] == "hydra":
+        raise UserError(
+            f"The word {word!r} configures Hydra itself: only keys of a run are accepted "
+            "(see --help)."
+        )
+    return override
+
+
+def _require_options(override: Override, options: dict[str, Path]) -> None:
+    group = group_key(override)
+    if override.is_delete():
+        raise UserError(
+            f"~{group} cannot be removed from a run: choose one of {', '.join(options)}."
+        )
+    chosen, shown = override.value(), override.get_value_string()
+    if isinstance(chosen, list) and override.key_or_group not in LABELLED:
+        raise UserError(
+            f"{group}={shown} names several: only {' and '.join(LABELLED)} take a list."
+        )
+    for option in chosen if isinstance(chosen, list) else [chosen]:
+        # experiment=null takes back one that a user's own config.yaml selects
+        if option is None and override.key_or_group == "experiment":
+            continue
+        if not isinstance(option, str) or option not in options:
+            raise UserError.choice(group, shown, options, closest(str(option), options))

@@ -1,0 +1,200 @@
+"""Settings of each correction. No torch.
+
+A correction is three things: a specification here (or in a user's own module), its method, which
+the specification names, and its line in `corrections/registry.py`. Facts about a method that other
+packages need are class variables of its specification:
+
+    class MySpec(CorrectionSpec):
+        method: ClassVar[str] = "my_package.my_method:MyMethod"     # MyMethod(spec, run_seed)
+        weighs: ClassVar[bool] = True
+        cap: float = setting(2.0, "largest weight", ge=1)
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import ClassVar, Literal
+
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.spec import Spec, refuse, setting
+
+
+class CorrectionSpec(Spec):
+    """Base of all specifications: facts about the method."""
+
+    #: "package.module:Class" of the method, built as Class(spec, run_seed)
+    method: ClassVar[str] = ""
+    #: whether it multiplies the objective by an importance ratio towards the learner's policy:
+    #: two of those would correct the same mismatch twice and are refused
+    weighs: ClassVar[bool] = False
+    #: whether a sequence's weights and mask depend on its own tokens alone and reject none, so that
+    #: a micro-batch can be corrected on its own
+    sequence_wise: ClassVar[bool] = False
+
+    #: whether its weights already correct towards p_new, so that the loss must not contain
+    #: p_new/p_ref
+    leads_to_new: ClassVar[bool] = False
+    #: name of the advantage that it replaces, or ""
+    replaces_advantage: ClassVar[str] = ""
+
+    @property
+    def inner_clip_off(self) -> str:
+        """Name of the setting that switches PPO's inner clip off here, or ""."""
+        return ""
+
+    @property
+    def needs_topk(self) -> bool:
+        """Whether actors must store top log-probs (rollout.logprobs_k of at least 1)."""
+        return False
+
+    @property
+    def rejects(self) -> bool:
+        """Whether it draws which tokens stay: those do not follow p_inf, and only its weights lead
+        from them to a policy."""
+        return False
+
+    # Asked by the pipeline before it builds the method, so that a method never sees an objective.
+    def under(self, objective: ObjectiveSpec) -> CorrectionSpec:
+        """This specification with what depends on the objective decided."""
+        return self
+
+
+class TisSpec(CorrectionSpec):
+    """Truncated importance sampling (Jackpot eq. 6; adjusted: Jackpot B.1)."""
+
+    method: ClassVar[str] = "rlcore.corrections.tis:Tis"
+    weighs: ClassVar[bool] = True
+    sequence_wise: ClassVar[bool] = True
+
+    cap: float = setting(2.0, "C: weights are min(p_ref/p_inf, C)", ge=1)
+    level: Literal["token", "sequence"] = setting("token", "of the ratio")
+    adjusted: bool = setting(False, "min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
+
+    @property
+    def inner_clip_off(self) -> str:
+        return "adjusted" if self.adjusted else ""
+
+
+class MisSpec(CorrectionSpec):
+    """Masked importance sampling (DVP section 6)."""
+
+    method: ClassVar[str] = "rlcore.corrections.mis:Mis"
+    weighs: ClassVar[bool] = True
+    sequence_wise: ClassVar[bool] = True
+
+    low: float = setting(0.5, "ratios below weigh 0", ge=0, le=1)
+    high: float = setting(2.0, "ratios above weigh 0", ge=1)
+    level: Literal["token", "sequence", "geometric"] = setting("token", "of the ratio")
+
+
+class IcePopSpec(CorrectionSpec):
+    """Masked importance sampling per token with its own usual bounds (DistillSparse 2.1)."""
+
+    method: ClassVar[str] = "rlcore.corrections.icepop:IcePop"
+    weighs: ClassVar[bool] = True
+    sequence_wise: ClassVar[bool] = True
+
+    low: float = setting(0.5, "ratios below weigh 0", ge=0, le=1)
+    high: float = setting(5.0, "ratios above weigh 0", ge=1)
+
+
+class VetoSpec(CorrectionSpec):
+    """Drops a sequence that holds a token to which the learner assigns almost no probability."""
+
+    method: ClassVar[str] = "rlcore.corrections.veto:Veto"
+
+    threshold: float = setting(
+        1e-4, "a token with p_ref/p_inf below drops its sequence", gt=0, lt=1
+    )
+
+
+class JackpotSpec(CorrectionSpec):
+    """Optimal budgeted rejection sampling and reweighting (papers/jackpot.txt)."""
+
+    method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
+    weighs: ClassVar[bool] = True
+
+    mode: Literal["mask", "reweight", "both"] = setting(
+        "both", "reject tokens, weigh them, or both"
+    )
+    target: Literal["ref", "new"] = setting("ref", "p_t: ref without staleness, new with it")
+    lam: float = setting(1.0, "lambda: accept with min(1, p_t/(lambda p_inf))", gt=0)
+    c1: float = setting(3.0, "cap of Z * max(lambda, p_t/p_inf)", ge=1)
+    c2: float = setting(3.0, "cap of p_ref/p_new, target new", ge=1)
+    alpha_hat: Literal["bernoulli", "expected"] = setting(
+        "expected", "the accepted share: drawn, or its expectation"
+    )
+    missing: Literal["zero", "bound"] = setting("zero", "p_inf of tokens the actor did not return")
+    tail: Literal["none", "residual"] = setting("residual", "mass outside the stored top k")
+    short_circuit: bool = setting(False, "switch the inner PPO clip off, as TIS-adjusted does")
+    normaliser: Literal["auto", "paper", "none"] = setting(
+        "auto",
+        "paper: weights carry Z, rejected tokens leave the denominator; none: no Z, they stay in "
+        "it with weight 0; auto: paper under token-mean, else none",
+    )
+
+    @property
+    def inner_clip_off(self) -> str:
+        return "short_circuit" if self.short_circuit else ""
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.mode != "mask" and self.normaliser != "none"  # Z is estimated from them
+
+    @property
+    def rejects(self) -> bool:
+        return self.mode != "reweight"
+
+    def under(self, objective: ObjectiveSpec) -> JackpotSpec:
+        if self.normaliser != "auto":
+            return self
+        # Weights with Z are exact in a mean over all tokens kept. A constant denominator they
+        # shrink by the acceptance rate, a mean of each sequence's kept tokens they bias.
+        drop = objective.aggregation != "token-mean" and self.mode == "both"
+        return self.model_copy(update={"normaliser": "none" if drop else "paper"})
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.normaliser == "none" and self.mode != "both",
+            f"{key}.normaliser=none with {key}.mode={self.mode} is not accepted: without Z, tokens "
+            f"are both rejected and weighed; use {key}.mode=both or {key}.normaliser=auto.",
+        )
+        refuse(
+            self.short_circuit and self.target != "new",
+            f"{key}.short_circuit=true with {key}.target={self.target} leaves nothing that leads "
+            f"to p_new: use {key}.target=new.",
+        )
+
+
+class AisSpec(CorrectionSpec):
+    """Adaptive importance sampling (papers/ais.txt)."""
+
+    method: ClassVar[str] = "rlcore.corrections.ais:Ais"
+    weighs: ClassVar[bool] = True
+
+    cap: float = setting(5.0, "C: w = min(p_ref/p_inf, C)", ge=1)
+    delta: float = setting(0.02, "mean |dlogp| at which the correction is full", gt=0)
+    gamma: float = setting(1.2, "growth of std(A*w)/std(A) that is tolerated", gt=0)
+    beta: float = setting(1.0, "how much more growth damps the correction", ge=0)
+    eps: float = setting(1e-6, "guards a division", gt=0)
+
+
+class DvpSpec(CorrectionSpec):
+    """Dynamic vocabulary pruning (papers/dvp.txt)."""
+
+    method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
+    sequence_wise: ClassVar[bool] = True
+
+    rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
+
+
+class RapidSpec(CorrectionSpec):
+    """RAPID's sequence weights and weighted baseline (papers/rapid.txt)."""
+
+    method: ClassVar[str] = "rlcore.corrections.rapid:Rapid"
+    weighs: ClassVar[bool] = True
+    leads_to_new: ClassVar[bool] = True
+    replaces_advantage: ClassVar[str] = "group_mean"
+
+    eta: float = setting(2.0, "cap of the sequence weight", ge=1)
+    leave_one_out: bool = setting(False, "leave a sample out of its own baseline")

@@ -1,0 +1,78 @@
+"""Files and folders that are either whole or absent: written beside, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+def replace_file(path: str | Path, data: bytes | str, *, durable: bool = False) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part of it.
+
+    `durable`: flushed to disk before and after the rename. Raises OSError, the old file untouched.
+    """
+    with new_file(path, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def new_file(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """An empty file to fill, renamed to `path` when the block succeeds, otherwise removed.
+
+    As `replace_file`, for content that is written in pieces.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with beside.open("wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+@contextmanager
+def new_folder(path: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """An empty folder to fill, renamed to `path` when the block succeeds, otherwise removed.
+
+    Remains of an interrupted writer are removed first. The caller flushes the files inside. Raises
+    FileExistsError if `path` exists, unless it is to `replace` that one at the end.
+    """
+    path = Path(path)
+    if path.exists() and not replace:
+        raise FileExistsError(f"{path} already exists")
+    beside = path.with_name(f".{path.name}.partial")
+    stale = path.with_name(f".{path.name}.stale")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        sync(beside)
+        shutil.rmtree(stale, ignore_errors=True)
+        if path.exists():
+            path.rename(stale)
+        beside.rename(path)
+        shutil.rmtree(stale, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder's entries to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,74 @@
+"""Settings of `rlcore launch`: where a run is started, and what its nodes are. No Ray."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from rlcore.errors import UserError
+from rlcore.spec import Spec, setting
+
+# Custom Ray resources of the nodes when the learner has nodes of its own. A role asks for a small
+# share of the resource of its nodes.
+LEARNER_RESOURCE = "rlcore_learner"
+ACTOR_RESOURCE = "rlcore_actor"
+RESOURCE_AMOUNT = 1000
+
+SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
+
+
+class LaunchSpec(Spec):
+    """Read by `rlcore launch`; `rlcore train` reads only learner_nodes, to place roles on nodes."""
+
+    kind: Literal["local", "ray", "slurm", "kubernetes"] = setting("local", "what starts the run")
+    nodes: int = setting(1, "slurm, kubernetes: machines that roles run on", gt=0)
+    cpus_per_node: int = setting(8, "slurm, kubernetes: CPUs of each", gt=0)
+    gpus_per_node: int = setting(0, "slurm, kubernetes: GPUs of each", ge=0)
+    memory_gib_per_node: int | None = setting(
+        None, "required by kubernetes; null: slurm's default", unit="GiB", gt=0
+    )
+    learner_nodes: int = setting(0, "nodes for the learner alone; 0: roles go anywhere", ge=0)
+    env: dict[str, str] = setting(
+        default_factory=dict, meaning="environment of every node; no secrets"
+    )
+    start_timeout_s: int = setting(600, "slurm: deadline for all nodes to join", unit="s", gt=0)
+    grace_s: int = setting(300, "from SIGTERM to the end, for a checkpoint", unit="s", gt=0)
+    retries: int = setting(
+        3, "slurm: requeues, kubernetes: new clusters; each resumes the run", ge=0
+    )
+    sbatch: dict[str, str] = setting(
+        default_factory=dict, meaning="further #SBATCH options, e.g. partition, time"
+    )
+    setup: list[str] = setting(
+        default_factory=list, meaning="slurm: shell lines before anything else"
+    )
+    job_address: str | None = setting(
+        None, "ray: job server, http://HOST:PORT; null: drive the run from here"
+    )
+    image: str | None = setting(None, "kubernetes: an image of docker/")
+    namespace: str = setting("default", "kubernetes: namespace of the job")
+    claim: str | None = setting(None, "kubernetes: persistent volume claim that holds run_dir")
+    mount: str = setting("/data", "kubernetes: where the claim is mounted")
+    secret: str | None = setting(None, "kubernetes: secret whose keys become environment variables")
+    node_selector: dict[str, str] = setting(
+        default_factory=dict, meaning="kubernetes: labels of eligible machines"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_no_secret(cls, data: Any) -> Any:
+        """Refuse variables that look like secrets: `env` is written to config.yaml and to the job's
+        script. A validator and not `check`, so that no other message can show the value."""
+        env = data.get("env") if isinstance(data, dict) else None
+        if not isinstance(env, dict):
+            return data
+        for name in env:
+            if SECRET_NAME.search(str(name)):
+                raise UserError(
+                    f"cluster.launch.env.{name} is not accepted: its value would be written to "
+                    "config.yaml and the job's script; export it in the job's environment instead "
+                    "(kubernetes: cluster.launch.secret)."
+                )
+        return data

@@ -1,0 +1,125 @@
+"""How a rank's parts are made of its job: models, engines, the update, companions."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rlcore.attention.specs import SparseSpec
+from rlcore.corrections.pipeline import build as build_pipeline
+from rlcore.interfaces import Reduce
+from rlcore.learner.companions.sparse_copy import SparseCopy
+from rlcore.learner.lora import add_adapters
+from rlcore.learner.packing import Layout
+from rlcore.learner.policy import Attention, FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.protocols import Companion, TrainEngine
+from rlcore.learner.ranks import RankReduce, join_ranks
+from rlcore.learner.registry import ENGINES
+from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
+from rlcore.learner.update import Update
+from rlcore.registry import resolve
+from rlcore.seeding import derive_seed
+
+EngineClass = Callable[[Policy, LearnerSpec, int, torch.device], TrainEngine]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rank is built of."""
+
+    reduce: Reduce
+    engine: TrainEngine  # the policy's
+    update: Update
+    companions: tuple[Companion, ...]
+    layout: Layout
+
+
+def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
+    """Join the other ranks and load everything. Collective.
+
+    Raises UserError for a model that cannot be trained as the job asks.
+    """
+    spec = job.learner
+    torch.set_num_threads(spec.threads)
+    # a rank sees one GPU
+    device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+    # what can be refused is built before anything is loaded
+    engine_class = resolve(ENGINES, spec.engine, key="learner.engine")
+    pipeline = build_pipeline(job.corrections, job.run_seed, job.objective)
+    join_ranks(place, device)
+    engine_class.prepare(device)
+    reduce = RankReduce(device)
+    models = _Models(job)
+    engine = engine_class(models.policy(), spec, job.total_steps, device)
+    frozen = FrozenPolicy(models.starting(device)) if job.objective.kl_coef > 0 else None
+    update = Update(job, engine, frozen, pipeline, reduce)
+    companions: list[Companion] = []
+    if spec.distill is not None:
+        # its optimizer is the policy's but for the rate
+        its_spec = spec.model_copy(update={"lr": spec.distill.lr})
+        its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
+        companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
+    return Parts(reduce, engine, update, tuple(companions), _layout(spec, models.attention))
+
+
+class _Models:
+    """The models of a job, each loaded from its folder when asked for."""
+
+    def __init__(self, job: LearnerJob) -> None:
+        self._job = job
+        self._spec = job.learner
+        self.attention = _attention(job.learner)
+        #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
+        self._rule = None if job.learner.distill is not None else job.sparse
+
+    def policy(self) -> Policy:
+        """The policy that is trained."""
+        return self._trained(self._rule, self._spec.lora, seed="lora", key="learner.lora")
+
+    def sparse_copy(self) -> Policy:
+        """The policy's model with adapters, attending by the actors' rule."""
+        assert self._spec.distill is not None and self._job.sparse is not None
+        lora = self._spec.distill.lora
+        return self._trained(self._job.sparse, lora, seed="distill", key="learner.distill.lora")
+
+    def starting(self, device: torch.device) -> Policy:
+        """The policy that KL is taken to.
+
+        The starting policy attends as the trained one does, another model densely.
+        """
+        rule = None if self._job.frozen_path else self._rule
+        lm = self._load(self._job.frozen_path or self._job.model_path, rule)
+        return Policy(lm.to(device), rule)
+
+    def _trained(
+        self, rule: SparseSpec | None, lora: LoraSpec | None, *, seed: str, key: str
+    ) -> Policy:
+        lm = self._load(self._job.model_path, rule)
+        if lora is not None:
+            add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
+        if self._spec.gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        return Policy(lm.train(), rule)
+
+    def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
+        dtype = self._spec.compute_dtype
+        return load_causal_lm(path, dtype, self.attention, sparse=rule is not None)
+
+
+def _attention(spec: LearnerSpec) -> Attention:
+    """`learner.attention` with auto resolved."""
+    if spec.attention != "auto":
+        return spec.attention
+    flash = spec.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    return "flash_attention_2" if flash else "sdpa"
+
+
+def _layout(spec: LearnerSpec, attention: Attention) -> Layout:
+    """`learner.layout` with auto resolved."""
+    if spec.layout != "auto":
+        return spec.layout
+    return "packed" if attention == "flash_attention_2" else "sorted"

@@ -1,0 +1,209 @@
+"""DeepSpeed as a training engine, ZeRO 0 to 3.
+
+Gradient accumulation. DeepSpeed's own counter is not used: the number of micro-batches changes from
+step to step, and with `gradient_accumulation_steps=1` every backward would end an accumulation
+(ZeRO-2 then keeps the last micro-batch only). The boundary is set by hand before every backward,
+and no loss is divided by a number of steps. Every rank must make the same number of backward calls.
+
+Losses are sums with global normalisers. DeepSpeed averages gradients over ranks: `backward`
+multiplies by their number.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlcore.errors import StageError
+from rlcore.learner.engines.learning_rate import RateSchedule
+from rlcore.learner.engines.zero_state import ZeroState
+from rlcore.learner.head_kl import KlTarget
+from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.lora import adapted_layers, factors, is_adapter, merged, plain_name
+from rlcore.learner.packing import MicroBatch
+from rlcore.learner.policy import Policy
+from rlcore.learner.protocols import Schedule, TrainEngine
+from rlcore.learner.specs import LearnerSpec
+from rlcore.types import TokenScores
+
+
+class ZeroEngine(TrainEngine):
+    """One rank's policy and optimizer on DeepSpeed."""
+
+    @staticmethod
+    def prepare(device: torch.device) -> None:
+        # read when deepspeed is first imported, by transformers as well
+        if device.type == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        # DeepSpeed's progress reports, and a deprecation inside it that we cannot act on
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        warnings.filterwarnings(
+            "ignore", message="`torch.distributed.*is deprecated", category=FutureWarning
+        )
+        import deepspeed
+
+        # On CPU DeepSpeed would compile a shared-memory all-reduce here that training never calls:
+        # half a minute, a compiler, and a build lock that a killed process leaves behind.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+
+    def __init__(
+        self, policy: Policy, spec: LearnerSpec, total_steps: int, device: torch.device
+    ) -> None:
+        import deepspeed
+
+        self.policy = policy
+        self.device = device
+        self.optimizer_steps = 0
+        self._stage = spec.zero_stage
+        self._rate = RateSchedule(spec, total_steps)
+        self._world_size = dist.get_world_size()
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=policy,
+            model_parameters=_parameter_groups(policy, spec.weight_decay),
+            config=_config(spec),
+        )
+        named = {
+            n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")
+        }
+        self.names = {plain_name(n): p for n, p in named.items() if not is_adapter(n)}
+        trained = {n: p for n, p in named.items() if p.requires_grad}
+        self.trained = trained
+        self._adapted = adapted_layers(policy.lm)
+        if self._stage == 3:
+            # adapted layers may read weights of modules inside them that they do not call, so that
+            # ZeRO-3 would not gather those
+            for layer in self._adapted.values():
+                for p in (layer.get_base_layer().weight, *factors(layer)):
+                    deepspeed.zero.register_external_parameter(layer, p)
+        self._state = ZeroState(self._optimizer, self._stage, trained)
+
+    # ----- computing -----
+
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
+        return TokenScores(*self._engine(mb, ids, spec)[1:])
+
+    def forward_with_kl(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
+    ) -> tuple[TokenScores, Tensor | None]:
+        kl, *scores = self._engine(mb, ids, spec, base)
+        return TokenScores(*scores), kl
+
+    @torch.no_grad()
+    def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self._stage == 3:
+            raise StageError("the policy's weights are partitioned (learner.zero_stage=3)")
+        return self.policy.hidden(mb), self.policy.head.weight
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
+
+    def grad_norm(self) -> float:
+        grads = self._local_gradients()
+        # a rank holds its partition at stages 1 to 3, the whole gradient at stage 0
+        total = torch.stack([g.detach().float().square().sum() for g in grads]).sum().double()
+        if self._stage > 0 and self._world_size > 1 and not self._whole_gradients:
+            dist.all_reduce(total)
+        return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
+
+    @property
+    def _whole_gradients(self) -> bool:
+        """Stage 1 in bfloat16 accumulates whole float32 gradients on every rank."""
+        return hasattr(self._optimizer, "fp32_groups_gradients")
+
+    def _local_gradients(self) -> list[Tensor]:
+        if self._stage == 0:
+            return [p.grad for p in self.trained.values() if p.grad is not None]
+        if self._whole_gradients:
+            return [g for group in self._optimizer.fp32_groups_gradients for g in group]
+        groups = self._optimizer.averaged_gradients.values()
+        return [g for group in groups for g in group if g is not None]
+
+    def step(self) -> float:
+        rate = self._rate(self.optimizer_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+        self.optimizer_steps += 1
+        return rate
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole accumulated gradients by parameter name, after the last backward. Collective."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return {n: safe_get_full_grad(p).detach().float().clone() for n, p in self.trained.items()}
+
+    # ----- state in and out -----
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        for name, p in self.names.items():
+            layer = self._adapted.get(name)
+            parts = [p] if layer is None else [p, *factors(layer)]
+            with deepspeed.zero.GatheredParameters(parts, enabled=self._stage == 3):
+                whole = p.detach() if layer is None else merged(p.detach(), layer)
+                yield name, whole.to("cpu", copy=True)
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._state.weights()
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self._state.replace_weights(tensors)
+
+    def save(self, folder: Path, run: Schedule | None = None) -> None:
+        self._state.save(folder, self.optimizer_steps, run)
+
+    def load(self, folder: Path) -> None:
+        self.optimizer_steps = self._state.load(folder)
+
+
+def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not."""
+    params = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def _config(spec: LearnerSpec) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # not used for accumulation: see the module's docstring
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.grad_clip,
+        "steps_per_print": 2**31,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                # torch's AdamW: no C++ build, and the same arithmetic on CPU and GPU
+                "torch_adam": True,
+                "lr": spec.lr,
+                "betas": list(spec.betas),
+                "weight_decay": spec.weight_decay,
+            },
+        },
+        "zero_optimization": {
+            "stage": spec.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+        },
+    }
+    if spec.compute_dtype == "bfloat16":
+        # sums of many micro-batches in bfloat16 would lose the small ones
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
+    return config

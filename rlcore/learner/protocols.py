@@ -1,0 +1,121 @@
+"""What the learner is built of: a training engine, and companions trained beside the policy.
+
+Implementations inherit these and match them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rlcore.types import TokenScores
+
+if TYPE_CHECKING:
+    from rlcore.learner.batch import StepBatch
+    from rlcore.learner.head_kl import KlTarget
+    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.packing import MicroBatch
+    from rlcore.learner.policy import Policy
+
+Write = Callable[[], object]  # one job of writing state to disk
+Schedule = Callable[[Write], object]  # runs such a job, now or behind training
+
+
+class TrainEngine(Protocol):
+    """One rank's model and optimizer. Every method is collective unless it says otherwise.
+
+    Built as Engine(policy: Policy, spec: LearnerSpec, total_steps: int, device), after `prepare`.
+    Registered in `learner/registry.py`.
+    """
+
+    device: torch.device
+    policy: Policy
+    names: Mapping[str, Tensor]  # the model's weights by Hugging Face name
+    trained: Mapping[str, Tensor]  # what the optimizer trains: the same, or adapters on them
+    optimizer_steps: int  # taken since the fresh model
+
+    @staticmethod
+    def prepare(device: torch.device) -> None:
+        """Once a process, after its ranks have joined and before a model is loaded."""
+
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
+        """Scores of a micro-batch; gradients according to torch's grad mode."""
+
+    def forward_with_kl(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
+    ) -> tuple[TokenScores, Tensor | None]:
+        """The same, with the KL [N] to `base`, another policy at the same positions."""
+
+    def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        """What another policy's full KL to this one needs, detached: hidden states [N, D] of the
+        positions that predict, and the head's weight [V, D]. Not collective."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate the gradient of a micro-batch's share of the global loss.
+
+        `last` ends the accumulation. Every rank makes the same number of calls.
+        """
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the accumulated gradient before clipping; NaN or inf if an entry is."""
+
+    def step(self) -> float:
+        """Clip, update and clear; returns the learning rate used."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every (Hugging Face name, whole CPU copy in the model's dtype), tied weights once.
+
+        Adapters are merged. All ranks iterate, rank 0's tensors count.
+        """
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every (parameter name, whole float32 CPU copy) of what is trained.
+
+        All ranks iterate, rank 0's tensors count.
+        """
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the trained weights and nothing of the optimizer.
+
+        Raises StageError if the names do not match.
+        """
+
+    def save(self, folder: Path, run: Schedule | None = None) -> None:
+        """Write what is trained in float32, the optimizer's moments and the step count.
+
+        Rank 0 writes. `run` schedules the writing of each file, so that training can go on
+        meanwhile; without it all is written on return.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Continue from `save`, whatever the number of ranks and the sharding that wrote it.
+
+        Raises StageError if names or shapes do not match the model.
+        """
+
+
+class Companion(Protocol):
+    """What is trained beside the policy in the learner's ranks, published under its own name.
+
+    `name` is the key of its weights in a publication and its folder in checkpoints and exports.
+    """
+
+    name: str
+    engine: TrainEngine
+
+    def step(self, batch: StepBatch, step: int, advantages: Tensor) -> dict[str, float]:
+        """One optimizer step on a batch that the policy has just been trained on; metrics.
+
+        advantages: [B, T], before any correction replaces them. Raises StageError, before anything
+        is updated, when a loss or a gradient is not finite.
+        """
+
+    def weights_changed(self) -> None:
+        """The policy's weights were replaced (a load): take over what is shared with it."""
+
+    def export(self, folder: Path, *, policy_folder: Path) -> None:
+        """Write `folder`, a Hugging Face folder of its own; the policy's was written already."""

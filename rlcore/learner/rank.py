@@ -1,0 +1,157 @@
+"""One data-parallel rank of the learner: update phases, optimizer steps, supervised steps.
+
+An update phase is the H optimizer steps between two publishes; p_ref is the policy as the phase
+began.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.learner.batch import StepBatch, build_batch, staleness_split
+from rlcore.learner.build import build_parts
+from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
+from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import POLICY, LearnerJob, RankPlace
+from rlcore.learner.state import RankState
+from rlcore.learner.steps import take_step
+from rlcore.learner.supervised import cross_entropy
+from rlcore.seeding import derive_seed
+from rlcore.types import Group
+
+
+class LearnerRank(RankState):
+    """This rank's share of the learner: training of the policy and its companions.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, job: LearnerJob, place: RankPlace) -> None:
+        """Joins the other ranks and loads the models. Raises UserError for a model that cannot be
+        trained as the job asks."""
+        parts = build_parts(job, place)
+        super().__init__(job, place.rank, parts.engine, parts.companions)
+        self._update = parts.update
+        self._reduce = parts.reduce
+        self._layout = parts.layout
+        # one batch a step, from its p_ref pass until it was trained on
+        self._phase: list[StepBatch] = []
+        self._next = 0  # index of the phase's next batch
+        self._fresh = True  # no step of the phase has been taken: p_new is p_ref
+        self._ref_seconds = 0.0
+
+    # ----- reinforcement learning -----
+
+    def begin_phase(
+        self, groups_per_step: Sequence[Sequence[Group]], *, first: bool = True
+    ) -> None:
+        """Take this rank's whole groups for each step of an update phase, and compute what precedes
+        its first step.
+
+        Ranks may have unequal shares, also empty ones, but the same number of steps. `first=False`:
+        the rest of a phase whose first step was taken before a checkpoint, so p_new is no longer
+        p_ref.
+        """
+        start = time.monotonic()
+        with_topk = self._update.topk > 0
+        device = self.engine.device
+        self._phase = [
+            build_batch(groups, with_topk=with_topk, device=device) for groups in groups_per_step
+        ]
+        self._next = 0
+        self._fresh = first
+        for batch in self._phase:
+            batch.micro = self._micro_batches(batch.episodes)
+        self._update.prepare(self._phase, first=first)
+        self._ref_seconds = time.monotonic() - start
+
+    def train_step(self, step: int) -> dict[str, float]:
+        """The optimizer step that turns version `step` into `step + 1`, on the phase's next batch.
+
+        Returns global metrics, the same on every rank (times are this rank's). Raises StageError,
+        before anything is updated, when a loss or a gradient is not finite.
+        """
+        start = time.monotonic()
+        self._seed(step)
+        batch, first = self._phase[self._next], self._fresh
+        batch.ref_is_old = not first
+        self._fresh = False
+        self._next += 1
+        gradient = self._update.run(batch, step, first=first)
+        what = f"optimizer step {step}"
+        metrics = gradient.metrics | take_step(
+            self.engine, gradient.sums, self._reduce, what=what, kept=gradient.kept
+        )
+        metrics |= staleness_split(batch, step, self._reduce)
+        metrics["time/learner_update_s"] = time.monotonic() - start
+        # after the policy's own step, so that what is shared with it is as of now
+        for companion in self.companions:
+            metrics |= companion.step(batch, step, self._update.group_advantages(batch))
+        metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
+        return metrics
+
+    def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
+        """Continue from `save`.
+
+        `keep_phase`: the phase just begun stays (its p_ref was computed under other weights than
+        those loaded); without it, a phase must be begun again.
+        """
+        super().load(folder)
+        if not keep_phase:
+            self._phase = []
+
+    def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of the frozen policy that KL is taken to (Hugging Face names,
+        whole)."""
+        if self._update.frozen is None:
+            raise RuntimeError("this learner has no frozen policy")
+        self._update.frozen.load(tensors)
+
+    # ----- supervised learning and scoring -----
+
+    def sft_step(self, step: int, examples: Sequence[TokenSequence]) -> dict[str, float]:
+        """One optimizer step of cross-entropy on this rank's examples.
+
+        The loss is the mean over the scored tokens of all ranks, at temperature 1. Returns global
+        metrics; raises StageError as `train_step` does.
+        """
+        start = time.monotonic()
+        self._seed(step)
+        episodes = [(example,) for example in examples]
+        micro = self._micro_batches(episodes)
+        chunk = self.job.learner.head_chunk_tokens
+        sums = cross_entropy(self.engine, episodes, micro, self._reduce, chunk)
+        metrics = take_step(self.engine, sums, self._reduce, what=f"optimizer step {step}")
+        return metrics | {"time/learner_update_s": time.monotonic() - start}
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[TokenSequence], *, of: str = POLICY) -> list[np.ndarray]:
+        """Log-probs [S] float32 of each sequence's sampled tokens, as training takes them.
+
+        `of`: the policy, or a companion by its name.
+        """
+        engine = self.engine_of(of)
+        out = [np.zeros(s.scored, dtype=np.float32) for s in sequences]
+        for mb in self._micro_batches([(s,) for s in sequences]):
+            logp = engine.forward(mb, None, self._update.head).logp
+            for row, index in enumerate(mb.episodes.tolist()):
+                out[index] = logp[mb.row == row].cpu().numpy()
+        return out
+
+    def _seed(self, step: int) -> None:
+        """A step's randomness depends on its number, so there is no state to save."""
+        torch.manual_seed(derive_seed(self.job.run_seed, "learner", step, self.rank))
+
+    def _micro_batches(self, episodes: Sequence[EpisodeTokens]) -> list[MicroBatch]:
+        """This rank's micro-batches, filled up with dummies to the largest count of any rank (at
+        least one)."""
+        spec, pad, device = self.job.learner, self.job.pad_id, self.engine.device
+        micro = pack(episodes, spec.micro_batch_tokens, self._layout, pad, device)
+        wanted = int(self._reduce.max(torch.tensor(max(1, len(micro)))))
+        return micro + [dummy(pad, device)] * (wanted - len(micro))

@@ -1,0 +1,189 @@
+"""Settings of the learner and of what is trained beside the policy. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.attention.specs import SparseSpec
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.spec import Spec, refuse, setting
+from rlcore.types import SamplingSpec
+
+POLICY = "policy"  # the policy's own weights, among the sets that are published
+SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among them
+LrSchedule = Literal["constant", "linear", "cosine"]
+
+
+class LoraSpec(Spec):
+    """Low-rank adapters, trained instead of the model."""
+
+    rank: int = setting(16, "of the adapters", gt=0)
+    alpha: float = setting(32.0, "scale: alpha / rank", gt=0)
+    targets: tuple[str, ...] = setting(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        "names of the adapted linear layers",
+    )
+
+
+class DistillSpec(Spec):
+    """DistillSparse: adapters phi that make the sparse actors follow the dense policy theta."""
+
+    kl: Literal["k1", "k3", "topk", "full"] = setting(
+        "k3", "estimator of KL(sparse || dense) on the actors' samples"
+    )
+    kl_coef: float = setting(1.0, "lambda: its weight beside the sparse policy loss", ge=0)
+    lr: float = setting(1e-3, "peak learning rate of the adapters", gt=0)
+    lora: LoraSpec = LoraSpec()
+
+
+class DraftLearnerSpec(Spec):
+    """A second learner: the draft, by policy gradient and reverse KL to the policy."""
+
+    ranks: int = setting(1, "data-parallel ranks", gt=0)
+    lr: float = setting(1e-4, "peak learning rate of the draft", gt=0)
+    kl_coef: float = setting(0.1, "weight of the reverse KL to the policy", gt=0)
+    kl_estimator: Literal["k2", "full"] = setting(
+        "full",
+        "k2 (sampled; its gradient is the reverse KL's) or full (over the vocabulary)",
+    )
+
+
+class OptimizerSpec(Spec):
+    """AdamW, its learning rate and the clip of the gradient."""
+
+    lr: float = setting(2e-4, "peak learning rate", gt=0)
+    lr_warmup_steps: int = setting(5, "steps of linear warm-up", ge=0)
+    lr_schedule: LrSchedule = setting("constant", "after the warm-up, until lr_decay_steps")
+    lr_decay_steps: int | None = setting(
+        None,
+        "null: schedule.steps; a number keeps the rate when a run is made longer later",
+        gt=0,
+    )
+    lr_final: float = setting(0.0, "share of lr that linear and cosine end at", ge=0, le=1)
+    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
+    weight_decay: float = setting(0.0, "of AdamW", ge=0)
+    grad_clip: float = setting(1.0, "largest gradient norm", gt=0)
+
+
+class LearnerSpec(OptimizerSpec):
+    """The ranks that train the policy, and its companions."""
+
+    engine: str = setting("deepspeed", "training engine, or file.py:Class")
+    ranks: int = setting(1, "data-parallel ranks", gt=0)
+    num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
+    num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
+    zero_stage: Literal[0, 1, 2, 3] = setting(
+        0, "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on GPU, float32 on CPU"
+    )
+    micro_batch_tokens: int = setting(
+        8192, "size of a micro-batch, padding included", unit="tokens", gt=0
+    )
+    layout: Literal["auto", "packed", "sorted"] = setting(
+        "auto", "auto: packed with flash-attn, else sorted"
+    )
+    attention: Literal["auto", "sdpa", "flash_attention_2"] = setting(
+        "auto", "auto: flash-attn on GPU"
+    )
+    gradient_checkpointing: bool = setting(False, "recompute activations")
+    head_chunk_tokens: int = setting(
+        1024, "most positions per chunk of the LM-head pass", unit="tokens", gt=0
+    )
+    ref_pass: Literal["auto", "always"] = setting(
+        "auto", "auto: p_ref is p_new detached when both coincide"
+    )
+    port: int = setting(0, "rendezvous port of the ranks; 0: any free one", ge=0, lt=65536)
+    lora: LoraSpec | None = None
+    distill: DistillSpec | None = None
+    draft: DraftLearnerSpec | None = None
+    train_sparse: bool = setting(
+        False,
+        "sparse actors: the policy itself is trained through their sparse attention",
+    )
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.num_gpus else "cpu"
+
+    @property
+    def threads(self) -> int:
+        """Compute threads of a rank."""
+        return max(1, int(self.num_cpus))
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`dtype` with auto resolved."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.num_gpus else "float32"
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.attention == "flash_attention_2" and self.num_gpus == 0,
+            f"{key}.attention=flash_attention_2 needs a GPU: set {key}.num_gpus=1 or "
+            f"{key}.attention=sdpa.",
+        )
+        refuse(
+            self.num_gpus > 1,
+            f"{key}.num_gpus={self.num_gpus:g} is per rank, and a rank drives one GPU: raise "
+            f"{key}.ranks instead.",
+        )
+        refuse(
+            self.zero_stage == 0 and self.compute_dtype == "bfloat16",
+            f"{key}.zero_stage=0 would accumulate gradients in bfloat16, which {key}.dtype="
+            f"{self.dtype} with {key}.num_gpus={self.num_gpus:g} means: choose 1, 2 or 3, or "
+            f"{key}.dtype=float32.",
+        )
+        if self.distill is not None:
+            self._check_distill(key)
+
+    def _check_distill(self, key: str) -> None:
+        refuse(
+            self.train_sparse,
+            f"{key}.distill and {key}.train_sparse=true are two methods: choose one.",
+        )
+        refuse(
+            self.lora is not None,
+            f"{key}.distill puts its own adapters on a policy that is trained whole: leave "
+            f"{key}.lora=null.",
+        )
+        refuse(
+            self.zero_stage == 3,
+            f"{key}.zero_stage=3 splits the weights that {key}.distill's sparse copy shares: "
+            "choose 0, 1 or 2.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerJob:
+    """What the ranks of a learner are built for; the same on every rank."""
+
+    model_path: str
+    learner: LearnerSpec
+    objective: ObjectiveSpec
+    corrections: Mapping[str, CorrectionSpec]  # by name, in the order in which they apply
+    sampling: SamplingSpec  # what actors sample from, before corrections constrain it
+    total_steps: int  # optimizer steps of the run, for the learning-rate schedule
+    run_seed: int
+    pad_id: int
+    sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it
+    frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this is, and where the ranks join.
+
+    Example: RankPlace(0, 2, "127.0.0.1", 29500, 1800)
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float  # of a collective

@@ -1,0 +1,101 @@
+"""The weights of a rank's policy and companions: published, saved, loaded and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from rlcore.learner.export import export_model
+from rlcore.learner.policy import DTYPES
+from rlcore.learner.protocols import Companion, Schedule, TrainEngine
+from rlcore.learner.specs import POLICY, LearnerJob
+
+
+class RankState:
+    """What a rank trains, as sets of weights by name: the policy's, and each companion's.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(
+        self, job: LearnerJob, rank: int, engine: TrainEngine, companions: tuple[Companion, ...]
+    ) -> None:
+        self.job = job
+        self.rank = rank
+        self.engine = engine  # the policy's
+        self.companions = companions
+
+    @property
+    def published(self) -> tuple[str, ...]:
+        """Names of the sets of weights that `state_for_publish` gives."""
+        return (POLICY, *(companion.name for companion in self.companions))
+
+    def engine_of(self, name: str) -> TrainEngine:
+        """The engine of a published set. Raises KeyError for another name."""
+        engines = {companion.name: companion.engine for companion in self.companions}
+        return {POLICY: self.engine, **engines}[name]
+
+    def state_for_publish(self, name: str, dtype: str) -> dict[str, Tensor]:
+        """Whole weights by Hugging Face name on the CPU in `dtype`, adapters merged, tied ones
+        once.
+
+        `name`: one of `published`. Empty on ranks other than 0.
+        """
+        weights = self.engine_of(name).weights()
+        return {n: w.to(DTYPES[dtype]) for n, w in weights if self.rank == 0}
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        """What is trained (weights, or adapters on them) in float32: `load_weights` takes it back.
+
+        A companion's names begin with its own. Empty on ranks other than 0.
+        """
+        weights = {n: w for n, w in self.engine.trained_weights() if self.rank == 0}
+        for companion in self.companions:
+            its = companion.engine.trained_weights()
+            weights |= {f"{companion.name}/{n}": w for n, w in its if self.rank == 0}
+        return weights
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace what is trained (as `trained_weights` gives it) and nothing else."""
+        policy = dict(tensors)
+        for companion in self.companions:
+            prefix = f"{companion.name}/"
+            its = {n: policy.pop(n) for n in tensors if n.startswith(prefix)}
+            companion.engine.load_weights({n.removeprefix(prefix): t for n, t in its.items()})
+        self.engine.load_weights(policy)
+        self._weights_changed()
+
+    def save(self, folder: str | Path, run: Schedule | None = None) -> None:
+        """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as
+        safetensors, companions beneath it under their names.
+
+        `run`: receives the writing of each file as a job, to be done in order; without it all is
+        written on return.
+        """
+        self.engine.save(Path(folder), run)
+        for companion in self.companions:
+            companion.engine.save(Path(folder) / companion.name, run)
+
+    def load(self, folder: str | Path) -> None:
+        """Continue from `save`, also one made with another ZeRO stage or number of ranks."""
+        self.engine.load(Path(folder))
+        for companion in self.companions:
+            companion.engine.load(Path(folder) / companion.name)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        for companion in self.companions:
+            companion.weights_changed()
+
+    def export(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder: merged weights as safetensors, configuration and tokenizer.
+
+        Adapters are written beside them as a PEFT folder, `adapter`; each companion as a folder of
+        its own beneath, under its name.
+        """
+        folder = Path(folder)
+        export_model(folder, self.engine, self.job.model_path, lora=self.job.learner.lora)
+        for companion in self.companions:
+            companion.export(folder / companion.name, policy_folder=folder)

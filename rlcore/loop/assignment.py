@@ -1,0 +1,127 @@
+"""Which rollout actor works on which group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+
+from rlcore.loop.members import Held, Member, Roster, Waiting
+from rlcore.loop.supervision import Supervisor
+from rlcore.types import Request
+
+TOKENS_A_TIMEOUT = 1024  # rollout.request_timeout_s is what a request of so many tokens may take
+OPEN_REQUESTS_S = 10.0  # an actor that takes longer to name its open requests is not waited for
+
+
+class Assignments:
+    """Assigns whole groups to the least loaded members. Never waits for a member: submissions and
+    aborts are queued, in order."""
+
+    def __init__(self, roster: Roster, supervisor: Supervisor) -> None:
+        self._roster = roster
+        self._supervisor = supervisor
+
+    def assign(self, groups: Held, *, beside: bool = False) -> None:
+        """Assign groups to the least loaded members of the rotation, ties by order, one message a
+        member.
+
+        Groups that are already assigned are withdrawn first, unless they are given to another
+        member `beside`. Without a member that could take them they wait. A member that fails to
+        accept its work is replaced; an engine that refuses a request ends the run with its
+        UserError
+        at the next `Supervisor.watch`.
+        """
+        if not beside:
+            self.withdraw(groups)
+        waiting = self._roster.waiting
+        batches: dict[Member, list[Request]] = {}
+        for group_id, requests in sorted(groups.items()):
+            able = [
+                m
+                for m in self._roster.rotation()
+                if m.serves(group_id) and group_id not in m.groups
+            ]
+            if not able:
+                (waiting.delayed if beside else waiting.idle)[group_id] = requests
+                continue
+            member = min(able, key=lambda m: m.load)
+            member.groups[group_id] = requests
+            batches.setdefault(member, []).extend(requests)
+        for member, batch in batches.items():
+            self._submit(member, batch)
+
+    def withdraw(self, group_ids: Iterable[int]) -> None:
+        """Forget these groups, and have members abort their running requests of them."""
+        ids = list(group_ids)
+        self._roster.waiting.drop(ids)
+        for member in self._roster.members:
+            taken = [r for g in ids if g in member.groups for r in member.groups.pop(g)]
+            if taken and member.healthy:
+                self._abort(member, [r.request_id for r in taken])
+
+    def withdraw_evaluation(self) -> None:
+        """The same with every group of an evaluation."""
+        waiting = self._roster.waiting
+        held = [*waiting.lost, *waiting.idle, *waiting.delayed]
+        for member in self._roster.members:
+            held += member.groups
+        self.withdraw({g for g in held if g < 0})
+
+    def _submit(self, member: Member, batch: list[Request]) -> None:
+        process, ask = member.process, self._supervisor.ask
+        process.work.put(lambda: ask(member, process, lambda client: client.submit(batch)))
+
+    def _abort(self, member: Member, ids: list[str]) -> None:
+        process, ask = member.process, self._supervisor.ask
+        process.work.put(lambda: ask(member, process, lambda client: client.abort(ids)))
+
+    def take_waiting(self) -> Waiting:
+        """Groups that wait for a member and that one could take now; each is returned once."""
+        rotation = self._roster.rotation()
+        taken, self._roster.waiting = self._roster.waiting.split(
+            lambda g: any(m.serves(g) and g not in m.groups for m in rotation)
+        )
+        return taken
+
+    def assign_waiting(self, waiting: Waiting) -> None:
+        """Assign them with the requests that they wait with."""
+        self.assign(waiting.lost | waiting.idle)
+        self.assign(waiting.delayed, beside=True)
+
+    def overrunning(self, request_timeout_s: float) -> list[int]:
+        """Training groups with a request that has decoded for longer than it may, where another
+        member could help the only one that works on them. Time in a queue does not count."""
+        members = self._roster.members
+        holders = Counter(g for m in members for g in m.groups)
+        rotation = self._roster.rotation()
+        found = []
+        for member in members:
+            spent = member.process.status.get("decoding_s", {})
+            for group_id, requests in member.groups.items():
+                slow = any(
+                    spent.get(r.request_id, 0.0) > allowed_s(r, request_timeout_s) for r in requests
+                )
+                helpers = [m for m in rotation if m is not member and m.serves(group_id)]
+                if slow and helpers and group_id >= 0 and holders[group_id] == 1:
+                    found.append(group_id)
+        return sorted(found)
+
+    async def open_requests(self) -> set[str]:
+        """Ids of the requests that members are still working on, as far as they answer."""
+        asked = [asyncio.create_task(self._open(m)) for m in self._roster.healthy()]
+        if not asked:
+            return set()
+        done, silent = await asyncio.wait(asked, timeout=OPEN_REQUESTS_S)
+        for task in silent:
+            task.cancel()
+        return {request_id for task in done for request_id in task.result()}
+
+    async def _open(self, member: Member) -> list[str]:
+        ask = self._supervisor.ask
+        return await ask(member, member.process, lambda client: client.open_requests()) or []
+
+
+def allowed_s(request: Request, request_timeout_s: float) -> float:
+    """Seconds of decoding that a request may take: more for one that asks for more tokens."""
+    return request_timeout_s * max(1.0, request.sampling.max_new_tokens / TOKENS_A_TIMEOUT)

@@ -1,0 +1,186 @@
+"""Protocols of the processes that the loop talks to, implemented by `cluster` over Ray and by
+`testing` as fakes in one process.
+
+The implementation sets a deadline for every call. A call raises DeadlineExceeded when it passes,
+RoleLost when the process has died, and otherwise what the process raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlcore.types import OnPublish, Request, WeightManifest
+
+POLICY = "policy"  # the policy's own weights, among the sets of a publication
+Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samples not arrived)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the loop knows of a training batch. Example: Batch([(17, 40)], {"reward/mean": 0.5})"""
+
+    groups: list[tuple[int, int]]  # (group id, sampled tokens)
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One version's weights: a manifest and a handle for each set, the policy's under POLICY."""
+
+    version: int
+    sets: Mapping[str, tuple[WeightManifest, Any]] = field(default_factory=dict)
+
+
+class BufferClient(Protocol):
+    """The replay buffer."""
+
+    async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
+        """Groups that may be admitted now, of `total` over the whole run; waits for some.
+
+        `all_done` asks that nothing is in flight first (synchronous schedules admit in waves).
+        """
+
+    async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
+        """Admit one group for each of the first prompts, as many as fit now; their ids."""
+
+    async def in_flight(self) -> Missing:
+        """Groups that were admitted and are incomplete."""
+
+    async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
+        """Count a loss of each: (what is still missing of them, those given up at `limit`)."""
+
+    async def failed_scores(self) -> tuple[int, str]:
+        """Samples that could not be scored so far, and the reason of the last one."""
+
+    async def set_versions(self, published: int, learner: int) -> None:
+        """The version that every actor serves, and the learner's."""
+
+    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
+        """Whether the batch of `step` can be taken, waiting up to `timeout_s` for it.
+
+        `wave`: groups of the whole run, in synchronous schedules: all that may be admitted must
+        have arrived first.
+        """
+
+    async def take(self, step: int) -> Batch:
+        """The batch of `step`, which is ready."""
+
+    async def commit(self, step: int) -> None:
+        """The batch of `step` was trained on."""
+
+    async def waiting_for(self, step: int) -> str:
+        """One line: what is missing for the batch of `step`."""
+
+    async def metrics(self) -> dict[str, float]:
+        """`buffer/*` and `ledger/*`; also checks that every account matches."""
+
+    async def snapshot(self) -> None:
+        """Take the snapshot that `save` will write."""
+
+    async def save(self, folder: str, *, timeout_s: float) -> None:
+        """Write the snapshot while the run continues. Raises DeadlineExceeded after `timeout_s`:
+        the disk is slow, which is no fault of the buffer."""
+
+
+class LearnerClient(Protocol):
+    """The ranks of the policy's learner, and those of companions with ranks of their own."""
+
+    async def fetch(self, batches: Mapping[int, Batch]) -> None:
+        """Have the ranks fetch their shares of these steps' batches, in parallel to computing."""
+
+    async def begin_phase(
+        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+    ) -> None:
+        """Compute p_ref for the batches of these steps, which were fetched.
+
+        `keep_start`: the phase has several steps, so that its first weights may be asked for again.
+        `resumed`: the learner's folder of a checkpoint that was made in the middle of this phase.
+        """
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        """One optimizer step of the policy and its companions; metrics."""
+
+    async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
+        """Gather the weights of every set. `full`: a checksum of each tensor, not of a sample."""
+
+    async def save(self, folder: str, *, in_phase: bool) -> None:
+        """Copy the state to host memory; the ranks then write it to `folder` (companions next to
+        it) in the background."""
+
+    async def saved(self, *, timeout_s: float) -> None:
+        """Return when the state of the last `save` is written. Raises DeadlineExceeded after
+        `timeout_s`: the disk is slow, which is no fault of the ranks."""
+
+
+class ActorClient(Protocol):
+    """One process of a rollout actor."""
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises UserError for what the engine cannot serve."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop requests; unknown ids are ignored."""
+
+    async def open_requests(self) -> list[str]:
+        """Requests taken and not finished."""
+
+    async def update_weights(
+        self, manifest: WeightManifest, handle: Any, on_publish: OnPublish
+    ) -> dict[str, float]:
+        """Receive, load and verify a set of weights; seconds of each part."""
+
+    async def set_version(self, version: int) -> dict[str, float]:
+        """Note a new version of the policy while this actor's own weights stay."""
+
+    async def status(self) -> dict[str, Any]:
+        """A heartbeat. What the loop reads of it: "error" (None, or what ended the engine),
+        "heartbeat_age_s" (seconds since the engine's thread last turned), "pid", "steps", "busy_s"
+        (seconds inside engine steps) and "decoding_s" (request id -> seconds, of those that have
+        sampled a token)."""
+
+    def kill(self) -> None:
+        """End the process at once. Does not wait."""
+
+
+class ScorerClient(Protocol):
+    """The graders."""
+
+    async def evaluation_progress(self, purpose: str) -> int:
+        """Verdicts of an evaluation that have come so far."""
+
+    async def evaluation(self, purpose: str) -> list[dict[str, Any]]:
+        """All verdicts of an evaluation, which is then forgotten."""
+
+    async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
+        """Up to `count` readable samples of the batch of `step`."""
+
+
+class RoleWatch(Protocol):
+    """Heartbeats of everything but the rollout actors."""
+
+    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
+        """Poll every role until cancelled. Raises RoleLost for one the run cannot do without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A new actor process that is starting."""
+
+    client: ActorClient
+    placed: Awaitable[None]  # done when the cluster has placed it and its process runs
+    started: Awaitable[None]  # done when its engine is ready; raises what kept it from starting
+
+
+Spawn = Callable[[str], Spawned]  # starts a process of one kind under a name
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """Every process of a run but its rollout actors."""
+
+    buffer: BufferClient
+    learner: LearnerClient
+    scorer: ScorerClient
+    watch: RoleWatch

@@ -1,0 +1,244 @@
+"""The loop. Holds references, counts and versions; no tensors, no trajectories.
+
+    task       consumes             produces                     waits for, unblocked by
+    admit      room in the buffer   requests to rollout actors   room: a publish, a taken batch,
+                                                                 a dropped group
+    train      a ready batch        optimizer steps, publishes   a batch: arrivals from actors and
+                                                                 graders; the next one while it
+                                                                 trains (eta > 0)
+    publish    new weights          proven versions on actors    actors' arrival proofs
+    watch      heartbeats           replacements, lost groups    cluster.heartbeat_s
+
+Schedules are three settings of this one loop: H = steps_per_publish, eta = max_staleness,
+on_publish. A schedule with eta = 0 is synchronous: prompts are admitted in waves when nothing is in
+flight, and a publish is awaited before the next wave, so that a run depends on nothing but its
+seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from rlcore.loop.batches import Batches, BatchQueue
+from rlcore.loop.clients import Clients
+from rlcore.loop.dispatcher import Dispatcher
+from rlcore.loop.parts import Parts
+from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.publisher import Publisher
+from rlcore.loop.rows import RowWriter
+from rlcore.loop.saver import Cut
+from rlcore.loop.timing import Clocks
+
+
+class Controller:
+    """Runs its tasks until the plan's steps are done, a stop is asked for, or one of them fails."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        clients: Clients,
+        parts: Parts,
+        *,
+        progress: Progress | None = None,
+        resumed_from: str | None = None,
+    ) -> None:
+        """`resumed_from`: the learner's folder of the checkpoint that `progress` is of."""
+        self.progress = progress or Progress()
+        self.stop_requested = False
+        self._plan = plan
+        self._clients = clients
+        self._parts = parts
+        self._publisher = Publisher(plan, clients, parts.fleet, self.progress)
+        self._dispatcher = Dispatcher(plan, clients.buffer, parts)
+        self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
+        self._rows = RowWriter(clients.buffer, parts.fleet, self.progress, parts.reporter)
+        # set while resuming a phase that was interrupted in the middle
+        self._resume_phase_from = resumed_from if self._in_phase else None
+        self._evaluated: dict[str, float] = {}  # results for the next row
+
+    @property
+    def _in_phase(self) -> bool:
+        """Whether the next step is not the first of its update phase."""
+        return bool(self.progress.step % self._plan.phase_steps)
+
+    def request_stop(self) -> None:
+        """End after the current step, with a checkpoint."""
+        self.stop_requested = True
+
+    # ---- the tasks -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Train to the end of the plan. Any task's failure ends all of them and is raised."""
+        dispatcher, watch = self._dispatcher, self._clients.watch
+        background = [
+            asyncio.create_task(task)
+            for task in (
+                dispatcher.admit(),
+                dispatcher.watch_fleet(),
+                watch.run(dispatcher.groups.reissue_unscored),
+            )
+        ]
+        train = asyncio.create_task(self._train())
+        try:
+            done, _ = await asyncio.wait([train, *background], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            await train
+        finally:
+            for task in (train, *background):
+                task.cancel()
+            await asyncio.gather(train, *background, return_exceptions=True)
+            await self._publisher.cancel()
+            self._parts.saver.cancel()
+            await self._parts.fleet.supervisor.close()
+
+    async def _train(self) -> None:
+        await self._start()
+        try:
+            await self._steps()
+        finally:
+            await self._batches.cancel()
+        # Until a resumed phase has restarted, the learner holds the weights of its beginning, so
+        # the checkpoint we resumed from stays the newest.
+        wanted = self.stop_requested or self._plan.checkpoint.at_end
+        if wanted and self._resume_phase_from is None:
+            await self._checkpoint()
+            self._now("checkpoint", "the last checkpoint to be written")
+            await self._parts.saver.done(last=True)
+
+    def _now(self, activity: str, waits_for: str) -> None:
+        self._parts.reporter.activity(activity, waits_for, self.progress.step)
+
+    async def _start(self) -> None:
+        """Publish the learner's weights with a full arrival check, and assign the groups that were
+        in flight at a resume.
+
+        A resume in the middle of a phase publishes the weights that the phase began with: what is
+        evaluated or drawn again must come from the version that the rest of the phase was drawn
+        from.
+        """
+        progress, resumed = self.progress, self._resume_phase_from
+        version = progress.step if resumed is None else progress.phase_version
+        self._now("start", f"the actors to prove version {version}")
+        await self._publisher.begin(version, full=True, resumed=resumed)
+        await self._publisher.done()
+        await self._dispatcher.groups.resume()
+        due = self._parts.evaluator.wants(progress.step, self._plan.steps)
+        if due and progress.evaluated < progress.step:
+            await self._evaluate()
+            if self._plan.synchronous:
+                self._evaluated = await self._collect(wait=True)
+        # discard the seconds of this publication, which precedes the first row
+        self._publisher.take_seconds()
+        await self._rows.begin()
+        self._dispatcher.gate.set()
+
+    async def _steps(self) -> None:
+        plan, progress = self._plan, self.progress
+        while progress.step < plan.steps and not self.stop_requested:
+            phase = list(range(progress.step, plan.phase_end(progress.step)))
+            clocks = Clocks()
+            self._now("rollout", "a training batch")
+            with clocks.measure("wait_data"):
+                batches = await self._batches.get(phase)
+            if batches is None:
+                return
+            await self._begin_phase(batches, clocks)
+            if not plan.synchronous and phase[-1] + 1 < plan.steps:
+                self._batches.prepare([phase[-1] + 1])
+            for step, batch in batches.items():
+                await self._one_step(step, batch.metrics, clocks)
+                clocks = Clocks()
+                if self.stop_requested:
+                    return
+
+    # ---- parts of a step -------------------------------------------------------------------------
+
+    async def _begin_phase(self, batches: Batches, clocks: Clocks) -> None:
+        """Show a few samples, and have the learner compute p_ref."""
+        plan, clients, first = self._plan, self._clients, min(batches)
+        if plan.samples_per_step:
+            samples = await clients.scorer.samples(first, plan.samples_per_step)
+            self._parts.reporter.samples(first + 1, samples)
+        resumed, self._resume_phase_from = self._resume_phase_from, None
+        several = plan.phase_steps > 1
+        if several and resumed is None:
+            self.progress.phase_version = first
+        self._now("training", "p_ref of the batch")
+        with clocks.measure("begin"):
+            await clients.learner.begin_phase(list(batches), keep_start=several, resumed=resumed)
+
+    async def _one_step(self, step: int, batch_metrics: dict[str, float], clocks: Clocks) -> None:
+        plan, progress, clients = self._plan, self.progress, self._clients
+        if plan.synchronous and step + 1 == plan.phase_end(step):
+            self._dispatcher.gate.clear()
+        self._now("training", f"optimizer step {step + 1}")
+        with clocks.measure("learn"):
+            metrics = await clients.learner.train_step(step)
+        await clients.buffer.commit(step)
+        progress.step = step + 1
+        await clients.buffer.set_versions(progress.published, progress.step)
+        last = progress.step == plan.steps
+        # no publish after a stop: the checkpoint does not need it
+        if plan.publishes_after(progress.step):
+            await self._publisher.begin(progress.step, full=False)
+            if plan.synchronous or last:
+                self._now("publication", f"the actors to prove version {progress.step}")
+                await self._publisher.done()
+        await self._evaluate_if_due(last)
+        await self._report(metrics | batch_metrics | self._evaluated, clocks)
+        self._evaluated = {}
+        if plan.checkpoints_after(progress.step):
+            if self._parts.saver.busy:  # training does not wait for a slow disk
+                self._parts.saver.skipped(progress.step)
+            else:
+                await self._checkpoint()
+        self._dispatcher.gate.set()
+
+    async def _evaluate_if_due(self, last: bool) -> None:
+        """Results go into the current row as soon as they exist; `eval/policy_version` says
+        which version they are of."""
+        due = self._parts.evaluator.wants(self.progress.step, self._plan.steps)
+        self._evaluated |= await self._collect(wait=due or last)
+        if due:
+            await self._evaluate()
+            self._evaluated |= await self._collect(wait=self._plan.synchronous or last)
+
+    async def _evaluate(self) -> None:
+        await self._publisher.done()  # an evaluation uses the newest weights
+        self.progress.evaluated = self.progress.step
+        self._parts.evaluator.start(self.progress.published)
+
+    async def _collect(self, *, wait: bool) -> dict[str, float]:
+        """Results of the evaluation under way, if they are there; they also mark the checkpoint of
+        its version."""
+        version = self._parts.evaluator.awaited
+        if wait and version is not None:
+            self._now("evaluation", f"verdicts on version {version}")
+        results = await self._parts.evaluator.collect(wait=wait)
+        if results and version is not None:
+            self._parts.saver.scored(version, results, self.progress.scores)
+        return results
+
+    async def _report(self, metrics: dict[str, float], clocks: Clocks) -> None:
+        await self._publisher.poll()
+        await self._parts.saver.poll()
+        others = self._publisher.take_seconds()
+        others["rollout/timed_out_samples"] = float(self._dispatcher.groups.timed_out_samples)
+        await self._rows.write(metrics, clocks, others)
+
+    async def _checkpoint(self) -> None:
+        """Take a checkpoint between two steps and outside any admission; it is written in the
+        background."""
+        self._now("checkpoint", "the checkpoint to be cut")
+        await self._publisher.done()
+        await self._parts.saver.done()
+        async with self._dispatcher.admitting:
+            cut = Cut(
+                replace(self.progress),
+                self._parts.requests.prompts.state(),
+                self._in_phase,
+                self._parts.evaluator.awaited,
+            )
+            await self._parts.saver.begin(self._clients, cut)

@@ -1,0 +1,128 @@
+"""The rollout actors of a run: their weights, their number, and what keeps them at work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rlcore.errors import UserError
+from rlcore.loop.assignment import Assignments
+from rlcore.loop.clients import ActorClient, Publication
+from rlcore.loop.loading import WeightLoading
+from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.supervision import Supervisor
+
+
+class Fleet:
+    """Members in pools. Holds references and counts, no payloads.
+
+    `assignments` says which member works on which group, `supervisor` which members are healthy.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[ActorPool],
+        schedule: ScheduleSpec,
+        supervision: SupervisionSpec,
+        *,
+        joined: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        """Starts the processes of all members and returns at once.
+
+        `joined`: members share a broadcast group for weights, so their number is fixed.
+        """
+        self._joined = joined
+        self._note = note
+        self._busy_before: dict[str, tuple[int, float]] = {}  # name -> (pid, its seconds so far)
+        self._roster = Roster(pools)
+        self._weights = WeightLoading(self._roster, schedule, supervision, joined=joined)
+        self.supervisor = Supervisor(
+            self._roster, supervision, joined=joined, catch_up=self._catch_up, note=note
+        )
+        self.assignments = Assignments(self._roster, self.supervisor)
+        for pool in pools:
+            for _ in range(pool.count):
+                name = self._roster.new_name(pool.label)
+                process = Process(pool.spawn(name).client)
+                self._roster.members.append(Member(name, pool, process))
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All of them, healthy or not."""
+        return self._roster.members
+
+    def rotation(self) -> list[Member]:
+        """The members that may be given work."""
+        return self._roster.rotation()
+
+    def clients(self) -> list[ActorClient]:
+        """The processes as they are now."""
+        return [m.process.client for m in self.members]
+
+    def sizes(self) -> dict[str, int]:
+        """How many members each pool has, healthy or not."""
+        return {label: len(self._roster.of(label)) for label in self._roster.pools}
+
+    async def publish(self, publication: Publication) -> dict[str, float]:
+        """Have every member load new weights; see `WeightLoading.publish`."""
+        return await self._weights.publish(publication, self.supervisor.ask)
+
+    async def _catch_up(self, member: Member) -> bool:
+        return await self._weights.catch_up(member, self.supervisor.ask)
+
+    def resize(self, counts: Mapping[str, int]) -> None:
+        """Make the fleet have `counts` members of each label named. The run continues meanwhile.
+
+        New members enter the rotation when they hold the newest weights; groups of removed ones
+        are lost and assigned again. Raises UserError for an unknown label or a fleet without
+        members.
+        """
+        self._check_counts(counts)
+        for label, count in counts.items():
+            members = self._roster.of(label)
+            for member in members[count:]:
+                self._roster.members.remove(member)
+                self.supervisor.retire(member)
+                self._note(f"{member.name} is removed")
+            for _ in range(count - len(members)):
+                self._add(self._roster.pools[label])
+
+    def _add(self, pool: ActorPool) -> None:
+        name = self._roster.new_name(pool.label)
+        self._note(f"{name} is being added")
+        self.supervisor.add(name, pool)
+
+    def _check_counts(self, counts: Mapping[str, int]) -> None:
+        if self._joined:
+            raise UserError(
+                "cluster.transport=nccl or gloo fixes the actors at the start: use object_store "
+                "or disk."
+            )
+        pools = self._roster.pools
+        for label, count in counts.items():
+            if label not in pools:
+                raise UserError.choice("actor", label, pools, "the run has no such actors")
+            if count < 0:
+                raise UserError(f"actor.{label}.count={count} is negative.")
+        training = [label for label, pool in pools.items() if pool.purpose != "evaluation"]
+        if not sum(counts.get(label, len(self._roster.of(label))) for label in training):
+            raise UserError(
+                "a run needs at least one rollout actor: leave one of actor.*.count at 1 or more."
+            )
+
+    def take_busy_s(self) -> float:
+        """Seconds inside engine steps since the last call, by the newest heartbeats: mean over the
+        training actors at work, 0 while there is none."""
+        at_work = [m for m in self._roster.healthy() if m.pool.purpose != "evaluation"]
+        spent = [self._busy_s(m) for m in at_work]
+        return sum(spent) / len(spent) if spent else 0.0
+
+    def _busy_s(self, member: Member) -> float:
+        status = member.process.status
+        if not status:  # no heartbeat of this process yet
+            return 0.0
+        pid, seconds = status["pid"], status["busy_s"]
+        before = self._busy_before.get(member.name, (pid, 0.0))
+        self._busy_before[member.name] = (pid, seconds)
+        return float(seconds - before[1] if before[0] == pid else seconds)

@@ -1,0 +1,151 @@
+"""Groups in flight: their assignment, and reassignment of those that were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlcore.loop.clients import BufferClient, Missing
+from rlcore.loop.members import Held
+from rlcore.loop.parts import Parts
+from rlcore.loop.timing import now
+from rlcore.types import request_id
+
+LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fails
+
+
+class GroupsInFlight:
+    """Assigns admitted groups to the fleet, and reassigns those that actors or graders lost."""
+
+    def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: Parts) -> None:
+        self.timed_out_samples = 0  # that took longer than rollout.request_timeout_s allows
+        self._timeout_s = request_timeout_s
+        self._buffer = buffer
+        self._assignments = parts.fleet.assignments
+        self._requests = parts.requests
+        self._evaluator = parts.evaluator
+        self._note = parts.reporter.note
+        self._due: dict[int, float] = {}  # group id -> when it is looked for, unless it is whole
+        self._idle: set[int] = set()  # of these some sample was with no actor at the last look
+
+    def assign(self, groups: Missing) -> None:
+        """Ask the fleet for these samples of these groups."""
+        self._due.update(dict.fromkeys(groups, now() + self._timeout_s))
+        self._assignments.assign(self._asked_of(groups))
+
+    def _asked_of(self, groups: Missing) -> Held:
+        return {
+            g: [r for r in self._requests.group(g, prompt_id) if r.sample_index in samples]
+            for g, (prompt_id, samples) in groups.items()
+        }
+
+    async def resume(self) -> None:
+        """Assign the groups that were in flight at the checkpoint, and list them."""
+        in_flight = await self._buffer.in_flight()
+        if in_flight:
+            self._note(
+                f"{len(in_flight)} groups were in flight at the checkpoint: assigned again "
+                f"({spans(in_flight)})"
+            )
+            self.assign(in_flight)
+
+    async def look(self) -> Missing:
+        """What is in flight. What is not any more, finished or evicted or given up, is withdrawn
+        from the actors that hold it."""
+        known = set(self._due)  # groups admitted meanwhile are not in the answer
+        in_flight = await self._buffer.in_flight()
+        left = known - set(in_flight)
+        for group_id in left:
+            self._due.pop(group_id, None)
+        self._idle -= left
+        self._assignments.withdraw(left)
+        return in_flight
+
+    async def reissue_waiting(self) -> None:
+        """Assign again what failed actors were working on, and what silent ones are."""
+        assignments = self._assignments
+        training, evaluation = assignments.take_waiting().split(lambda g: g >= 0)
+        # evaluations have their own deadline and no ledger entry
+        assignments.assign_waiting(evaluation)
+        if training.lost:
+            await self._assign_again(list(training.lost), "were held by lost actors")
+        if not training.idle and not training.delayed:
+            return
+        in_flight = await self._buffer.in_flight()
+        self.assign({g: in_flight[g] for g in training.idle if g in in_flight})
+        delayed = {g: in_flight[g] for g in training.delayed if g in in_flight}
+        assignments.assign(self._asked_of(delayed), beside=True)
+
+    async def reissue_vanished(self) -> None:
+        """Reassign groups that an actor or the graders lost without an error: samples that no actor
+        works on and that have not arrived rollout.request_timeout_s later."""
+        due = [g for g, at in self._due.items() if at < now()]
+        if not due:
+            await self.look()
+            return
+        still_open = await self._assignments.open_requests()
+        in_flight = await self.look()  # afterwards: a sample may finish between the two
+        due = [g for g in due if g in in_flight]
+        idle = {g for g in due if not self._all_open(g, in_flight[g][1], still_open)}
+        vanished = sorted(idle & self._idle)
+        self._due.update(dict.fromkeys(due, now() + self._timeout_s))
+        self._idle = (self._idle - set(due)) | (idle - set(vanished))
+        if vanished:
+            await self._assign_again(vanished, "missed rollout.request_timeout_s")
+
+    @staticmethod
+    def _all_open(group_id: int, samples: tuple[int, ...], still_open: set[str]) -> bool:
+        return all(request_id("train", group_id, i) in still_open for i in samples)
+
+    async def help_slow(self) -> None:
+        """Requests that have decoded for too long are given to another actor beside: whatever comes
+        first counts, so no token is thrown away and long answers are not dropped."""
+        assignments = self._assignments
+        slow = assignments.overrunning(self._timeout_s)
+        if not slow:
+            return
+        in_flight = await self._buffer.in_flight()
+        groups = {g: in_flight[g] for g in slow if g in in_flight}
+        self.timed_out_samples += sum(len(samples) for _, samples in groups.values())
+        self._note(
+            f"{len(groups)} groups have decoded for longer than rollout.request_timeout_s="
+            f"{self._timeout_s:g} allows: also given to others ({spans(groups)})"
+        )
+        assignments.assign(self._asked_of(groups), beside=True)
+
+    async def _assign_again(self, group_ids: list[int], what: str) -> None:
+        """Count a loss of these groups and assign them again, or let them fail: a prompt that
+        crashes every actor must not reach all of them."""
+        again, given_up = await self._buffer.lost(group_ids, LOSSES)
+        if again:
+            self._note(f"{len(again)} groups {what}: assigned again ({spans(again)})")
+            self.assign(again)
+        if given_up:
+            named = ", ".join(f"{g} ({prompt_id})" for g, prompt_id in given_up.items())
+            self._note(f"{len(given_up)} groups {what}, {LOSSES} times by now: given up ({named})")
+            self._assignments.withdraw(given_up)
+
+    async def reissue_unscored(self) -> None:
+        """The graders' process died with its queued answers: request again every sample that no
+        actor is still sampling."""
+        in_flight = await self._buffer.in_flight()
+        still_open = await self._assignments.open_requests()
+        lost = {}
+        for group_id, (prompt_id, samples) in in_flight.items():
+            if not self._all_open(group_id, samples, still_open):
+                lost[group_id] = (prompt_id, samples)
+        self._note(
+            f"the graders' process died and was restarted: {len(lost)} groups are assigned again"
+        )
+        self.assign(lost)
+        self._evaluator.again()
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """All of them, briefly: "3-5, 9"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,158 @@
+"""Chooses the next prompt and builds its requests: reproducible and resumable.
+
+Seeds depend on (run seed, group or prompt, sample) alone, never on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlcore.errors import UserError
+from rlcore.interfaces import Split, Task
+from rlcore.seeding import derive_seed
+from rlcore.types import Item, Request, SamplingSpec
+
+ENDLESS_CHECK = 256  # items of a generated task that are checked before a run
+
+Encode = Callable[[str], list[int]]  # a question's token ids, chat template applied
+
+
+class PromptSource:
+    """Walks a task endlessly: unbounded tasks by index, finite ones by a fresh seeded permutation
+    each epoch."""
+
+    def __init__(
+        self, task: Task, encode: Encode, *, run_seed: int, max_prompt_tokens: int
+    ) -> None:
+        self.task = task
+        self.max_prompt_tokens = max_prompt_tokens
+        self.cursor = 0  # items passed so far
+        self._encode = encode
+        self._seed = run_seed
+        self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
+
+    def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> PromptSource:
+        """A separate source over the same task and tokenizer, from the beginning."""
+        return PromptSource(
+            self.task, self._encode, run_seed=run_seed, max_prompt_tokens=max_prompt_tokens
+        )
+
+    def next(self) -> Item:
+        """The item under the cursor; moves on."""
+        item = self.peek(1)[0]
+        self.advance(1)
+        return item
+
+    def peek(self, count: int) -> list[Item]:
+        """The next `count` items; the cursor stays."""
+        return [self.task.item("train", self._index(self.cursor + i)) for i in range(count)]
+
+    def advance(self, count: int) -> None:
+        """Move the cursor over `count` items."""
+        self.cursor += count
+
+    def _index(self, cursor: int) -> int:
+        size = self.task.size("train")
+        if size is None:
+            return cursor
+        epoch, place = divmod(cursor, size)
+        if self._order is None or self._order[0] != epoch:
+            rng = np.random.default_rng(derive_seed(self._seed, "epoch", epoch))
+            self._order = (epoch, rng.permutation(size))
+        return int(self._order[1][place])
+
+    def encode(self, item: Item) -> np.ndarray:
+        """Prompt tokens [P] int32. Raises UserError for a prompt that the model cannot hold."""
+        ids = self._encode(item.question)
+        if len(ids) > self.max_prompt_tokens:
+            raise UserError(
+                f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the "
+                f"{self.max_prompt_tokens} that model.max_len - rollout.max_new_tokens (or "
+                "task.max_prompt_tokens) leaves for prompts."
+            )
+        if not ids:
+            raise UserError(f"task: prompt {item.prompt_id} is empty after tokenisation.")
+        return np.asarray(ids, dtype=np.int32)
+
+    def check(self, split: Split, limit: int) -> None:
+        """Encode the first `limit` items of a split, so that a bad row is refused before anything
+        starts."""
+        size = self.task.size(split)
+        for i in range(min(limit, ENDLESS_CHECK if size is None else size)):
+            self.encode(self.task.item(split, i))
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {"cursor": self.cursor}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self.cursor = int(state["cursor"])
+
+
+class RequestMaker:
+    """Builds the n requests of a training group."""
+
+    def __init__(
+        self, prompts: PromptSource, *, sampling: SamplingSpec, samples: int, run_seed: int
+    ) -> None:
+        self.prompts = prompts
+        self.sampling = sampling
+        self.samples = samples
+        self.run_seed = run_seed
+
+    def group(self, group_id: int, prompt_id: str) -> list[Request]:
+        """One request per sample. Seeds depend on the admission, so a repeated prompt gets new
+        samples."""
+        split, index = split_and_index(prompt_id)
+        ids = self.prompts.encode(self.prompts.task.item(split, index))
+
+        def request(i: int) -> Request:
+            seed = derive_seed(self.run_seed, "sample", group_id, i)
+            return Request(group_id, i, prompt_id, ids, self.sampling, seed)
+
+        return [request(i) for i in range(self.samples)]
+
+
+class HeldOutRequests:
+    """Builds the requests of evaluations: held-out prompts of one or several tasks, by label."""
+
+    def __init__(
+        self, sources: Mapping[str, PromptSource], *, sampling: SamplingSpec, run_seed: int
+    ) -> None:
+        """`sampling`: that of training, which evaluations change."""
+        self.sources = dict(sources)
+        self.sampling = sampling
+        self.run_seed = run_seed
+
+    def count(self, label: str, limit: int) -> int:
+        """Held-out prompts of a task, at most `limit`."""
+        size = self.sources[label].task.size("heldout")
+        return limit if size is None else min(size, limit)
+
+    def group(
+        self, label: str, index: int, group_id: int, *, sampling: SamplingSpec, purpose: str, n: int
+    ) -> list[Request]:
+        """The n requests of one prompt. Seeds depend on the prompt, not on when it is asked."""
+        prompts = self.sources[label]
+        item = prompts.task.item("heldout", index)
+        ids = prompts.encode(item)
+
+        def request(i: int) -> Request:
+            seed = derive_seed(self.run_seed, "eval", item.prompt_id, i)
+            return Request(group_id, i, item.prompt_id, ids, sampling, seed, purpose=purpose)
+
+        return [request(i) for i in range(n)]
+
+
+def split_and_index(prompt_id: str) -> tuple[Split, int]:
+    """The last two parts of "<task>/<split>/<index>"."""
+    _, split, index = prompt_id.rsplit("/", 2)
+    if split == "train":
+        return "train", int(index)
+    if split == "heldout":
+        return "heldout", int(index)
+    raise ValueError(f"prompt id {prompt_id!r} names no split: expected <task>/<split>/<index>")

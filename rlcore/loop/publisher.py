@@ -1,0 +1,69 @@
+"""Delivers weights from the learner to the actors, one publication at a time, while the run
+continues."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rlcore.loop.clients import Clients, Publication
+from rlcore.loop.fleet import Fleet
+from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.timing import now
+
+
+class Publisher:
+    """Gathers weights, sends them to the fleet, and records the version that every healthy actor
+    has verified."""
+
+    def __init__(self, plan: Plan, clients: Clients, fleet: Fleet, progress: Progress) -> None:
+        self._plan = plan
+        self._learner = clients.learner
+        self._buffer = clients.buffer
+        self._fleet = fleet
+        self._progress = progress
+        self._delivering: asyncio.Task[dict[str, float]] | None = None
+        self._took: dict[str, float] = {}
+
+    async def begin(self, version: int, *, full: bool, resumed: str | None = None) -> None:
+        """Gather the weights and start giving them to the actors; returns when the learner may
+        continue. `full`, `resumed`: as in `LearnerClient.publish`."""
+        await self.done()
+        start = now()
+        publication = await self._learner.publish(
+            version, full=full or self._plan.verify_full, resumed=resumed
+        )
+        self._delivering = asyncio.create_task(self._deliver(publication, start))
+
+    async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
+        progress = self._progress
+        parts = await self._fleet.publish(publication)
+        progress.published = publication.version
+        await self._buffer.set_versions(progress.published, progress.step)
+        named = {f"time/publish_{name}": seconds for name, seconds in parts.items()}
+        return {"time/publish_s": now() - start, **named}
+
+    async def done(self) -> None:
+        """Wait until the actors have verified the current publication. Raises what the delivery
+        raised."""
+        if self._delivering is None:
+            return
+        for name, seconds in (await self._delivering).items():
+            self._took[name] = self._took.get(name, 0.0) + seconds
+        self._delivering = None
+
+    async def poll(self) -> None:
+        """The same if that has happened already, else nothing."""
+        if self._delivering is not None and self._delivering.done():
+            await self.done()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of the publications that ended since the last call, gathering included, as
+        metrics."""
+        took, self._took = self._took, {}
+        return took
+
+    async def cancel(self) -> None:
+        """Abandon the current publication."""
+        if self._delivering is not None:
+            self._delivering.cancel()
+            await asyncio.gather(self._delivering, return_exceptions=True)

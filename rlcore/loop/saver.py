@@ -1,0 +1,203 @@
+"""Run checkpoints: taken between two steps, written while training continues."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import DeadlineExceeded, RoleLost, StageError
+from rlcore.files import replace_file
+from rlcore.loop import checkpoint
+from rlcore.loop.clients import Clients
+from rlcore.loop.disk import Disk
+from rlcore.loop.plan import Progress
+from rlcore.loop.specs import CheckpointSpec
+
+FOLDER_S = 10.0  # to make an empty folder, for which the run stands still
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The loop's own part of a checkpoint. Example: Cut(Progress(step=5), {"cursor": 80}, False)"""
+
+    progress: Progress
+    prompts: Mapping[str, Any]  # state of the prompt source
+    in_phase: bool  # the step is in the middle of an update phase
+    awaited: int | None = None  # the version whose evaluation is running
+
+    def state(self) -> dict[str, Any]:
+        """As JSON. A resume finds no evaluation under way: what is due is started again."""
+        progress = asdict(self.progress)
+        if self.awaited is not None:
+            progress["evaluated"] = -1
+        return {"progress": progress, "prompts": dict(self.prompts)}
+
+
+class Saver:
+    """Makes checkpoints in a run's folder of them, one at a time.
+
+    A disk that is full, slow or hung costs a checkpoint, which is noted in one line, and the run
+    continues; only its last checkpoint must succeed.
+    """
+
+    def __init__(
+        self,
+        spec: CheckpointSpec,
+        root: Path,
+        facts: Mapping[str, Any],
+        *,
+        note: Callable[[str], None],
+        is_accuracy: Callable[[str], bool],
+    ) -> None:
+        """`facts`: further facts that a checkpoint records (model_path, seed). `is_accuracy`:
+        whether a metric is one that `keep_best` is likely to mean."""
+        self._spec = spec
+        self._root = root
+        self._facts = dict(facts)
+        self._note = note
+        self._is_accuracy = is_accuracy
+        self._disk = Disk()
+        self._writing: asyncio.Task[None] | None = None
+        self._newest = checkpoint.newest_name(root)
+        self._unsaved = 0  # in a row
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
+
+    async def begin(self, clients: Clients, cut: Cut) -> None:
+        """Snapshot the state of all processes, which must not change meanwhile, and start writing
+        it."""
+        stack, step = ExitStack(), cut.progress.step
+        state = cut.state() | self._facts
+
+        def new_folder() -> Path:
+            return stack.enter_context(checkpoint.new_checkpoint(self._root, step))
+
+        try:
+            if self._disk.running:
+                raise DeadlineExceeded("the disk has not ended what it was asked for before")
+            what = "make the folder of a checkpoint"
+            folder = await self._disk.run(new_folder, timeout_s=FOLDER_S, what=what)
+        except (OSError, DeadlineExceeded) as e:
+            self._writing = asyncio.create_task(_failed(e))
+            return
+        try:
+            await clients.learner.save(str(folder / "learner"), in_phase=cut.in_phase)
+            await clients.buffer.snapshot()
+        except BaseException as e:
+            self._abandon(stack, e)
+            raise
+        self._writing = asyncio.create_task(
+            self._write(clients, folder, state, stack, awaited=cut.awaited)
+        )
+
+    async def _write(
+        self,
+        clients: Clients,
+        folder: Path,
+        state: dict[str, Any],
+        stack: ExitStack,
+        *,
+        awaited: int | None,
+    ) -> None:
+        limit = self._spec.write_timeout_s
+        try:
+            await clients.buffer.save(str(folder / "buffer"), timeout_s=limit)
+            await clients.learner.saved(timeout_s=limit)
+        except BaseException as e:
+            self._abandon(stack, e)
+            raise
+        progress = state["progress"]
+        name = checkpoint.name_of(progress["step"])
+
+        def seal() -> None:
+            with stack:  # removes the folder if it cannot be sealed
+                replace_file(folder / checkpoint.STATE, json.dumps(state, indent=1))
+            checkpoint.prune(
+                self._root,
+                self._spec,
+                progress["scores"],
+                newest=self._root / name,
+                awaited=awaited,
+            )
+
+        what = f"seal the checkpoint (checkpoint.write_timeout_s={limit:g})"
+        await self._disk.run(seal, timeout_s=limit, what=what)
+        self._newest = name
+
+    def _abandon(self, stack: ExitStack, why: BaseException) -> None:
+        """Have what was written of a checkpoint removed."""
+        self._disk.leave(lambda: stack.__exit__(type(why), why, why.__traceback__))
+
+    async def done(self, *, last: bool = False) -> None:
+        """Wait for the checkpoint being written. Raises StageError if it is the `last` one and the
+        disk refused it."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            await writing
+        except RoleLost:
+            raise
+        except (OSError, StageError, DeadlineExceeded) as e:  # also a disk that is only slow
+            self._refused(e, last)
+            return
+        if self._unsaved:
+            self._note(
+                f"the checkpoint is written again, after {self._unsaved} that could not be: "
+                f"{self._newest}"
+            )
+        self._unsaved = 0
+
+    def _refused(self, error: Exception, last: bool) -> None:
+        self._unsaved += 1
+        if last:
+            raise StageError(
+                f"the last checkpoint could not be written ({error}); the newest is {self._newest}"
+            ) from error
+        self._note(
+            f"a checkpoint could not be written ({error}): the run continues, the newest is "
+            f"{self._newest}"
+        )
+
+    async def poll(self) -> None:
+        """The same if it is written already, else nothing."""
+        if self._writing is not None and self._writing.done():
+            await self.done()
+
+    def skipped(self, step: int) -> None:
+        """Note that the checkpoint of `step` is left out, since the one before is still being
+        written."""
+        self._note(
+            f"the checkpoint of step {step} is left out: the disk is still busy with the one before"
+        )
+
+    def scored(self, version: int, results: Mapping[str, float], scores: dict[str, float]) -> None:
+        """Note in `scores` what an evaluation of `version` says about its checkpoint."""
+        best = self._spec.keep_best
+        if best is None:
+            return
+        if best in results:
+            scores[str(version)] = results[best]
+            return
+        has = ", ".join(sorted(name for name in results if self._is_accuracy(name)))
+        self._note(
+            f"checkpoint.keep_best={best} is not in the evaluation of version {version}, which has "
+            f"{has or 'nothing that could be judged'}"
+        )
+
+    def cancel(self) -> None:
+        """Abandon the checkpoint being written."""
+        if self._writing is not None:
+            self._writing.cancel()
+
+
+async def _failed(error: Exception) -> None:
+    raise error

@@ -1,0 +1,92 @@
+"""Settings of the loop: schedule, supervision, evaluation, run checkpoints. No torch, no Ray."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlcore.buffer.specs import BatchingSpec
+from rlcore.spec import Spec, refuse, setting
+from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.types import OnPublish
+
+
+class ScheduleSpec(BatchingSpec):
+    """How long a run is, and how generation and learning interleave."""
+
+    steps: int = setting(20, "optimizer steps of the run", gt=0)
+    on_publish: OnPublish = setting(
+        "finish", "what actors do with running samples when new weights come"
+    )
+    wait_data_timeout_s: float = setting(
+        600.0, "a learner without data for longer ends the run", unit="s", gt=0
+    )
+    publish_timeout_s: float = setting(300.0, "deadline of a publish", unit="s", gt=0)
+    step_timeout_s: float = setting(1800.0, "deadline of an optimizer step", unit="s", gt=0)
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        refuse(
+            self.on_publish == "in_flight" and self.synchronous,
+            f"{key}.on_publish=in_flight is pointless with {key}.max_staleness=0, since nothing "
+            "is in flight when weights are published: use on_publish=finish, or max_staleness=1 "
+            "or more.",
+        )
+
+
+class SupervisionSpec(Spec):
+    """When a role counts as lost, and how often it may be."""
+
+    start_timeout_s: float = setting(300.0, "deadline for every role to come up", unit="s", gt=0)
+    heartbeat_s: float = setting(5.0, "between two heartbeats of every role", unit="s", gt=0)
+    hang_timeout_s: float = setting(120.0, "an actor silent for longer is replaced", unit="s", gt=0)
+    max_restarts: int = setting(
+        10, "times an hour that a rollout actor is replaced before the run ends", ge=0
+    )
+    max_recoveries: int = setting(
+        3,
+        "recoveries in a row (learner, buffer or Ray's head died) without a newer checkpoint",
+        ge=0,
+    )
+
+    @property
+    def suspect_after_s(self) -> float:
+        """An actor that leaves a heartbeat unanswered for longer is given no more work, and others
+        are asked for what it holds, long before it counts as hung."""
+        return min(self.hang_timeout_s, max(3 * self.heartbeat_s, self.hang_timeout_s / 8))
+
+
+class EvaluationSpec(Spec):
+    """When and how the policy is evaluated on held-out prompts."""
+
+    every: int = setting(5, "steps between evaluations; 0: only at the end", ge=0)
+    at_start: bool = setting(True, "also evaluate the starting policy")
+    prompts: int = setting(128, "held-out prompts, at most what the task has", gt=0)
+    samples: int = setting(1, "k of mean@k and pass@k (sampled)", gt=0)
+    greedy: bool = setting(True, "also the greedy answer")
+    temperature: float = setting(1.0, "of the sampled answers", gt=0)
+    timeout_s: float = setting(600.0, "deadline of an evaluation", unit="s", gt=0)
+    dense_actor: bool | None = setting(
+        None,
+        "evaluate the policy on a plain, dense engine of its own; null: only where actors are "
+        "drafts",
+    )
+    tasks: dict[str, EvalTaskSpec] = setting(
+        default_factory=dict, meaning="further held-out tasks, by label"
+    )
+
+
+class CheckpointSpec(Spec):
+    """When run checkpoints are made, and which of them stay."""
+
+    every: int = setting(0, "steps between checkpoints; 0: only at the end", ge=0)
+    keep: int = setting(2, "newest checkpoints kept", gt=0)
+    keep_every: int = setting(0, "keep every N-th-step checkpoint permanently; 0: none", ge=0)
+    keep_best: str | None = setting(None, "also keep the one with the best value of this metric")
+    best_is: Literal["max", "min"] = setting("max", "which value of keep_best is the best")
+    at_end: bool = setting(True, "a last checkpoint")
+    write_timeout_s: float = setting(
+        1800.0,
+        "deadline of writing one; a slower disk costs that checkpoint, not the run",
+        unit="s",
+        gt=0,
+    )

@@ -1,0 +1,76 @@
+"""The console's view of a row: short numbers, and the lines of the live table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlcore.metrics.names import is_accuracy
+from rlcore.metrics.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One line of the live table, made from the latest row; None shows nothing."""
+
+    label: str
+    show: Callable[[Row], str | None]
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """A short readable number; "n/a" for a value that was not finite."""
+    if value is None:
+        return "n/a"
+    # Counts arrive as floats too, and "12,345" reads better than "1.23e+04".
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 1000):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def evaluations(row: Row) -> dict[str, float | int | None]:
+    """Held-out accuracies of a row, by task/metric."""
+    return {n.removeprefix("eval/"): row[n] for n in row if is_accuracy(n)}
+
+
+def _pair(first: str, second: str, text: str) -> Callable[[Row], str | None]:
+    def show(row: Row) -> str | None:
+        if first not in row and second not in row:
+            return None
+        return text.format(number(row.get(first)), number(row.get(second)))
+
+    return show
+
+
+def _wait_share(row: Row) -> str | None:
+    wait, step = row.get("time/wait_data_s"), row.get("time/step_s")
+    return f"{wait / step:.0%} of {number(step)} s" if wait is not None and step else None
+
+
+def _failed_scores(row: Row) -> str | None:
+    errors, timeouts = row.get("ledger/score_errors"), row.get("ledger/score_timeouts")
+    if not errors and not timeouts:
+        return None
+    return f"{number(errors or 0)} errors, {number(timeouts or 0)} timeouts"
+
+
+_LENGTHS = ("response_length/mean", "response_length/truncated_share")
+_RATES = ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s")
+
+CELLS = (
+    Cell("reward", _pair("reward/mean", "reward/std", "{} ± {}")),
+    Cell("response length", _pair(*_LENGTHS, "{} tokens, {} cut off")),
+    Cell("staleness", _pair("staleness/mean", "staleness/max", "mean {}, max {} steps")),
+    Cell("mismatch", _pair("mismatch/kl_k3", "mismatch/ess", "KL {} nats, ESS {}")),
+    Cell("entropy, gradient", _pair("entropy", "grad_norm", "{} nats, norm {}")),
+    Cell("tokens per second", _pair(*_RATES, "{} sampled, {} trained")),
+    Cell("learner waits", _wait_share),
+    Cell("buffer", _pair("buffer/groups", "ledger/consumed", "{} groups ready, {} consumed")),
+    Cell("failed scores", _failed_scores),
+)

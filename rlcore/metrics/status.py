@@ -1,0 +1,58 @@
+"""status.json: what a run does or waits for at this moment, for those who watch from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.files import replace_file
+from rlcore.metrics.sinks import BaseSink
+
+
+class StatusSink(BaseSink):
+    """One JSON object on one line, replaced whole at every change.
+
+    Example: {"phase": "rollout", "step": 11, "steps": 150, "waits_for": "a training batch",
+    "since": "2026-01-31T12:00:05Z", "pid": 4242}
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int) -> None:
+        """`total_steps`: of the whole run."""
+        self._path = run_dir / "status.json"
+        self._total = total_steps
+        self._shown = ("start", "", 0)
+        self._ended = False
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        if (name, waits_for, step) == self._shown:
+            return  # `since` is when it began
+        self._shown = (name, waits_for, step)
+        self._write()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._ended = True
+        self.activity("ended", "", int(summary.get("steps", self._shown[2])))
+
+    def close(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self.activity("failed", "", self._shown[2])
+
+    def _write(self) -> None:
+        phase, waits_for, step = self._shown
+        status = {
+            "phase": phase,
+            "step": step,
+            "steps": self._total,
+            "waits_for": waits_for,
+            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "pid": os.getpid(),
+        }
+        # A full disk must not end a run for the sake of a file that only describes it.
+        with contextlib.suppress(OSError):
+            replace_file(self._path, json.dumps(status) + "\n")

@@ -1,0 +1,1 @@
+"""Model folders, fresh models, and the text that models read and write."""

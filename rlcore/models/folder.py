@@ -1,0 +1,107 @@
+"""Reading a Hugging Face model folder without loading a model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlcore.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_FILE = "model.safetensors.index.json"  # names the files of a model that has several
+ATTENTION_FILE = "rlcore.json"  # of an exported folder: the sparse attention it was trained with
+
+_T = TypeVar("_T")
+
+
+def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
+    """The folder's config.json.
+
+    Raises UserError, naming `key`, if there is none with a vocab_size.
+    """
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"{key}={model_path} holds no config.json: give a local Hugging Face model folder."
+        )
+    try:
+        config = dict(json.loads(path.read_text()))
+        int(config["vocab_size"])
+    except (OSError, ValueError, TypeError, KeyError) as e:
+        raise UserError(
+            f"{key}={model_path} holds no config.json with a vocab_size: {type(e).__name__}."
+        ) from e
+    return config
+
+
+def read_shapes(model_path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every weight, tied ones once. Reads file headers only.
+
+    Raises UserError as `weight_files` does.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(model_path):
+        # Eight bytes of length, then JSON: the header of a safetensors file.
+        with file.open("rb") as f:
+            (size,) = struct.unpack("<Q", f.read(8))
+            header = json.loads(f.read(size))
+        shapes.update({n: tuple(e["shape"]) for n, e in header.items() if n != "__metadata__"})
+    return _tied_once(model_path, shapes)
+
+
+def read_weights(model_path: str | Path) -> dict[str, torch.Tensor]:
+    """All weights of the folder on the CPU, tied ones once.
+
+    Raises UserError as `weight_files` does.
+    """
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in weight_files(model_path):
+        tensors.update(load_file(file))
+    return _tied_once(model_path, tensors)
+
+
+def weight_files(model_path: str | Path, *, key: str = "model.path") -> list[Path]:
+    """The safetensors files of the folder's model: those of its index, or model.safetensors.
+
+    Others beside them (`consolidated.safetensors`, adapters) have other names for the same weights,
+    and transformers does not read them either. Raises UserError, naming `key`, if there is none or
+    one is missing.
+    """
+    folder = Path(model_path)
+    if (folder / INDEX_FILE).is_file():
+        return _indexed_files(folder, key)
+    whole = folder / "model.safetensors"
+    if not whole.is_file():
+        raise UserError(
+            f"{key}={model_path} holds no .safetensors file of weights (model.safetensors, or "
+            f"those of {INDEX_FILE}): save the model in that format."
+        )
+    return [whole]
+
+
+def _indexed_files(folder: Path, key: str) -> list[Path]:
+    try:
+        names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        raise UserError(
+            f"{key}={folder} holds an unreadable {INDEX_FILE}: {type(e).__name__}."
+        ) from e
+    files = sorted(folder / name for name in names)
+    if missing := [f.name for f in files if not f.is_file()]:
+        raise UserError(
+            f"{key}={folder} lacks {missing[0]}, which {INDEX_FILE} names: copy the whole folder."
+        )
+    return files
+
+
+def _tied_once(model_path: str | Path, named: dict[str, _T]) -> dict[str, _T]:
+    # Some folders store a tied head although it is the embedding's own storage.
+    if read_config(model_path).get("tie_word_embeddings"):
+        named.pop("lm_head.weight", None)
+    return named

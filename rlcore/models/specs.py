@@ -1,0 +1,62 @@
+"""Settings of the starting model. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlcore.errors import UserError
+from rlcore.spec import Spec, refuse, setting
+
+
+class FreshModelSpec(Spec):
+    """A small randomly initialised Qwen3 model; its tokenizer has the task's alphabet."""
+
+    hidden_size: int = setting(128, "width", gt=0)
+    layers: int = setting(4, "transformer blocks", gt=0)
+    heads: int = setting(4, "query heads", gt=0)
+    kv_heads: int = setting(2, "key and value heads", gt=0)
+    head_dim: int = setting(32, "width of a head", gt=0)
+    intermediate_size: int = setting(384, "width of the MLP", gt=0)
+    vocab_size: int | None = setting(None, "padded up to this; null: what the alphabet needs", gt=0)
+    tie_embeddings: bool = setting(True, "LM head shares the embedding")
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.heads % self.kv_heads != 0,
+            f"{key}.heads={self.heads} must be a multiple of {key}.kv_heads={self.kv_heads}.",
+        )
+        refuse(
+            self.head_dim % 2 != 0,
+            f"{key}.head_dim={self.head_dim} must be even: rotary positions turn pairs.",
+        )
+
+
+class WarmUpSpec(Spec):
+    """Supervised warm-up on the task's worked answers; runs of equal settings reuse the result."""
+
+    steps: int = setting(220, "supervised optimizer steps", gt=0)
+    batch_size: int = setting(128, "worked answers a step", gt=0)
+    lr: float = setting(1e-3, "peak learning rate", gt=0)
+    lr_warmup_steps: int = setting(20, "steps of linear warm-up", ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "after the warm-up")
+    cache_dir: str = setting("cache/warmup", "folder where warmed-up models are kept and reused")
+
+
+class ModelSpec(Spec):
+    """The starting policy: a model folder, or a fresh small model."""
+
+    path: str | None = setting(None, "Hugging Face folder of the starting policy")
+    fresh: FreshModelSpec | None = setting(None, "made when path is null")
+    max_len: int = setting(
+        512, "longest episode that an engine or learner must hold", unit="tokens", gt=1
+    )
+    chat_template: Literal["auto", "off"] = setting("auto", "auto: the tokenizer's, if it has one")
+    system_prompt: str | None = setting(None, "put before every question")
+    trust_remote_code: Literal[False] = setting(False, "code from model folders is never run")
+    warmup: WarmUpSpec | None = setting(None, "supervised warm-up of a fresh model")
+
+    def check(self, key: str) -> None:
+        if self.path is None and self.fresh is None:
+            raise UserError(
+                f"{key}.path=null needs {key}.fresh: choose model=tiny or give {key}.path=FOLDER."
+            )

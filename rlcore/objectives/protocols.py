@@ -1,0 +1,78 @@
+"""Base classes of advantages and policy losses. No torch at import, so that the configuration can
+read their traits.
+
+One class and one line in `registry.py` make a new one:
+
+    class Reinforce(PolicyLoss):
+        carries_ratio = False
+
+        def __call__(self, log_ratio, advantages, sampled):
+            return log_ratio.exp() * advantages, {}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rlcore.objectives.rewards import Rewards
+    from rlcore.objectives.specs import ObjectiveSpec
+
+
+class Advantage(Protocol):
+    """Computes one number per episode from the rewards of a step. Built as Class(spec)."""
+
+    #: whether it compares the episodes of a group, so that a group of one gives no signal
+    compares_group: ClassVar[bool] = False
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        """An advantage without settings ignores the specification."""
+
+    def __call__(self, rewards: Rewards) -> Tensor:
+        """[B] advantages of this rank's episodes. Every rank makes the same reductions."""
+        ...
+
+
+class PolicyLoss(Protocol):
+    """The objective of each token, before weights and aggregation. Built as Class(spec)."""
+
+    #: whether the objective carries p_new/p_ref. One that does not is anchored at SG(p_new), and
+    #: the corrections' weights must lead to p_new instead of p_ref.
+    carries_ratio: ClassVar[bool] = True
+    #: whether it has PPO's clip per token, which a correction may switch off
+    inner_clip: ClassVar[bool] = False
+    #: names of the per-token indicators that it returns
+    indicators: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        """A loss without settings ignores the specification."""
+
+    def __call__(
+        self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Objective [B, T], to be maximised, and indicators [B, T] by name.
+
+        log_ratio [B, T]: log of p_new/p_ref, or of p_new/SG(p_new) where the ratio is not carried,
+        with the gradient, finite, 0 outside `sampled` [B, T] bool (every sampled token, kept or
+        not). advantages [B, T], detached.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossTensors:
+    """Inputs of a policy loss for some whole episodes, [B, T] each, float32 or float64.
+
+    Example: LossTensors(logp_new, logp_ref, advantages, torch.ones(2, 3), mask, mask)
+    """
+
+    logp_new: Tensor  # carries the gradient; everything else is detached
+    logp_ref: Tensor
+    advantages: Tensor
+    weight: Tensor  # of the corrections
+    mask: Tensor  # tokens that stay in the loss, bool or 0/1
+    # all sampled tokens, kept or rejected, less those outside the safe set under either policy
+    sampled: Tensor

@@ -1,0 +1,103 @@
+"""The rewards of a step, and the statistics that advantages are made of.
+
+Rewards [B] and group_ids [B] int64 are of one rank. Groups are whole on a rank, so group statistics
+need no reduction; batch statistics do. All are float64, and a group of one, a group of equal
+rewards or a batch of equal rewards is centred to exactly 0, never NaN.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rlcore.interfaces import Reduce
+from rlcore.objectives.protocols import Advantage
+
+
+class Rewards:
+    """One rank's share of a step, one reward per episode.
+
+    The `batch_*` statistics are of the global batch: every rank must read the same ones in the same
+    order."""
+
+    def __init__(self, rewards: Tensor, group_ids: Tensor, reduce: Reduce) -> None:
+        self.values = rewards.detach().double()
+        self.group_ids = group_ids
+        self._reduce = reduce  # group statistics never use it: ranks may differ in their groups
+
+    @cached_property
+    def _groups(self) -> tuple[int, Tensor]:
+        """Number of groups, and the group [B] of each episode."""
+        unique, index = torch.unique(self.group_ids, return_inverse=True)
+        return len(unique), index
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[B] float64: the sum of `values` [B] over each episode's group."""
+        count, index = self._groups
+        sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+        return sums.index_add(0, index, values)[index]
+
+    @cached_property
+    def group_size(self) -> Tensor:
+        """[B] float64: episodes in each episode's group."""
+        return self.group_sum(torch.ones_like(self.values))
+
+    @cached_property
+    def group_centred(self) -> Tensor:
+        """[B]: rewards less the mean of their group."""
+        count, index = self._groups
+        high = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.values.device)
+        low = -high
+        high = high.scatter_reduce(0, index, self.values, "amax")
+        low = low.scatter_reduce(0, index, self.values, "amin")
+        # compared, not subtracted: the rounded mean of equal rewards need not be that reward
+        flat = (high == low)[index]
+        mean = self.group_sum(self.values) / self.group_size
+        return torch.where(flat, 0.0, self.values - mean)
+
+    @cached_property
+    def group_std(self) -> Tensor:
+        """[B]: sample standard deviation of each episode's group, 0 in a group of one."""
+        squares = self.group_sum(self.group_centred**2)
+        return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
+
+    @cached_property
+    def _batch(self) -> tuple[Tensor, float]:
+        """Rewards less the global mean, and the number of episodes of the global batch."""
+        values = self.values
+        count, summed = self._reduce(
+            torch.stack([values.new_tensor(float(len(values))), values.sum()])
+        ).tolist()
+        # an empty share takes part with the neutral element: every rank makes the same reductions
+        lowest = values.min().neg() if len(values) else values.new_tensor(-torch.inf)
+        highest = values.max() if len(values) else values.new_tensor(-torch.inf)
+        extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
+        if extremes[0] == -extremes[1]:
+            return torch.zeros_like(values), count
+        return values - summed / max(count, 1.0), count
+
+    @property
+    def batch_centred(self) -> Tensor:
+        """[B]: rewards less the mean of the global batch."""
+        return self._batch[0]
+
+    @cached_property
+    def batch_std(self) -> float:
+        """Sample standard deviation over the global batch's episodes."""
+        centred, count = self._batch
+        squares = self._reduce((centred**2).sum()[None]).item()
+        return float((squares / max(count - 1.0, 1.0)) ** 0.5)
+
+
+def sequence_advantages(
+    advantage: Advantage, rewards: Tensor, group_ids: Tensor, reduce: Reduce
+) -> Tensor:
+    """Advantage [B] float32 of each episode."""
+    return advantage(Rewards(rewards, group_ids, reduce)).float()
+
+
+def over_tokens(advantage: Tensor, mask: Tensor) -> Tensor:
+    """[B] repeated over the tokens of a [B, T] mask, 0 outside it; float32."""
+    return advantage.float()[:, None] * (mask != 0)

@@ -1,0 +1,37 @@
+"""Settings of advantages, policy losses, KL and aggregation. No torch."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Literal
+
+from rlcore.spec import Spec, setting
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlEstimator = Literal["k1", "k2", "k3", "full"]
+
+
+class ObjectiveSpec(Spec):
+    """The objective of a step: advantages, loss, aggregation, regularisers."""
+
+    advantage: str = setting("grpo", "how rewards become advantages, or file.py:Class")
+    loss: str = setting("ppo", "policy loss, or file.py:Class")
+    eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
+    eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)
+    aggregation: Aggregation = setting("token-mean", "of token losses over the global batch")
+    kl_coef: float = setting(0.0, "weight of the KL to the frozen starting policy", ge=0)
+    kl_estimator: KlEstimator = setting(
+        "k3", "of that KL; gradients: k1, k2 and full the reverse KL's, k3 the forward KL's"
+    )
+    kl_ratio_cap: float = setting(
+        2.0, "truncates the ratio p_new/p_inf that a sampled KL carries", ge=1
+    )
+    entropy_coef: float = setting(0.0, "weight of the entropy bonus")
+    overlong_share: float = setting(
+        0.0, "DAPO's soft overlong penalty: over this share of max_new_tokens; 0: off", ge=0, lt=1
+    )
+    overlong_penalty: float = setting(1.0, "its largest value", ge=0)
+
+    def overlong_buffer(self, max_new_tokens: int) -> int:
+        """Tokens before the limit over which the overlong penalty rises; 0: off."""
+        return ceil(self.overlong_share * max_new_tokens)

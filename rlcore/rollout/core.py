@@ -1,0 +1,50 @@
+"""The interface between the request book and what decodes its requests. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rlcore.types import FinishReason, SamplingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CoreRequest:
+    """A request as the core receives it, new or resubmitted with the tokens it already has.
+
+    Example: CoreRequest("train:17:0", [3, 4, 5, 9], 3, sampling, max_tokens=63, seed=1)
+    """
+
+    request_id: str
+    token_ids: Sequence[int]  # the prompt, then the response tokens sampled before
+    prompt_len: int  # tokens of the prompt alone
+    sampling: SamplingSpec
+    max_tokens: int  # still to be sampled
+    seed: int
+    cache_salt: str | None = None  # requests share cached prefixes only within the same salt
+
+
+class Output(NamedTuple):
+    """What one step sampled for one request."""
+
+    request_id: str
+    tokens: list[int]
+    # ids and log-probs [tokens, >= k+1], the sampled token first; None if none were asked for
+    rows: tuple[np.ndarray, np.ndarray] | None
+    finish: FinishReason | None  # None: unfinished
+
+
+class DecodeCore(Protocol):
+    """Requests in, tokens and log-prob rows out, one step at a time."""
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests that are queued or running."""
+
+    def step(self) -> Iterable[Output]:
+        """One step. Raises RuntimeError if a request failed or the model is lost."""

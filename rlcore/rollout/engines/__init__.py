@@ -1,0 +1,1 @@
+"""Rollout engines, one package each. They are listed in `rollout/registry.py`."""

@@ -1,0 +1,77 @@
+"""From an `EngineJob` to vLLM's engine arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+
+from rlcore.rollout.engines.vllm.folder_loader import LOAD_FORMAT
+from rlcore.rollout.engines.vllm.noise import NoiseProcessor
+from rlcore.rollout.engines.vllm.quantization import quantization_options
+from rlcore.rollout.engines.vllm.worker_side import WorkerSide
+from rlcore.rollout.specs import ActorSpec, EngineJob
+
+_SMALLEST_STEP = 2048  # tokens of an engine step, unless one sequence or the batch needs more
+
+
+def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
+    """vLLM's arguments for this job; `vocab`: rows of its embedding."""
+    actor = job.actor
+    return EngineArgs(
+        model=job.model_path,
+        dtype=getattr(torch, actor.compute_dtype),
+        max_model_len=job.max_len,
+        max_num_seqs=actor.max_num_seqs,
+        max_num_batched_tokens=actor.max_batched_tokens
+        or max(_SMALLEST_STEP, job.max_len, actor.max_num_seqs),
+        enforce_eager=actor.enforce_eager,
+        enable_prefix_caching=actor.prefix_caching,
+        max_logprobs=max(1, min(job.logprobs_k, vocab)),
+        kv_cache_dtype="fp8" if actor.fp8_kv_cache else "auto",
+        gpu_memory_utilization=actor.gpu_memory_utilization,
+        load_format=LOAD_FORMAT,
+        tensor_parallel_size=actor.tensor_parallel,
+        distributed_executor_backend="uni" if actor.tensor_parallel == 1 else "mp",
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the folder's own would change what is sampled
+        async_scheduling=False,
+        disable_log_stats=True,
+        worker_extension_cls=f"{WorkerSide.__module__}.{WorkerSide.__name__}",
+        seed=0,  # requests have seeds of their own
+        **quantization_options(actor),
+        **_cpu_options(actor),
+        **_sparse_options(actor),
+        **_noise_options(actor),
+    )
+
+
+def _cpu_options(actor: ActorSpec) -> dict[str, Any]:
+    if not actor.on_cpu:
+        return {}
+    return {
+        # A prompt cut into chunks draws once too often from its seeded generator, and vLLM can
+        # rewind only GPU ones.
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": int(actor.kv_cache_gib * 2**30),
+    }
+
+
+def _sparse_options(actor: ActorSpec) -> dict[str, Any]:
+    """The rule's pages, and the backend that ours replaces: on some GPUs vLLM prefers another."""
+    if actor.sparse is None:
+        return {}
+    options: dict[str, Any] = {"block_size": actor.sparse.block_size}
+    if not actor.on_cpu:
+        options["attention_backend"] = "FLASH_ATTN"
+    return options
+
+
+def _noise_options(actor: ActorSpec) -> dict[str, Any]:
+    if not actor.logit_noise:
+        return {}
+    return {
+        "logits_processors": [NoiseProcessor],
+        "additional_config": {"logit_noise": actor.logit_noise},
+    }

@@ -1,0 +1,143 @@
+"""vLLM's engine core, driven directly.
+
+Its outputs stay the arrays they are: vLLM's own output processor turns every log-prob into Python
+objects, which costs more than computing them (see benchmarks/rollout_logprobs.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.engine import FinishReason as VllmFinish
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rlcore.rollout.core import CoreRequest, DecodeCore, Output
+from rlcore.rollout.engines.vllm.arguments import engine_args
+from rlcore.rollout.engines.vllm.platform import on_cpu
+from rlcore.rollout.engines.vllm.prompt_lengths import PROMPT_LEN
+from rlcore.rollout.engines.vllm.shared_tensors import shared_file
+from rlcore.rollout.specs import EngineJob
+from rlcore.types import FinishReason, SamplingSpec
+
+_FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
+
+
+class VllmCore(DecodeCore):
+    """One engine of vLLM whose scheduler runs in this process.
+
+    With several ranks the model runs in as many child processes, which end with this one.
+    """
+
+    def __init__(self, job: EngineJob, vocab: int) -> None:
+        """Start it. `vocab`: rows of the model's embedding."""
+        self._ranks = job.actor.tensor_parallel
+        self._temperature_scale = job.actor.temperature_scale
+        self._vocab = vocab
+        self._llm = _start(job, vocab)
+        self._core = self._llm.engine_core
+        self._tasks = self._llm.get_supported_tasks()
+        self._params: dict[SamplingSpec, SamplingParams] = {}
+        self.rpc("rl_plain_gather")
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+        params = self._sampling_params(request.sampling)
+        params.max_tokens = request.max_tokens
+        params.seed = request.seed
+        # Sparse attention: the tokens of a resubmitted response are no prompt.
+        params.extra_args = {PROMPT_LEN: request.prompt_len}
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.token_ids)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        core_request = self._llm.input_processor.process_inputs(
+            request.request_id,
+            prompt,  # type: ignore[arg-type]
+            params,
+            supported_tasks=self._tasks,
+        )
+        core_request.external_req_id = request.request_id
+        self._core.add_request(core_request)
+
+    def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
+        """A template per kind of request; vLLM copies it when a request is queued."""
+        if spec not in self._params:
+            self._params[spec] = SamplingParams(
+                temperature=spec.temperature * self._temperature_scale,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                min_p=spec.min_p,
+                logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
+                flat_logprobs=True,
+                detokenize=False,
+            )
+        return self._params[spec]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests that are queued or running."""
+        self._core.abort_requests(request_ids)
+
+    def step(self) -> Iterable[Output]:
+        """One engine step. Raises RuntimeError if vLLM failed a request or lost a rank."""
+        for out in self._outputs():
+            if out.finish_reason is not None and out.finish_reason not in _FINISH:
+                raise RuntimeError(
+                    f"vLLM ended {out.request_id} with {out.finish_reason.name}: {out.stop_reason}"
+                )
+            rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
+            finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
+            yield Output(out.request_id, out.new_token_ids, rows, finish)
+
+    def _outputs(self) -> list[Any]:
+        try:
+            return list(self._core.get_output().outputs)
+        except RuntimeError as e:
+            # vLLM's own message is only "cancelled" when the process of a rank has ended.
+            if self._ranks > 1 and self._llm.model_executor.is_failed:
+                raise RuntimeError(f"one of the engine's {self._ranks} ranks died") from e
+            raise
+
+    def running(self) -> int:
+        """Requests in the current batch."""
+        return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
+
+    def forget_prefixes(self, *, running: bool = False) -> bool:
+        """Drop cached keys and values; those of `running` requests are recomputed.
+
+        False: vLLM did not do it.
+        """
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+    def rpc(self, method: str | Callable[..., Any], *args: Any) -> Any:
+        """Call a method of `WorkerSide`, or a function of the worker, on every rank.
+
+        Returns what the first rank returned; raises what any rank raised.
+        """
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any:
+        """`rpc` of a method whose first argument is tensors."""
+        if self._ranks == 1:
+            return self.rpc(method, tensors, *args)
+        with shared_file(tensors) as path:
+            return self.rpc("rl_with_file", method, path, *args)
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self._core.shutdown()
+
+
+def _start(job: EngineJob, vocab: int) -> LLMEngine:
+    """The engine; a sparse rule replaces the platform's attention backend first."""
+    args = engine_args(job, vocab)
+    if job.actor.sparse is None:
+        return LLMEngine.from_engine_args(args)
+    name = "sparse_backend_cpu" if on_cpu() else "sparse_backend_gpu"
+    backend = importlib.import_module(f"rlcore.rollout.engines.vllm.{name}")
+    backend.install(job.actor.sparse)
+    llm = LLMEngine.from_engine_args(args)
+    backend.bind(llm.model_executor.driver_worker.model_runner)
+    return llm

@@ -1,0 +1,116 @@
+"""The weights of one engine: loads what was published, rounded and cast for its kind of actor, and
+reports checksums that prove what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from rlcore.models.folder import read_shapes, read_weights
+from rlcore.rollout.specs import ActorSpec
+from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.rounding import round_weights
+
+
+class ModelRanks(Protocol):
+    """The processes that hold the model (`VllmCore`); the methods are `WeightExtension`'s."""
+
+    def rpc(self, method: str, *args: Any) -> Any: ...
+
+    def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any: ...
+
+
+class HeldWeights:
+    """Loads sets of weights into an engine's ranks and reports what they hold of them."""
+
+    def __init__(self, model_path: str, ranks: ModelRanks, actor: ActorSpec) -> None:
+        """`ranks` have just loaded `model_path`."""
+        self._ranks = ranks
+        self._rounding = actor
+        self._dtype: torch.dtype = getattr(torch, actor.compute_dtype)
+        self._quantised = actor.quantised_by_engine
+        self._shapes = read_shapes(model_path)
+        self._arrived: dict[str, tuple[int, int]] = {}  # name -> checksums (as published, as held)
+        self._proven: dict[str, int] = {}  # name of a quantised weight -> checksum as published
+        # If vLLM quantises: gives the set it loaded last, until that was proven once.
+        self._to_prove: Callable[[], Mapping[str, torch.Tensor]] | None = partial(
+            read_weights, model_path
+        )
+        self._ranks.rpc("rl_check_live")
+        if actor.rounding != "none":
+            self.load(read_weights(model_path))
+
+    def names(self) -> list[str]:
+        """Hugging Face names of all weights, tied ones once."""
+        return list(self._shapes)
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise ValueError, naming the tensor, unless these are exactly the model's names and
+        shapes."""
+        shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+        if shapes == self._shapes:
+            return
+        for name in [*self._shapes, *shapes]:
+            if shapes.get(name) != self._shapes.get(name):
+                raise ValueError(
+                    f"weights do not fit the engine's model: {name} is "
+                    f"{shapes.get(name, 'missing')}, the model has "
+                    f"{self._shapes.get(name, 'no such weight')}"
+                )
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights.
+
+        Raises RuntimeError if vLLM did not take every one: the engine must not serve then.
+        """
+        self._arrived = {}
+        self._proven = {}
+        rounded = round_weights(tensors, self._rounding)
+        served = {n: t.to(self._dtype) for n, t in rounded.items()}
+        for name, published in tensors.items():
+            if served[name] is not published:
+                self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
+        self._ranks.send("rl_load", served, self._quantised)
+        if self._quantised:
+            self._to_prove = lambda: tensors
+
+    def checksums(self, names: Iterable[str]) -> dict[str, int]:
+        """Checksums of the weights as the engine holds them, under their Hugging Face names.
+
+        With emulated rounding or another dtype than the published one, a weight that is exactly the
+        rounding of what was published reports the published checksum, anything else its own. The
+        same holds for a weight that vLLM quantised: what was published is quantised once more and
+        compared with the bits held. A loaded set is kept for this until the first call only; a
+        quantised weight that differs, or was not asked for then, is missing from the answer. Raises
+        KeyError for a name that the model lacks.
+        """
+        wanted = list(names)
+        if unknown := [n for n in wanted if n not in self._shapes]:
+            raise KeyError(f"the engine's model has no weight {unknown[0]}")
+        quantised: dict[str, list[str]] = (
+            self._ranks.rpc("rl_quantised", wanted) if self._quantised else {}
+        )
+        self._prove(quantised)
+        plain = [n for n in wanted if n not in quantised]
+        held: dict[str, int] = self._ranks.rpc("rl_checksums", self._shapes, plain)
+        held = {
+            n: self._arrived[n][0] if self._arrived.get(n, (0, 0))[1] == c else c
+            for n, c in held.items()
+        }
+        return held | {n: self._proven[n] for n in quantised if n in self._proven}
+
+    def _prove(self, quantised: Mapping[str, list[str]]) -> None:
+        """Note which quantised weights (name -> all of its fused parameter) are those of the set
+        loaded last."""
+        if self._to_prove is None or not quantised:
+            return
+        # Released here: a second whole model stays in memory only until this first question.
+        tensors, self._to_prove = self._to_prove(), None
+        parts = {
+            part: tensors[part].to(self._dtype) for fused in quantised.values() for part in fused
+        }
+        proven = self._ranks.send("rl_proven", parts)
+        self._proven = {n: tensor_checksum(tensors[n]) for n in proven}

@@ -1,0 +1,255 @@
+"""Block top-k sparse attention inside vLLM on CUDA, in place of its FlashAttention backend.
+
+UNPROVEN: written against vLLM's source and type-checked; not yet run on a GPU.
+`benchmarks/gpu/check.py` checks it against a reference and against dense attention.
+
+    install(SparseSpec(...))         # before the engine starts, in the process that hosts the model
+    engine = ...                     # with block_size=rule.block_size
+    bind(worker.model_runner)        # once it has started
+
+It needs the V1 model runner. The cache is asked for head-major ([blocks, kv_heads, block_size, 2 *
+head_dim]), so that block and head are adjacent and the pages kept for a KV head are a row of
+FlashAttention's block table over `blocks * kv_heads` one-headed blocks.
+
+A decode step has fixed shapes, no synchronisation and no host data, so it can be captured in a CUDA
+graph; each step summarises the page that every request is writing. Steps with several tokens a
+request are planned on the host and run eagerly. With `sparse_prompt=False` attention is not
+captured: a captured decode step cannot tell the one prompt token that the prefix cache leaves over,
+which attends densely, from a response token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides, is_quantized_kv_cache
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from rlcore.attention.specs import SparseSpec
+from rlcore.attention.step_plan import StepPlan
+from rlcore.errors import UserError
+from rlcore.rollout.engines.vllm.prompt_lengths import bind_prompt_lengths
+from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
+    Dense,
+    Rows,
+    attend_dense,
+    attend_rows,
+    decode_rows,
+    mixed_rows,
+    page_scores,
+    summarise_pages,
+)
+from rlcore.rollout.engines.vllm.sparse_rule import StepPlanner, installed_rule, set_rule
+
+
+def install(rule: SparseSpec) -> None:
+    """Make engines that start later in this process attend by `rule`.
+
+    Raises UserError for a page size that vLLM lacks.
+    """
+    set_rule(rule, kernel="FlashAttention")
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.SparseGPUBackend")
+
+
+def bind(model_runner: Any) -> None:
+    """As `sparse_backend_cpu.bind`."""
+    bind_prompt_lengths(model_runner, SparseGPUBuilder)
+
+
+@dataclass
+class SparseGPUMetadata(FlashAttentionMetadata):
+    """vLLM's metadata with the step's two kinds of rows and the pages to summarise."""
+
+    rows: Rows | None = None
+    dense: Dense | None = None
+    # [C] int64, physical blocks; None: the budget covers every context
+    summarise: torch.Tensor | None = None
+
+
+class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
+    """Plans each step once for all layers."""
+
+    supports_update_block_table: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.take_rule(self.block_size)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        captured = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return captured if installed_rule().sparse_prompt else AttentionCGSupport.NEVER
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> SparseGPUMetadata:
+        md = SparseGPUMetadata(
+            **vars(super().build(common_prefix_len, common_attn_metadata, fast_build))
+        )
+        max_len = self.vllm_config.model_config.max_model_len
+        if self.rule.dense_positions >= max_len:
+            return md
+        if self.rule.sparse_prompt and md.max_query_len == 1:
+            pages = -(-max_len // self.rule.block_size)
+            md.rows, md.summarise = decode_rows(self.rule, md.seq_lens, md.block_table, pages)
+        else:
+            plan = self._plan_on_host(common_attn_metadata)
+            md.rows, md.dense, md.summarise = mixed_rows(plan, md.block_table)
+        return md
+
+    def _plan_on_host(self, common: CommonAttentionMetadata) -> StepPlan:
+        """Upper bounds of the lengths are exact as long as there is no speculative decoding."""
+        if common.seq_lens_cpu_upper_bound is None:
+            raise RuntimeError(
+                "vLLM has no lengths on the host: sparse attention needs the V1 model runner"
+            )
+        return self.plan(
+            common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.num_reqs
+        )
+
+
+class SparseGPUImpl(FlashAttentionImpl):
+    """One layer: page summaries beside its cache, selection per KV head, FlashAttention on the
+    kept pages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plain = (
+            self.attn_type == AttentionType.DECODER
+            and self.alibi_slopes is None
+            and self.sinks is None
+        )
+        window = self.sliding_window not in (None, (-1, -1))
+        if not plain or window or is_quantized_kv_cache(self.kv_cache_dtype):
+            raise UserError(
+                "actor.kind=sparse needs a decoder with full attention and an unquantised KV "
+                "cache: no sliding window, ALiBi or attention sinks, actor.fp8_kv_cache=false."
+            )
+        self.summaries = torch.empty(0)  # [blocks, kv_heads, head_dim] float32, made with the cache
+
+    # vLLM's interface fixes the parameters.
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        md = attn_metadata
+        if not isinstance(md, SparseGPUMetadata) or md.summarise is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, md, output, output_scale, output_block_scale
+            )
+        if self.dcp_world_size > 1:
+            raise RuntimeError(
+                "block top-k attention does not work with decode context parallelism"
+            )
+        if len(self.summaries) != len(kv_cache):
+            self._make_summaries(kv_cache)
+        summarise_pages(kv_cache, self.summaries, md.summarise)
+        if md.rows is None:
+            return super().forward(
+                layer, query, key, value, kv_cache, md, output, output_scale, output_block_scale
+            )
+        if md.dense is not None:
+            attend_dense(query, kv_cache, md.block_table, md.dense, output, self._flash)
+        attend_rows(
+            query,
+            kv_cache,
+            self.summaries,
+            md.block_table,
+            md.rows,
+            output,
+            self._flash,
+            page_scores,
+        )
+        return output
+
+    def _make_summaries(self, kv_cache: torch.Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "page summaries must exist before a CUDA graph is captured: no eager step came "
+                "first"
+            )
+        blocks, heads, _, width = kv_cache.shape
+        if kv_cache.stride(0) != heads * kv_cache.stride(1):
+            raise RuntimeError(
+                f"the KV cache is not head-major: shape {kv_cache.shape}, strides "
+                f"{kv_cache.stride()}"
+            )
+        self.summaries = torch.zeros(blocks, heads, width // 2, device=kv_cache.device)
+
+    # `sparse_rows_gpu.Flash`: the parameters are FlashAttention's.
+    def _flash(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        max_query: int,
+        max_seq: int,
+    ) -> None:
+        fa_utils.flash_attn_varlen_func(
+            q=query,
+            k=canonicalize_singleton_dim_strides(key_cache),  # FA3's TMA needs regular strides
+            v=canonicalize_singleton_dim_strides(value_cache),
+            out=out,
+            cu_seqlens_q=query_start,
+            max_seqlen_q=max_query,
+            seqused_k=seq_lens,
+            max_seqlen_k=max_seq,
+            softmax_scale=self.scale,
+            causal=True,
+            softcap=self.logits_soft_cap,
+            block_table=block_table,
+            fa_version=cast(int, self.vllm_flash_attn_version),
+            # 0 lets the kernel choose by lengths, which a captured graph cannot do
+            num_splits=1 if max_query == 1 else 0,
+        )
+
+
+class SparseGPUBackend(FlashAttentionBackend):
+    """FlashAttention with a head-major cache and the classes above."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [installed_rule().block_size]
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseGPUImpl]:
+        return SparseGPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseGPUBuilder]:
+        return SparseGPUBuilder

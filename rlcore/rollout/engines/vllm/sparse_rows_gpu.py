@@ -1,0 +1,295 @@
+"""What the CUDA backend does with tensors: rows of a step, scores by a Triton kernel,
+FlashAttention on the kept pages.
+
+The kernels are arguments, so that everything around them can be tested without a GPU. Shapes as in
+`sparse_backend_gpu`: a cache is [blocks, kv_heads, block_size, 2 * head_dim], head-major, keys in
+the first half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from rlcore.attention.block_topk import (
+    group_queries,
+    page_budget,
+    page_summaries,
+    select_pages,
+)
+from rlcore.attention.specs import SparseSpec
+from rlcore.attention.step_plan import StepPlan
+
+ROW_CHUNK = 2048  # prompt tokens whose scores exist at one time
+PAGES_PER_PROGRAM = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens that attend by the rule, all on the device. n rows."""
+
+    tokens: torch.Tensor | None  # [n] int64; None: row i is token i
+    requests: torch.Tensor | None  # [n] int64; None: row i belongs to request i
+    pages: torch.Tensor  # [n] int64
+    budget: torch.Tensor  # [n] int64
+    kept_len: torch.Tensor  # [n] int32
+    max_pages: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Tokens that attend densely beside others that do not, all on the device."""
+
+    tokens: torch.Tensor  # [Nd] int64
+    requests: torch.Tensor  # [Rd] int64
+    query_start: torch.Tensor  # [Rd+1] int32
+    seq_lens: torch.Tensor  # [Rd] int32
+    max_query: int
+    max_seq: int
+
+
+class Flash(Protocol):
+    """Causal attention over a paged cache. query and out [tokens, H, D], caches [blocks,
+    block_size, Hk, D]. The parameters are those of FlashAttention's varlen function."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        out: torch.Tensor,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        max_query: int,
+        max_seq: int,
+    ) -> None: ...
+
+
+class Scores(Protocol):
+    """`page_scores` or its reference."""
+
+    def __call__(
+        self, query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+def decode_rows(
+    rule: SparseSpec, seq_lens: torch.Tensor, block_table: torch.Tensor, max_pages: int
+) -> tuple[Rows, torch.Tensor]:
+    """The rows of a step with one token a request, and the physical block each is writing [R].
+
+    Fixed shapes, device only, so that it can be captured. Padding rows have length 0: one page,
+    nothing kept.
+    """
+    bs = rule.block_size
+    seq = seq_lens.long()
+    last = (seq - 1).clamp(min=0)
+    pages = last // bs + 1
+    budget = page_budget(rule, pages)
+    kept = torch.where(seq > 0, (budget - 1) * bs + last % bs + 1, 0)
+    rows = Rows(None, None, pages, budget, kept.int(), max_pages, rule.max_budget(max_pages))
+    return rows, block_table.gather(1, (pages - 1)[:, None])[:, 0].long()
+
+
+def mixed_rows(
+    plan: StepPlan, block_table: torch.Tensor
+) -> tuple[Rows | None, Dense | None, torch.Tensor]:
+    """A host plan on the device: (rows or None if all tokens attend densely, dense part, physical
+    blocks completed)."""
+
+    def on(x: torch.Tensor) -> torch.Tensor:
+        return x.to(block_table.device, non_blocking=True)
+
+    summarise = block_table[on(plan.done_requests), on(plan.done_pages)].long()
+    r, d = plan.sparse, plan.dense
+    if r is None:
+        return None, None, summarise
+    tokens = None if r.tokens is None else on(r.tokens)
+    rows = Rows(
+        tokens, on(r.requests), on(r.pages), on(r.budget), on(r.kept_len), r.max_pages, r.width
+    )
+    if d is None:
+        return rows, None, summarise
+    if d.tokens is None:
+        raise RuntimeError("a step with rows of both kinds lacks its dense part")
+    longest, most = int(d.query_start.diff().max()), int(d.seq_lens.max())
+    dense = Dense(on(d.tokens), on(d.requests), on(d.query_start), on(d.seq_lens), longest, most)
+    return rows, dense, summarise
+
+
+def summarise_pages(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Write the mean keys of physical pages into summaries [blocks, kv_heads, D] float32. blocks
+    [C] int64."""
+    keys = kv_cache[..., : summaries.shape[-1]].index_select(0, blocks)
+    summaries.index_copy_(0, blocks, page_summaries(keys))
+
+
+def attend_dense(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    part: Dense,
+    output: torch.Tensor,
+    flash: Flash,
+) -> None:
+    """Attend with the dense part's tokens; the rest of output [tokens, H, D] stays as it is."""
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(query.shape[-1], dim=-1)
+    q = query.index_select(0, part.tokens)
+    out = torch.empty_like(q)
+    table = block_table.index_select(0, part.requests)
+    flash(
+        q,
+        key_cache,
+        value_cache,
+        out,
+        part.query_start,
+        part.seq_lens,
+        table,
+        part.max_query,
+        part.max_seq,
+    )
+    output.index_copy_(0, part.tokens, out)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    summaries: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: Rows,
+    output: torch.Tensor,
+    flash: Flash,
+    scores: Scores,
+) -> None:
+    """Attend with the rows' tokens by the rule; the rest of output [tokens, H, D] stays as it is.
+
+    Eight parameters: what one layer holds, the step's rows, and the two kernels.
+    """
+    blocks, heads, size, width = kv_cache.shape
+    per_token, dim = query.shape[1] // heads, query.shape[2]
+    step = (kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(2), kv_cache.stride(3))
+    one_headed = kv_cache.as_strided(
+        (blocks * heads, size, 1, width), step, kv_cache.storage_offset()
+    )
+    key_cache, value_cache = one_headed.split(dim, dim=-1)
+    n = len(rows.pages)
+    q = query[:n] if rows.tokens is None else query.index_select(0, rows.tokens)
+    out = output[:n] if rows.tokens is None else torch.empty_like(q)
+    chunk = n if rows.requests is None else ROW_CHUNK
+    for a in range(0, n, chunk):
+        z = min(n, a + chunk)
+        m = (z - a) * heads
+        table = kept_blocks(q[a:z], summaries, block_table, rows, a, z, scores)
+        start = torch.arange(m + 1, dtype=torch.int32, device=q.device)
+        lens = rows.kept_len[a:z].repeat_interleave(heads, output_size=m)
+        flash(
+            q[a:z].reshape(m, per_token, dim),
+            key_cache,
+            value_cache,
+            out[a:z].view(m, per_token, dim),
+            start,
+            lens,
+            table.view(m, -1),
+            1,
+            rows.width * size,
+        )
+    if rows.tokens is not None:
+        output.index_copy_(0, rows.tokens, out)
+
+
+def kept_blocks(
+    query: torch.Tensor,
+    summaries: torch.Tensor,
+    block_table: torch.Tensor,
+    rows: Rows,
+    a: int,
+    z: int,
+    scores: Scores,
+) -> torch.Tensor:
+    """Block table of rows a..z-1 over one-headed blocks: [z - a, kv_heads, width] int32.
+
+    Seven parameters: `attend_rows` calls it once a chunk.
+    """
+    heads = summaries.shape[1]
+    table = block_table[:, : rows.max_pages]
+    if rows.requests is not None:
+        table = table.index_select(0, rows.requests[a:z])
+    pages = rows.pages[a:z]
+    found = scores(group_queries(query, heads), summaries, table, pages)
+    kept = select_pages(found, pages[:, None], rows.budget[a:z, None], rows.width)
+    # Padding must be a valid index, but is never read: the row's length ends before it.
+    kept = kept.clamp(max=table.shape[1] - 1)
+    physical = table[:, None].expand(-1, heads, -1).gather(2, kept)
+    return physical * heads + torch.arange(heads, dtype=torch.int32, device=table.device)[:, None]
+
+
+# A Triton kernel takes pointers and sizes one by one.
+@triton.jit
+def _page_scores_kernel(
+    query,
+    summaries,
+    table,
+    pages,
+    out,
+    table_stride,
+    heads,
+    max_pages,
+    dim,
+    DIM: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """One row, one KV head, PAGES pages: gathers summaries and multiplies without copying them."""
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seen = tl.load(pages + row)
+    if part * PAGES < seen:
+        page = part * PAGES + tl.arange(0, PAGES)
+        d = tl.arange(0, DIM)
+        block = tl.load(table + row * table_stride + page, mask=page < seen, other=0).to(tl.int64)
+        q = tl.load(query + (row * heads + head) * dim + d, mask=d < dim, other=0.0)
+        at = summaries + (block[:, None] * heads + head) * dim + d[None, :]
+        s = tl.load(at, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
+        tl.store(
+            out + (row * heads + head) * max_pages + page,
+            tl.sum(s * q[None, :], 1),
+            mask=page < seen,
+        )
+
+
+def page_scores(
+    query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    """Scores of the pages each row sees; beyond them the values are undefined.
+
+    query [n, kv_heads, D] float32, summaries [blocks, kv_heads, D] float32, table [n, N] int32
+    physical blocks, pages [n] int64 -> [n, kv_heads, N] float32.
+    """
+    n, heads, dim = query.shape
+    width = table.shape[1]
+    out = torch.empty(n, heads, width, device=query.device)
+    grid = (n, heads, triton.cdiv(width, PAGES_PER_PROGRAM))
+    _page_scores_kernel[grid](
+        query.contiguous(),
+        summaries,
+        table,
+        pages,
+        out,
+        table.stride(0),
+        heads,
+        width,
+        dim,
+        DIM=triton.next_power_of_2(dim),
+        PAGES=PAGES_PER_PROGRAM,
+    )
+    return out
+
+
+def page_scores_reference(
+    query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    """`page_scores` with a gathered copy of the summaries; for checks, on any device."""
+    return torch.einsum("nhd,nphd->nhp", query, summaries[table.long()])

@@ -1,0 +1,222 @@
+"""Methods that vLLM's worker gains, called through `collective_rpc`. Torch only: `worker_side` adds
+what needs vLLM.
+
+vLLM fuses q, k, v into `qkv_proj` and gate, up into `gate_up_proj`, pads the vocabulary, stores
+tied embeddings once and, with tensor parallelism, gives every rank a part; `_whole` undoes all of
+this, so that checksums are those of the weights as the engine holds them, under their Hugging Face
+names. Its ranks are torch.distributed's default group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from rlcore.weights.checksum import tensor_checksum
+
+DIFFERENT = -1  # no tensor's checksum
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # of a weight that is not quantised
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class WeightExtension:
+    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+
+    def rl_check_live(self) -> None:
+        """Raise RuntimeError if a weight was packed at load: it could not be replaced later."""
+        empty = [n for n, p in self.model_runner.model.named_parameters() if p.numel() == 0]
+        if empty:
+            raise RuntimeError(
+                f"vLLM packed {empty[0]} (and {len(empty) - 1} more): it could not be updated in "
+                "place"
+            )
+
+    @torch.no_grad()
+    def rl_load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None:
+        """Load a whole set of weights. Raises RuntimeError if the model did not take each one."""
+        model = self.model_runner.model
+        tied = {"lm_head.weight"} if _tied(model) else set()
+        given = ((n, t) for n, t in tensors.items() if n not in tied)
+        loaded = self.rl_requantise(given) if quantised else model.load_weights(given)
+        expected = {_fused_name(model, n) for n in tensors if n not in tied}
+        if missing := expected - set(loaded):
+            raise RuntimeError(
+                f"the engine did not load {sorted(missing)[0]} (and {len(missing) - 1} more)"
+            )
+
+    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load weights that vLLM quantises and lays out for its kernels again.
+
+        Returns the names of the parameters that were loaded.
+        """
+        raise NotImplementedError
+
+    def rl_with_file(self, method: str, path: str, *args: Any) -> Any:
+        """Call a method whose first argument is a safetensors file's tensors: several ranks map
+        the file without a copy."""
+        return getattr(self, method)(load_file(path), *args)
+
+    @torch.no_grad()
+    def rl_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
+        """Checksums of `names`, whose Hugging Face shapes are in `shapes`; every rank must be asked
+        for the same.
+
+        DIFFERENT for a weight of which two ranks hold different copies. It is not raised, since
+        vLLM stops listening to the other ranks at the first exception.
+        """
+        model = self.model_runner.model
+        params = dict(model.named_parameters())
+        wholes = ((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
+        return {n: DIFFERENT if whole is None else tensor_checksum(whole) for n, whole in wholes}
+
+    def rl_quantised(self, names: list[str]) -> dict[str, list[str]]:
+        """Those of `names` that vLLM holds quantised, each with all weights of its fused parameter
+        in order."""
+        model = self.model_runner.model
+        params = dict(model.named_parameters())
+        found = {n: _siblings(model, n) or (n, [n]) for n in names}
+        return {
+            n: parts
+            for n, (fused, parts) in found.items()
+            if fused in params and params[fused].dtype not in _PLAIN
+        }
+
+    @torch.no_grad()
+    def rl_proven(self, published: Mapping[str, torch.Tensor]) -> list[str]:
+        """Those of `published` (whole fused parameters) which, quantised once more, give the bits
+        held on every rank.
+
+        Every rank must be asked for the same; as in `rl_checksums` a difference is not raised.
+        """
+        model = self.model_runner.model
+        proven: list[str] = []
+        for name in published:
+            fused, parts = _siblings(model, name) or (name, [name])
+            if name != parts[0]:
+                continue
+            module = model.get_submodule(fused.rpartition(".")[0])
+            same = _holds(module, [published[n] for n in parts])
+            if all(bool(t) for t in _gather(torch.tensor([same], device=module.weight.device))):
+                proven += parts
+        return proven
+
+
+def _holds(module: Any, published: list[torch.Tensor]) -> bool:
+    """Whether a linear layer's parameters are, to the bit, what its own quantisation makes of these
+    weights on this rank."""
+    sizes = module.logical_widths if len(published) > 1 else [sum(module.logical_widths)]
+    parts = [
+        _shard(t, (rows, module.input_size_per_partition))
+        for t, rows in zip(published, sizes, strict=True)
+    ]
+    twin, method = copy.copy(module), copy.copy(module.quant_method)
+    if hasattr(method, "fp8_linear"):
+        method.fp8_linear = copy.copy(method.fp8_linear)
+    # Own containers, so that the layer itself stays as it is.
+    twin._parameters = {}
+    twin._buffers = dict(module._buffers)
+    twin._already_called_process_weights_after_loading = False
+    twin.weight = torch.nn.Parameter(torch.cat(parts).to(module.weight.device), requires_grad=False)
+    method.process_weights_after_loading(twin)
+    return all(
+        (held := module._parameters.get(n)) is not None
+        and held.shape == p.shape
+        and tensor_checksum(held) == tensor_checksum(p)
+        for n, p in twin._parameters.items()
+        if p is not None
+    )
+
+
+def _shard(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """This rank's part of a linear weight: the inverse of `_whole`."""
+    for d, size in enumerate(shape):
+        if size != whole.shape[d]:
+            copies = max(1, dist.get_world_size() * size // whole.shape[d])
+            whole = whole.narrow(d, dist.get_rank() // copies * size, size)
+    return whole
+
+
+def _tied(model: Any) -> bool:
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def _siblings(model: Any, name: str) -> tuple[str, list[str]] | None:
+    """(fused parameter, its parts in order) for a name that vLLM fuses."""
+    for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
+        for part in parts:
+            if f".{part}." in name and part != fused:
+                return name.replace(f".{part}.", f".{fused}."), [
+                    name.replace(f".{part}.", f".{p}.") for p in parts
+                ]
+    return None
+
+
+def _fused_name(model: Any, name: str) -> str:
+    found = _siblings(model, name)
+    return found[0] if found else name
+
+
+class _Held(NamedTuple):
+    """What this rank holds of one Hugging Face weight."""
+
+    part: torch.Tensor  # a view, padded rows included
+    is_vocabulary: bool  # rows are split among ranks with their padding
+
+
+def _held(model: Any, params: Mapping[str, torch.Tensor], name: str) -> _Held:
+    """This rank's part of a weight. Raises KeyError for one that the engine does not hold."""
+    if name == "lm_head.weight" and _tied(model):
+        name = "model.embed_tokens.weight"
+    found = _siblings(model, name)
+    target, parts = found if found else (name, [name])
+    if target not in params:
+        raise KeyError(f"the engine holds no weight {target} (for {name})")
+    module = model.get_submodule(target.rpartition(".")[0])
+    held = params[target]
+    if len(parts) > 1:
+        held = held.split(module.output_partition_sizes)[parts.index(name)]
+    return _Held(held, hasattr(module, "num_embeddings_per_partition"))
+
+
+def _whole(held: _Held, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The weight joined over all ranks, None if copies of a part differ.
+
+    Raises RuntimeError if it has another shape than the checkpoint's.
+    """
+    parts = _gather(held.part)
+    mine = held.part.shape
+    split = (
+        next((d for d in range(len(shape)) if mine[d] != shape[d]), 0)
+        if len(mine) == len(shape)
+        else 0
+    )
+    copies = 1 if held.is_vocabulary else max(1, mine[split] * len(parts) // shape[split])
+    # Fewer KV heads than ranks, norms and the like: neighbouring ranks hold the same.
+    for i, part in enumerate(parts):
+        if i % copies and not torch.equal(part, parts[i - i % copies]):
+            return None
+    whole = torch.cat(parts[::copies], dim=split) if len(parts) > copies else parts[0]
+    if held.is_vocabulary:
+        whole = whole[: shape[0]]
+    if tuple(whole.shape) != tuple(shape):
+        raise RuntimeError(
+            f"the engine holds {name} as {tuple(whole.shape)}, the checkpoint as {tuple(shape)}"
+        )
+    return whole
+
+
+def _gather(part: torch.Tensor) -> list[torch.Tensor]:
+    """The same view on every rank, in order."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return [part]
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous())
+    return parts

@@ -1,0 +1,66 @@
+"""What vLLM's workers gain that needs vLLM. With tensor parallelism each worker is a process of its
+own, which imports this file before it loads its part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.v1.outputs import LogprobsTensors
+
+# Imported here too, so that every rank's process registers the loader.
+from rlcore.rollout.engines.vllm import folder_loader  # noqa: F401
+from rlcore.rollout.engines.vllm.platform import on_cpu
+from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
+
+
+class WorkerSide(WeightExtension):
+    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+
+    def rl_plain_gather(self) -> None:
+        """Sample without the ranks of the sampled tokens."""
+        self.model_runner.sampler.gather_logprobs = _gather_logprobs
+
+    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """vLLM's own reload in its three steps: called whole, it does not return what it loaded."""
+        runner = self.model_runner
+        initialize_layerwise_reload(runner.model)
+        loaded = runner.model.load_weights(tensors)
+        finalize_layerwise_reload(runner.model, runner.model_config)
+        return set(loaded)
+
+
+def _gather_logprobs(
+    logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
+) -> LogprobsTensors:
+    """vLLM's Sampler.gather_logprobs without the sampled token's rank, which is the most expensive
+    part and which nothing here reads.
+
+    `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
+    """
+    top, top_ids = torch.topk(logprobs, num_logprobs, dim=-1)
+    sampled = token_ids.unsqueeze(-1)
+    ids = torch.cat((sampled, top_ids), dim=1).to(torch.int32)
+    rows = torch.cat((logprobs.gather(-1, sampled), top), dim=1)
+    return LogprobsTensors(ids, rows, torch.zeros_like(token_ids))
+
+
+def _keep_weights_live() -> None:
+    """Keep vLLM's CPU linears from packing their weights at load.
+
+    Packed weights cannot be updated in place, and a reload silently leaves the tied LM head on its
+    old copy.
+    """
+    import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as layers
+
+    ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda *_: False
+
+
+if on_cpu():
+    _keep_weights_live()

@@ -1,0 +1,15 @@
+"""The rollout engines by name. No torch."""
+
+from __future__ import annotations
+
+from rlcore.interfaces import RolloutEngine
+from rlcore.registry import resolve
+from rlcore.rollout.specs import EngineJob
+
+ENGINES: dict[str, str] = {"vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine"}
+
+
+def start_engine(job: EngineJob) -> RolloutEngine:
+    """The engine that `job.actor.engine` names, started. Raises UserError if it cannot work."""
+    engine: RolloutEngine = resolve(ENGINES, job.actor.engine, key=f"{job.key}.engine")(job)
+    return engine

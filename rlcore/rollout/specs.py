@@ -1,0 +1,187 @@
+"""Settings of rollout actors and of sampling. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.attention.specs import SparseSpec
+from rlcore.models.specs import FreshModelSpec
+from rlcore.spec import Spec, refuse, setting
+from rlcore.types import ActorKind, SamplingSpec
+from rlcore.weights.specs import RoundingSpec
+
+
+class RolloutSpec(Spec):
+    """What is sampled of each prompt."""
+
+    samples_per_prompt: int = setting(8, "n: group size", gt=0)
+    temperature: float = setting(1.0, "of sampling; the learner applies the same", gt=0)
+    top_p: float = setting(1.0, "1: off", gt=0, le=1)
+    top_k: int = setting(0, "0: off", ge=0)
+    min_p: float = setting(0.0, "0: off; DVP sets it", ge=0, le=1)
+    max_new_tokens: int = setting(64, "longest response", unit="tokens", gt=0)
+    stop: tuple[str, ...] = setting((), "strings that end a response")
+    logprobs_k: int = setting(20, "top log-probs stored per token; 0: the sampled one only", ge=0)
+    request_timeout_s: float = setting(
+        600.0, "a group not finished by then is reissued", unit="s", gt=0
+    )
+
+    def sampling(self) -> SamplingSpec:
+        """How tokens are drawn, before corrections constrain it."""
+        return SamplingSpec(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            logprobs_k=self.logprobs_k,
+        )
+
+
+class ActorSpec(RoundingSpec):
+    """Engines of one kind."""
+
+    kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
+    engine: str = setting("vllm", "rollout engine, or file.py:Class")
+    count: int = setting(1, "engines of this kind", gt=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto: bfloat16 on GPU, float32 on CPU"
+    )
+    num_cpus: float = setting(1, "CPUs an engine", gt=0)
+    num_gpus: float = setting(0, "GPUs a rank of an engine: 0 (CPU) or 1", ge=0)
+    tensor_parallel: int = setting(1, "ranks that share one engine's model, each on its GPU", gt=0)
+    max_num_seqs: int = setting(256, "sequences decoded together", gt=0)
+    max_batched_tokens: int | None = setting(
+        None, "size of one engine step; null: the engine's choice", unit="tokens", gt=0
+    )
+    kv_cache_gib: float = setting(
+        1.0, "CPU: KV cache; GPU: ignored, see gpu_memory_utilization", unit="GiB", gt=0
+    )
+    gpu_memory_utilization: float = setting(
+        0.85, "share of GPU memory for weights and KV cache", gt=0, le=1
+    )
+    enforce_eager: bool = setting(True, "false: compile and capture graphs")
+    prefix_caching: bool = setting(True, "share the keys and values of equal prefixes")
+    kv_on_update: Literal["recompute", "keep"] = setting(
+        "recompute", "in flight: keep leaves stale KV"
+    )
+    fp8_kv_cache: bool = setting(False, "GPU: keys and values in FP8")
+    sparse: SparseSpec | None = None
+    draft_path: str | None = setting(None, "kind draft: its Hugging Face folder")
+    draft_fresh: FreshModelSpec | None = None
+    logit_noise: float = setting(0.0, "std of noise added to actor logits, to study mismatch", ge=0)
+    temperature_scale: float = setting(1.0, "actor temperature error, to study mismatch", gt=0)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.num_gpus == 0
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`dtype` with auto resolved."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.on_cpu else "bfloat16"
+
+    @property
+    def reported_kind(self) -> ActorKind:
+        """The kind on every trajectory: an emulated precision is reported under its own name."""
+        emulated: dict[str, ActorKind] = {
+            "fp8": "fp8_emulated",
+            "int8": "int8_emulated",
+            "int4": "int4_emulated",
+        }
+        return self.kind if self.rounding == "none" else emulated[self.rounding]
+
+    @property
+    def quantised_by_engine(self) -> bool:
+        """Whether the engine itself quantises the weights (FP8 on a GPU)."""
+        return self.kind == "fp8" and not self.on_cpu
+
+    def check(self, key: str) -> None:
+        _check_sparse(self, key)
+        _check_precision(self, key)
+        refuse(
+            self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
+            f"{key}.draft_path={self.draft_path} and {key}.draft_fresh do not go with "
+            f"{key}.kind={self.kind}: only a draft actor has a model of its own.",
+        )
+        refuse(
+            self.kind == "draft" and (self.draft_path is None) == (self.draft_fresh is None),
+            f"{key}.draft_path={self.draft_path}: a draft actor needs exactly one of draft_path, "
+            "a model folder, and draft_fresh, a small model made and warmed up as the policy is.",
+        )
+        refuse(
+            self.num_gpus > 1 or (self.tensor_parallel > 1 and self.num_gpus not in (0, 1)),
+            f"{key}.num_gpus={self.num_gpus:g} is counted for each of the engine's "
+            f"{key}.tensor_parallel={self.tensor_parallel} ranks: use 1 and raise "
+            f"{key}.tensor_parallel or {key}.count.",
+        )
+
+
+def _check_sparse(actor: ActorSpec, key: str) -> None:
+    refuse(
+        (actor.kind == "sparse") != (actor.sparse is not None),
+        f"{key}.kind={actor.kind} {'needs' if actor.kind == 'sparse' else 'takes no'} "
+        f"{key}.sparse section: choose actor=sparse for both.",
+    )
+    refuse(
+        actor.tensor_parallel != 1 and actor.kind == "sparse",
+        f"{key}.tensor_parallel={actor.tensor_parallel} does not go with {key}.kind=sparse, whose "
+        f"attention lives in one process: use 1 and raise {key}.count.",
+    )
+
+
+def _check_precision(actor: ActorSpec, key: str) -> None:
+    refuse(
+        actor.fp8_kv_cache and actor.on_cpu,
+        f"{key}.fp8_kv_cache=true needs a GPU: CPUs have no FP8 kernels (set {key}.num_gpus=1).",
+    )
+    refuse(
+        actor.fp8_kv_cache and actor.kind not in ("bf16", "fp8"),
+        f"{key}.fp8_kv_cache=true does not go with {key}.kind={actor.kind}: choose kind=bf16 or "
+        "fp8.",
+    )
+    refuse(
+        actor.rounding != "none" and actor.kind not in ("bf16", "fp8"),
+        f"{key}.rounding={actor.rounding} would hide {key}.kind={actor.kind} in what trajectories "
+        "say of their actor: use rounding=none, or kind=bf16 or fp8.",
+    )
+    refuse(
+        actor.rounding != "none" and not actor.on_cpu,
+        f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus="
+        f"{actor.num_gpus:g} has the real thing: use rounding=none with kind=fp8.",
+    )
+    refuse(
+        actor.scales != "tensor" and actor.rounding == "none" and actor.kind != "fp8",
+        f"{key}.scales={actor.scales} is about quantised weights, and {key}.kind={actor.kind} has "
+        "none: leave it tensor.",
+    )
+    refuse(
+        actor.kind == "fp8" and actor.on_cpu and actor.rounding == "none",
+        f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, "
+        f"or {key}.num_gpus=1.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJob:
+    """What one engine is built for.
+
+    Example: EngineJob(ActorSpec(), "bf16-0", "/models/policy", max_len=512, logprobs_k=20)
+    """
+
+    actor: ActorSpec
+    actor_id: str  # "<label>-<index>"
+    model_path: str  # folder of the model that samples: the policy's or the draft's
+    max_len: int  # tokens of an episode
+    logprobs_k: int  # largest logprobs_k of a request
+    policy_path: str | None = None  # the learner's model, if the actor has another
+    version: int = 0  # policy version of the weights in model_path
+
+    @property
+    def key(self) -> str:
+        """The configuration key of `actor`, for messages."""
+        return f"actor.{self.actor_id.rpartition('-')[0] or self.actor_id}"

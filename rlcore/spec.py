@@ -1,0 +1,63 @@
+"""How a setting is declared: once, in the room that uses it, in a module that imports no torch.
+
+A specification is a frozen pydantic model. `config/schema.py` composes the rooms' specifications
+into the configuration of a run; constructors take them whole. Example:
+
+    class VetoSpec(Spec):
+        threshold: float = setting(1e-4, "a token with p_ref/p_inf below drops its sequence", gt=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticUndefined
+
+from rlcore.errors import UserError
+
+
+class Spec(BaseModel):
+    """Settings that belong together. Unknown keys and infinities are refused; values never change.
+
+    Ranges of single settings stand on the settings. Rules over several settings of one
+    specification are in `check`; rules that join rooms are in `config/checks.py`.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def check(self, key: str) -> None:
+        """Raise UserError if settings of this specification contradict each other.
+
+        `key` is the configuration key of the specification, such as `actor.bf16`. The door
+        (`config/compose.py`) calls it on every specification of a run.
+        """
+
+
+def setting(
+    default: Any = PydanticUndefined,
+    meaning: str = "",
+    *,
+    unit: str = "",
+    default_factory: Callable[[], Any] | None = None,
+    **bounds: Any,
+) -> Any:
+    """One declared setting: its default (none: required), meaning, unit and bounds.
+
+    `bounds` are pydantic's: gt, ge, lt, le, min_length, max_length.
+    """
+    extra: dict[str, Any] | None = {"unit": unit} if unit else None
+    if default_factory is not None:
+        return Field(
+            default_factory=default_factory, description=meaning, json_schema_extra=extra, **bounds
+        )
+    return Field(default=default, description=meaning, json_schema_extra=extra, **bounds)
+
+
+def refuse(when: bool, sentence: str) -> None:
+    """Raise UserError with `sentence`, which names key, value and choices, if `when` holds."""
+    if when:
+        raise UserError(sentence)

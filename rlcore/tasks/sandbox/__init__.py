@@ -1,0 +1,157 @@
+"""Running programs that a model wrote, against tests that they cannot change.
+
+The parent's side. A `Sandbox` has two helper processes, each a clean Python of its own: a server
+(`server`), which forks a confined process for every program (`program`), and a judge (`judge`),
+itself confined, which runs the tests and compares. Values cross between program and judge as plain
+data (`values`); tests and expected values are never in the program's memory, nor in the server's.
+
+What it does not defend against: a program that computes what the tests happen to accept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rlcore.tasks.sandbox.confinement import LAYERS, available
+from rlcore.tasks.sandbox.helper import Helper, NoAnswer, SandboxError
+
+GRACE_S = 10.0  # beyond a program's own time limit: forking, clearing up
+JUDGE_S = 2.0  # beyond it: the judge's for its verdict
+RENEW = 100  # programs after which a judge is replaced by a fresh one
+PACKAGES = ("numpy", "sortedcontainers")  # that programs find, where they are installed
+NUMPY = re.compile(r"\b(?:np|numpy)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use."""
+
+    timeout_s: float = 5.0  # wall clock, the program and its tests together
+    memory_mib: int = 512  # address space
+    file_mib: int = 16  # in its temporary folder, all files together
+    output_kib: int = 256  # stdout and stderr
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`passed` only if the program ran to its end and then its tests did, without an exception."""
+
+    passed: bool
+    why: str  # the limit it exceeded, how it ended, or what failed; "" if passed
+    output: str  # the last 2000 characters of the program's stdout and stderr
+    seconds: float
+
+
+class Sandbox:
+    """Runs programs, one at a time, for one caller. Ends with `close`.
+
+    preamble: trusted source, run once in each helper, whose names programs and tests find. layers:
+    of `confinement.LAYERS`; None: all that the machine has. Raises SandboxError if a layer cannot
+    be set up.
+    """
+
+    def __init__(
+        self, limits: Limits, *, preamble: str = "", layers: Sequence[str] | None = None
+    ) -> None:
+        self._limits = limits
+        self._folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
+        self._settings: dict[str, Any] = {
+            "limits": asdict(limits),
+            "folder": self._folder.name,
+            "preamble": preamble,
+            "packages": _installed(PACKAGES),
+            "layers": list(available() if layers is None else layers),
+        }
+        self._judge: Helper | None = None
+        self._judged = 0
+        self._server = Helper("server", self._settings)
+        self.names = frozenset(self._server.greeting["names"])  # that the preamble defines
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the helpers that run."""
+        return [helper.pid for helper in (self._server, self._judge) if helper is not None]
+
+    def run(self, program: str, tests: str = "", names: Sequence[str] = ()) -> Outcome:
+        """Run a program, then its tests. `names` are what the tests test: the program must define
+        them, and the tests see them as proxies. Raises SandboxError if the sandbox failed."""
+        started = time.monotonic()
+        try:
+            verdict, answer = self._run(program, tests, names)
+        except BaseException:  # a caller's deadline too: the helpers are out of step now
+            self.close()
+            raise
+        passed = verdict["passed"] and not answer["limit"]
+        why = answer["limit"] or answer["ended"] or verdict["why"]
+        seconds = time.monotonic() - started
+        return Outcome(passed, "" if passed else why, answer["output"], seconds)
+
+    def _run(
+        self, program: str, tests: str, names: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the judge's verdict, the server's answer)."""
+        numpy = bool(NUMPY.search(program) or NUMPY.search(tests))
+        job = {"program": program, "tests": tests, "names": list(names), "numpy": numpy}
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self._server.send({"numpy": numpy}, [theirs.fileno()])
+            judge = self._give(job, ours.fileno())
+        try:
+            verdict = judge.receive(self._limits.timeout_s + JUDGE_S)
+        except NoAnswer as error:  # ended or kept busy by the program's data: it has not passed
+            verdict = {"passed": False, "ended": False, "clean": False, "why": str(error)}
+        if not verdict["clean"]:
+            self._end_judge()
+        self._server.send({"ended": verdict["ended"]})
+        return verdict, self._server.receive(GRACE_S)
+
+    def _give(self, job: dict[str, Any], channel: int) -> Helper:
+        """The judge that has taken this job."""
+        if self._judged >= RENEW:
+            self._end_judge()
+        try:
+            judge = self._ready_judge()
+            judge.send(job, [channel])
+        except NoAnswer:  # it ended after its last program, which says nothing about this one
+            self._end_judge()
+            judge = self._ready_judge()
+            judge.send(job, [channel])
+        self._judged += 1
+        return judge
+
+    def _ready_judge(self) -> Helper:
+        if self._judge is None:
+            self._judge = Helper("judge", self._settings)
+            self._judged = 0
+        return self._judge
+
+    def _end_judge(self) -> None:
+        if self._judge is not None:
+            self._judge.close()
+            self._judge = None
+
+    def close(self) -> None:
+        """End the helpers; programs die with them. Safe to call twice."""
+        self._server.close()
+        self._end_judge()
+        self._folder.cleanup()
+
+
+def _installed(names: Sequence[str]) -> dict[str, str]:
+    """Folders of those packages that are installed."""
+    found = {}
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            found[name] = next(iter(spec.submodule_search_locations))
+    return found
+
+
+__all__ = ["LAYERS", "Limits", "Outcome", "Sandbox", "SandboxError", "available"]

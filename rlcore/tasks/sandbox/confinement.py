@@ -1,0 +1,194 @@
+"""How a process of the sandbox is confined. Linux only, standard library only.
+
+Layers, all of them required unless `task.args.confinement=reduced`:
+
+* limits: address space, CPU seconds, file size, open files;
+* capabilities: none, and no_new_privs;
+* landlock: libraries can be read, the program's own folder written, nothing else;
+* seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets, no
+  new processes (threads only), no exec, no signals to others. Known for x86_64 only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+LAYERS = ("limits", "capabilities", "landlock", "seccomp")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
+CAPABILITY_V3 = 0x20080522
+# the same numbers on every architecture
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT = 446
+# execute (shared libraries are mapped executable), read files, read folders
+READ_FS = 1 << 0 | 1 << 2 | 1 << 3
+READ_FILE = 1 << 2
+WRITE_FILE = 1 << 1
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # Landlock version -> kinds of access; 16 from 5 on
+AUDIT_ARCH_X86_64 = 0xC000003E
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+FAIL = 0x00050000
+LOAD, JUMP_EQ, JUMP_SET, RETURN = 0x20, 0x15, 0x45, 0x06
+CLONE, CLONE3, CLONE_THREAD = 56, 435, 0x00010000
+# Commands of calls that also do more than a program needs: owners of a file's signals could be
+# anyone's processes.
+COMMANDS = {
+    72: [0, 1, 2, 3, 4, 5, 6, 7, 1030],  # fcntl: duplicates, flags, locks
+    # ioctl: is it a terminal, its size, flags
+    16: [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A],
+}
+KILL_CALL, TGKILL, PRLIMIT = 62, 234, 302  # allowed on the process itself
+OWN_PID = 0xFFFFFFFF  # stands for it in the filter until the process has one
+
+# x86_64. Whatever is not here fails with EPERM: sockets, fork, exec, ptrace, mounts, namespaces,
+# keys, io_uring, shared memory, and what Landlock does not govern (chmod, chown, utimes, extended
+# attributes).
+ALLOWED = {
+    "reading and writing": [
+        *(0, 1, 2, 3, 8, 17, 18, 19, 20, 32, 33, 40, 74, 75, 77, 285, 292, 295, 296, 326),
+    ],
+    "files": [
+        *(4, 5, 6, 21, 73, 78, 79, 80, 82, 83, 84, 87, 89, 95, 137, 138, 217, 257, 258, 262),
+        *(263, 264, 267, 269),
+    ],
+    "files, newer": [316, 332, 439],
+    "memory": [9, 10, 11, 12, 25, 26, 28, 149, 150, 324],
+    "signals": [13, 14, 15, 35, 36, 37, 38, 131, 219, 230],
+    "waiting": [7, 22, 23, 61, 232, 233, 270, 271, 281, 290, 291, 293],
+    "time": [96, 201, 228, 229],
+    "identity": [39, 63, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111, 115, 121, 124, 186],
+    "threads": [24, 60, 158, 202, 204, 218, 231, 273, 274, 318, 334, 145, 140],
+}
+
+
+def available() -> tuple[str, ...]:
+    """The layers that this machine has."""
+    layers = ["limits", "capabilities"]
+    if LIBC.syscall(LANDLOCK_CREATE, None, 0, 1) > 0:
+        layers.append("landlock")
+    if platform.machine() == "x86_64":
+        layers.append("seccomp")
+    return tuple(layers)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+class Confinement:
+    """Prepared once, in the server, so that little is left to do in every fork.
+
+    `limits` by name of `resource.RLIMIT_*`. `folder`: may be read and written. `packages`: may be
+    read, beside the standard library. `calls`: further system calls to allow. Raises OSError if a
+    layer cannot be set up.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        limits: Mapping[str, int],
+        *,
+        folder: str | None,
+        packages: Mapping[str, str],
+        calls: Sequence[int] = (),
+    ) -> None:
+        self._layers = layers
+        self._limits = {getattr(resource, name): value for name, value in limits.items()}
+        #: descriptor of the file rules; None without that layer
+        self.rules = _ruleset(packages.values(), folder) if "landlock" in layers else None
+        self._filter = _system_call_filter(calls) if "seccomp" in layers else b""
+
+    def apply(self, rules: int | None) -> None:
+        """Confine this process for good, by file rules at descriptor `rules`. Raises OSError."""
+        # With capabilities gone, hard limits cannot be raised again.
+        if "limits" in self._layers:
+            for what, value in self._limits.items():
+                hard = resource.getrlimit(what)[1]
+                value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+                resource.setrlimit(what, (value, value))
+        if "capabilities" in self._layers:
+            _check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+            _check(LIBC.capset(struct.pack("II", CAPABILITY_V3, 0), bytes(24)), "capset")
+        if rules is not None:
+            _check(LIBC.syscall(LANDLOCK_RESTRICT, rules, 0), "Landlock")
+            os.close(rules)
+        if self._filter:  # last, since it forbids setting anything up
+            _install(self._filter)
+
+
+def _ruleset(packages: Iterable[str], folder: str | None) -> int:
+    """A Landlock ruleset: read the interpreter's libraries, read and write `folder`."""
+    abi = _check(LIBC.syscall(LANDLOCK_CREATE, None, 0, 1), "Landlock")
+    everything = (1 << FILE_RIGHTS.get(abi, 16)) - 1
+    # Files; from version 4 TCP bind and connect; from 6 abstract sockets and signals.
+    fields = [everything, *([3] if abi >= 4 else []), *([3] if abi >= 6 else [])]
+    attributes = struct.pack(f"{len(fields)}Q", *fields)
+    size = len(attributes)
+    ruleset = _check(LIBC.syscall(LANDLOCK_CREATE, attributes, size, 0), "Landlock ruleset")
+    library = os.path.dirname(os.__file__)
+    shared = os.path.join(sys.base_prefix, "lib")
+    system = ["/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo"]
+    # beside a package lie the shared libraries of its wheel
+    packaged = [path for package in packages for path in (package, f"{package}.libs")]
+    rules = [(path, READ_FS) for path in [library, shared, *system, *packaged]]
+    rules += [("/dev/null", READ_FILE | WRITE_FILE), ("/dev/urandom", READ_FILE)]
+    rules += [(folder, everything)] if folder else []
+    for path, access in rules:
+        if os.path.exists(path):
+            at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", access, at)
+            _check(LIBC.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0), f"Landlock, {path}")
+            os.close(at)
+    return ruleset
+
+
+def _system_call_filter(calls: Sequence[int]) -> bytes:
+    """The allowlist above as a BPF program, OWN_PID in the place of the process's own number."""
+    refuse = (RETURN, 0, 0, FAIL | errno.EPERM)
+    allow = (RETURN, 0, 0, ALLOW)
+    program = [
+        (LOAD, 0, 0, 4),
+        (JUMP_EQ, 1, 0, AUDIT_ARCH_X86_64),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, 0),
+    ]
+    for number in (*calls, *(n for group in ALLOWED.values() for n in group)):
+        program += [(JUMP_EQ, 0, 1, number), allow]
+    # clone3 hides its flags from the filter: as if the kernel had none, the C library then uses
+    # clone.
+    program += [(JUMP_EQ, 0, 1, CLONE3), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
+    program += [(JUMP_EQ, 0, 4, CLONE), (LOAD, 0, 0, 16), (JUMP_SET, 0, 1, CLONE_THREAD), allow]
+    program += [refuse]
+    for number, commands in COMMANDS.items():
+        program += [(JUMP_EQ, 0, 2 * len(commands) + 2, number), (LOAD, 0, 0, 24)]
+        for command in commands:
+            program += [(JUMP_EQ, 0, 1, command), allow]
+        program += [refuse]
+    for number in (KILL_CALL, TGKILL, PRLIMIT):
+        # 0 names the calling process to prlimit, and its whole group to kill
+        first = (JUMP_EQ, 1, 0, 0 if number == PRLIMIT else OWN_PID)
+        program += [(JUMP_EQ, 0, 5, number), (LOAD, 0, 0, 16), first, (JUMP_EQ, 0, 1, OWN_PID)]
+        program += [allow, refuse]
+    return b"".join(struct.pack("HBBI", *line) for line in [*program, refuse])
+
+
+def _install(template: bytes) -> None:
+    code = template.replace(struct.pack("I", OWN_PID), struct.pack("I", os.getpid()))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
+    _check(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program), 0, 0), "seccomp")

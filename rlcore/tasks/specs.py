@@ -1,0 +1,37 @@
+"""Settings of tasks and of the processes that grade them. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.spec import Spec, setting
+
+
+class EvalTaskSpec(Spec):
+    """A task that is only evaluated; the training task's graders grade it too."""
+
+    name: str = setting(meaning="a task of rlcore.tasks, e.g. digits, or path/to/file.py:Class")
+    args: dict[str, Any] = setting(default_factory=dict, meaning="keyword arguments of the task")
+    max_prompt_tokens: int | None = setting(
+        None,
+        "longer prompts are refused; null: whatever leaves room for a response",
+        unit="tokens",
+        gt=0,
+    )
+
+    @property
+    def label(self) -> str:
+        """First part of its prompt ids: the name, or the class name of a user's own."""
+        return self.name.rpartition(":")[2].lower() if ":" in self.name else self.name
+
+
+class GradingSpec(Spec):
+    """The processes that grade."""
+
+    grade_timeout_s: float = setting(10.0, "deadline of one grading", unit="s", gt=0)
+    grader_processes: int = setting(1, "processes that grade", gt=0)
+    grader_memory_mib: int = setting(4096, "address space of each of them", unit="MiB", ge=256)
+
+
+class TaskSpec(EvalTaskSpec, GradingSpec):
+    """The task that is trained on."""

@@ -1,0 +1,276 @@
+"""Fakes of the loop's clients in one process. The buffer's rules are the real ones; the others take
+simulated time and keep a record of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlcore.cluster.actors.buffer import BufferActor
+from rlcore.cluster.jobs import BufferJob
+from rlcore.cluster.readable import readable, verdict
+from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.interfaces import Reporter
+from rlcore.loop.clients import (
+    POLICY,
+    Batch,
+    BufferClient,
+    LearnerClient,
+    Missing,
+    Publication,
+    RoleWatch,
+    ScorerClient,
+)
+from rlcore.serialization import read_header
+from rlcore.types import Answer, Score, WeightManifest
+
+Reward = Callable[[Answer], float | None]  # None: the grader raises
+
+
+class FakeBuffer(BufferClient):
+    """The real buffer and its host, without a process between."""
+
+    def __init__(self, job: BufferJob) -> None:
+        self.actor = BufferActor()
+        self._job = job
+        self._started = False
+
+    async def start(self) -> FakeBuffer:
+        """Build the buffer; itself."""
+        await self.actor.start(self._job)
+        return self
+
+    async def add_records(self, records: Sequence[bytes]) -> None:
+        """From a rollout actor."""
+        await self.actor.add_records(records)
+
+    async def add_scores(self, scores: Sequence[Score]) -> None:
+        """From the graders."""
+        await self.actor.add_scores(scores)
+
+    async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
+        return await self.actor.wait_room(timeout_s, all_done, total)
+
+    async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
+        return await self.actor.admit(list(prompt_ids))
+
+    async def in_flight(self) -> Missing:
+        return await self.actor.in_flight()
+
+    async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
+        return await self.actor.lost(list(group_ids), limit)
+
+    async def failed_scores(self) -> tuple[int, str]:
+        return await self.actor.failed_scores()
+
+    async def set_versions(self, published: int, learner: int) -> None:
+        await self.actor.set_versions(published, learner)
+
+    async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
+        return await self.actor.wait_ready(step, timeout_s, wave)
+
+    async def take(self, step: int) -> Batch:
+        return Batch(*await self.actor.take(step))
+
+    async def commit(self, step: int) -> None:
+        await self.actor.commit(step)
+
+    async def waiting_for(self, step: int) -> str:
+        return await self.actor.waiting_for(step)
+
+    async def metrics(self) -> dict[str, float]:
+        return await self.actor.metrics()
+
+    async def snapshot(self) -> None:
+        await self.actor.snapshot()
+
+    async def save(self, folder: str, *, timeout_s: float) -> None:
+        await self.actor.save(folder)
+
+
+class FakeLearner(LearnerClient):
+    """Counts its steps and keeps a record of every token it was trained on.
+
+    `trained`: step -> (group id, sample index) -> (oldest, newest version) of the sample.
+    """
+
+    def __init__(self, buffer: FakeBuffer, *, step_s: float = 1.0, publish_s: float = 0.1) -> None:
+        self.trained: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+        self.published: list[int] = []
+        self.resumed_phases: list[str] = []
+        self.fails_at: dict[int, Exception] = {}  # step -> what it raises instead
+        self.step_s = step_s
+        self.publish_s = publish_s
+        self.write_s = 0.0  # what its disk takes for a checkpoint
+        self._buffer = buffer
+        self._batches: dict[int, Batch] = {}
+        self._stored: dict[int, list[bytes]] = {}
+        self._saving: tuple[Path, str] | None = None
+
+    async def fetch(self, batches: Mapping[int, Batch]) -> None:
+        for step, batch in batches.items():
+            ids = [group_id for group_id, _ in batch.groups]
+            stored = await self._buffer.actor.stored(step, ids)
+            episodes = [episode for group in stored for episode in group.episodes]
+            self._stored[step] = [record for e in episodes for record in e.records]
+
+    async def begin_phase(
+        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+    ) -> None:
+        if resumed is not None:
+            self.resumed_phases.append(resumed)
+        await asyncio.sleep(self.step_s / 4)
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        await asyncio.sleep(self.step_s)
+        if step in self.fails_at:
+            raise self.fails_at.pop(step)
+        headers = [read_header(record) for record in self._stored.pop(step)]
+        samples = {}
+        for h in headers:
+            assert h.oldest_version is not None and h.newest_version is not None
+            samples[h.group_id, h.sample_index] = (h.oldest_version, h.newest_version)
+        self.trained[step] = samples
+        staleness = [step - oldest for oldest, _ in samples.values()]
+        return {
+            "train/tokens": float(sum(h.tokens for h in headers)),
+            "train/sequences": float(len(samples)),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": float(max(staleness)),
+            "loss/policy": 0.0,
+            "grad_norm": 1.0,
+        }
+
+    async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
+        await asyncio.sleep(self.publish_s)
+        self.published.append(version)
+        manifest = WeightManifest(version, (), (), "float32", {}, full)
+        return Publication(version, {POLICY: (manifest, version)})
+
+    async def save(self, folder: str, *, in_phase: bool) -> None:
+        trained = {
+            step: [[*key, *versions] for key, versions in samples.items()]
+            for step, samples in self.trained.items()
+        }
+        self._saving = (Path(folder), json.dumps({"trained": trained, "in_phase": in_phase}))
+
+    async def saved(self, *, timeout_s: float) -> None:
+        assert self._saving is not None
+        if self.write_s > timeout_s:
+            await asyncio.sleep(timeout_s)
+            raise DeadlineExceeded(f"waited {timeout_s:g} s for the learner to write")
+        await asyncio.sleep(self.write_s)
+        folder, text = self._saving
+        folder.mkdir(parents=True)
+        (folder / "learner.json").write_text(text)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote."""
+        trained = json.loads((folder / "learner.json").read_text())["trained"]
+        self.trained = {
+            int(step): {(g, i): (oldest, newest) for g, i, oldest, newest in samples}
+            for step, samples in trained.items()
+        }
+
+
+class FakeScorer(ScorerClient):
+    """Grades one answer after another. `restart` loses what waits, as a killed process does."""
+
+    def __init__(self, buffer: FakeBuffer, *, reward: Reward, grade_s: float = 0.01) -> None:
+        self.restarts = 0
+        self._buffer = buffer
+        self._reward = reward
+        self._grade_s = grade_s
+        self._evaluations: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
+        self._queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self._grading = asyncio.create_task(self._grade())
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """From a rollout actor."""
+        for answer in answers:
+            self._queue.put_nowait(answer)
+
+    def restart(self) -> None:
+        """Its process dies and is replaced; queued answers and verdicts are lost."""
+        self.restarts += 1
+        self._grading.cancel()
+        self._queue = asyncio.Queue()
+        self._evaluations.clear()
+        self._grading = asyncio.create_task(self._grade())
+
+    async def _grade(self) -> None:
+        while True:
+            answer = await self._queue.get()
+            await asyncio.sleep(self._grade_s)
+            score = self._score(answer)
+            if answer.purpose == "train":
+                await self._buffer.add_scores([score])
+            else:
+                key = (answer.group_id, answer.sample_index)
+                self._evaluations[answer.purpose][key] = verdict(answer, score)
+
+    def _score(self, answer: Answer) -> Score:
+        reward = self._reward(answer)
+        key = (answer.group_id, answer.sample_index, answer.draw_id)
+        if reward is None:
+            return Score(*key, "error", error="the grader raised")
+        return Score(*key, "ok", reward, {"correct": reward})
+
+    async def evaluation_progress(self, purpose: str) -> int:
+        return len(self._evaluations[purpose])
+
+    async def evaluation(self, purpose: str) -> list[dict[str, Any]]:
+        return list(self._evaluations.pop(purpose, {}).values())
+
+    async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
+        stored = await self._buffer.actor.peek(step, count)
+        return [readable(episode, lambda ids: "7" * len(ids)) for episode in stored]
+
+
+class FakeWatch(RoleWatch):
+    """Notices within a heartbeat that the graders were restarted, and what a test says is lost."""
+
+    def __init__(self, buffer: FakeBuffer, scorer: FakeScorer, *, heartbeat_s: float) -> None:
+        self.lost = ""  # a role that the run cannot do without
+        self._buffer = buffer
+        self._scorer = scorer
+        self._heartbeat_s = heartbeat_s
+
+    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
+        restarts = 0
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self._buffer.actor.alive()
+            if self.lost:
+                raise RoleLost(f"{self.lost} died")
+            if self._scorer.restarts != restarts:
+                restarts = self._scorer.restarts
+                await scorer_restarted()
+
+
+class FakeReporter(Reporter):
+    """Keeps everything."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.shown: dict[int, list[Mapping[str, Any]]] = {}
+        self.evaluations: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        self.rows.append(dict(row))
+
+    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
+        self.shown[step] = list(decoded)
+
+    def evaluation_samples(
+        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self.evaluations[version, label] = list(verdicts)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)

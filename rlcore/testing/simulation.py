@@ -1,0 +1,235 @@
+"""The whole loop on fakes, in simulated time: to test schedules and failures with the real
+controller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlcore.buffer import journal
+from rlcore.buffer.specs import SelectionSpec
+from rlcore.cluster.jobs import BufferJob
+from rlcore.interfaces import Split
+from rlcore.loop import checkpoint
+from rlcore.loop.clients import Clients, Spawned
+from rlcore.loop.controller import Controller
+from rlcore.loop.evaluation import Evaluator
+from rlcore.loop.fleet import Fleet
+from rlcore.loop.members import ActorPool
+from rlcore.loop.parts import Parts
+from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.prompts import HeldOutRequests, PromptSource, RequestMaker
+from rlcore.loop.saver import Saver
+from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.testing.clock import run_simulated
+from rlcore.testing.fake_actors import FakeActor, Speed, spawned
+from rlcore.testing.fakes import (
+    FakeBuffer,
+    FakeLearner,
+    FakeReporter,
+    FakeScorer,
+    FakeWatch,
+    Reward,
+)
+from rlcore.testing.records import make_sampling
+from rlcore.types import Answer, Grade, Item, Request, SamplingSpec
+
+Events = Callable[["Simulation"], Coroutine[Any, Any, None]]  # what happens beside the run
+
+
+class CountingTask:
+    """Problem i is the number i; as many held-out problems as asked for."""
+
+    name = "digits"
+
+    def __init__(self, heldout: int = 4) -> None:
+        self._heldout = heldout
+
+    def size(self, split: Split) -> int | None:
+        return None if split == "train" else self._heldout
+
+    def item(self, split: Split, index: int) -> Item:
+        return Item(f"digits/{split}/{index}", str(index), str(index))
+
+    def grade(self, item: Item, response: str) -> Grade:
+        return Grade(1.0)
+
+    def worked_answer(self, item: Item) -> str | None:
+        return item.answer
+
+    def alphabet(self) -> str | None:
+        return "0123456789"
+
+
+def _ten_tokens(request: Request) -> int:
+    return 10
+
+
+def _no_evaluation() -> EvaluationSpec:
+    return EvaluationSpec(every=0, at_start=False, prompts=4)
+
+
+def _by_sample(answer: Answer) -> float | None:
+    return float(answer.sample_index % 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run to simulate. Example: Scenario(ScheduleSpec(steps=4, groups_per_step=2))"""
+
+    schedule: ScheduleSpec
+    supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    evaluation: EvaluationSpec = field(default_factory=_no_evaluation)
+    selection: SelectionSpec = field(default_factory=SelectionSpec)
+    samples: int = 2  # of a prompt
+    actors: int = 2
+    speed: Speed = field(default_factory=Speed)
+    learn_s: float = 1.0  # of an optimizer step
+    request_timeout_s: float = 600.0
+    max_bytes: int = 1 << 30  # of the buffer
+    tokens: Callable[[Request], int] = _ten_tokens  # that a request samples
+    reward: Reward = _by_sample
+    sampling: SamplingSpec = field(default_factory=make_sampling)
+
+    def plan(self) -> Plan:
+        """As the loop is given it."""
+        return Plan(
+            self.schedule,
+            self.supervision,
+            self.checkpoint,
+            request_timeout_s=self.request_timeout_s,
+            samples_per_step=1,
+            verify_full=False,
+        )
+
+
+class Simulation:
+    """One attempt at a run; `actors` holds each member's present process by name.
+
+    Build and run it inside `run_simulated`, or with `simulate`.
+    """
+
+    def __init__(self, scenario: Scenario, root: Path) -> None:
+        """`root`: of the run's checkpoints."""
+        self.scenario = scenario
+        self.root = root
+        self.reporter = FakeReporter()
+        self.progress = Progress()
+        self.actors: dict[str, FakeActor] = {}
+        self.started: list[FakeActor] = []  # every process of every member
+        self.not_starting: list[str] = []  # why the next processes do not start, first come first
+        self.wanted: dict[str, int] | None = None  # read once, as `rlcore scale` asks
+        job = BufferJob(
+            scenario.schedule,
+            scenario.selection,
+            samples_per_group=scenario.samples,
+            max_bytes=scenario.max_bytes,
+            run_seed=0,
+            keep_samples=8,
+        )
+        self.buffer = FakeBuffer(job)
+        self.learner = FakeLearner(self.buffer, step_s=scenario.learn_s)
+        self.scorer = FakeScorer(self.buffer, reward=scenario.reward)
+        self.watch = FakeWatch(
+            self.buffer, self.scorer, heartbeat_s=scenario.supervision.heartbeat_s
+        )
+        self.prompts = PromptSource(CountingTask(), self._encode, run_seed=0, max_prompt_tokens=16)
+        self.fleet = Fleet(
+            [ActorPool("bf16", self._spawn, scenario.actors)],
+            scenario.schedule,
+            scenario.supervision,
+            joined=False,
+            note=self.reporter.note,
+        )
+        self.parts = self._parts()
+
+    @staticmethod
+    def _encode(text: str) -> list[int]:
+        return [1 + int(c) for c in text]
+
+    def _spawn(self, name: str) -> Spawned:
+        scenario = self.scenario
+        actor = FakeActor(
+            name,
+            self.buffer,
+            self.scorer,
+            speed=scenario.speed,
+            tokens=scenario.tokens,
+            limits=(scenario.schedule, scenario.supervision),
+        )
+        self.actors[name] = actor
+        self.started.append(actor)
+        return spawned(actor, self.not_starting.pop(0) if self.not_starting else "")
+
+    def _parts(self) -> Parts:
+        scenario, reporter = self.scenario, self.reporter
+        requests = RequestMaker(
+            self.prompts, sampling=scenario.sampling, samples=scenario.samples, run_seed=0
+        )
+        heldout = HeldOutRequests({"digits": self.prompts}, sampling=scenario.sampling, run_seed=0)
+        evaluator = Evaluator(
+            scenario.evaluation, heldout, self.fleet, self.scorer, reporter.evaluation_samples
+        )
+        saver = Saver(
+            scenario.checkpoint,
+            self.root,
+            {"model_path": "model", "seed": 0},
+            note=reporter.note,
+            is_accuracy=lambda name: name.endswith("/greedy"),
+        )
+        return Parts(self.fleet, requests, evaluator, saver, reporter, self._take_wanted)
+
+    def _take_wanted(self) -> dict[str, int] | None:
+        wanted, self.wanted = self.wanted, None
+        return wanted
+
+    async def run(self, events: Events | None = None, *, resume: bool = False) -> Simulation:
+        """Run to the end beside `events`; itself. Raises what ended the run.
+
+        `resume`: from the newest checkpoint in `root`.
+        """
+        await self.buffer.start()
+        found = checkpoint.resume_from(self.root, self.reporter.note) if resume else None
+        if found is not None:
+            state = checkpoint.state_of(found)
+            self.progress = Progress(**state["progress"])
+            self.prompts.restore(state["prompts"])
+            self.learner.load(found / "learner")
+            journal.load(found / "buffer", self.buffer.actor.buffer)
+        self.controller = Controller(
+            self.scenario.plan(),
+            Clients(self.buffer, self.learner, self.scorer, self.watch),
+            self.parts,
+            progress=self.progress,
+            resumed_from=str(found / "learner") if found else None,
+        )
+        happening = None if events is None else asyncio.create_task(events(self))
+        try:
+            await self.controller.run()
+        finally:
+            if happening is not None:
+                happening.cancel()
+                await asyncio.gather(happening, return_exceptions=True)
+        if happening is not None and not happening.cancelled():
+            happening.result()  # a test's own mistake must not pass unseen
+        return self
+
+    async def until(self, step: int) -> None:
+        """Return when the row of `step` was written, while the next step is being taken."""
+        while step and not any(row["step"] >= step for row in self.reporter.rows[-1:]):
+            await asyncio.sleep(0.01)
+
+
+def simulate(
+    scenario: Scenario, root: Path, events: Events | None = None, *, resume: bool = False
+) -> Simulation:
+    """Build and run a simulation to its end. Raises what ended the run."""
+
+    async def main() -> Simulation:
+        return await Simulation(scenario, root).run(events, resume=resume)
+
+    return run_simulated(main())

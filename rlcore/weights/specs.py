@@ -1,0 +1,39 @@
+"""Settings of how weights travel, and of their rounding. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlcore.spec import Spec, setting
+
+GROUP_TRANSPORTS = ("nccl", "gloo")  # learner and actors join one group
+Rounding = Literal["none", "fp8", "int8", "int4"]
+Scales = Literal["tensor", "channel", "block"]
+
+
+class TransportSpec(Spec):
+    """How published weights reach the actors."""
+
+    transport: Literal["object_store", "disk", "nccl", "gloo"] = setting(
+        "object_store", "how weights travel to actors"
+    )
+    verify_weights: Literal["sampled", "full"] = setting(
+        "sampled", "tensors whose checksums are compared after each publish"
+    )
+
+    @property
+    def joined(self) -> bool:
+        """Whether learner and actors share one group, which breaks if any member is lost."""
+        return self.transport in GROUP_TRANSPORTS
+
+
+class RoundingSpec(Spec):
+    """Precision of an actor's weights."""
+
+    rounding: Rounding = setting("none", "emulated weight rounding (CPU)")
+    scales: Scales = setting(
+        "tensor", "one scale of quantised weights a tensor, output channel or 128 x 128 block"
+    )
+    keep_high_precision: tuple[str, ...] = setting(
+        ("lm_head", "embed_tokens"), "name patterns of layers that are not quantised"
+    )

@@ -1,0 +1,93 @@
+"""Which cluster a run is on, what it waits for there and what it refuses."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from rlcore.cluster import placement
+from rlcore.cluster.placement import actor_class, beside_driver, free_port, rendezvous
+from rlcore.cluster.ray_cluster import cluster, joined_address
+from rlcore.cluster.specs import RaySpec
+from rlcore.errors import DeadlineExceeded, UserError
+
+
+def spec(address=None):
+    return RaySpec(address=address, num_cpus=2, object_store_mib=100)
+
+
+def test_an_unreachable_head_is_refused_at_once_but_waited_for_in_a_recovery():
+    where = spec(f"127.0.0.1:{free_port()}")
+    needs = {"needed_cpus": 1, "needed_gpus": 0}
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="does not answer"), cluster(where, **needs):
+        pass
+    with (
+        pytest.raises(
+            DeadlineExceeded, match=r"does not answer.*after 1 s \(cluster\.start_timeout_s\)"
+        ),
+        cluster(where, patience_s=1, **needs),
+    ):
+        pass
+    assert 1 < time.monotonic() - begun < 20
+
+
+def test_what_this_machine_does_not_have_is_refused_before_ray_starts(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with (
+        pytest.raises(
+            UserError, match=r"learner\.num_gpus ask for 1 GPUs where this machine shows 0"
+        ),
+        cluster(spec(), needed_cpus=1, needed_gpus=1),
+    ):
+        pass
+    with (
+        pytest.raises(UserError, match=r"cluster\.num_cpus=2 is too few"),
+        cluster(spec(), needed_cpus=3, needed_gpus=0),
+    ):
+        pass
+    assert not ray.is_initialized()
+
+
+def test_ranks_on_a_joined_cluster_meet_on_rank_0_s_node(monkeypatch):
+    rank = SimpleNamespace(address=SimpleNamespace(remote=lambda port: ("10.0.0.7", port)))
+    monkeypatch.setattr(placement, "get", lambda ref, **limits: ref)
+    wait = {"start_timeout_s": 1}
+    assert rendezvous([rank], port=0, joined=False, **wait)[0] == "127.0.0.1"
+    assert rendezvous([rank], port=4242, joined=True, **wait) == ("10.0.0.7", 4242)
+
+
+def test_the_environment_s_cluster_is_joined_unless_one_is_named(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert joined_address(None) is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert joined_address(None) == "10.0.0.1:6379"
+    assert joined_address("10.0.0.2:6379") == "10.0.0.2:6379"
+
+
+@pytest.mark.cluster
+def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with cluster(spec(), needed_cpus=1, needed_gpus=0):
+        strategy = beside_driver()
+        assert strategy.node_id == ray.get_runtime_context().get_node_id() and strategy.soft
+        handle = actor_class(threading.Event, num_cpus=0, scheduling_strategy=strategy).remote()
+        assert ray.get(handle.is_set.remote(), timeout=60) is False
+
+
+def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
+    """Ray's own handler exits with the number of the signal, as if that were a result."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def start(**settings):
+        raise SystemExit(15)
+
+    monkeypatch.setattr(ray, "init", start)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        cluster(spec(), needed_cpus=1, needed_gpus=0),
+    ):
+        pass

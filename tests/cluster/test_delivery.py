@@ -1,0 +1,66 @@
+"""How finished trajectories leave a rollout actor."""
+
+import threading
+
+import pytest
+
+from rlcore.cluster.delivery import Delivery, Outlets
+from rlcore.serialization import load_trajectory
+from rlcore.testing.records import make_trajectory
+
+
+class Sent:
+    """What a delivery sent, and where."""
+
+    def __init__(self, stop=(), records=None):
+        self.records, self.answers, self.delivered = [], [], []
+        outlets = Outlets(
+            records or self.records.extend, self.answers.extend, self.delivered.extend
+        )
+        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), stop)
+
+
+def test_training_records_go_to_the_buffer_and_text_to_the_graders():
+    sent = Sent(stop=("8",))
+    trained = make_trajectory(4, 1, turns=[((3, 4), (5, 6, 8, 9))])
+    shown = make_trajectory(-1, 0, purpose="eval/3/digits/greedy", prompt_id="digits/heldout/0")
+    sent.delivery.put([trained])
+    sent.delivery.put([shown])
+    sent.delivery.close(10)
+    (record,) = map(load_trajectory, sent.records)
+    assert record.draw_id == trained.draw_id and record.sampled_ids.tolist() == [5, 6, 8, 9]
+    first, second = sent.answers
+    assert (first.text, first.tokens, first.prompt) == ("56", 4, "")  # cut at the stop string
+    assert (second.text, second.prompt) == ("56", "34")
+    assert [t.group_id for t in sent.delivered] == [4, -1]
+
+
+def test_the_engine_thread_never_waits_for_a_slow_receiver():
+    held = threading.Event()
+    sent = Sent(records=lambda records: held.wait(30))
+    for i in range(100):
+        sent.delivery.put([make_trajectory(i)])
+    assert sent.answers == []
+    held.set()
+    sent.delivery.close(10)
+    assert [a.group_id for a in sent.answers] == list(range(100))
+
+
+def test_what_ends_the_thread_is_kept_for_the_heartbeat():
+    def refuse(records):
+        raise RuntimeError("the buffer is gone")
+
+    sent = Sent(records=refuse)
+    sent.delivery.put([make_trajectory()])
+    sent.delivery.close(10)
+    assert "the buffer is gone" in str(sent.delivery.error)
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval/0/digits/greedy"])
+def test_an_answer_names_its_drawing_and_versions(purpose):
+    sent = Sent()
+    sent.delivery.put([make_trajectory(7, 2, version=[3, 5], purpose=purpose)])
+    sent.delivery.close(10)
+    (answer,) = sent.answers
+    assert (answer.group_id, answer.sample_index, answer.versions) == (7, 2, (3, 5))
+    assert answer.draw_id and answer.purpose == purpose

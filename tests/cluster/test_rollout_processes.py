@@ -1,0 +1,229 @@
+"""The fleet over real processes that stand in for engines: kill -9, kill -STOP."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from rlcore.cluster.clients import RayRolloutActor
+from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.ray_cluster import cluster
+from rlcore.cluster.specs import RaySpec
+from rlcore.errors import UserError
+from rlcore.loop.clients import POLICY, Publication, Spawned
+from rlcore.loop.fleet import Fleet
+from rlcore.loop.members import ActorPool
+from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.testing.records import make_sampling
+from rlcore.types import Request, WeightManifest
+from rlcore.weights.specs import TransportSpec
+
+pytestmark = pytest.mark.cluster
+
+# workers do not know the tests' folder
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+HANG_S = 12
+THREADS = {"max_concurrency": 4, "num_cpus": 1}
+
+
+class Engine:
+    """Takes requests and holds a version."""
+
+    def __init__(self):
+        self.requests, self.version = [], -1
+
+    def start(self):
+        return os.getpid()
+
+    def submit(self, requests):
+        if any(r.prompt_id == "refused" for r in requests):
+            raise UserError("a rollout actor refused a request: it is too long")
+        assert self.version >= 0, "was given work before it had weights"
+        self.requests += [r.request_id for r in requests]
+
+    def abort(self, request_ids):
+        self.requests = [r for r in self.requests if r not in request_ids]
+
+    def open_requests(self):
+        return self.requests
+
+    def update_weights(self, manifest, handle, on_publish):
+        self.version = manifest.version
+        return {"stop_s": 0.1}
+
+    def status(self):
+        return {
+            "error": None,
+            "heartbeat_age_s": 0.0,
+            "pid": os.getpid(),
+            "busy_s": 0.0,
+            "steps": 0,
+        }
+
+    def state(self):
+        return self.version, sorted(self.requests)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_four():
+    with cluster(RaySpec(num_cpus=4, object_store_mib=100), needed_cpus=1, needed_gpus=0):
+        yield
+
+
+class World:
+    def __init__(self, count):
+        self.notes = []
+        self.hosting = Hosting(
+            ray=RaySpec(),
+            schedule=ScheduleSpec(publish_timeout_s=60),
+            supervision=SupervisionSpec(
+                heartbeat_s=0.5, hang_timeout_s=HANG_S, start_timeout_s=60, max_restarts=3
+            ),
+            transport=TransportSpec(),
+            weights_folder="",
+            own_nodes=False,
+        )
+        self.fleet = Fleet(
+            [ActorPool("bf16", self.spawn, count)],
+            self.hosting.schedule,
+            self.hosting.supervision,
+            joined=False,
+            note=self.notes.append,
+        )
+        self.supervisor, self.assignments = self.fleet.supervisor, self.fleet.assignments
+
+    def spawn(self, name):
+        handle = ray.remote(**THREADS)(Engine).remote()
+        started = handle.start.remote()
+        return Spawned(
+            RayRolloutActor(handle, name, started, self.hosting),
+            placed=Reply(handle.__ray_ready__.remote(), "its process"),
+            started=Reply(started, "its start"),
+        )
+
+    def handle(self, index):
+        return self.fleet.members[index].process.client.handle
+
+    def pid(self, index):
+        return ray.get(self.handle(index).start.remote(), timeout=20)
+
+    def state(self, index):
+        return ray.get(self.handle(index).state.remote(), timeout=20)
+
+    def lost(self):
+        return self.assignments.take_waiting().lost
+
+    async def settled(self, count):
+        await self.until(lambda: len(self.fleet.rotation()) == count)
+
+    async def until(self, holds):
+        """Watch the fleet until something holds."""
+        for _ in range(600):
+            await self.supervisor.watch()
+            if holds():
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(self.notes)
+
+
+def group(number):
+    ids = np.ones(2, np.int32)
+    return [Request(number, i, f"t/train/{number}", ids, make_sampling(), seed=0) for i in range(2)]
+
+
+def weights(version):
+    manifest = WeightManifest(version, (), (), "float32", {}, True)
+    return Publication(version, {POLICY: (manifest, None)})
+
+
+def play(scenario, count):
+    async def run():
+        world = World(count)
+        for client in world.fleet.clients():
+            await asyncio.to_thread(ray.get, client.starting[0][0], timeout=60)
+        await world.fleet.publish(weights(0))
+        try:
+            await scenario(world)
+        finally:
+            await world.supervisor.close()
+            for client in world.fleet.clients():
+                client.kill()
+
+    asyncio.run(run())
+
+
+def test_a_killed_actor_is_replaced_and_its_groups_are_lost():
+    async def scenario(world):
+        world.assignments.assign({0: group(0), 1: group(1)})
+        os.kill(world.pid(0), signal.SIGKILL)
+        await world.supervisor.watch()
+        assert [m.name for m in world.fleet.rotation()] == ["bf16-1"]
+        assert await world.fleet.publish(weights(1)) == {"stop_s": 0.1}
+        lost = world.lost()
+        assert list(lost) == [0]
+        world.assignments.assign(lost)
+        await world.settled(2)
+        assert world.state(1) == (1, ["train:0:0", "train:0:1", "train:1:0", "train:1:1"])
+        assert world.state(0) == (1, [])
+        assert any("bf16-0 is replaced: its process died" in note for note in world.notes)
+
+    play(scenario, 2)
+
+
+def test_a_stopped_process_holds_up_nobody_and_goes_on_when_it_wakes():
+    async def scenario(world):
+        pid = world.pid(0)
+        world.assignments.assign({7: group(7)})
+        assert world.fleet.members[0].groups
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begun = time.monotonic()
+            publishing = asyncio.create_task(world.fleet.publish(weights(1)))
+            await world.until(lambda: any("has not answered" in note for note in world.notes))
+            await publishing
+            assert time.monotonic() - begun < HANG_S  # the others have the weights
+            assert [m.name for m in world.fleet.rotation()] == ["bf16-1", "bf16-2"]
+            world.assignments.assign_waiting(world.assignments.take_waiting())
+            await world.until(lambda: world.state(1) == (1, ["train:7:0", "train:7:1"]))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await world.settled(3)
+        assert world.state(0) == (1, ["train:7:0", "train:7:1"])
+        assert world.supervisor.replacements == 0
+
+    play(scenario, 3)
+
+
+def test_a_process_that_stays_stopped_is_killed_and_another_takes_its_place():
+    async def scenario(world):
+        pid = world.pid(0)
+        world.assignments.assign({7: group(7)})
+        os.kill(pid, signal.SIGSTOP)
+        await world.until(lambda: world.supervisor.replacements)
+        assert any(f"cluster.hang_timeout_s={HANG_S}" in note for note in world.notes)
+        await world.settled(1)
+        assert list(world.lost()) == [7]
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(pid) and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        assert not psutil.pid_exists(pid)
+
+    play(scenario, 1)
+
+
+def test_what_an_engine_refuses_ends_the_run_with_its_sentence():
+    async def scenario(world):
+        refused = [Request(0, 0, "refused", np.ones(2, np.int32), make_sampling(), seed=0)]
+        world.assignments.assign({0: refused})
+        await asyncio.sleep(1)
+        with pytest.raises(UserError, match=r"^a rollout actor refused a request: it is too long$"):
+            await world.supervisor.watch()
+
+    play(scenario, 1)

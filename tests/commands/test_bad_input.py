@@ -1,0 +1,88 @@
+"""A wrong command ends with one sentence and exit code 2, before anything is started."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.processes
+BASE = ("train", "experiment=quickstart", "logging.wandb=disabled")
+
+
+def _refused(*words):
+    """The one sentence on stderr of a command that must exit with 2."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "rlcore"), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rlcore: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learner.lrr=1"], ["learner.lrr", "learner.lr"]),
+        (["learner.zero_stage=5"], ["learner.zero_stage", "5", "3"]),
+        (["schedule=weekly"], ["schedule", "weekly", "on_policy"]),
+        (["rollout.logprobs_k=1000"], ["rollout.logprobs_k=1000", "vocabulary"]),
+        (["task=gsm8k", "task.args.train_path=missing.jsonl"], ["missing.jsonl"]),
+        (["model.path=no/such/folder"], ["model.path=/", "no/such/folder"]),
+        (["cluster.num_cpus=1"], ["cluster.num_cpus=1", "learner"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p=0.9"]),
+        (["model.max_len=18", "rollout.max_new_tokens=16"], ["model.max_len", "prompt"]),
+        (["correction=[tis,mis]"], ["tis", "mis"]),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(words, said, tmp_path):
+    sentence = _refused(*BASE, f"run_dir={tmp_path / 'run'}", *words)
+    assert not [word for word in said if word not in sentence], sentence
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_empty_data_set_and_a_row_without_an_answer_are_named(tmp_path):
+    empty, bad = tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"
+    empty.write_text("")
+    bad.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
+    for path, said in ((empty, "empty"), (bad, "row 2")):
+        sentence = _refused(
+            *BASE,
+            f"run_dir={tmp_path / 'run'}",
+            "task=gsm8k",
+            f"task.args.train_path={path}",
+            f"task.args.heldout_path={path}",
+        )
+        assert str(path) in sentence and said in sentence, sentence
+
+
+@pytest.mark.cluster
+def test_a_port_that_is_taken_is_named(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+        before = {p.pid for p in psutil.process_iter()}
+        sentence = _refused(
+            *BASE, f"run_dir={tmp_path / 'run'}", f"learner.port={port}", "model.warmup=null"
+        )
+        assert f"learner.port={port}" in sentence
+    deadline = time.monotonic() + 15
+    while left := [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if p.pid not in before and "ray" in " ".join(p.info["cmdline"] or [])
+    ]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
+def test_a_run_directory_that_holds_a_run_is_not_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "resume=auto" in _refused(*BASE, f"run_dir={tmp_path}")

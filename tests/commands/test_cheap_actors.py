@@ -1,0 +1,159 @@
+"""Whole runs on actors that are cheaper than the policy: what samples, what is trained, what is
+published to whom."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import rows
+from safetensors.numpy import load_file
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+# 81 tokens in 6 pages of 16: a budget of 2 bites
+LONG = (
+    "model.max_len=96",
+    "task.args={op:copy,min_digits:40,max_digits:40,credit:digits}",
+    "rollout.max_new_tokens=44",
+    "schedule=on_policy",
+    "schedule.groups_per_step=4",
+    "model.warmup.steps=20",
+    "model.warmup.batch_size=16",
+)
+SPARSE = (*LONG, "actor=sparse", "actor.sparse.sparse.blocks=2", "evaluation.dense_actor=true")
+DRAFT = ("actor.draft.draft_fresh.hidden_size=32", "actor.draft.draft_fresh.layers=1")
+
+
+def _run(command, *words, code=0):
+    run = command(*words)
+    assert run.wait(500) == code, run.text[-3000:]
+    return run
+
+
+def _kinds(run_dir):
+    records = [
+        json.loads(line)
+        for f in (run_dir / "samples").glob("step_*")
+        for line in f.read_text().splitlines()
+    ]
+    return {r["actor_kind"] for r in records}
+
+
+def test_emulated_precision_is_called_by_its_name(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = _run(
+        command,
+        "train",
+        *small,
+        "actor=fp8",
+        f"run_dir={run_dir}",
+        "schedule=on_policy",
+        "schedule.steps=2",
+    )
+    assert "fp8 emulated" in run.text
+    assert _kinds(run_dir) == {"fp8_emulated"}
+    assert "fp8_emulated" in (run_dir / "report.html").read_text()
+    assert all(
+        r["mismatch/abs_dlogp_mean"] > 1e-3 for r in rows(run_dir)
+    )  # rounded again at every update
+
+
+def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(command, small, tmp_path):
+    sparse, dense = tmp_path / "sparse", tmp_path / "dense"
+    words = ("train", *small, *SPARSE, "schedule.steps=2")
+    _run(command, *words, f"run_dir={sparse}", "learner.train_sparse=true")
+    _run(command, *words, f"run_dir={dense}")
+    assert _kinds(sparse) == _kinds(dense) == {"sparse"}
+    for same, other in zip(rows(sparse), rows(dense)):
+        assert same["mismatch/abs_dlogp_mean"] < 1e-4
+        assert other["mismatch/abs_dlogp_mean"] > 10 * same["mismatch/abs_dlogp_mean"]
+
+
+def test_distillsparse_publishes_both_and_resumes_exactly(command, small, tmp_path):
+    words = ("train", *small, *SPARSE, "learner.distill={lr:1e-2}", "algorithm.keep_best=3")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _run(command, *words, f"run_dir={whole}", "schedule.steps=4")
+    _run(command, *words, f"run_dir={parts}", "schedule.steps=2")
+    _run(command, "train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
+    keys = (
+        "loss/policy",
+        "loss/distill_kl",
+        "distill/grad_norm",
+        "mismatch/kl_k1",
+        "eval/digits/greedy_reward",
+    )
+    for one, other in zip(rows(whole), rows(parts), strict=True):
+        assert [one.get(k) for k in keys] == [other.get(k) for k in keys]
+    assert all(r["distill/grad_norm"] > 0 for r in rows(whole))
+    assert rows(whole)[-1]["eval/policy_version"] == 4
+
+    out = tmp_path / "out"
+    _run(command, "export", f"run_dir={whole}", f"out={out}")
+    dense, merged = (
+        load_file(out / "model.safetensors"),
+        load_file(out / "sparse" / "model.safetensors"),
+    )
+    changed = {n for n in dense if not (dense[n] == merged[n]).all()}
+    assert changed == {n for n in dense if "_proj" in n}
+    assert (out / "sparse" / "adapter" / "adapter_config.json").is_file()
+
+
+def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
+    _run(command, *words, "schedule.steps=2")
+    _run(command, "train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=4")
+    found = rows(run_dir)
+    assert len(found) == 4 and any(r["grad_norm"] > 0 for r in found)
+    assert all(
+        r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found
+    )  # the engine has what the learner differentiates
+    _run(command, "export", f"run_dir={run_dir}", f"out={out}")
+    adapter = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    start = load_file(Path(adapter["base_model_name_or_path"]) / "model.safetensors")
+    merged = load_file(out / "model.safetensors")
+    assert {n for n in start if not (start[n] == merged[n]).all()} == {
+        n for n in start if "_proj" in n
+    }
+
+
+def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    _run(
+        command,
+        "train",
+        *small[1:],
+        "experiment=draft_frozen",
+        *DRAFT,
+        f"run_dir={run_dir}",
+        "schedule.steps=3",
+    )
+    assert _kinds(run_dir) == {"draft"}
+    found = rows(run_dir)
+    assert found[-1]["eval/policy_version"] == 3 and "eval/digits/greedy" in found[-1]
+    assert max(r["staleness/max"] for r in found) <= 1
+    assert all(r["mismatch/abs_dlogp_mean"] > 1e-2 for r in found)
+
+
+def test_a_cotrained_draft_gets_its_own_weights(command, small, tmp_path):
+    words = ("train", *small[1:], "experiment=draft_cotrain", *DRAFT, "schedule=on_policy")
+    run_dir = tmp_path / "run"
+    _run(command, *words, f"run_dir={run_dir}", "schedule.steps=2")
+    _run(command, "train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=4")
+    found = rows(run_dir)
+    assert len(found) == 4
+    for row in found:  # the draft's learner knows what the draft sampled from, the policy does not
+        assert row["draft/mismatch_abs_dlogp_mean"] < 1e-4
+        assert row["mismatch/abs_dlogp_mean"] > 1e-2
+        assert row["draft/grad_norm"] > 0 and row["draft/loss_kl"] > 0
+    out = tmp_path / "out"
+    _run(command, "export", f"run_dir={run_dir}", f"out={out}")
+    policy, draft = (
+        load_file(out / "model.safetensors"),
+        load_file(out / "draft" / "model.safetensors"),
+    )
+    assert (
+        draft["model.embed_tokens.weight"].shape[1]
+        == 32
+        != policy["model.embed_tokens.weight"].shape[1]
+    )

@@ -1,0 +1,126 @@
+"""`rlcore train ... dry_run=true`: every check before a start, what would be started, nothing
+started."""
+
+import json
+import socket
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rlcore.cli import main
+from rlcore.loop import checkpoint
+
+WORDS = ("train", "experiment=quickstart", "dry_run=true")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def printed(capsys, *words):
+    assert main([*WORDS, *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    assert main([*WORDS, *words]) == 2
+    said = capsys.readouterr()
+    assert "passed" not in said.out
+    (sentence,) = said.err.strip().splitlines()
+    return sentence
+
+
+def test_what_would_be_started_is_printed_and_nothing_is_written(tmp_path, capsys):
+    shown = printed(capsys, "run_dir=runs/x", "actor=[bf16,fp8]", "actor.bf16.count=2")
+    for part in (
+        "nothing is started",
+        f"{tmp_path}/runs/x, new, to step 150",
+        "fresh, 1.6 M parameters, after 60 supervised steps",
+        "actor.bf16: the policy in float32; 2 x vllm, 1 CPU and 0 GPUs each",
+        "actor.fp8: fp8 emulated",
+        "tis: cap=2 level=token adjusted=false",
+        "150 steps of 64 prompts x 8 samples, weights published every 1 step",
+        "at most 1 step behind",
+        "1 rank of deepspeed, ZeRO-0, float32 on cpu",
+        "4 CPUs and 0 GPUs on a cluster of this machine",
+        "6.1 MiB of weights a publication, in float32 by object_store",
+        f"{tmp_path}/runs/x/metrics.jsonl",
+        f"{tmp_path}/runs/x/wandb/",
+    ):
+        assert part in shown, part
+    assert not ray.is_initialized() and not list(tmp_path.iterdir())
+
+
+def test_no_correction_is_said(capsys):
+    assert "none: the mismatch is measured" in printed(capsys, "run_dir=x", "correction=none")
+
+
+def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
+    with checkpoint.new_checkpoint(tmp_path / "x" / "checkpoints", 7) as folder:
+        for part in checkpoint.PARTS:
+            (folder / part).parent.mkdir()
+            (folder / part).write_text("{}")
+        (folder / checkpoint.STATE).write_text(json.dumps({"progress": {"step": 7}}))
+    before = sorted(tmp_path.rglob("*"))
+    assert "continues from step_000007" in printed(capsys, "run_dir=x", "resume=auto")
+    (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "ends at step 1 and the run continues from step 7" in refused(
+        capsys, "run_dir=x", "resume=auto"
+    )
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "x" / "metrics.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["learner.lrr=1"], "learner.lr"),
+        (["rollout.logprobs_k=1000"], "rollout.logprobs_k=1000"),
+        (["cluster.num_cpus=1"], "cluster.num_cpus=1 is too few"),
+        (["actor.bf16.num_gpus=64"], "actor.bf16.num_gpus=64"),
+        (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1 does not answer"),
+        (["cluster.buffer_mib=1", "rollout.samples_per_prompt=64"], "cluster.buffer_mib=1"),
+        (
+            ["model.fresh.hidden_size=1024", "model.fresh.intermediate_size=8192"],
+            "cluster.object_store_mib=200 is smaller than one publication",
+        ),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(capsys, words, said):
+    words = ["run_dir=x", "cluster.object_store_mib=200", *words]
+    assert said in refused(capsys, *words)
+
+
+def test_a_port_that_is_taken_is_refused(capsys):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        key = f"learner.port={s.getsockname()[1]}"
+        assert key in refused(capsys, "run_dir=x", key)
+
+
+@pytest.mark.cluster
+def test_a_joined_cluster_is_checked_and_left_as_it_is(capsys):
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=2, include_dashboard=False, object_store_memory=10**8)
+        joined = ("run_dir=x", f"cluster.address={nodes.address}")
+        assert f"2 CPUs and 0 GPUs on the cluster at {nodes.address}" in printed(capsys, *joined)
+        assert not ray.is_initialized()
+        assert "the cluster has 2 CPUs" in refused(capsys, *joined, "actor.bf16.count=2")
+        large = ("model.fresh.hidden_size=1024", "model.fresh.intermediate_size=8192")
+        sentence = refused(capsys, *joined, *large)
+        assert "object store of the cluster's nodes holds 95 MiB" in sentence
+        assert "one publication is 392 MiB of weights" in sentence
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def test_a_run_directory_that_holds_a_run_is_refused(tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "resume=auto" in refused(capsys, "run_dir=x")
+    (tmp_path / "file").write_text("")
+    assert "run_dir=" in refused(capsys, "run_dir=file/x")

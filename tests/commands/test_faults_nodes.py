@@ -1,0 +1,73 @@
+"""A job over a Ray cluster of three nodes (own raylets on this machine), one of which is cut
+off."""
+
+import signal
+
+import pytest
+import ray
+from conftest import rows
+from ray.cluster_utils import Cluster
+
+WORDS = (
+    "cluster.launch.nodes=3",
+    "cluster.launch.learner_nodes=1",
+    "actor.bf16.count=2",
+    "cluster.heartbeat_s=1",
+    "cluster.hang_timeout_s=30",
+    "cluster.start_timeout_s=120",
+    "schedule.steps=10000",
+    "logging.console=plain",
+    "logging.report=false",
+    "evaluation.every=1000",
+)
+
+
+@pytest.fixture
+def three_nodes():
+    nodes = Cluster()
+    try:
+        store = 10**8
+        nodes.add_node(
+            num_cpus=1,
+            resources={"rlcore_learner": 1000},
+            include_dashboard=False,
+            object_store_memory=store,
+        )
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def _actor_node(nodes):
+    return nodes.add_node(num_cpus=1, resources={"rlcore_actor": 1000}, object_store_memory=10**8)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_path):
+    _actor_node(three_nodes)
+    second = _actor_node(three_nodes)
+    run_dir = tmp_path / "run"
+    run = command(
+        "train", *small, *WORDS, f"run_dir={run_dir}", f"cluster.address={three_nodes.address}"
+    )
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    three_nodes.remove_node(second, allow_graceful=False)
+    run.wait_for(lambda: "is replaced" in run.text, what="the loss to be seen")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 5, what="steps with the other node alone")
+    assert "is in the rotation" not in run.text  # there is no room for a replacement yet
+    _actor_node(three_nodes)
+    run.wait_for(
+        lambda: "is in the rotation" in run.text, what="a replacement on the node that joined"
+    )
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(90) == 130, run.text[-3000:]
+    last = rows(run_dir)[-1]
+    assert last["rollout/replacements"] == 1 and last["staleness/max"] <= 1
+    assert last["ledger/failed"] == 0 and last["ledger/evicted"] == 0
+    assert last["ledger/consumed"] == len(rows(run_dir)) * 8

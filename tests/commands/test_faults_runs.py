@@ -1,0 +1,174 @@
+"""Whole runs that lose processes, gain and lose actors, or go on with another number of ranks.
+
+These are a selection; `make faults` causes every fault and prints the outcome."""
+
+import json
+import signal
+from collections import Counter
+
+import psutil
+import pytest
+from conftest import left_over, rows
+
+from rlcore.cli import main
+
+pytestmark = pytest.mark.cluster
+FAST = (
+    "cluster.heartbeat_s=1",
+    "cluster.hang_timeout_s=20",
+    "checkpoint.every=3",
+    "schedule.steps=10000",
+    "logging.console=plain",
+    "logging.report=false",
+    "evaluation.every=1000",
+)
+
+
+def processes(run, word):
+    return [p for p in run.descendants() if p.is_running() and word in " ".join(p.cmdline())]
+
+
+def open_to_others(run):
+    """(process, address) of the run's listening sockets that can be reached from elsewhere."""
+    listening = {
+        (p.name(), c.laddr.ip)
+        for p in [psutil.Process(run.process.pid), *run.descendants()]
+        for c in p.net_connections(kind="inet")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert listening
+    return {
+        (name, ip) for name, ip in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    }
+
+
+def books(run_dir):
+    """(admitted, consumed) by the newest checkpoint, after recounting every group that its ledger
+    names."""
+    newest = sorted((run_dir / "checkpoints").glob("step_*"))[-1]
+    ledger = json.loads(json.loads((newest / "buffer" / "state.json").read_text())["state"])[
+        "ledger"
+    ]
+    gone = Counter(g for g, _ in ledger["recent"])
+    assert set(gone.values()) <= {1} and not set(gone) & set(ledger["live"])
+    assert sorted([*gone, *ledger["live"]]) == list(range(ledger["admitted"]))
+    assert all(how.startswith("consumed") for _, how in ledger["recent"])
+    return ledger["admitted"], ledger["consumed"]
+
+
+def test_a_lost_buffer_costs_steps_and_no_group(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}")
+    run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
+    processes(run, "BufferActor")[0].kill()
+    run.wait_for(lambda: "continuing from step_" in run.text, what="the recovery")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    family = run.descendants()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert (
+        "the replay buffer died" in run.text
+        and "recovery 1 of cluster.max_recoveries=3" in run.text
+    )
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == list(range(1, len(found) + 1))
+    assert max(r["staleness/max"] for r in found) <= 1
+    assert books(run_dir)[1] == len(found) * 8
+    assert not left_over(family)
+
+
+def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}")
+    run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
+    run.kill()
+    run.wait(30)
+    resumed = command("train", f"run_dir={run_dir}", "resume=auto")
+    resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
+    at = len(rows(run_dir))
+    resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    resumed.process.send_signal(signal.SIGTERM)
+    assert resumed.wait(180) == 130, resumed.text[-3000:]
+    found = rows(run_dir)
+    assert books(run_dir)[1] == len(found) * 8
+    assert max(r["staleness/max"] for r in found) <= 1
+
+
+def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    run.wait_for(
+        lambda: len(processes(run, "Worker_TP")) == 2, timeout_s=20, what="both ranks to be seen"
+    )
+    ranks = processes(run, "Worker_TP")
+    assert not open_to_others(run)
+    ranks[1].kill()
+    run.wait_for(lambda: "is in the rotation" in run.text, what="a replacement")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    run.wait_for(
+        lambda: len(processes(run, "Worker_TP")) == 2,
+        timeout_s=20,
+        what="both ranks to be seen again",
+    )
+    family = run.descendants()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    found = rows(run_dir)
+    assert books(run_dir)[1] == len(found) * 8
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found if r["staleness/max"] == 0)
+    assert not left_over([*family, *ranks])
+
+
+def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "hush" * 10)
+    run_dir = tmp_path / "run"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3")
+    run.wait_for(lambda: len(rows(run_dir)) >= 2, what="two steps")
+    assert not open_to_others(run)
+    assert main(["scale", f"run_dir={run_dir}", "actor.bf16.count=2"]) == 0
+    at = len(rows(run_dir))
+    run.wait_for(lambda: "bf16-1 is in the rotation" in run.text, what="the second actor")
+    assert len(rows(run_dir)) > at, "learning stood still while an actor was added"
+    assert main(["scale", f"run_dir={run_dir}", "actor.bf16.count=1"]) == 0
+    run.wait_for(lambda: "bf16-1 is removed" in run.text, what="its removal")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    run.wait_for(
+        lambda: len(processes(run, "RolloutActor")) == 1,
+        what="the end of the removed actor's process",
+    )
+    assert main(["scale", f"run_dir={run_dir}", "actor.fp8.count=1"]) == 0
+    run.wait_for(lambda: "rlcore scale was refused" in run.text, what="a refusal that ends nothing")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    books(run_dir)
+    secret = b"hush" * 10
+    assert not [
+        f for f in (*run_dir.rglob("*"), run.log) if f.is_file() and secret in f.read_bytes()
+    ]
+
+
+def test_a_checkpoint_of_two_zero2_ranks_opens_at_one_and_is_exported(command, small, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "model"
+    words = (*small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3", "learner.zero_stage=2")
+    first = command("train", *words, "learner.ranks=2", "schedule.steps=4")
+    assert first.wait() == 0, first.text[-3000:]
+    second = command(
+        "train", f"run_dir={run_dir}", "resume=auto", "learner.ranks=1", "schedule.steps=6"
+    )
+    assert second.wait() == 0, second.text[-3000:]
+    assert [r["step"] for r in rows(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert all(
+        r["mismatch/abs_dlogp_mean"] < 1e-4 for r in rows(run_dir) if r["staleness/max"] == 0
+    )
+    assert books(run_dir)[1] == 6 * 8
+    export = command("export", f"run_dir={run_dir}", f"out={out}")
+    assert export.wait() == 0, export.text[-3000:]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert sum(p.numel() for p in model.parameters()) > 0 and (out / "tokenizer.json").is_file()

@@ -1,0 +1,217 @@
+"""What is refused, and what is made, before any process is started: plain calls of `prepare`."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import rlcore
+from rlcore.commands.preflight import prepare
+from rlcore.config.compose import load
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+
+ALPHABET = "0123456789= "
+LENGTHS = ("model.max_len=64", "rollout.max_new_tokens=32")
+SHAPE = FreshModelSpec(
+    hidden_size=32, layers=1, heads=4, kv_heads=2, head_dim=8, intermediate_size=32
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return _made(tmp_path_factory.mktemp("models") / "policy")
+
+
+def _made(folder, alphabet=ALPHABET, **other):
+    return build_fresh_model(folder, alphabet, SHAPE.model_copy(update=other), seed=0, max_len=64)
+
+
+def prepared(model, *words, **how):
+    base = ["run_dir=x", "model=path", f"model.path={model}", *LENGTHS, "rollout.logprobs_k=4"]
+    return prepare(load([*base, *words]), **how)
+
+
+def test_a_model_whose_tokenizer_has_no_pad_token_has_a_padding(tmp_path):
+    folder = _made(tmp_path / "unpadded")
+    tokenizer = build_char_tokenizer(ALPHABET)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    made = prepared(folder)
+    assert made.tokenizer.pad_token_id is None
+    assert made.pad_id == made.tokenizer.eos_token_id
+
+
+def test_nobody_asks_the_tokenizer_for_its_pad_token_directly():
+    """It may be None, which only shows in the first micro-batch."""
+    sources = Path(rlcore.__file__).parent.rglob("*.py")
+    users = {p.name for p in sources if "tokenizer.pad_token_id" in p.read_text()}
+    assert users == {"text.py", "fresh.py"}  # what replaces a missing one, and what makes one
+
+
+def _file(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1 2", "answer": "#### 3"}\n')
+    return rows
+
+
+def _splits(rows, *, train=True, heldout=True):
+    named = [f"task.args.train_path={rows if train else 'null'}"]
+    return ["task=gsm8k", *named, *([f"task.args.heldout_path={rows}"] if heldout else [])]
+
+
+OFF = ("evaluation.every=0", "evaluation.at_start=false")
+
+
+@pytest.mark.parametrize(
+    ("splits", "words", "how", "said"),
+    [
+        ({"train": False}, (), {}, ["task.name=gsm8k", "to train on", "task.args.train_path"]),
+        ({"train": False}, (), {"evaluates": False}, ["task.name=gsm8k", "to train on"]),
+        ({"heldout": False}, (), {}, ["task.name=gsm8k", "task.args.heldout_path", *OFF]),
+        ({"heldout": False}, OFF[:1], {}, ["task.args.heldout_path"]),
+        ({"heldout": False}, OFF[1:], {}, ["task.args.heldout_path"]),
+        ({"heldout": False}, OFF, {"trains": False}, ["task.args.heldout_path"]),
+    ],
+)
+def test_an_empty_split_that_would_be_read_is_refused(model, tmp_path, splits, words, how, said):
+    with pytest.raises(UserError) as caught:
+        prepared(model, *_splits(_file(tmp_path), **splits), *words, **how)
+    assert not [part for part in said if part not in str(caught.value)], caught.value
+
+
+def test_an_empty_split_that_nobody_reads_is_not_asked_for(model, tmp_path):
+    rows = _file(tmp_path)
+    assert prepared(model, *_splits(rows, heldout=False), *OFF).heldout.sources == {}
+    evaluated = prepared(model, *_splits(rows, train=False), trains=False)
+    assert list(evaluated.heldout.sources) == ["gsm8k"]
+    prepared(model, *_splits(rows, heldout=False), evaluates=False)
+
+
+def test_an_evaluation_task_is_refused_under_its_own_key(model, tmp_path):
+    extra = f"evaluation.tasks.more={{name: gsm8k, args: {{train_path: {_file(tmp_path)}}}}}"
+    with pytest.raises(UserError, match=r"evaluation\.tasks\.more\.args\.heldout_path"):
+        prepared(model, extra)
+    with pytest.raises(UserError, match=r"evaluation\.tasks\.more\.args\.digits"):
+        prepared(model, "evaluation.tasks.more={name: arithmetic, args: {digits: 3}}")
+
+
+def _draft(tmp_path, alphabet=ALPHABET, **other):
+    return _made(tmp_path / "draft", alphabet, **other)
+
+
+def _drafted(model, draft, *words):
+    return prepared(model, "actor=draft", f"actor.draft.draft_path={draft}", *words)
+
+
+def test_a_draft_that_fits_is_accepted(model, tmp_path):
+    _drafted(model, _draft(tmp_path))
+
+
+def test_a_draft_of_another_vocabulary_is_refused(model, tmp_path):
+    with pytest.raises(
+        UserError, match=r"actor\.draft\.draft_path=.*1 entries of their tokenizers differ"
+    ):
+        _drafted(model, _draft(tmp_path, ALPHABET + "x"))
+
+
+def test_a_draft_of_another_width_is_refused(model, tmp_path):
+    with pytest.raises(
+        UserError, match=r"actor\.draft\.draft_path=.*vocab_size is 40, the policy's 15"
+    ):
+        _drafted(model, _draft(tmp_path, vocab_size=40))
+
+
+def test_a_draft_of_another_end_of_sequence_is_refused(model, tmp_path):
+    draft = _draft(tmp_path)
+    tokenizer = build_char_tokenizer(ALPHABET)
+    tokenizer.eos_token = "<unk>"
+    tokenizer.save_pretrained(draft)
+    with pytest.raises(
+        UserError, match=r"actor\.draft\.draft_path=.*end of sequence is <unk>, the policy's <eos>"
+    ):
+        _drafted(model, draft)
+
+
+def test_a_draft_is_compared_with_a_policy_that_is_yet_to_be_made(tmp_path):
+    draft = f"actor.draft.draft_path={_draft(tmp_path)}"
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_path=.*differ.*ratios"):
+        prepare(load(["run_dir=x", "actor=draft", draft, *LENGTHS]))
+    with pytest.raises(UserError, match=r"actor\.draft\.draft_fresh\.vocab_size=40 .* 64"):
+        prepare(
+            load(["run_dir=x", "experiment=draft_frozen", "actor.draft.draft_fresh.vocab_size=40"])
+        )
+
+
+@pytest.mark.parametrize("missing", ["", "tokenizer.json", "config.json", "model.safetensors"])
+def test_a_draft_without_a_part_is_named_by_its_own_key(model, tmp_path, missing):
+    draft = _draft(tmp_path)
+    if missing:
+        (draft / missing).unlink()
+        (draft / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"^actor\.draft\.draft_path="):
+        _drafted(model, draft if missing else tmp_path / "none")
+
+
+def test_weights_in_another_format_are_refused(tmp_path):
+    folder = _made(tmp_path / "old")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"model\.path=.*old holds no \.safetensors file"):
+        prepared(folder)
+
+
+def test_a_mixture_of_experts_is_refused(model, tmp_path):
+    folder = _made(tmp_path / "moe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
+    with pytest.raises(UserError, match=r"^model\.path=.*mixture of experts \(num_experts=8\)"):
+        prepared(folder)
+    with pytest.raises(UserError, match=r"^actor\.draft\.draft_path=.*mixture of experts"):
+        _drafted(model, folder)
+
+
+def test_a_buffer_too_small_for_one_step_is_refused(model):
+    with pytest.raises(UserError, match=r"cluster\.buffer_mib=1 .*schedule\.groups_per_step=64"):
+        prepared(model, "cluster.buffer_mib=1", "rollout.samples_per_prompt=32")
+
+
+def test_settings_beyond_the_model_are_refused(model):
+    with pytest.raises(
+        UserError, match=r"model\.max_len=65 is beyond the 64 positions of model\.path="
+    ):
+        prepared(model, "model.max_len=65")
+    with pytest.raises(
+        UserError,
+        match=r"actor\.bf16\.tensor_parallel=3 does not divide the model's 4 attention",
+    ):
+        prepared(model, "actor.bf16.tensor_parallel=3")
+    prepared(model, "actor.bf16.tensor_parallel=2")
+
+
+def test_under_dvp_the_actors_keep_to_the_learner_s_safe_set(tmp_path):
+    words = ["experiment=quickstart", f"run_dir={tmp_path}", "correction=[dvp]"]
+    requests = prepare(load(words)).requests.group(0, "digits/train/0")
+    assert requests and all(r.sampling.min_p == math.exp(-13.0) for r in requests)
+    assert prepare(load([*words, "correction.dvp.rho=0.01"])).requests.sampling.min_p == 0.01
+
+
+def test_a_program_must_end_before_its_grading_does(model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    row = {"text": "1", "code": "x = 1", "test_list": ["assert x == 1"], "tests": "assert x == 1"}
+    rows.write_text(json.dumps(row) + "\n")
+    words = [
+        "task=mbpp",
+        f"task.args.train_path={rows}",
+        f"task.args.heldout_path={rows}",
+        "model.max_len=64",
+    ]
+    said = r"task\.args\.timeout_s=5 is not below task\.grade_timeout_s=5"
+    with pytest.raises(UserError, match=said):
+        prepared(model, *words, "task.grade_timeout_s=5")
+    extra = f"evaluation.tasks.more={{name: mbpp, args: {{heldout_path: {rows}, timeout_s: 20}}}}"
+    with pytest.raises(
+        UserError, match=r"evaluation\.tasks\.more\.args\.timeout_s=20 .*grade_timeout_s=10"
+    ):
+        prepared(model, extra)

@@ -1,0 +1,98 @@
+"""Keys reach the roles that they govern."""
+
+from rlcore.commands import roles
+from rlcore.config.compose import load
+from rlcore.corrections.specs import TisSpec
+
+
+def run(*words):
+    return load(["run_dir=runs/x", *words])
+
+
+def described(*words):
+    config = run(*words)
+    ((label, actor),) = config.actor.items()
+    return roles.describe_actor(label, actor, config.model.max_len)
+
+
+def test_a_graders_limits_are_those_of_its_task():
+    config = run("task.grade_timeout_s=3", "task.grader_memory_mib=512", "task.grader_processes=2")
+    grading = roles.scorer_job(config, "model").grading
+    limits = (grading.grade_timeout_s, grading.grader_memory_mib, grading.grader_processes)
+    assert limits == (3.0, 512, 2)
+
+
+def test_graders_know_every_task_by_its_label():
+    config = run("task@evaluation.tasks.sums=arithmetic")
+    tasks = roles.scorer_job(config, "model").tasks
+    assert {label: task.name for label, task in tasks.items()} == {
+        "digits": "digits",
+        "sums": "arithmetic",
+    }
+
+
+def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():
+    # By default it is sparse on the default model.
+    assert "NOTHING IS SPARSE" not in described("actor=sparse")
+    dense = described("actor=sparse", "actor.sparse.sparse.blocks=8")
+    assert "model.max_len=128: NOTHING IS SPARSE" in dense
+    assert "NOTHING" not in described("actor=sparse", "actor.sparse.sparse.blocks=7")
+
+
+def test_an_fp8_cache_goes_with_bf16_weights_too():
+    gpu = ("actor.bf16.num_gpus=1", "actor.bf16.fp8_kv_cache=true")
+    config = run(*gpu)
+    engine = roles.rollout_job(config, "bf16", config.actor["bf16"], "model").engine
+    assert engine.actor.fp8_kv_cache and not engine.actor.quantised_by_engine
+    assert described(*gpu).endswith("the policy in bfloat16, FP8 KV cache")
+
+
+def test_what_a_run_needs_counts_every_role():
+    assert roles.needed(run()) == (2.0, 0.0)
+    fleet = ("actor=[bf16,fp8]", "actor.bf16.count=2", "evaluation.dense_actor=true")
+    assert roles.needed(run(*fleet)) == (5.0, 0.0)
+    assert roles.needed(run(*fleet), actors=False) == (1.0, 0.0)
+    gpus = run("actor.bf16.num_gpus=1", "actor.bf16.tensor_parallel=2", "learner=gpu")
+    assert roles.needed(gpus) == (2.0, 3.0)
+    assert roles.needed(gpus, learner=False) == (1.0, 2.0)
+
+
+def test_who_loads_which_weights():
+    def weights(*words):
+        config = run(*words)
+        return {label: roles.actor_weights(config, a) for label, a in config.actor.items()}
+
+    assert weights("actor=[bf16,fp8]") == {"bf16": "policy", "fp8": "policy"}
+    assert weights("actor=sparse") == {"sparse": "policy"}
+    assert weights("experiment=distill_sparse") == {"sparse": "sparse"}
+    assert weights("experiment=draft_frozen") == {"draft": None}
+    assert weights("experiment=draft_cotrain") == {"draft": "draft"}
+
+
+def test_weights_travel_as_the_actors_serve_them():
+    assert roles.wire_dtype(run()) == "float32"
+    assert roles.wire_dtype(run("actor.bf16.num_gpus=1")) == "bfloat16"
+    assert roles.wire_dtype(run("actor=[bf16,fp8]", "actor.bf16.dtype=bfloat16")) == "float32"
+
+
+def test_a_cotrained_draft_has_a_learner_of_its_own():
+    config = run("experiment=draft_cotrain", "learner.draft.lr=3e-4", "algorithm.kl_coef=0.5")
+    actor = config.actor["draft"].model_copy(update={"draft_path": "draft", "draft_fresh": None})
+    config = config.model_copy(update={"actor": {"draft": actor}})
+    jobs = roles.learner_jobs(config, "policy", 0)
+    assert list(jobs) == ["policy", "draft"]
+    policy, draft = jobs.values()
+    assert (policy.model_path, draft.model_path, draft.frozen_path) == ("policy", "draft", "policy")
+    assert (policy.objective.kl_coef, draft.objective.kl_coef) == (0.5, 0.1)
+    assert draft.learner.lr == 3e-4 and draft.learner.draft is None
+    assert draft.corrections == {"tis": TisSpec()}
+    assert "jackpot" in policy.corrections
+
+
+def test_the_learner_attends_by_the_actors_rule_only_where_it_must():
+    def rule(*words):
+        return roles.policy_job(run(*words), "model", 0).sparse
+
+    assert rule("actor=sparse") is None
+    assert rule("actor=sparse", "learner.train_sparse=true").blocks == 4
+    assert rule("experiment=distill_sparse").blocks == 4

@@ -1,0 +1,71 @@
+"""Sizes of models, by headers and settings, and what is refused because of them."""
+
+import json
+
+import pytest
+
+from rlcore.commands import sizes
+from rlcore.commands.model_checks import check_dense
+from rlcore.config.compose import load
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+
+ALPHABET = "0123456789= "
+TOKENIZER = build_char_tokenizer(ALPHABET)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FreshModelSpec(),
+        FreshModelSpec(hidden_size=96, layers=3, heads=3, kv_heads=1, vocab_size=64),
+        FreshModelSpec(tie_embeddings=False, layers=1),
+    ],
+    ids=["default", "small", "untied"],
+)
+def test_parameters_are_those_of_the_model_that_is_made(tmp_path, spec):
+    folder = build_fresh_model(tmp_path / "model", ALPHABET, spec, seed=0, max_len=64)
+    assert sizes.folder_parameters(str(folder)) == sizes.fresh_parameters(spec, len(TOKENIZER))
+
+
+def published(*words):
+    return sizes.published_bytes(load(["run_dir=x", *words]), TOKENIZER)
+
+
+def test_a_publication_holds_every_set_of_weights():
+    policy = published()
+    assert published("actor.bf16.num_gpus=1") == policy // 2  # bfloat16
+    assert published("actor=sparse", "learner.distill={}") == 2 * policy
+    alone, beside = published("experiment=draft_frozen"), published("experiment=draft_cotrain")
+    draft = load(["run_dir=x", "experiment=draft_cotrain"]).actor["draft"].draft_fresh
+    assert beside - alone == 4 * sizes.fresh_parameters(draft, len(TOKENIZER))
+
+
+def test_only_the_object_store_must_hold_it():
+    def stored(*words):
+        return sizes.stored_bytes(load(["run_dir=x", *words]), TOKENIZER)
+
+    assert stored() == published()
+    assert stored("cluster.transport=disk") == stored("cluster.transport=gloo") == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        {"num_experts": 128, "num_experts_per_tok": 8},
+        {"n_routed_experts": 256},
+        {"text_config": {"num_local_experts": 16}},
+        {"ffn_config": {"moe_num_experts": 16}},
+    ],
+    ids=json.dumps,
+)
+def test_mixtures_of_experts_are_refused(config):
+    with pytest.raises(UserError, match=r"^model\.path=m is a mixture of experts \(.*=\d+\)"):
+        check_dense(config, whose="model.path=m")
+
+
+def test_dense_models_are_not():
+    check_dense({"num_experts_per_tok": 2, "num_experts": 1, "n_head": 4}, whose="model.path=m")
+    check_dense({"num_experts": None, "n_routed_experts": 0}, whose="model.path=m")

@@ -1,0 +1,170 @@
+"""Whole runs: the outside contract, exact resume, interruption, a killed actor."""
+
+import signal
+
+import pytest
+import yaml
+from conftest import left_over, rows, without_times
+
+pytestmark = pytest.mark.cluster
+CONTRACT = [
+    "step",
+    "policy_version",
+    "reward/mean",
+    "response_length/mean",
+    "staleness/mean",
+    "staleness/max",
+    "mismatch/kl_k1",
+    "mismatch/kl_k3",
+    "mismatch/abs_dlogp_mean",
+    "mismatch/ess",
+    "loss/policy",
+    "grad_norm",
+    "entropy",
+    "time/step_s",
+    "time/wait_data_s",
+    "time/publish_s",
+    "throughput/rollout_tokens_per_s",
+    "throughput/train_tokens_per_s",
+    "buffer/groups",
+]
+
+
+def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command(
+        "train",
+        *small,
+        f"run_dir={run_dir}",
+        "schedule.steps=5",
+        "schedule.max_staleness=2",
+        "logging.wandb=offline",
+    )
+    seen = []
+    run.wait_for(
+        lambda: bool(seen.extend(run.descendants())) or len(rows(run_dir)) >= 2, what="two steps"
+    )
+    assert run.wait() == 0, run.text[-3000:]
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5]
+    for row in found:
+        assert not [k for k in CONTRACT if k not in row]
+        assert any(k.startswith("correction/") for k in row) and any(
+            k.startswith("ledger/") for k in row
+        )
+        assert row["staleness/max"] <= 2
+        assert row["mismatch/ess"] > 0.5
+    assert any("eval/digits/greedy" in r for r in found) and "eval/digits/greedy" in found[-1]
+    assert found[-1]["eval/policy_version"] == 5
+    last = found[-1]
+    assert last["ledger/consumed"] == 5 * 8
+    assert (
+        last["ledger/admitted"]
+        == last["ledger/consumed"]
+        + last["ledger/live"]
+        + last["ledger/failed"]
+        + last["ledger/evicted"]
+    )
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["schedule"]["steps"] == 5
+    assert "<html" in (run_dir / "report.html").read_text().lower()
+    assert list((run_dir / "samples").glob("*.jsonl")) and list(
+        (run_dir / "wandb").glob("offline-run-*")
+    )
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000005"]
+    assert not left_over(seen)
+
+
+def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, small, tmp_path):
+    words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    first = command(*words, f"run_dir={whole}", "schedule.steps=6")
+    assert first.wait() == 0, first.text[-3000:]
+    second = command(*words, f"run_dir={parts}", "schedule.steps=4")
+    assert second.wait() == 0, second.text[-3000:]
+    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=6")
+    assert third.wait() == 0, third.text[-3000:]
+    assert [r["step"] for r in rows(parts)] == list(range(1, 7))
+    assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
+    assert all(r["grad_norm"] > 0 for r in rows(whole))
+
+
+def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(command, small, tmp_path):
+    words = (
+        "train",
+        *small,
+        "schedule=large_batch",
+        "schedule.steps_per_publish=3",
+        "evaluation.every=5",
+        "correction=[jackpot]",
+        "correction.jackpot.target=new",
+        "algorithm.dynamic_sampling=true",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    first = command(*words, f"run_dir={whole}", "schedule.steps=6")
+    assert first.wait() == 0, first.text[-3000:]
+    second = command(*words, f"run_dir={parts}", "schedule.steps=4")
+    assert second.wait() == 0, second.text[-3000:]
+    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=6")
+    assert third.wait() == 0, third.text[-3000:]
+    resumed, uninterrupted = rows(parts), rows(whole)
+    # the last row of the stopped run reports its final publish and evaluation too
+    assert [without_times(r) for i, r in enumerate(resumed) if i != 3] == [
+        without_times(r) for i, r in enumerate(uninterrupted) if i != 3
+    ]
+    assert [r["staleness/max"] for r in uninterrupted] == [0, 1, 2, 0, 1, 2]
+    assert all(r["grad_norm"] > 0 for r in uninterrupted)
+    assert any("eval/digits/greedy" in r for r in resumed[4:5])
+
+    # The phase takes half a second, and a stop that comes after it proves nothing.
+    for attempt in range(3):
+        stopped = tmp_path / f"stopped{attempt}"
+        fourth = command(*words, f"run_dir={stopped}", "schedule.steps=6")
+        begun = stopped / "samples" / "step_000001.jsonl"  # written before p_ref's passes
+        fourth.wait_for(begun.exists, what="the first phase to begin", every_s=0.005)
+        fourth.process.send_signal(signal.SIGINT)
+        assert fourth.wait(180) == 130, fourth.text[-3000:]
+        if len(rows(stopped)) in (1, 2):
+            break
+    assert len(rows(stopped)) in (1, 2), "no stop came in the middle of a phase"
+    fifth = command("train", f"run_dir={stopped}", "resume=auto")
+    assert fifth.wait() == 0, fifth.text[-3000:]
+    assert [without_times(r) for r in rows(stopped)] == [without_times(r) for r in uninterrupted]
+
+
+def test_an_interrupt_leaves_a_checkpoint_and_no_process(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command("train", *small, f"run_dir={run_dir}", "schedule.steps=10000")
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    family = run.descendants()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert not left_over(family)
+    done = len(rows(run_dir))
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    resumed = command("train", f"run_dir={run_dir}", "resume=auto", f"schedule.steps={done + 2}")
+    assert resumed.wait() == 0, resumed.text[-3000:]
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == list(range(1, done + 3))
+    assert found[-1]["ledger/consumed"] == (done + 2) * 8
+    assert max(r["staleness/max"] for r in found) <= 1
+
+
+def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    run = command(
+        "train", *small, f"run_dir={run_dir}", "schedule.steps=60", "cluster.heartbeat_s=1"
+    )
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    victims = [p for p in run.descendants() if "RolloutActor" in " ".join(p.cmdline())]
+    assert len(victims) == 1
+    victims[0].kill()
+    assert run.wait() == 0, run.text[-3000:]
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == list(range(1, 61))
+    last = found[-1]
+    assert last["rollout/replacements"] == 1
+    assert (
+        last["ledger/consumed"] == 60 * 8
+        and last["ledger/failed"] == 0
+        and last["ledger/evicted"] == 0
+    )

@@ -1,0 +1,94 @@
+"""The `correction` section: order, labels, a user's own correction."""
+
+import itertools
+
+import pytest
+
+from rlcore.config.compose import load, to_yaml
+from rlcore.config.corrections import CorrectionList
+from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import TisSpec
+from rlcore.errors import UserError
+
+MINE = '''
+from typing import ClassVar
+
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.spec import refuse, setting
+
+
+class MySpec(CorrectionSpec):
+    """A correction of a user's own."""
+
+    method: ClassVar[str] = "nowhere:MyMethod"
+    cap: float = setting(2.0, "largest weight", ge=1)
+
+    def check(self, key):
+        refuse(self.cap == 7, f"{key}.cap=7 is unlucky: choose another.")
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return "correction.mine={name: 'mine.py:MySpec', cap: 3}"
+
+
+def run(*words):
+    return load(["run_dir=x", *words])
+
+
+def test_specifications_by_label_in_order():
+    corrections = run("correction=[veto,tis]", "correction.tis.cap=3").correction
+    assert corrections.names == ("veto", "tis")
+    assert corrections.get("tis") == TisSpec(cap=3) and corrections.get("mis") is None
+    assert corrections == CorrectionList.model_validate({"veto": {}, "tis": {"cap": 3.0}})
+    assert corrections != CorrectionList.model_validate({"tis": {"cap": 3.0}, "veto": {}})
+
+
+def test_a_correction_of_a_users_own(mine, tmp_path):
+    corrections = run("correction=[veto]", mine).correction
+    assert corrections.names == ("veto", "mine")
+    assert corrections.get("mine").cap == 3.0
+    assert corrections.model_dump()["mine"] == {"name": f"{tmp_path}/mine.py:MySpec", "cap": 3.0}
+
+
+def test_it_is_saved_and_resumed(mine, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(to_yaml(load([f"run_dir={tmp_path}", mine])))
+    monkeypatch.chdir("/")  # another command may be started elsewhere
+    resumed = load([f"run_dir={tmp_path}", "resume=auto", "correction.mine.cap=4"])
+    assert resumed.correction.names == ("tis", "mine")
+    assert resumed.correction.get("mine").cap == 4.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("cap: 0.5", r"correction\.mine\.cap=0\.5 .*greater than or equal to 1"),
+        ("cap: high", r"correction\.mine\.cap=high .*number"),
+        ("cup: 3", r"correction\.mine\.cup=3 is not a key"),
+        ("cap: 7", r"correction\.mine\.cap=7 is unlucky"),
+    ],
+)
+def test_its_settings_are_checked_as_any_other(mine, settings, said):
+    with pytest.raises(UserError, match=said):
+        run(f"correction.mine={{name: 'mine.py:MySpec', {settings}}}")
+
+
+def test_a_shipped_correction_under_another_label():
+    corrections = run("correction=[]", "correction.gentle={name: tis, cap: 1.5}").correction
+    assert corrections.chosen() == {"gentle": TisSpec(cap=1.5)}
+
+
+@pytest.mark.parametrize("pair", itertools.permutations(CORRECTIONS, 2), ids="-".join)
+def test_pairs_that_the_door_accepts_build_and_no_others(pair):
+    """The pipeline itself refuses what the configuration refuses."""
+    from rlcore.corrections.pipeline import build
+
+    algorithm = "algorithm=rapid" if "rapid" in pair else "algorithm=grpo"
+    try:
+        config = run(f"correction=[{','.join(pair)}]", algorithm)
+    except UserError:
+        return
+    assert build(config.correction.chosen(), 0, config.algorithm) is not None

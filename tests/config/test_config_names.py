@@ -1,0 +1,75 @@
+"""Settings that name an implementation: shipped ones by name, a user's own by path."""
+
+import pytest
+
+from rlcore.config.compose import load
+from rlcore.config.names import REGISTRIES, load_own, registered
+from rlcore.errors import UserError
+
+MINE = '''
+from rlcore.objectives.advantages import Grpo
+from rlcore.objectives.losses import Reinforce
+
+
+class Mine(Reinforce):
+    """A loss of a user's own."""
+
+
+class Compared(Grpo):
+    """An advantage of a user's own, which compares the samples of a group."""
+
+
+class Engine:
+    """A rollout engine of a user's own."""
+'''
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    return f"{tmp_path}/mine.py"
+
+
+def run(*words):
+    return load(["run_dir=x", *words])
+
+
+def test_shipped_names_are_listed():
+    assert set(registered("algorithm.loss")) == {"ppo", "gspo", "cispo", "reinforce"}
+    assert registered("actor.LABEL.engine") == ("vllm",)
+    assert registered("learner.lr") == ()
+    assert all(REGISTRIES.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("algorithm.loss", "Mine"),
+        ("algorithm.advantage", "Compared"),
+        ("learner.engine", "Engine"),
+        ("actor.bf16.engine", "Engine"),
+    ],
+)
+def test_a_users_own_is_named_by_its_file(mine, key, name):
+    config = run(f"{key}='mine.py:{name}'")
+    value = config
+    for part in key.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    assert value == f"{mine}:{name}"  # other processes have other working directories
+    load_own(config)
+
+
+def test_its_traits_count_as_those_of_a_shipped_one(mine):
+    with pytest.raises(UserError, match=r"correction\.tis\.adjusted=true .*algorithm\.loss=mine"):
+        run("algorithm.loss='mine.py:Mine'", "correction.tis.adjusted=true")
+    with pytest.raises(UserError, match=r"algorithm\.advantage=mine\.py:Compared compares"):
+        run("algorithm.advantage='mine.py:Compared'", "rollout.samples_per_prompt=1")
+    run("algorithm.loss='mine.py:Mine'", "correction=rapid", "algorithm.advantage=group_mean")
+
+
+@pytest.mark.parametrize("key", ["learner.engine", "actor.bf16.engine"])
+def test_a_wrong_path_is_refused_before_anything_starts(mine, key):
+    config = run(f"{key}='mine.py:None_such'")
+    with pytest.raises(UserError, match=rf"^{key}=.*mine\.py:None_such .*has no None_such"):
+        load_own(config)

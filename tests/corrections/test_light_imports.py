@@ -1,0 +1,24 @@
+"""A configuration asks specifications and names: that must not load torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ASK = """
+import sys
+import rlcore.corrections.specs, rlcore.corrections.registry
+from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
+traits = [advantage_class(a).compares_group for a in ADVANTAGES]
+traits += [loss_class(name).carries_ratio for name in LOSSES]
+print(len(traits), *(m for m in ("torch", "ray", "vllm", "numpy") if m in sys.modules))
+"""
+
+
+def test_specifications_names_and_traits_load_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["10"]

@@ -1,0 +1,320 @@
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+
+from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.loop import checkpoint
+from rlcore.loop.clients import Clients
+from rlcore.loop.disk import Disk
+from rlcore.loop.plan import Progress
+from rlcore.loop.saver import Cut, Saver
+from rlcore.loop.specs import CheckpointSpec
+
+
+def _fill(folder):
+    """What no checkpoint is without."""
+    for part in checkpoint.PARTS:
+        (folder / part).parent.mkdir(exist_ok=True)
+        (folder / part).write_text("{}")
+    (folder / checkpoint.STATE).write_text("{}")
+
+
+def _write(root, step, *, keep=2, payload=b"weights"):
+    _commit(root, step, CheckpointSpec(keep=keep), payload=payload * step)
+    return root / checkpoint.name_of(step)
+
+
+def _commit(root, step, spec, *, scores=None, awaited=None, payload=b""):
+    with checkpoint.new_checkpoint(root, step) as folder:
+        _fill(folder)
+        (folder / "learner" / "w.bin").write_bytes(payload)
+        (folder / checkpoint.STATE).write_text(json.dumps({"progress": {"step": step}}))
+    newest = root / checkpoint.name_of(step)
+    checkpoint.prune(root, spec, scores or {}, newest=newest, awaited=awaited)
+
+
+def test_the_newest_valid_one_is_found_and_old_ones_are_dropped(tmp_path):
+    for step in (1, 2, 3):
+        _write(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000002", "step_000003"]
+    found = checkpoint.newest_valid(tmp_path, lambda _: None)
+    assert checkpoint.state_of(found) == {"progress": {"step": 3}}
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "no_manifest", "half_manifest"])
+def test_a_damaged_one_is_passed_over_by_name(tmp_path, damage):
+    _write(tmp_path, 4)
+    newest = _write(tmp_path, 5)
+    victim = newest / "learner" / "w.bin"
+    if damage == "truncate":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif damage == "flip":
+        victim.write_bytes(b"X" + victim.read_bytes()[1:])
+    elif damage == "delete":
+        victim.unlink()
+    elif damage == "no_manifest":
+        (newest / checkpoint.MANIFEST).unlink()
+    else:
+        text = (newest / checkpoint.MANIFEST).read_text()
+        (newest / checkpoint.MANIFEST).write_text(text[: len(text) // 2])
+    notes = []
+    assert checkpoint.newest_valid(tmp_path, notes.append).name == "step_000004"
+    assert len(notes) == 1 and "step_000005" in notes[0]
+
+
+def test_a_half_written_one_is_never_seen(tmp_path):
+    _write(tmp_path, 1)
+    with pytest.raises(KeyboardInterrupt), checkpoint.new_checkpoint(tmp_path, 2) as folder:
+        _fill(folder)
+        assert checkpoint.newest_valid(tmp_path, lambda _: None).name == "step_000001"
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_what_a_killed_writer_left_is_not_mixed_with_the_next(tmp_path):
+    with checkpoint.new_checkpoint(tmp_path, 2) as folder:
+        beside = folder
+        _fill(folder)
+    beside.mkdir()
+    (beside / "learner.bin").write_bytes(b"half")
+    with checkpoint.new_checkpoint(tmp_path, 2) as folder:
+        assert list(folder.iterdir()) == []
+        _fill(folder)
+
+
+def test_the_same_step_can_be_written_again(tmp_path):
+    _write(tmp_path, 1, payload=b"old")
+    final = _write(tmp_path, 1, payload=b"new")
+    assert (final / "learner" / "w.bin").read_bytes() == b"new"
+    assert checkpoint.problem_with(final) is None
+    assert json.loads((final / checkpoint.MANIFEST).read_text())["step"] == 1
+
+
+def test_a_named_checkpoint_must_hold_one(tmp_path):
+    with pytest.raises(UserError, match="holds no valid checkpoint"):
+        checkpoint.require(str(tmp_path))
+    _write(tmp_path / "checkpoints", 7)
+    assert checkpoint.require(str(tmp_path)).name == "step_000007"
+
+
+def _names(root):
+    return [p.name for p in sorted(root.glob("step_*"))]
+
+
+def test_retention_by_number_by_step_and_by_metric(tmp_path):
+    keep, scores = CheckpointSpec(keep=1, keep_every=4, keep_best="eval/digits/greedy"), {}
+    for step, accuracy in [
+        (2, 0.1),
+        (4, 0.2),
+        (6, 0.9),
+        (8, 0.3),
+        (10, None),
+        (12, 0.5),
+        (14, 0.9),
+    ]:
+        scores |= {} if accuracy is None else {str(step): accuracy}
+        _commit(tmp_path, step, keep, scores=scores)
+    assert _names(tmp_path) == [
+        "step_000004",
+        "step_000008",
+        "step_000012",
+        "step_000014",
+    ]  # of two best the newer
+
+    least = CheckpointSpec(keep=1, keep_best="eval/digits/greedy", best_is="min")
+    _commit(tmp_path, 15, least, scores=scores)
+    assert _names(tmp_path) == ["step_000004", "step_000015"]
+
+
+def test_a_score_that_comes_late_marks_the_checkpoint_of_its_version(tmp_path):
+    keep = CheckpointSpec(keep=1, keep_best="eval/digits/greedy")
+    _commit(tmp_path, 10, keep, awaited=10)
+    _commit(tmp_path, 12, keep, awaited=10)  # held until its score is there
+    assert _names(tmp_path) == ["step_000010", "step_000012"]
+    _commit(tmp_path, 20, keep, scores={"10": 0.9}, awaited=20)
+    _commit(tmp_path, 30, keep, scores={"10": 0.9, "20": 0.4}, awaited=30)
+    assert _names(tmp_path) == ["step_000010", "step_000030"]
+
+
+def test_damaged_checkpoints_crowd_no_valid_one_out(tmp_path):
+    for step in (4, 6, 8):
+        _write(tmp_path, step, keep=3)
+    for step in (6, 8):
+        (tmp_path / checkpoint.name_of(step) / checkpoint.MANIFEST).unlink()
+    (tmp_path / "step_000008" / "controller.json").write_text("{")
+    _write(tmp_path, 5, keep=1)
+    assert "step_000005" in _names(tmp_path)  # what was just written stays, whatever else is there
+
+    (tmp_path / "step_000009").mkdir()
+    notes = []
+    assert checkpoint.resume_from(tmp_path, notes.append).name == "step_000005"
+    assert _names(tmp_path) == ["step_000005"] and (tmp_path / ".damaged-step_000009").is_dir()
+    assert len(notes) == 2
+    _write(tmp_path, 6, keep=2)
+    assert _names(tmp_path) == ["step_000005", "step_000006"]
+
+
+def test_a_resume_begins_anew_only_where_no_checkpoint_was_ever_written(tmp_path):
+    root = tmp_path / "checkpoints"
+    assert checkpoint.resume_from(root, lambda _: None) is None
+    (_write(root, 3) / "learner" / "w.bin").unlink()
+    for _ in range(2):  # a refusal moves nothing
+        with pytest.raises(
+            UserError, match=rf"run_dir={tmp_path} .*step_000003: learner/w.bin is missing.*restore"
+        ):
+            checkpoint.resume_from(root, lambda _: None)
+
+
+@pytest.mark.parametrize("part", checkpoint.PARTS)
+def test_a_folder_that_a_part_is_missing_from_is_no_checkpoint(tmp_path, part):
+    with pytest.raises(StageError, match=part), checkpoint.new_checkpoint(tmp_path, 1) as folder:
+        _fill(folder)
+        (folder / part).unlink()
+    assert not _names(tmp_path)
+
+
+class _Learner:
+    """Writes its part, or times out."""
+
+    late = False
+
+    async def save(self, folder, *, in_phase):
+        self.folder = checkpoint.Path(folder).parent
+
+    async def saved(self, *, timeout_s):
+        if self.late:
+            raise DeadlineExceeded("waited 600 s for the learner to write its checkpoint")
+        _fill(self.folder)
+
+
+class _Buffer:
+    async def snapshot(self):
+        pass
+
+    async def save(self, folder, *, timeout_s):
+        checkpoint.Path(folder).mkdir()
+
+
+def _saver(root, notes, **settings):
+    spec, facts = CheckpointSpec(**settings), {"model_path": "model", "seed": 0}
+    return Saver(
+        spec, root, facts, note=notes.append, is_accuracy=lambda name: name.endswith("greedy")
+    )
+
+
+def _cut(awaited=None):
+    progress = Progress(step=4, published=4, evaluated=4, scores={"2": 0.5})
+    return Cut(progress, {"cursor": 8}, in_phase=False, awaited=awaited)
+
+
+def _clients():
+    return Clients(buffer=_Buffer(), learner=_Learner(), scorer=None, watch=None)
+
+
+def test_a_disk_that_is_too_slow_costs_a_checkpoint_and_only_the_last_one_the_run(tmp_path):
+    async def scenario():
+        notes, clients = [], _clients()
+        saver = _saver(tmp_path, notes)
+        clients.learner.late = True
+        await saver.begin(clients, _cut())
+        await saver.done()
+        assert "could not be written (waited 600 s" in notes[0]
+        await saver.begin(clients, _cut())
+        with pytest.raises(StageError, match="last checkpoint could not be written"):
+            await saver.done(last=True)
+        await asyncio.sleep(0.2)  # what was written is removed beside
+        assert list(tmp_path.iterdir()) == []
+        clients.learner.late = False
+        await saver.begin(clients, _cut())
+        await saver.done(last=True)
+        assert _names(tmp_path) == ["step_000004"]
+        state = checkpoint.state_of(tmp_path / "step_000004")
+        assert state["prompts"] == {"cursor": 8} and state["model_path"] == "model"
+
+    asyncio.run(scenario())
+
+
+def test_a_hung_disk_costs_checkpoints_and_holds_up_nothing(tmp_path, monkeypatch):
+    held = threading.Event()
+
+    def hang(*args, **kwargs):
+        held.wait(30)
+
+    async def scenario():
+        notes, clients = [], _clients()
+        saver = _saver(tmp_path, notes, write_timeout_s=0.2)
+        monkeypatch.setattr(checkpoint, "prune", hang)  # as any call of a hung network disk
+        begun = time.monotonic()
+        await saver.begin(clients, _cut())
+        assert saver.busy
+        await saver.done()
+        assert "took more than 0.2 s to seal" in notes[0]
+        await saver.begin(clients, _cut())
+        await saver.done()
+        assert "has not ended what it was asked for" in notes[1]
+        held.set()
+        await asyncio.sleep(0.2)
+        monkeypatch.undo()
+        await saver.begin(clients, _cut())
+        await saver.done(last=True)
+        assert "written again, after 2 that could not be: step_000004" in notes[2]
+        assert time.monotonic() - begun < 10
+
+    asyncio.run(scenario())
+
+
+def test_a_hung_disk_does_not_keep_the_process_from_ending(tmp_path):
+    async def scenario():
+        disk = Disk()
+        with pytest.raises(DeadlineExceeded, match=r"took more than 0\.1 s to read"):
+            await disk.run(lambda: time.sleep(60), timeout_s=0.1, what="read")
+        assert disk.running == 1
+
+    begun = time.monotonic()
+    asyncio.run(scenario())
+    assert time.monotonic() - begun < 10
+
+
+def test_a_full_disk_costs_a_checkpoint(tmp_path):
+    async def scenario():
+        notes = []
+        (tmp_path / "checkpoints").write_text("a file where the folder should be")
+        saver = _saver(tmp_path / "checkpoints", notes)
+        await saver.begin(_clients(), _cut())
+        await saver.done()
+        assert "could not be written" in notes[0] and "the newest is none" in notes[0]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("awaited", "evaluated"), [(None, 4), (4, -1)])
+def test_scores_outlive_a_resume_and_an_evaluation_under_way_is_started_again(
+    tmp_path, awaited, evaluated
+):
+    async def scenario():
+        saver = _saver(tmp_path, [])
+        await saver.begin(_clients(), _cut(awaited))
+        await saver.done(last=True)
+        progress = Progress(**checkpoint.state_of(tmp_path / "step_000004")["progress"])
+        assert progress.scores == {"2": 0.5} and progress.evaluated == evaluated
+
+    asyncio.run(scenario())
+
+
+def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
+    notes, scores = [], {}
+    saver = _saver(tmp_path, notes, keep_best="eval/digits/gredy")
+    saver.scored(3, {"eval/digits/greedy": 0.5, "eval/policy_version": 3}, scores)
+    assert not scores and "eval/digits/gredy" in notes[0] and "eval/digits/greedy" in notes[0]
+    saver = _saver(tmp_path, notes, keep_best="eval/digits/greedy")
+    saver.scored(3, {"eval/digits/greedy": 0.5}, scores)
+    assert scores == {"3": 0.5} and len(notes) == 1
+
+
+def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
+    for step in (999_999, 1_000_000):
+        _write(tmp_path, step, payload=b"")
+    assert checkpoint.newest_valid(tmp_path, lambda _: None).name == "step_1000000"

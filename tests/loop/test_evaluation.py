@@ -1,0 +1,99 @@
+import pytest
+
+from rlcore.errors import DeadlineExceeded
+from rlcore.loop.clients import POLICY, Publication
+from rlcore.loop.evaluation import evaluate_alone, summarise
+from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.testing.clock import run_simulated
+from rlcore.testing.fake_actors import Speed
+from rlcore.testing.simulation import Scenario, Simulation, simulate
+from rlcore.types import WeightManifest
+
+
+def _verdict(prompt, correct, status="ok"):
+    return {
+        "prompt_id": prompt,
+        "status": status,
+        "reward": None if status != "ok" else correct,
+        "correct": None if status != "ok" else correct,
+        "length": 4,
+    }
+
+
+def test_mean_and_pass_at_k_leave_failed_scores_out_and_count_them():
+    verdicts = [
+        _verdict("a", 1.0),
+        _verdict("a", 0.0),
+        _verdict("b", 0.0),
+        _verdict("b", None, "timeout"),
+    ]
+    got = summarise("t", "sampled", verdicts, 2)
+    assert got["eval/t/mean@2"] == 1 / 3
+    assert got["eval/t/pass@2"] == 0.5
+    assert got["eval/t/sampled_failed_scores"] == 1
+
+
+def test_nothing_judged_gives_no_accuracy():
+    got = summarise("t", "greedy", [_verdict("a", None, "error")], 1)
+    assert got == {"eval/t/greedy_failed_scores": 1.0}
+
+
+def test_a_partial_reward_is_not_correct():
+    verdicts = [_verdict("a", 0.9), _verdict("b", 1.0)]
+    assert summarise("t", "greedy", verdicts, 1)["eval/t/greedy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "due"), [({"every": 5}, [0, 5, 9]), ({"every": 0, "at_start": False}, [9])]
+)
+def test_when_an_evaluation_is_due(settings, due, tmp_path):
+    scenario = Scenario(
+        ScheduleSpec(steps=9, groups_per_step=2),
+        evaluation=EvaluationSpec(prompts=4, samples=2, **settings),
+    )
+    simulation = simulate(scenario, tmp_path)
+    assert sorted({version for version, _ in simulation.reporter.evaluations}) == due
+    last = simulation.reporter.rows[-1]
+    assert {"eval/digits/mean@2", "eval/digits/pass@2", "eval/digits/greedy"} <= set(last)
+
+
+def test_an_evaluation_names_the_versions_that_really_sampled_it(tmp_path):
+    """Requests that queued while weights were published are of later versions than the one it was
+    asked for."""
+    scenario = Scenario(
+        ScheduleSpec(steps=12, groups_per_step=4, max_staleness=1, on_publish="in_flight"),
+        evaluation=EvaluationSpec(every=4, at_start=False, prompts=4),
+        tokens=lambda request: 40 if request.purpose != "train" else 10,
+    )
+    rows = simulate(scenario, tmp_path).reporter.rows
+    spans = [r["eval/version_span"] for r in rows if "eval/version_span" in r]
+    assert len(spans) == 3 and max(spans) >= 1
+    shown = [r for r in rows if "eval/policy_version" in r]
+    assert all(r["eval/policy_version"] >= 4 for r in shown)
+
+
+def test_an_evaluation_that_takes_too_long_ends_the_run_with_its_key(tmp_path):
+    scenario = Scenario(
+        ScheduleSpec(steps=4, groups_per_step=2),
+        evaluation=EvaluationSpec(every=2, prompts=4, timeout_s=30),
+        speed=Speed(step_s=10),
+    )
+    with pytest.raises(DeadlineExceeded, match=r"evaluation\.timeout_s\): 0 of 4 samples arrived"):
+        simulate(scenario, tmp_path)
+
+
+def test_alone_it_survives_the_death_of_an_actor(tmp_path):
+    async def main():
+        scenario = Scenario(
+            ScheduleSpec(), supervision=SupervisionSpec(heartbeat_s=1), speed=Speed(step_s=1)
+        )
+        simulation = Simulation(scenario, tmp_path)
+        manifest = WeightManifest(3, (), (), "float32", {}, True)
+        await simulation.fleet.publish(Publication(3, {POLICY: (manifest, None)}))
+        simulation.actors["bf16-0"].die()
+        found = await evaluate_alone(simulation.parts.evaluator, simulation.fleet, 3, 1.0)
+        await simulation.fleet.supervisor.close()
+        return found
+
+    found = run_simulated(main())
+    assert found["eval/policy_version"] == 3 and "eval/digits/greedy" in found

@@ -1,0 +1,89 @@
+"""Random schedules under random faults: whatever happens to actors and graders, a run ends with
+every step taken, every account balanced, and nothing trained on twice or too late."""
+
+import asyncio
+import random
+
+import pytest
+
+from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.testing.fake_actors import Speed
+from rlcore.testing.simulation import Scenario, simulate
+
+STEPS = 24
+
+
+def scenario(rng):
+    eta = rng.choice([0, 0, 1, 2, 4])
+    schedule = ScheduleSpec(
+        steps=STEPS,
+        groups_per_step=rng.choice([1, 3, 4]),
+        steps_per_publish=rng.choice([1, 1, 2, 5]),
+        max_staleness=eta,
+        on_publish=rng.choice(["finish", "abort"] + ["in_flight"] * (eta > 0)),
+    )
+    lengths = {i: rng.choice([1, 3, 10, 10, 60]) for i in range(50)}
+    return Scenario(
+        schedule,
+        supervision=SupervisionSpec(heartbeat_s=2, hang_timeout_s=40, max_restarts=100),
+        checkpoint=CheckpointSpec(every=rng.choice([0, 1, 4])),
+        evaluation=EvaluationSpec(every=rng.choice([0, 3]), prompts=4),
+        actors=rng.choice([1, 2, 3, 4]),
+        speed=Speed(step_s=rng.choice([0.02, 0.1]), load_s=rng.choice([0.1, 2.0])),
+        learn_s=rng.choice([0.2, 2.0]),
+        request_timeout_s=rng.choice([20.0, 600.0]),
+        tokens=lambda request: lengths[request.group_id % 50],
+    )
+
+
+async def faults(simulation, rng):
+    while True:
+        await asyncio.sleep(rng.expovariate(1 / 8))
+        actor = rng.choice(list(simulation.actors.values()))
+        match rng.choice(["die", "hang", "wake", "slow", "graders", "scale"]):
+            case "die":
+                actor.die()
+            case "hang":
+                actor.hang()
+                await asyncio.sleep(rng.uniform(0, 30))
+                actor.wake()
+            case "wake":
+                actor.wake()
+            case "slow":
+                actor.speed = Speed(step_s=rng.choice([0.02, 0.5]), load_s=rng.choice([0.1, 15.0]))
+            case "graders":
+                simulation.scorer.restart()
+            case "scale":
+                simulation.wanted = {"bf16": rng.choice([1, 2, 3, 4])}
+
+
+def audit(simulation, first_step):
+    spec, rows = simulation.scenario.schedule, simulation.reporter.rows
+    assert [row["step"] for row in rows] == list(range(first_step, simulation.progress.step + 1))
+    trained = [g for step in simulation.learner.trained.values() for g in {g for g, _ in step}]
+    assert len(trained) == len(set(trained)) == spec.groups_per_step * simulation.progress.step
+    bound = spec.steps_per_publish - 1 + spec.max_staleness
+    assert all(row["staleness/max"] <= bound for row in rows)
+    if rows:
+        left = sum(rows[-1][f"ledger/{k}"] for k in ("consumed", "evicted", "failed", "live"))
+        assert rows[-1]["ledger/admitted"] == left
+        assert rows[-1]["ledger/consumed"] == len(trained)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_run_under_random_faults(seed, tmp_path):
+    rng = random.Random(seed)
+    made, stop_at = scenario(rng), rng.randrange(1, STEPS)
+
+    async def until_stopped(simulation):
+        happening = asyncio.create_task(faults(simulation, rng))
+        await simulation.until(stop_at - 1)
+        simulation.controller.request_stop()
+        await happening
+
+    first = simulate(made, tmp_path, until_stopped)
+    assert stop_at - 1 <= first.progress.step <= STEPS
+    audit(first, 1)
+    second = simulate(made, tmp_path, lambda simulation: faults(simulation, rng), resume=True)
+    assert second.progress.step == STEPS
+    audit(second, first.progress.step + 1)

@@ -1,0 +1,135 @@
+"""Checksums are read from the engine's own weights, also if vLLM quantises them (stand-ins for
+vLLM, no engine)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rlcore.rollout.engines.vllm import worker_extension
+from rlcore.rollout.engines.vllm.held_weights import HeldWeights
+from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
+from rlcore.rollout.specs import ActorSpec
+from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums
+
+HEADS = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+NAMES = ["model.norm.weight", *(f"model.attn.{part}.weight" for part in HEADS)]
+
+
+class Fp8Method:
+    """Like vLLM's: one scale for a fused weight, stored transposed."""
+
+    def process_weights_after_loading(self, layer):
+        scale = layer.weight.abs().amax().reshape(1) / 448
+        quantised = (layer.weight / scale).to(torch.float8_e4m3fn).t()
+        for name, tensor in (("weight", quantised), ("weight_scale", scale)):
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logical_widths, self.input_size_per_partition = list(HEADS.values()), 6
+        self.quant_method = Fp8Method()
+
+
+class Engine(WeightExtension):
+    """A worker of one rank with one fused layer, and the core that would call it. `dropped` names
+    are not loaded."""
+
+    def __init__(self, tensors):
+        self.model = nn.Module()
+        self.model.model = nn.ModuleDict(
+            {"attn": nn.ModuleDict({"qkv_proj": Fused()}), "norm": nn.RMSNorm(6)}
+        )
+        self.model.packed_modules_mapping = {"qkv_proj": list(HEADS)}
+        self.model.config = SimpleNamespace(tie_word_embeddings=False)
+        self.model_runner = SimpleNamespace(model=self.model)
+        self.full, self.dropped = {}, ()
+        self.rl_requantise(tensors.items())
+
+    @torch.no_grad()
+    def rl_requantise(self, tensors):
+        self.full |= {n: t for n, t in tensors if n not in self.dropped}
+        layer = self.model.model["attn"]["qkv_proj"]
+        layer.weight = nn.Parameter(
+            torch.cat([self.full[n] for n in NAMES[1:]]), requires_grad=False
+        )
+        layer.quant_method.process_weights_after_loading(layer)
+        self.model.model["norm"].weight.copy_(self.full[NAMES[0]])
+        return dict(self.model.named_parameters())
+
+    def rpc(self, method, *args):
+        return getattr(self, method)(*args)
+
+    send = rpc
+
+
+def weights(seed):
+    gen = torch.Generator().manual_seed(seed)
+    return {
+        n: torch.randn(*((6,) if "norm" in n else (HEADS[n.split(".")[2]], 6)), generator=gen)
+        for n in NAMES
+    }
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_extension.dist, "get_world_size", lambda: 1)
+
+    def start():
+        save_file(weights(0), tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+        engine = Engine(weights(0))
+        actor = ActorSpec(kind="fp8", num_gpus=1, dtype="float32", keep_high_precision=())
+        return engine, HeldWeights(str(tmp_path), engine, actor)
+
+    return start
+
+
+def verify(held, tensors):
+    manifest = make_manifest(1, tensors, full=True, seed=0)
+    verify_checksums(manifest, held.checksums(manifest.names))
+
+
+def test_quantised_weights_that_arrived_are_proven_from_the_start_on(start):
+    engine, held = start()
+    verify(held, weights(0))
+    before = [p.data_ptr() for p in engine.model.parameters()]
+    held.load(weights(1))
+    layer = dict(engine.model.named_parameters())
+    verify(held, weights(1))
+    assert layer.keys() == dict(engine.model.named_parameters()).keys() and len(before) == len(
+        layer
+    )
+    assert all(
+        p is layer[n] for n, p in engine.model.named_parameters()
+    )  # the proof leaves the engine alone
+    assert set(held.checksums(NAMES)) == set(NAMES)  # asked again: what was proven stays proven
+
+
+@pytest.mark.parametrize("lost", [NAMES, NAMES[2:3], NAMES[:1]])
+def test_weights_that_were_lost_on_the_way_are_seen(start, lost):
+    engine, held = start()
+    engine.dropped = lost
+    held.load(weights(1))
+    with pytest.raises(ArrivalError, match="|".join(lost)):
+        verify(held, weights(1))
+
+
+def test_a_scale_that_went_wrong_is_seen(start):
+    engine, held = start()
+    held.load(weights(1))
+    engine.model.model["attn"]["qkv_proj"].weight_scale.data.mul_(1.01)
+    with pytest.raises(ArrivalError, match="q_proj"):
+        verify(held, weights(1))
+
+
+def test_a_weight_that_the_model_did_not_take_ends_the_load(start):
+    _, held = start()
+    with pytest.raises(RuntimeError, match="did not load model"):
+        held.load(weights(1) | {"model.other.weight": torch.ones(2)})

@@ -1,0 +1,143 @@
+"""What surrounds the kernels of the CUDA backend, on the CPU with a plain reference in place of
+FlashAttention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment
+from rlcore.attention import implementation
+from rlcore.attention.specs import SparseSpec
+from rlcore.attention.step_plan import plan_step
+from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
+    attend_dense,
+    attend_rows,
+    decode_rows,
+    mixed_rows,
+    page_scores_reference,
+    summarise_pages,
+)
+
+BS, HEADS, KV, DIM, PAGES = 4, 4, 2, 8, 16
+
+
+def plain_flash(
+    query, key_cache, value_cache, out, query_start, seq_lens, block_table, max_query, max_seq
+):
+    """Causal attention over a paged cache, one token at a time."""
+    group = query.shape[1] // key_cache.shape[2]
+    for r in range(len(seq_lens)):
+        first, end, seq = int(query_start[r]), int(query_start[r + 1]), int(seq_lens[r])
+        assert end - first <= max_query and seq <= max_seq
+        if not seq:
+            continue
+        blocks = block_table[r, : -(-seq // BS)].long()
+        k, v = (c[blocks].flatten(0, 1)[:seq] for c in (key_cache, value_cache))  # [seq, Hk, D]
+        for i in range(first, end):
+            seen = seq - (end - 1 - i)
+            for h in range(query.shape[1]):
+                p = torch.softmax(k[:seen, h // group] @ query[i, h] / math.sqrt(DIM), 0)
+                out[i, h] = p @ v[:seen, h // group]
+
+
+class Cache:
+    """A head-major paged cache with shuffled blocks and its summaries, filled as steps go by."""
+
+    def __init__(self, requests: int, length: int) -> None:
+        gen = torch.Generator().manual_seed(11)
+        self.q, self.k, self.v = (
+            torch.randn(requests, h, length, DIM, generator=gen) for h in (HEADS, KV, KV)
+        )
+        blocks = 1 + requests * PAGES  # block 0 pads
+        self.table = (1 + torch.randperm(blocks - 1, generator=gen)).view(requests, PAGES).int()
+        self.kv = torch.zeros(blocks, KV, BS, 2 * DIM)
+        self.summaries = torch.full((blocks, KV, DIM), float("nan"))
+
+    def write(self, r: int, first: int, end: int) -> torch.Tensor:
+        """Store keys and values of positions first..end-1; returns the queries [end - first, H,
+        D]."""
+        for t in range(first, end):
+            block = int(self.table[r, t // BS])
+            self.kv[block, :, t % BS] = torch.cat([self.k[r, :, t], self.v[r, :, t]], -1)
+        return self.q[r, :, first:end].transpose(0, 1)
+
+    def want(self, rule: SparseSpec, prompts: list[int]) -> torch.Tensor:
+        """The learner's answer for whole sequences: [requests, length, H, D]."""
+        return implementation.attend_rows(
+            self.q, self.k, self.v, implementation.SparseRows(rule, prompts)
+        ).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SparseSpec(block_size=BS, blocks=3),
+        SparseSpec(block_size=BS, share=0.5),
+        SparseSpec(block_size=BS, blocks=2, sparse_prompt=False),
+        SparseSpec(block_size=BS, blocks=14),
+    ],
+)
+def test_steps_of_all_kinds_equal_the_learner(rule):
+    cache, prompts = Cache(3, 56), [9, 30, 22]
+    want = cache.want(rule, prompts)
+    at = [0, 0, 0]
+    # chunked prompts beside decoding, idle requests, single tokens for all
+    for counts in [
+        (20, 0, 7),
+        (1, 25, 1),
+        (1, 9, 30),
+        *[(1, 1, 1)] * 6,
+        (13, 2, 1),
+        *[(1, 1, 1)] * 3,
+    ]:
+        live = [r for r in range(3) if counts[r]]
+        query = torch.cat([cache.write(r, at[r], at[r] + counts[r]) for r in live])
+        start = torch.tensor([0, *[counts[r] for r in live]]).cumsum(0)
+        seq = torch.tensor([at[r] + counts[r] for r in live], dtype=torch.int32)
+        table = cache.table[live]
+        dense = None
+        if rule.sparse_prompt and max(counts) == 1:
+            rows, summarise = decode_rows(rule, seq, table, PAGES)
+        else:
+            plan = plan_step(rule, start, seq, torch.tensor([prompts[r] for r in live]))
+            rows, dense, summarise = mixed_rows(plan, table)
+        summarise_pages(cache.kv, cache.summaries, summarise)
+        out = torch.full_like(query, float("nan"))
+        if rows is None:
+            plain_flash(
+                query, *_halves(cache.kv), out, start, seq, table, int(start.diff().max()), 1000
+            )
+        else:
+            if dense is not None:
+                attend_dense(query, cache.kv, table, dense, out, plain_flash)
+            attend_rows(
+                query,
+                cache.kv,
+                cache.summaries,
+                table,
+                rows,
+                out,
+                plain_flash,
+                page_scores_reference,
+            )
+        for i, r in enumerate(live):
+            got = out[start[i] : start[i + 1]]
+            torch.testing.assert_close(
+                got, want[r, at[r] : at[r] + counts[r]], atol=1e-5, rtol=1e-5
+            )
+            at[r] += counts[r]
+    assert at[1] >= 44
+
+
+def test_padding_rows_of_a_captured_step_keep_nothing():
+    rule = SparseSpec(block_size=BS, blocks=3)
+    table = torch.zeros(3, PAGES, dtype=torch.int32)
+    rows, summarise = decode_rows(rule, torch.tensor([30, 0, 0], dtype=torch.int32), table, PAGES)
+    assert rows.kept_len.tolist() == [10, 0, 0] and rows.width == 3 and summarise.shape == (3,)
+
+
+def _halves(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv.transpose(1, 2).split(DIM, dim=-1)

@@ -1,0 +1,170 @@
+"""Requests between the worker and a decoding core (a fake one: no model, no process)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
+
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.rollout.request_book import RequestBook
+from rlcore.types import Trajectory
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+def make_book(core: FakeCore, salted: bool = False) -> RequestBook:
+    return RequestBook(core, JOB, build_char_tokenizer(ALPHABET), vocab=VOCAB, salted=salted)
+
+
+@pytest.fixture
+def book(core) -> RequestBook:
+    return make_book(core)
+
+
+def drain(book: RequestBook) -> list[Trajectory]:
+    done: list[Trajectory] = []
+    while book.unfinished():
+        done += book.decode()
+    return sorted(done, key=lambda t: (t.group_id, t.sample_index))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": [5] * 64}, "model.max_len=64"),
+        ({"prompt": []}, "a prompt of 0 tokens"),
+        ({"prompt": [VOCAB]}, "prompt token ids"),
+        ({"prompt": [-1]}, "prompt token ids"),
+        ({"logprobs_k": 4}, "rollout.logprobs_k=4 is above the 3"),
+    ],
+)
+def test_a_list_with_one_request_that_cannot_be_served_is_refused_whole(book, changes, words):
+    with pytest.raises(ValueError, match=words):
+        book.add([*ask(3), *ask(1, group=7, **changes)])
+    assert book.unfinished() == 0
+
+
+def test_a_request_id_is_unique_among_unfinished_requests(book):
+    book.add(ask(2))
+    with pytest.raises(ValueError, match="train:0:0 is not"):
+        book.add(ask(1))
+    with pytest.raises(ValueError, match="unique"):
+        book.add([*ask(1, group=1), *ask(1, group=1)])
+    drain(book)
+    book.add(ask(1))
+    assert len(drain(book)) == 1
+
+
+def test_every_drawing_of_a_sample_has_an_id_of_its_own(book):
+    ids = set()
+    for other in (book, make_book(FakeCore())):  # as after a restart of the process
+        for _ in range(2):
+            other.add(ask(3))
+            ids |= {t.draw_id for t in drain(other)}
+    assert len(ids) == 12 and all(i.startswith("bf16-0:") for i in ids)
+
+
+def test_aborted_requests_leave_nothing_behind(book):
+    book.add(ask(4))
+    book.decode()
+    book.abort(["train:0:1", "unknown"])
+    assert [t.sample_index for t in drain(book)] == [0, 2, 3]
+
+
+def test_a_response_fits_the_episode(book):
+    book.add(ask(1, prompt=[5] * 60, max_new_tokens=30))
+    assert [len(t.sampled_ids) for t in drain(book)] == [4]
+
+
+def test_a_stop_string_ends_a_response_and_keeps_its_tokens(core, book):
+    tokenizer = build_char_tokenizer(ALPHABET)
+    book.add(ask(1, max_new_tokens=30))
+    (whole,) = drain(book)
+    text = tokenizer.decode(whole.sampled_ids)
+    book.add(ask(1, max_new_tokens=30, stop=(text[4:7],)))
+    (stopped,) = drain(book)
+    assert tokenizer.decode(stopped.sampled_ids) == text[: text.index(text[4:7]) + 3]
+    assert stopped.finish_reason == "stop" and not core.queue
+
+
+def test_withdrawn_requests_keep_their_tokens_and_get_other_draws(core, book):
+    book.add(ask(2))
+    whole = drain(book)
+    book.add(ask(2))
+    for _ in range(2):
+        book.decode()
+    draws = book.withdraw(started=True)
+    assert not core.queue and [d.tokens for d in draws] == [
+        t.sampled_ids[:2].tolist() for t in whole
+    ]
+    book.set_version(5)
+    book.resubmit(draws)
+    again = core.added[-2:]
+    assert [r.prompt_len for r in again] == [2, 2] and [len(r.token_ids) for r in again] == [4, 4]
+    assert [r.max_tokens for r in again] == [4, 4]
+    done = drain(book)
+    assert all(t.token_version.tolist() == [0, 0, 5, 5, 5, 5] for t in done)
+    assert [t.prompt_ids.tolist() for t in done] == [[5, 9], [5, 9]]
+    assert any(
+        a.sampled_ids.tolist() != w.sampled_ids.tolist() for a, w in zip(done, whole, strict=True)
+    )
+
+
+def test_an_unstarted_request_that_is_resubmitted_keeps_its_seed(core, book):
+    book.add(ask(1))
+    book.resubmit(book.withdraw(started=False))
+    assert [r.seed for r in core.added] == [7, 7]
+
+
+def test_a_drain_finishes_what_has_started_and_holds_back_the_rest(core, book):
+    book.add(ask(6))  # the core runs four
+    book.decode()
+    book.begin_drain()
+    book.add(ask(2, group=1))
+    done: list[Trajectory] = []
+    while not book.drained():
+        done += book.decode()
+    assert [t.sample_index for t in done] == [0, 1, 2, 3] and book.unfinished() == 4
+    book.set_version(2)
+    book.end_drain()
+    rest = drain(book)
+    assert [t.request_id for t in rest] == ["train:0:4", "train:0:5", "train:1:0", "train:1:1"]
+    assert all(set(t.token_version) == {2} for t in rest)
+    assert [r.request_id for r in core.added[-4:]] == [t.request_id for t in rest]
+
+
+def test_salted_requests_share_prefixes_only_within_a_version(core):
+    book = make_book(core, salted=True)
+    book.add(ask(1))
+    book.set_version(4)
+    book.add(ask(1, group=1))
+    assert [r.cache_salt for r in core.added] == ["v0", "v4"]
+
+
+def test_tokens_of_a_step_are_counted():
+    engine = FakeEngine()
+    engine.add(ask(6))
+    engine.step()
+    assert engine.tokens_in_step() == 4 and np.isclose(engine.running(), 4)
+
+
+def test_only_decoding_counts_towards_a_requests_time(book, core, monkeypatch):
+    clock = iter(range(0, 1000, 10))  # ten seconds pass within every step
+    monkeypatch.setattr("rlcore.rollout.request_book.time.monotonic", lambda: next(clock))
+    book.add(ask(6))  # the core runs four
+    for _ in range(2):
+        book.decode()
+    assert book.decoding_s() == {f"train:0:{i}": 20.0 for i in range(4)}
+    draws = book.withdraw(started=True)
+    book.add(ask(4, group=1))
+    book.decode()  # the withdrawn ones wait
+    book.resubmit(draws)
+    assert book.decoding_s()["train:0:0"] == 20.0
+    book.abort([f"train:1:{i}" for i in range(4)])
+    book.decode()
+    assert book.decoding_s()["train:0:0"] == 30.0
+    assert len(drain(book)) == 6 and book.decoding_s() == {}

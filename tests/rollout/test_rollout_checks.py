@@ -1,0 +1,66 @@
+"""What cannot be sampled from is refused before an engine starts, in one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.rollout.checks import attention_heads, check_heads, check_length, check_vocabulary
+from rlcore.rollout.registry import start_engine
+from rlcore.rollout.specs import ActorSpec, EngineJob
+
+
+def model_folder(path, alphabet="abc", vocab_size=8, **config):
+    build_char_tokenizer(alphabet).save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"vocab_size": vocab_size, **config}))
+    return path
+
+
+def test_more_positions_than_the_model_has():
+    with pytest.raises(UserError, match=r"model\.max_len=513 .*at most 512"):
+        check_length({"max_position_embeddings": 512}, 513)
+    check_length({"max_position_embeddings": 512}, 512)
+    check_length({}, 10**6)
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(3, (4, 2)), (4, (12, 3))])
+def test_heads_that_cannot_be_divided(ranks, heads):
+    with pytest.raises(UserError, match=rf"a\.tensor_parallel={ranks} .*{heads[0]} attention"):
+        check_heads(heads, ranks, key="a")
+
+
+def test_heads_that_can_be_divided_or_copied():
+    for ranks, heads in ((4, (8, 2)), (2, (8, 2)), (1, (7, 7))):
+        check_heads(heads, ranks)
+    assert attention_heads({"num_attention_heads": 8, "num_key_value_heads": 2}) == (8, 2)
+    assert attention_heads({"num_attention_heads": 8}) == (8, 8)
+
+
+def test_a_vocabulary_that_is_not_the_policy_s(tmp_path):
+    policy = model_folder(tmp_path / "policy", "abc")
+    check_vocabulary(policy, policy)
+    check_vocabulary(model_folder(tmp_path / "same", "abc"), policy)
+    for other in (
+        model_folder(tmp_path / "letters", "xyz"),
+        model_folder(tmp_path / "larger", "abc", vocab_size=9),
+    ):
+        with pytest.raises(UserError, match="another vocabulary"):
+            check_vocabulary(other, policy)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model(tmp_path):
+    with pytest.raises(UserError, match="token id 8, its model only 8 tokens"):
+        check_vocabulary(model_folder(tmp_path / "m", "abcdef"), None)
+
+
+def test_an_engine_is_named_or_a_users_own(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text("class Echo:\n    def __init__(self, job):\n        self.job = job\n")
+    job = EngineJob(ActorSpec(engine=f"{own}:Echo"), "mine-0", "m", max_len=8, logprobs_k=0)
+    assert start_engine(job).job is job
+    wrong = EngineJob(ActorSpec(engine="sglang"), "mine-0", "m", max_len=8, logprobs_k=0)
+    with pytest.raises(UserError, match=r"actor\.mine\.engine=sglang .*vllm"):
+        start_engine(wrong)

@@ -1,0 +1,196 @@
+"""Procedural tasks: splits that cannot overlap, the same problem everywhere, correct graders."""
+
+import subprocess
+import sys
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlcore.tasks import make_task, parse_prompt_id
+from rlcore.tasks.countdown import evaluate
+from rlcore.tasks.problem_space import Permutation, ProblemSpace
+from rlcore.tasks.sudoku4x4 import reduced_grids, unique_puzzles
+
+CASES = [
+    ("digits", {}),
+    ("digits", {"op": "reverse", "min_digits": 1, "max_digits": 3}),
+    ("arithmetic", {"ops": "+-*", "min_digits": 1, "max_digits": 3}),
+    ("countdown", {}),
+    ("countdown", {"style": "short", "max_number": 9, "max_target": 99, "use_all": True}),
+    ("sudoku4x4", {}),
+    ("sudoku4x4", {"style": "short", "min_empty": 1, "max_empty": 6}),
+    ("digits", {"op": "copy", "min_digits": 96, "max_digits": 96, "credit": "digits"}),
+]
+FIRST_HELDOUT = [
+    ("5418=", "1458"),
+    ("9+6=", "15"),
+    ("1,9,1=10:", "1*(1+9)"),
+    ("1342/2413/31.4/4231=", "1342/2413/3124/4231"),
+]
+few = settings(max_examples=30, deadline=None)
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 100))
+@few
+def test_a_permutation_is_a_bijection(size, key):
+    permutation = Permutation(size, key)
+    assert sorted(permutation(i) for i in range(size)) == list(range(size))
+
+
+@given(counts=st.lists(st.integers(2, 60), min_size=1, max_size=5), seed=st.integers(0, 9))
+@few
+def test_the_two_sides_are_a_partition_of_the_space_and_the_same_for_every_seed(counts, seed):
+    strata = {str(i): count for i, count in enumerate(counts)}
+    space, other = ProblemSpace("t", strata, seed), ProblemSpace("t", strata, seed + 1)
+    everything = {(i, rank) for i, count in enumerate(counts) for rank in range(count)}
+    sides = {}
+    for split in ("train", "heldout"):
+        located = [space.locate(split, i) for i in range(space.size(split))]
+        assert len(set(located)) == len(located)
+        assert {other.locate(split, i) for i in range(other.size(split))} == set(located)
+        assert space.locate(split, space.size(split)) == located[0]
+        sides[split] = set(located)
+    assert not sides["train"] & sides["heldout"]
+    assert sides["train"] | sides["heldout"] == everything
+
+
+def test_a_problem_is_on_the_same_side_whatever_the_range_of_difficulty():
+    narrow = make_task("digits", {"min_digits": 3, "max_digits": 3})
+    wide = make_task("digits", {"min_digits": 2, "max_digits": 4, "seed": 5})
+    held = {narrow.item("heldout", i).question for i in range(narrow.size("heldout"))}
+    trained = {wide.item("train", i).question for i in range(3000)}
+    assert len(held) == 90
+    assert (
+        sum(len(question) == 4 for question in trained) == 810
+    )  # every three-digit number that is not held out
+    assert not held & trained
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_items_are_disjoint_distinct_and_their_worked_answers_are_right(name, args):
+    task = make_task(name, args)
+    held = [task.item("heldout", i) for i in range(min(150, task.size("heldout")))]
+    train = [task.item("train", i) for i in range(400)]
+    assert task.size("train") is None
+    assert len({item.question for item in held}) == len(held)
+    assert not {item.question for item in held} & {item.question for item in train}
+    assert parse_prompt_id(train[7].prompt_id) == (name, "train", 7)
+    alphabet = task.alphabet()
+    for item in held + train:
+        worked = task.worked_answer(item)
+        assert task.grade(item, worked).reward == 1.0
+        assert task.grade(item, worked + "1").parts["correct"] == 0.0 or "<answer>" in worked
+        assert task.grade(item, "").reward == 0.0
+        assert alphabet is None or set(item.question + worked) <= set(alphabet)
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_the_seed_changes_the_order(name, args):
+    first, second = make_task(name, args), make_task(name, {**args, "seed": 1})
+    a = [first.item("train", i).question for i in range(20)]
+    assert a != [second.item("train", i).question for i in range(20)]
+    assert a == [make_task(name, args).item("train", i).question for i in range(20)]
+
+
+@pytest.mark.processes
+def test_items_are_the_same_in_another_process():
+    code = "from rlcore.tasks import make_task\n" + "".join(
+        f"print(make_task({name!r}, {args!r}).item('heldout', 5).question)\n"
+        for name, args in CASES
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert run.stdout.splitlines() == [
+        make_task(name, args).item("heldout", 5).question for name, args in CASES
+    ]
+
+
+def test_problems_of_the_first_version_have_not_moved():
+    # Runs are compared over months: a change of the order of problems must be deliberate.
+    items = [
+        make_task(name, {**args}).item("heldout", 0)
+        for name, args in (CASES[0], CASES[2], CASES[4], CASES[6])
+    ]
+    assert [(item.question, item.answer) for item in items] == FIRST_HELDOUT
+
+
+def test_digits_credit_is_the_share_of_digits_that_stand_right():
+    task = make_task(
+        "digits", {"op": "copy", "min_digits": 40, "max_digits": 40, "credit": "digits"}
+    )
+    item = task.item("train", 0)
+    wrong = "".join("1" if d == "0" else "0" for d in item.answer)
+    for right in (0, 13, 39):
+        verdict = task.grade(item, item.answer[:right] + wrong[right:])
+        assert verdict.reward == pytest.approx(right / 40) and verdict.parts == {"correct": 0.0}
+    assert task.grade(item, item.answer[:10]).reward == pytest.approx(10 / 40)
+    too_long = task.grade(item, item.answer + "00000")
+    assert too_long.reward == pytest.approx(40 / 45) and too_long.parts == {"correct": 0.0}
+
+
+def test_countdown_expressions():
+    assert evaluate("(7-3)*4/2")[0] == 8
+    assert evaluate("1/3*3")[0] == 1
+    for refused in (
+        "2**3",
+        "7//2",
+        "-3",
+        "1/0",
+        "0x10",
+        "1_0",
+        "f(1)",
+        "1 2",
+        "",
+        "(" * 150 + "1",
+        "1,2",
+        "()",
+    ):
+        assert evaluate(refused) is None, refused
+
+
+def test_countdown_grades_rules_and_format():
+    task = make_task("countdown", {"format_reward": 0.1})
+    item = task.item("train", 0)
+    numbers, target = item.meta["numbers"], item.meta["target"]
+    wrong = task.grade(item, f"I think <answer>{numbers[0]}+{numbers[1]}</answer>")
+    assert wrong.parts == {"correct": 0.0, "format": 1.0} and wrong.reward == pytest.approx(0.1)
+    twice = task.grade(
+        item, f"<answer>{target}</answer> <answer>{'+'.join([str(numbers[0])] * 9)}</answer>"
+    )
+    assert twice.reward == 0.0
+    assert task.grade(item, item.answer).reward == 0.0  # no tags
+    assert task.grade(item, f"so <answer>{item.answer} = {target}</answer>").reward == 1.0
+    assert task.grade(item, f"so <answer>{item.answer} = {target + 1}</answer>").reward == 0.0
+
+
+def test_every_sudoku_has_exactly_one_solution():
+    labels = [str.maketrans("1234", "".join(p)) for p in permutations("1234")]
+    grids = {grid.translate(p) for grid in reduced_grids() for p in labels}
+    assert len(grids) == 288
+    for empty in (1, 8, 12):
+        for grid, clues in unique_puzzles(empty)[:: max(1, len(unique_puzzles(empty)) // 50)]:
+            cells = [i for i in range(16) if clues >> i & 1]
+            assert len(cells) == 16 - empty
+            assert sum(all(g[i] == reduced_grids()[grid][i] for i in cells) for g in grids) == 1
+
+
+def test_sudoku_grades_cells_and_format():
+    task = make_task("sudoku4x4", {"style": "short", "format_reward": 0.2})
+    item = task.item("train", 0)
+    assert task.grade(item, item.answer).reward == 1.0
+    empty = item.meta["puzzle"].index(".")
+    other = "1" if item.answer[empty] != "1" else "2"
+    slip = item.answer[:empty] + other + item.answer[empty + 1 :]
+    grade = task.grade(item, slip)
+    assert grade.reward == pytest.approx(0.2) and grade.parts["correct"] == 0.0
+    count = item.meta["puzzle"].count(".")
+    assert grade.parts["cells"] == pytest.approx((count - 1) / count)
+    assert task.grade(item, item.answer.replace("/", "")).reward == 0.0
