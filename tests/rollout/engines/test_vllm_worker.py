@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 
 import numpy as np
 import pytest
+import torch
 
 from rlcore.rollout.worker import RolloutWorker
 from rlcore.weights.manifest import ArrivalError, make_manifest
@@ -36,6 +38,18 @@ def test_submitted_lists_are_reproducible(worker, finished, ask):
         runs.append(sorted(collect(finished, 20), key=lambda t: t.sample_index))
     first, second = ([t.sampled_ids.tolist() for t in run] for run in runs)
     assert first == second
+
+
+def test_a_thread_count_set_elsewhere_does_not_stop_a_new_thread(worker, finished, ask):
+    # vLLM replaces torch.set_num_threads by a function that does nothing
+    count = torch.get_num_threads()
+    for threads in (1, count):
+        setting = threading.Thread(target=torch._C.set_num_threads, args=(threads,))
+        setting.start()
+        setting.join()
+        worker.submit(ask(2, group=10 + threads)).result(30)
+        assert len(collect(finished, 2)) == 2
+        assert worker.status()["error"] is None
 
 
 @pytest.mark.parametrize("mode", ["in_flight", "abort", "finish"])

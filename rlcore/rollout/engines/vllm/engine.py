@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.folder import read_config
@@ -18,9 +18,6 @@ from rlcore.rollout.engines.vllm.platform import check_platform
 from rlcore.rollout.request_book import RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
 from rlcore.types import OnPublish, Request, Trajectory
-
-if TYPE_CHECKING:
-    import torch
 
 
 class VllmEngine(RolloutEngine):
@@ -80,6 +77,9 @@ class VllmEngine(RolloutEngine):
 
         Raises RuntimeError if vLLM failed a request.
         """
+        # A new thread takes torch's thread count at its first torch operation on many values, but
+        # vLLM's attention plans with OpenMP's before that: read it, which sets OpenMP's.
+        torch.get_num_threads()
         done, self._ready = self._ready, []
         return done + self._book.decode() if self._book.active else done
 
