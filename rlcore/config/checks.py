@@ -10,7 +10,7 @@ from math import isclose
 from rlcore.config.names import check_names
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.specs import DvpSpec
-from rlcore.objectives.registry import advantage_class, loss_class
+from rlcore.objectives.registry import LOSSES, advantage_class, loss_class
 from rlcore.spec import refuse
 
 
@@ -80,6 +80,30 @@ def _corrections(c: RunConfig) -> None:
             f"correction.{label}.{spec.inner_clip_off}=true switches off an inner clip that "
             f"algorithm.loss={c.algorithm.loss} does not have: use algorithm.loss=ppo.",
         )
+
+
+def _losses(c: RunConfig) -> None:
+    """Settings that the chosen loss does not read, and a clip that a correction switches off."""
+    a = c.algorithm
+    chosen = loss_class(a.loss)
+    for name, loss in [(n, its) for its in LOSSES for n in loss_class(its).own_settings]:
+        value, default = getattr(a, name), type(a).model_fields[name].default
+        refuse(
+            value != default and name not in chosen.own_settings,
+            f"algorithm.{name}={value} is of algorithm.loss={loss}, and algorithm.loss={a.loss} "
+            f"would ignore it: leave it at {_written(default)}, or use algorithm.loss={loss}.",
+        )
+    for label, spec in c.correction.chosen().items():
+        refuse(
+            a.dual_clip is not None and bool(spec.inner_clip_off),
+            f"algorithm.dual_clip={a.dual_clip} can never bind with "
+            f"correction.{label}.{spec.inner_clip_off}=true, under which PPO's ratio is always 1: "
+            "leave one of them off.",
+        )
+
+
+def _written(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def _whole_corrections(c: RunConfig) -> None:
@@ -242,6 +266,7 @@ RULES = (
     _lengths,
     _truncation,
     _corrections,
+    _losses,
     _whole_corrections,
     _groups,
     _drafts,

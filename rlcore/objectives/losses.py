@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.objectives.protocols import PolicyLoss
 
@@ -16,20 +16,35 @@ CLIP_SHARES = ("clip_low_share", "clip_high_share")
 
 
 class Ppo(PolicyLoss):
-    """`min(r A, clip(r, low, high) A)` (Schulman et al. 2017).
+    """`f = min(r A, clip(r, low, high) A)` (Schulman et al. 2017).
 
-    DAPO's clip-higher is eps_high > eps_low.
+    DAPO's clip-higher is eps_high > eps_low. With `dual_clip` c, `max(f, c A)` where A < 0 (Ye et
+    al. 2020, arXiv 1912.09729, eq. 5): f alone falls without bound as r grows there.
+
+    Biased by the clips: a token beyond one of them has no gradient (`clip_*_share`,
+    `dual_clip_share`). The clip binds where r is above `high` and A > 0, or below `low` and A < 0,
+    the dual clip where r is above c and A < 0. Not biased while r stays within all of them.
     """
 
     inner_clip = True
-    indicators = CLIP_SHARES
+    own_settings: ClassVar[tuple[str, ...]] = ("dual_clip",)
+    indicators: tuple[str, ...] = CLIP_SHARES
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         self.low = 1.0 - spec.eps_low
         self.high = 1.0 + spec.eps_high
+        self.dual = spec.dual_clip
+        if self.dual is not None:
+            self.indicators = (*CLIP_SHARES, "dual_clip_share")
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
-        return self.clipped(log_ratio.exp(), advantages)
+        ratio = log_ratio.exp()
+        objective, indicators = self.clipped(ratio, advantages)
+        if self.dual is None:
+            return objective, indicators
+        bounded = objective.maximum(self.dual * advantages)
+        indicators["dual_clip_share"] = (ratio.detach() > self.dual) & (advantages < 0)
+        return bounded.where(advantages < 0, objective), indicators
 
     def clipped(self, ratio: Tensor, advantages: Tensor) -> Terms:
         """The objective of a ratio [B, T], and where it is clipped."""
@@ -48,9 +63,13 @@ class Gspo(Ppo):
     would be biased by their selection. In the paper's token form, `SG(s) p_new/SG(p_new)`: each
     token carries its own gradient, so that a weight per token weighs that token; with equal weights
     the gradient is that of s itself.
+
+    Biased by the clip (`clip_*_share`), and by design: s is the sequence's own ratio to the power
+    1/length, so that beyond the first step of a phase it undercorrects; at s = 1 it is exact.
     """
 
     inner_clip = False  # clips per sequence, which corrections cannot switch off
+    own_settings = ()
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
         lengths = sampled.sum(-1, keepdim=True).clamp(min=1)
@@ -60,7 +79,11 @@ class Gspo(Ppo):
 
 
 class Cispo(PolicyLoss):
-    """`SG(clip(r, low, high)) A log p_new` (MiniMax-M1): clipped tokens keep their gradient."""
+    """`SG(clip(r, low, high)) A log p_new` (MiniMax-M1): clipped tokens keep their gradient.
+
+    Biased by the clip of the weight alone: a token of ratio r above `high` counts high/r of itself,
+    one below `low` low/r.
+    """
 
     indicators = CLIP_SHARES
 
@@ -79,7 +102,10 @@ class Cispo(PolicyLoss):
 
 
 class Reinforce(PolicyLoss):
-    """`A log p_new`, anchored at SG(p_new): only the weights correct, nothing is clipped."""
+    """`A log p_new`, anchored at SG(p_new): only the weights correct, nothing is clipped.
+
+    Not biased by itself: what the weights leave uncorrected is its bias.
+    """
 
     carries_ratio = False
 

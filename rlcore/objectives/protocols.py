@@ -44,8 +44,11 @@ class PolicyLoss(Protocol):
     carries_ratio: ClassVar[bool] = True
     #: whether it has PPO's clip per token, which a correction may switch off
     inner_clip: ClassVar[bool] = False
-    #: names of the per-token indicators that it returns
-    indicators: ClassVar[tuple[str, ...]] = ()
+    #: settings of `ObjectiveSpec` that not every loss reads, and this one does: set under another
+    #: loss they are refused
+    own_settings: ClassVar[tuple[str, ...]] = ()
+    #: names of the per-token indicators that it returns; an instance may have more
+    indicators: tuple[str, ...] = ()
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         """A loss without settings ignores the specification."""

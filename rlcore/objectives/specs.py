@@ -18,6 +18,9 @@ class ObjectiveSpec(Spec):
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)
+    dual_clip: float | None = setting(
+        None, "ppo: a negative advantage counts with a ratio of at most this; null: off", gt=1
+    )
     aggregation: Aggregation = setting("token-mean", "of token losses over the global batch")
     kl_coef: float = setting(0.0, "weight of the KL to the frozen starting policy", ge=0)
     kl_estimator: KlEstimator = setting(

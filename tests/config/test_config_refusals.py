@@ -71,6 +71,15 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction.tis.adjusted", "algorithm.loss=gspo"],
     ),
     (["correction=rapid"], ["algorithm.loss=ppo", "rapid"]),
+    (["algorithm.dual_clip=1"], ["algorithm.dual_clip=1", "greater than 1"]),
+    (
+        ["algorithm=gspo", "algorithm.dual_clip=3"],
+        ["algorithm.dual_clip=3", "algorithm.loss=gspo", "algorithm.loss=ppo"],
+    ),
+    (
+        ["algorithm.dual_clip=3", "correction.tis.adjusted=true"],
+        ["algorithm.dual_clip=3", "correction.tis.adjusted=true"],
+    ),
     (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
     (["checkpoint.keep_best=reward/mean"], ["checkpoint.keep_best=reward/mean", "eval/digits/"]),
     (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),

@@ -57,6 +57,42 @@ def test_short_circuit_never_clips() -> None:
     assert not metrics["clip_high_share"].any() and not metrics["clip_low_share"].any()
 
 
+def test_the_dual_clip_bounds_what_a_negative_advantage_loses() -> None:
+    ratio = [0.5, 1.1, 2.9, 3.1, 50.0]
+    new = torch.tensor([ratio, ratio]).log().requires_grad_()
+    advantages = torch.tensor([[-2.0], [2.0]]).expand(2, 5)
+    spec = ObjectiveSpec(dual_clip=3.0)
+    ones, ref = torch.ones(2, 5), torch.zeros(2, 5)
+    tokens = LossTensors(new, ref, advantages, ones, ones, ones)
+    loss, indicators = policy_loss(make_loss(spec), tokens, short_circuit=False)
+    expected = torch.tensor([[1.6, 2.2, 5.8, 6.0, 6.0], [-1.0, -2.2, -2.4, -2.4, -2.4]])
+    torch.testing.assert_close(loss.detach(), expected)
+    loss.sum().backward()
+    assert new.grad is not None
+    expected = torch.tensor([[0.0, 2.2, 5.8, 0.0, 0.0], [-1.0, -2.2, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(new.grad, expected)
+    assert indicators["dual_clip_share"].tolist() == [[0, 0, 0, 1, 1], [0] * 5]
+    assert "dual_clip_share" not in make_loss(ObjectiveSpec()).indicators
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    logs=st.lists(st.floats(-15, 15), min_size=1, max_size=8),
+    advantage=st.floats(-5, 5),
+    c=st.floats(1.01, 50),
+)
+def test_the_dual_clip_is_the_larger_of_ppo_and_c_a_below_0(logs, advantage: float, c) -> None:
+    new = torch.tensor([logs], dtype=torch.float64)
+    ones, given_a = torch.ones_like(new), torch.full_like(new, advantage)
+    tokens = LossTensors(new, torch.zeros_like(new), given_a, ones, ones, ones)
+    plain, dual = (
+        -policy_loss(make_loss(ObjectiveSpec(dual_clip=d)), tokens, short_circuit=False)[0]
+        for d in (None, c)
+    )
+    expected = [max(v, c * advantage) if advantage < 0 else v for v in plain[0].tolist()]
+    assert dual[0].tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def test_gspo_clips_the_sequences_geometric_mean() -> None:
     loss, grad, _ = loss_and_grad(
         "gspo", [[2.0, 0.6, 99.0], [4.0, 1.0, 1.0]], [[1.0] * 3] * 2, [[1, 1, 0], [1, 1, 1]]
