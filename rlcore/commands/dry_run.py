@@ -212,7 +212,8 @@ def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
 def _writes(config: RunConfig) -> list[str]:
     """Files by the setting that has them written."""
     spec, logging = config.checkpoint, config.logging
-    when = f"every {spec.every} steps" if spec.every else "none while the run goes on"
+    every = {f"every {spec.every_s:g} s": spec.every_s, f"every {spec.every} steps": spec.every}
+    when = " and ".join(text for text, on in every.items() if on) or "none while the run goes on"
     files = {
         "config.yaml": "this configuration",
         "metrics.jsonl": "one row a step",

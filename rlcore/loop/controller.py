@@ -23,6 +23,7 @@ from dataclasses import replace
 from rlcore.loop.batches import Batches, BatchQueue
 from rlcore.loop.clients import Clients
 from rlcore.loop.dispatcher import Dispatcher
+from rlcore.loop.pace import CheckpointPace
 from rlcore.loop.parts import Parts
 from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.publisher import Publisher
@@ -53,6 +54,7 @@ class Controller:
         self._dispatcher = Dispatcher(plan, clients.buffer, parts)
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._rows = RowWriter(clients.buffer, parts.fleet, self.progress, parts.reporter)
+        self._pace = CheckpointPace(plan.checkpoint, parts.reporter.note)
         # set while resuming a phase that was interrupted in the middle
         self._resume_phase_from = resumed_from if self._in_phase else None
         self._evaluated: dict[str, float] = {}  # results for the next row
@@ -132,6 +134,7 @@ class Controller:
         # discard the seconds of this publication, which precedes the first row
         self._publisher.take_seconds()
         await self._rows.begin()
+        self._pace.begin()
         self._dispatcher.gate.set()
 
     async def _steps(self) -> None:
@@ -189,11 +192,8 @@ class Controller:
         await self._evaluate_if_due(last)
         await self._report(metrics | batch_metrics | self._evaluated, clocks)
         self._evaluated = {}
-        if plan.checkpoints_after(progress.step):
-            if self._parts.saver.busy:  # training does not wait for a slow disk
-                self._parts.saver.skipped(progress.step)
-            else:
-                await self._checkpoint()
+        if not last:  # the final checkpoint is written separately
+            await self._checkpoint_if_due()
         self._dispatcher.gate.set()
 
     async def _evaluate_if_due(self, last: bool) -> None:
@@ -226,7 +226,25 @@ class Controller:
         await self._parts.saver.poll()
         others = self._publisher.take_seconds()
         others["rollout/timed_out_samples"] = float(self._dispatcher.groups.timed_out_samples)
+        others["time/checkpoint_s"] = self._pace.take_standstill_s()
+        others["checkpoint/interval_s"] = self._pace.interval_s
+        others |= self._parts.saver.metrics()
         await self._rows.write(metrics, clocks, others)
+
+    async def _checkpoint_if_due(self) -> None:
+        """Training does not wait for a slow disk: a checkpoint that is due by time is taken when
+        the one before is written, one that is due by steps is left out."""
+        pace, step, saver = self._pace, self.progress.step, self._parts.saver
+        by_steps = pace.due_by_steps(step)
+        if not by_steps and not pace.due_by_time():
+            return
+        if not saver.busy:
+            # not counted: the next publication would have to wait for this one as well
+            await self._publisher.done()
+            with pace.taking():
+                await self._checkpoint()
+        elif by_steps:
+            saver.skipped(step)
 
     async def _checkpoint(self) -> None:
         """Take a checkpoint between two steps and outside any admission; it is written in the

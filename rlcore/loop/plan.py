@@ -53,11 +53,6 @@ class Plan:
         """Whether the weights after `step` optimizer steps are published."""
         return step % self.schedule.steps_per_publish == 0 or step == self.steps
 
-    def checkpoints_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps; the final one is written separately."""
-        every = self.checkpoint.every
-        return bool(every) and step % every == 0 and step != self.steps
-
 
 @dataclass(slots=True)
 class Progress:

@@ -65,6 +65,7 @@ class Saver:
         self._writing: asyncio.Task[None] | None = None
         self._newest = checkpoint.newest_name(root)
         self._unsaved = 0  # in a row
+        self._refusals = 0  # of the session
 
     @property
     def busy(self) -> bool:
@@ -158,6 +159,7 @@ class Saver:
 
     def _refused(self, error: Exception, last: bool) -> None:
         self._unsaved += 1
+        self._refusals += 1
         if last:
             raise StageError(
                 f"the last checkpoint could not be written ({error}); the newest is {self._newest}"
@@ -171,6 +173,11 @@ class Saver:
         """The same if it is written already, else nothing."""
         if self._writing is not None and self._writing.done():
             await self.done()
+
+    def metrics(self) -> dict[str, float]:
+        """`checkpoint/*` as of now."""
+        newest = checkpoint.step_of(Path(self._newest)) if self._newest != "none" else 0
+        return {"checkpoint/step": float(newest), "checkpoint/failed": float(self._refusals)}
 
     def skipped(self, step: int) -> None:
         """Note that the checkpoint of `step` is left out, since the one before is still being

@@ -78,7 +78,14 @@ class EvaluationSpec(Spec):
 class CheckpointSpec(Spec):
     """When run checkpoints are made, and which of them stay."""
 
-    every: int = setting(0, "steps between checkpoints; 0: only at the end", ge=0)
+    every: int = setting(0, "steps between checkpoints; 0: none by steps", ge=0)
+    every_s: float = setting(
+        600.0,
+        "time between checkpoints, taken after the step that passes it, beside those of `every`; "
+        "longer where they would cost more than 2 % of the run; 0: none by time",
+        unit="s",
+        ge=0,
+    )
     keep: int = setting(2, "newest checkpoints kept", gt=0)
     keep_every: int = setting(0, "keep every N-th-step checkpoint permanently; 0: none", ge=0)
     keep_best: str | None = setting(None, "also keep the one with the best value of this metric")

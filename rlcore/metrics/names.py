@@ -188,6 +188,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/learn_s", "s", "learner computing: p_ref, forward, backward, optimizer", "sum"),
     Metric("time/publish_s", "s", "learner and actors busy publishing weights", "sum"),
+    Metric("time/checkpoint_s", "s", "training standing still for a checkpoint", "sum"),
     Metric(
         "time/eval_s",
         "s",
@@ -214,6 +215,19 @@ METRICS: tuple[Metric, ...] = (
         "last",
     ),
     Metric("ledger/<outcome>/<reason>", "groups", "groups of an outcome by reason", "last"),
+    Metric("checkpoint/step", "steps", "steps of the newest checkpoint on disk", "last"),
+    Metric(
+        "checkpoint/failed",
+        "checkpoints",
+        "checkpoints that could not be written, since the run was started or resumed",
+        "last",
+    ),
+    Metric(
+        "checkpoint/interval_s",
+        "s",
+        "time between checkpoints by checkpoint.every_s; 0: off",
+        "last",
+    ),
     Metric("rollout/<statistic>", "1", "the fleet of rollout actors", "last"),
     Metric(
         "metrics/nonfinite",

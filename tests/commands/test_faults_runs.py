@@ -78,6 +78,49 @@ def test_a_lost_buffer_costs_steps_and_no_group(command, small, tmp_path):
     assert not left_over(family)
 
 
+def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
+    command, small, tmp_path
+):
+    run_dir = tmp_path / "run"
+    by_time = [word for word in FAST if not word.startswith("checkpoint.")]
+    run = command("train", *small, *by_time, f"run_dir={run_dir}", "checkpoint.every_s=2")
+    run.wait_for(lambda: list((run_dir / "checkpoints").glob("step_*")), what="a checkpoint")
+    run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
+    processes(run, "LearnerActor")[0].kill()
+    run.wait_for(lambda: "continuing from step_" in run.text, what="the recovery")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert "recovery 1 of cluster.max_recoveries=3" in run.text
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == list(range(1, len(found) + 1))
+    assert books(run_dir)[1] == len(found) * 8
+    assert found[-1]["checkpoint/interval_s"] >= 2
+
+
+def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    words = ("actor.bf16.count=3", "cluster.num_cpus=4", "cluster.hang_timeout_s=120")
+    run = command("train", *small, *FAST, f"run_dir={run_dir}", *words)
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    stopped = processes(run, "RolloutActor")[0]
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        run.wait_for(lambda: "has not answered for" in run.text, what="the suspicion")
+        at = len(rows(run_dir))
+        # before its deadline, so that nothing was replaced
+        run.wait_for(lambda: len(rows(run_dir)) >= at + 5, what="steps without the stopped actor")
+        assert rows(run_dir)[-1]["rollout/replacements"] == 0
+        assert rows(run_dir)[-1]["rollout/in_rotation"] == 2
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    run.wait_for(lambda: "answers again" in run.text, what="the end of the suspicion")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert books(run_dir)[1] == len(rows(run_dir)) * 8
+
+
 def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}")
