@@ -299,6 +299,8 @@ class StepTensors:
         None  # [B, T] bool: sampled token lies in the learner's safe set (DVP)
     )
     coverage: torch.Tensor | None = None  # [B, T] float32: probability mass of the safe set (DVP)
+    # [B] bool: the episode's last turn was cut off at the length limit; None: none was
+    truncated: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

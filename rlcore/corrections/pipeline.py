@@ -17,6 +17,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.objectives.kl import penalty_weight
 from rlcore.objectives.registry import loss_class
+from rlcore.objectives.shaping import without_truncated
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import LoadError, load_object
 from rlcore.types import SamplingSpec, StepTensors
@@ -42,7 +43,11 @@ def build(
     for label, chosen in corrections.items():
         spec = chosen.under(objective)
         stages.append(Stage(label, spec, _method(label, spec)(spec, run_seed)))
-    return Pipeline(stages, loss_carries_ratio=loss_class(objective.loss).carries_ratio)
+    return Pipeline(
+        stages,
+        loss_carries_ratio=loss_class(objective.loss).carries_ratio,
+        overlong_filter=objective.overlong_filter,
+    )
 
 
 def _method(label: str, spec: CorrectionSpec) -> type[Correction]:
@@ -60,9 +65,13 @@ class Pipeline:
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
     combinations are allowed is checked with the configuration (`config/checks.py`)."""
 
-    def __init__(self, stages: Sequence[Stage], *, loss_carries_ratio: bool) -> None:
-        """`loss_carries_ratio`: the loss carries p_new/p_ref (`PolicyLoss.carries_ratio`)."""
+    def __init__(
+        self, stages: Sequence[Stage], *, loss_carries_ratio: bool, overlong_filter: bool = False
+    ) -> None:
+        """`loss_carries_ratio`: the loss carries p_new/p_ref (`PolicyLoss.carries_ratio`);
+        `overlong_filter`: truncated sequences leave the loss (`without_truncated`)."""
         self.stages = list(stages)
+        self._overlong_filter = overlong_filter
         clip_off = any(stage.spec.inner_clip_off for stage in stages)
         #: weights must lead to p_new, because the loss is anchored there and carries no p_new/p_ref
         self.leads_to_new = clip_off or not loss_carries_ratio
@@ -88,15 +97,22 @@ class Pipeline:
                 return replaced
         return step.advantages
 
+    def usable(self, step: StepTensors) -> Tensor:
+        """The tokens [B, T] that corrections look at: known before any of them is asked.
+
+        A ratio to a log-prob that is NaN or infinite means nothing, so such a token leaves.
+        """
+        on = (step.mask != 0) & torch.isfinite(step.logp_inf)
+        return without_truncated(on, step.truncated) if self._overlong_filter else on
+
     @torch.no_grad()
     def correct(self, step: StepTensors, reduce: Reduce, *, measure: bool = True) -> Corrected:
         """Weights [B, T] and mask [B, T] of the rank's whole share of a step, before its backward
         pass.
 
-        Every rank calls it once a step, an empty share included: it reduces. A token whose stored
-        log-prob is NaN or infinite leaves the mask. Metrics come under their full keys: mismatch/*,
-        staleness/*, correction/*; without `measure` the first two, which do not affect the weights,
-        are left out.
+        Every rank calls it once a step, an empty share included: it reduces. It begins with the
+        `usable` tokens. Metrics come under their full keys: mismatch/*, staleness/*, correction/*;
+        without `measure` the first two, which do not affect the weights, are left out.
         """
         before = step.mask != 0
         step = replace(step, mask=before)
@@ -105,8 +121,7 @@ class Pipeline:
             metrics = mismatch_metrics(step, reduce, self._ais) | policy_age(
                 step.token_version, before, step.step, reduce
             )
-        # rejected for every correction: a ratio to an unknown log-prob means nothing
-        usable = before & torch.isfinite(step.logp_inf)
+        usable = self.usable(step)
         step = _outside_is_impossible(replace(step, mask=usable))
         current = Corrected(torch.ones_like(at_least_float32(step.logp_inf)), usable, {})
         # a veto keeps judging actor against p_ref: only weights have to make up for the loss
@@ -117,9 +132,10 @@ class Pipeline:
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
-        return Corrected(
-            weight, current.mask, metrics | _totals(weight, current.mask, before, reduce)
-        )
+        metrics |= _totals(weight, current.mask, before, reduce)
+        if self._overlong_filter:
+            metrics |= _filtered(step.truncated, before, reduce)
+        return Corrected(weight, current.mask, metrics)
 
     @torch.no_grad()
     def penalty_weight(
@@ -171,6 +187,12 @@ def _totals(weight: Tensor, mask: Tensor, before: Tensor, reduce: Reduce) -> dic
         "correction/weight_mean": weight_sum / kept if kept else 1.0,
         "correction/zero_weight_share": zeros / max(kept, 1.0),
     }
+
+
+def _filtered(truncated: Tensor | None, before: Tensor, reduce: Reduce) -> dict[str, float]:
+    sequences = before.any(-1)
+    cut = torch.zeros_like(sequences) if truncated is None else truncated & sequences
+    return {"train/overlong_filtered": total([cut], reduce)[0]}
 
 
 def _union(stages: Sequence[Stage], leads_to_new: bool, clip_off: bool) -> Needs:

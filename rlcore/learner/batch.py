@@ -141,6 +141,9 @@ def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.devic
             [e.score.group_id * _SAMPLES + e.sample_index for e in episodes], torch.int64
         ),
         step=0,
+        truncated=rows.column(
+            [e.parts[-1].finish_reason == "length" for e in episodes], torch.bool
+        ),
     )
     if with_topk:
         # at least one column, so that every rank has the same tensors whatever its share

@@ -148,7 +148,7 @@ class Update:
 
     def _correct_each(self, batch: StepBatch, step: int, advantages: Tensor) -> StepGradient:
         """A step whose corrections see one micro-batch at a time, from the differentiated pass."""
-        usable = batch.sent.mask & torch.isfinite(batch.sent.logp_inf)
+        usable = self.pipeline.usable(batch.sent)
         coefs, kept = self._coefficients(usable)
         sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
         shared = _Shared(batch, advantages, coefs, True, sums)

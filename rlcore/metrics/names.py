@@ -169,6 +169,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("entropy", "nats", "mean entropy of the policy over trained tokens"),
     Metric("lr", "1", "learning rate of this step", "last"),
     Metric("policy/<statistic>", "1", "PPO ratio p_new/p_ref and its clipped shares"),
+    Metric(
+        "train/overlong_filtered",
+        "sequences",
+        "left out of the loss because the length limit cut them off (algorithm.overlong_filter)",
+        "sum",
+    ),
     Metric("train/<statistic>", "1", "size and shape of the training batch"),
     Metric("loss/sparse_policy", "1", "policy loss of the sparse copy (DistillSparse)"),
     Metric(

@@ -33,6 +33,9 @@ class ObjectiveSpec(Spec):
     overlong_share: float = setting(
         0.0, "DAPO's soft overlong penalty: over this share of max_new_tokens; 0: off", ge=0, lt=1
     )
+    overlong_filter: bool = setting(
+        False, "DAPO's overlong filtering: what the length limit cut off stays out of the loss"
+    )
     overlong_penalty: float = setting(1.0, "its largest value", ge=0)
 
     def overlong_buffer(self, max_new_tokens: int) -> int:

@@ -63,6 +63,26 @@ def test_two_ranks_correct_as_one(chosen: dict[str, dict[str, Any]], split: list
         assert corrected.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("chosen", CHOICES, ids=lambda c: "+".join(c) or "none")
+def test_overlong_filtering_is_that_of_a_step_without_the_truncated(chosen) -> None:
+    step, cut = uneven_step(), torch.tensor([1, 0, 0, 1, 1, 0, 1, 0], dtype=torch.bool)
+    step.truncated = cut
+    filtering = pipeline_of(chosen, 1, overlong_filter=True)
+    whole = filtering.correct(step, ONE_RANK)
+    left = pipeline_of(chosen, 1).correct(rows(step, ~cut), ONE_RANK)
+    assert not whole.mask[cut].any() and torch.equal(whole.mask[~cut], left.mask)
+    torch.testing.assert_close(whole.weight[~cut], left.weight, rtol=1e-6, atol=1e-7)
+    unfiltered = pipeline_of(chosen, 1).advantages(
+        step, ONE_RANK
+    )  # a baseline has all of its group
+    torch.testing.assert_close(filtering.advantages(step, ONE_RANK), unfiltered, equal_nan=True)
+    parts = on_ranks(lambda r, reduce: filtering.correct(rows(step, SPLITS[1][r]), reduce), 2)
+    torch.testing.assert_close(torch.cat([c.weight for c in parts]), whole.weight)
+    for corrected in parts:
+        assert corrected.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12)
+    assert whole.metrics["train/overlong_filtered"] == 4
+
+
 def test_a_share_alone_would_have_come_out_otherwise() -> None:
     """Guards the tests above: the two halves really have different statistics."""
     step = uneven_step()

@@ -158,3 +158,45 @@ def test_every_run_says_how_far_the_stored_top_k_reaches(model, corrections):
         for key in ("z_approx", "kappa", "unknown_share"):
             assert row[f"mismatch/{key}"] == pytest.approx(rows[0][f"mismatch/{key}"], rel=1e-4)
     assert 0 < rows[0]["mismatch/unknown_share"] < 1
+
+
+def cut_off(groups: list[Any]) -> list[Any]:
+    """The first sample of every group ends at the length limit."""
+    for g in groups:
+        g.episodes[0].parts[-1].finish_reason = "length"
+    return groups
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("tokens", [40, 10_000])
+def test_overlong_filtering_leaves_the_loss_and_stays_in_the_baseline(model, mode, tokens):
+    settings = {"aggregation": mode, "kl_coef": 0.1, "entropy_coef": 0.01, "advantage": "grpo"}
+    found, by_hand, plain = [], [], []
+    for out, on in ((found, True), (by_hand, False), (plain, False)):
+        update = _update(model, {"tis": {}}, overlong_filter=on, **settings)
+        batch = make_batch(cut_off(make_groups(4)), tokens)
+        assert batch.sent.truncated.sum() == 4
+        if out is by_hand:
+            batch.sent.mask[::3] = False  # rewards, and so advantages, remain
+        update.prepare([batch], first=True)
+        gradient = update.run(batch, 0, first=True)
+        out.extend([gradient, update.engine.gradients()])
+    assert found[0].kept == by_hand[0].kept < plain[0].kept
+    assert all(torch.allclose(found[1][n], g, atol=1e-8) for n, g in by_hand[1].items())
+    assert not all(torch.allclose(found[1][n], g, atol=1e-5) for n, g in plain[1].items())
+    assert found[0].metrics["train/overlong_filtered"] == 4
+    assert "train/overlong_filtered" not in plain[0].metrics
+    # the mismatch is measured before anything leaves
+    assert found[0].metrics["mismatch/kl_k3"] == plain[0].metrics["mismatch/kl_k3"]
+
+
+def test_a_step_of_truncated_responses_alone_has_no_gradient(model):
+    update = _update(model, {"rapid": {}}, loss="reinforce", overlong_filter=True)
+    groups = make_groups(2)
+    for e in (e for g in groups for e in g.episodes):
+        e.parts[-1].finish_reason = "length"
+    batch = make_batch(groups)
+    update.prepare([batch], first=True)
+    gradient = update.run(batch, 0, first=True)
+    assert gradient.kept == 0 and gradient.metrics["train/overlong_filtered"] == 6
+    assert all(not g.any() for g in update.engine.gradients().values())

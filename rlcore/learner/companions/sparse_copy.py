@@ -44,6 +44,7 @@ from rlcore.objectives.losses import CLIP_SHARES
 from rlcore.objectives.precision import CLAMP
 from rlcore.objectives.protocols import LossTensors
 from rlcore.objectives.registry import loss_class
+from rlcore.objectives.shaping import without_truncated
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.types import TokenScores
 
@@ -96,6 +97,8 @@ class SparseCopy(Companion):
         start = time.monotonic()
         self.weights_changed()
         mask = batch.sent.mask & torch.isfinite(batch.sent.logp_inf)
+        if self._job.objective.overlong_filter:
+            mask = without_truncated(mask, batch.sent.truncated)
         tokens, sequences = counts(mask, self._reduce)
         mode, max_len = self._job.objective.aggregation, self._job.sampling.max_new_tokens
         coefs = coefficients(mode, mask, tokens, sequences, max_len)
