@@ -5,12 +5,15 @@ What concerns one specification alone is in its own `check`; ranges are on the s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import isclose
+from typing import Literal
 
 from rlcore.config.names import check_names
-from rlcore.config.schema import RunConfig
+from rlcore.config.schema import AlgorithmSection, RunConfig
 from rlcore.corrections.specs import DvpSpec
-from rlcore.objectives.registry import LOSSES, advantage_class, loss_class
+from rlcore.objectives.protocols import Advantage, PolicyLoss
+from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
 from rlcore.spec import refuse
 
 
@@ -83,22 +86,34 @@ def _corrections(c: RunConfig) -> None:
 
 
 def _losses(c: RunConfig) -> None:
-    """Settings that the chosen loss does not read, and a clip that a correction switches off."""
+    """Settings that the chosen loss or advantage does not read, and a clip that a correction
+    switches off."""
     a = c.algorithm
-    chosen = loss_class(a.loss)
-    for name, loss in [(n, its) for its in LOSSES for n in loss_class(its).own_settings]:
-        value, default = getattr(a, name), type(a).model_fields[name].default
-        refuse(
-            value != default and name not in chosen.own_settings,
-            f"algorithm.{name}={value} is of algorithm.loss={loss}, and algorithm.loss={a.loss} "
-            f"would ignore it: leave it at {_written(default)}, or use algorithm.loss={loss}.",
-        )
+    _own_settings(a, "loss", LOSSES, loss_class)
+    _own_settings(a, "advantage", ADVANTAGES, advantage_class)
     for label, spec in c.correction.chosen().items():
         refuse(
             a.dual_clip is not None and bool(spec.inner_clip_off),
             f"algorithm.dual_clip={a.dual_clip} can never bind with "
             f"correction.{label}.{spec.inner_clip_off}=true, under which PPO's ratio is always 1: "
             "leave one of them off.",
+        )
+
+
+def _own_settings(
+    a: AlgorithmSection,
+    kind: Literal["loss", "advantage"],
+    names: Iterable[str],
+    class_of: Callable[[str], type[PolicyLoss] | type[Advantage]],
+) -> None:
+    chosen = getattr(a, kind)
+    read = class_of(chosen).own_settings
+    for key, name in [(key, its) for its in names for key in class_of(its).own_settings]:
+        value, default = getattr(a, key), type(a).model_fields[key].default
+        refuse(
+            value != default and key not in read,
+            f"algorithm.{key}={value} is of algorithm.{kind}={name}, and algorithm.{kind}={chosen} "
+            f"would ignore it: leave it at {_written(default)}, or use algorithm.{kind}={name}.",
         )
 
 

@@ -231,7 +231,9 @@ class Update:
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
         sent = batch.sent
-        values = sequence_advantages(self._advantage, sent.rewards, sent.group_ids, self.reduce)
+        values = sequence_advantages(
+            self._advantage, sent.rewards, sent.group_ids, self.reduce, sent.mask.sum(dim=1)
+        )
         return over_tokens(values, sent.mask)
 
     def _shaped_rewards(self, batch: StepBatch) -> Tensor:

@@ -27,6 +27,8 @@ class Advantage(Protocol):
 
     #: whether it compares the episodes of a group, so that a group of one gives no signal
     compares_group: ClassVar[bool] = False
+    #: settings of `ObjectiveSpec` that not every advantage reads, and this one does
+    own_settings: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         """An advantage without settings ignores the specification."""

@@ -12,6 +12,7 @@ ADVANTAGES: dict[str, str] = {
     "dr_grpo": "rlcore.objectives.advantages:GroupMean",
     "rloo": "rlcore.objectives.advantages:Rloo",
     "reinforce_pp": "rlcore.objectives.advantages:ReinforcePp",
+    "reinforce_pp_baseline": "rlcore.objectives.advantages:ReinforcePpBaseline",
     "reinforce": "rlcore.objectives.advantages:Reinforce",
     "group_mean": "rlcore.objectives.advantages:GroupMean",
 }

@@ -22,9 +22,17 @@ class Rewards:
     The `batch_*` statistics are of the global batch: every rank must read the same ones in the same
     order."""
 
-    def __init__(self, rewards: Tensor, group_ids: Tensor, reduce: Reduce) -> None:
+    def __init__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        reduce: Reduce,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """`tokens` [B]: sampled tokens of each episode, where an advantage asks for them."""
         self.values = rewards.detach().double()
         self.group_ids = group_ids
+        self._tokens = tokens
         self._reduce = reduce  # group statistics never use it: ranks may differ in their groups
 
     @cached_property
@@ -63,20 +71,37 @@ class Rewards:
         squares = self.group_sum(self.group_centred**2)
         return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
 
-    @cached_property
-    def _batch(self) -> tuple[Tensor, float]:
-        """Rewards less the global mean, and the number of episodes of the global batch."""
-        values = self.values
-        count, summed = self._reduce(
-            torch.stack([values.new_tensor(float(len(values))), values.sum()])
-        ).tolist()
+    @property
+    def tokens(self) -> Tensor:
+        """[B] float64: sampled tokens of each episode. Raises ValueError if nobody said."""
+        if self._tokens is None:
+            raise ValueError("the numbers of sampled tokens were not given")
+        return self._tokens.double()
+
+    def centred_in_batch(self, values: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+        """`values` [B] less their global mean, each counted `weight` [B] times, and the sum of all
+        weights.
+
+        Exactly 0 where all counted values of the global batch are equal.
+        """
+        count, summed = self._reduce(torch.stack([weight.sum(), (weight * values).sum()])).tolist()
+        counted = values[weight > 0]
         # an empty share takes part with the neutral element: every rank makes the same reductions
-        lowest = values.min().neg() if len(values) else values.new_tensor(-torch.inf)
-        highest = values.max() if len(values) else values.new_tensor(-torch.inf)
+        lowest = counted.min().neg() if len(counted) else values.new_tensor(-torch.inf)
+        highest = counted.max() if len(counted) else values.new_tensor(-torch.inf)
         extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
         if extremes[0] == -extremes[1]:
             return torch.zeros_like(values), count
         return values - summed / max(count, 1.0), count
+
+    def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
+        """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
+        return float(self._reduce((weight * centred**2).sum()[None]).item())
+
+    @cached_property
+    def _batch(self) -> tuple[Tensor, float]:
+        """Rewards less the global mean, and the number of episodes of the global batch."""
+        return self.centred_in_batch(self.values, torch.ones_like(self.values))
 
     @property
     def batch_centred(self) -> Tensor:
@@ -87,15 +112,19 @@ class Rewards:
     def batch_std(self) -> float:
         """Sample standard deviation over the global batch's episodes."""
         centred, count = self._batch
-        squares = self._reduce((centred**2).sum()[None]).item()
+        squares = self.batch_squares(centred, torch.ones_like(centred))
         return float((squares / max(count - 1.0, 1.0)) ** 0.5)
 
 
 def sequence_advantages(
-    advantage: Advantage, rewards: Tensor, group_ids: Tensor, reduce: Reduce
+    advantage: Advantage,
+    rewards: Tensor,
+    group_ids: Tensor,
+    reduce: Reduce,
+    tokens: Tensor | None = None,
 ) -> Tensor:
-    """Advantage [B] float32 of each episode."""
-    return advantage(Rewards(rewards, group_ids, reduce)).float()
+    """Advantage [B] float32 of each episode. tokens [B]: its sampled tokens (`Rewards.tokens`)."""
+    return advantage(Rewards(rewards, group_ids, reduce, tokens)).float()
 
 
 def over_tokens(advantage: Tensor, mask: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ class ObjectiveSpec(Spec):
     """The objective of a step: advantages, loss, aggregation, regularisers."""
 
     advantage: str = setting("grpo", "how rewards become advantages, or file.py:Class")
+    whitening: Literal["episodes", "tokens"] = setting(
+        "episodes", "reinforce_pp: what the batch's mean and deviation are over"
+    )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)

@@ -77,6 +77,14 @@ REFUSED = [  # words; parts that the sentence must hold
         ["algorithm.dual_clip=3", "algorithm.loss=gspo", "algorithm.loss=ppo"],
     ),
     (
+        ["algorithm.whitening=tokens"],
+        ["algorithm.whitening=tokens", "algorithm.advantage=grpo", "advantage=reinforce_pp"],
+    ),
+    (
+        ["algorithm=reinforce_pp_baseline", "rollout.samples_per_prompt=1"],
+        ["rollout.samples_per_prompt=1", "algorithm.advantage=reinforce_pp_baseline"],
+    ),
+    (
         ["algorithm.dual_clip=3", "correction.tis.adjusted=true"],
         ["algorithm.dual_clip=3", "correction.tis.adjusted=true"],
     ),

@@ -56,7 +56,8 @@ VARIANTS = {
     },
     "gspo_overlong": {
         "loss": "gspo",
-        "advantage": "reinforce_pp",
+        "advantage": "reinforce_pp_baseline",
+        "whitening": "tokens",
         "overlong_share": 0.4,
         "corrections": {"tis": {}},
         "aggregation": "seq-mean-token-sum-norm",

@@ -15,17 +15,27 @@ from rlcore.objectives.rewards import Rewards, over_tokens, sequence_advantages
 from rlcore.objectives.shaping import overlong_penalty
 from rlcore.objectives.specs import ObjectiveSpec
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce", "group_mean"]
+PLAIN = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reinforce"]
+OVER_TOKENS = ["reinforce_pp/tokens", "reinforce_pp_baseline/tokens"]
+KINDS = [*PLAIN, *OVER_TOKENS, "group_mean"]
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.5, 2.0, 0.3])
 GROUPS = torch.tensor([4, 4, 4, 9, 9, 1])
 
 
+TOKENS = torch.tensor([3, 1, 7, 2, 5, 4])
+
+
 def advantages(
-    kind: str, rewards: torch.Tensor, groups: torch.Tensor, reduce: Reduce
+    kind: str,
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    reduce: Reduce,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return sequence_advantages(
-        make_advantage(ObjectiveSpec(advantage=kind)), rewards, groups, reduce
-    )
+    name = kind.removesuffix("/tokens")
+    spec = ObjectiveSpec(advantage=name, whitening="episodes" if name == kind else "tokens")
+    tokens = 1 + torch.arange(len(rewards)) % 5 if tokens is None else tokens
+    return sequence_advantages(make_advantage(spec), rewards, groups, reduce, tokens)
 
 
 def test_group_advantages_by_hand() -> None:
@@ -47,15 +57,55 @@ def test_batch_advantages_by_hand() -> None:
     torch.testing.assert_close(whitened, centred / REWARDS.std(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [*OVER_TOKENS, "reinforce_pp_baseline"])
+def test_whitening_by_hand(kind: str) -> None:
+    found = advantages(kind, REWARDS, GROUPS, ONE_RANK, TOKENS)
+    start = REWARDS.double()
+    if "baseline" in kind:
+        means = {g: start[g == GROUPS].mean() for g in GROUPS.tolist()}
+        start = start - torch.stack([means[g] for g in GROUPS.tolist()])
+    if "tokens" not in kind:
+        expected = (start - start.mean()) / start.std()
+    else:
+        every = torch.cat([start[i].repeat(n) for i, n in enumerate(TOKENS.tolist())])
+        expected = (start - every.mean()) / every.std(correction=0)
+        whitened = torch.cat([found[i].repeat(n) for i, n in enumerate(TOKENS.tolist())])
+        assert whitened.mean().item() == pytest.approx(0, abs=1e-6)
+        assert whitened.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_whitening_over_tokens_needs_their_numbers_and_leaves_out_what_has_none() -> None:
+    advantage = make_advantage(ObjectiveSpec(advantage="reinforce_pp", whitening="tokens"))
+    with pytest.raises(ValueError, match="sampled tokens"):
+        sequence_advantages(advantage, REWARDS, GROUPS, ONE_RANK)
+    rewards, groups = torch.tensor([1.0, 1.0, 5.0]), torch.zeros(3)
+    found = advantages("reinforce_pp/tokens", rewards, groups, ONE_RANK, torch.tensor([2, 3, 0]))
+    assert found[:2].tolist() == [0.0, 0.0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), length=st.integers(1, 9))
+def test_over_tokens_of_equal_lengths_it_is_the_whitening_over_episodes(seed, length) -> None:
+    g = torch.Generator().manual_seed(seed)
+    rewards, groups = torch.rand(8, generator=g), torch.arange(8) // 4
+    for name in ("reinforce_pp", "reinforce_pp_baseline"):
+        lengths = torch.full((8,), length)
+        tokens = advantages(f"{name}/tokens", rewards, groups, ONE_RANK, lengths)
+        episodes = advantages(name, rewards, groups, ONE_RANK)
+        # the population's deviation in the place of the sample's
+        torch.testing.assert_close(tokens, episodes * (8 / 7) ** 0.5, atol=1e-4, rtol=1e-4)
+
+
 class OtherRank:
     """Adds what a second rank with the given rewards contributes to each reduction, in the order of
     the calls."""
 
-    def __init__(self, rewards: torch.Tensor, mean: float) -> None:
+    def __init__(self, rewards: torch.Tensor, weight: torch.Tensor, mean: float) -> None:
         values = rewards.double()
         self.sums = [
-            torch.tensor([float(len(values)), values.sum()]),
-            ((values - mean) ** 2).sum()[None],
+            torch.stack([weight.sum(), (weight * values).sum()]).double(),
+            (weight * (values - mean) ** 2).sum()[None],
         ]
         self.extremes = torch.stack([values.max(), -values.min()])
 
@@ -66,12 +116,16 @@ class OtherRank:
         return torch.maximum(values, self.extremes)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "reinforce_pp"])
-@pytest.mark.parametrize("here", [0, 1, 4])
-def test_batch_advantages_are_global(kind, here: int) -> None:
-    whole = advantages(kind, REWARDS, GROUPS, ONE_RANK)
-    other = OtherRank(REWARDS[here:], REWARDS.double().mean().item())
-    part = advantages(kind, REWARDS[:here], GROUPS[:here], other)
+@pytest.mark.parametrize("kind", ["reinforce", *PLAIN[3:5], *OVER_TOKENS])
+@pytest.mark.parametrize("here", [0, 3, 5])
+def test_batch_advantages_are_global(kind: str, here: int) -> None:
+    whole = advantages(kind, REWARDS, GROUPS, ONE_RANK, TOKENS)
+    rewards = Rewards(REWARDS, GROUPS, ONE_RANK)
+    start = rewards.group_centred if "baseline" in kind else rewards.values
+    weight = TOKENS if "tokens" in kind else torch.ones(6)
+    mean = ((start * weight).sum() / weight.sum()).item()
+    other = OtherRank(start[here:], weight[here:], mean)
+    part = advantages(kind, REWARDS[:here], GROUPS[:here], other, TOKENS[:here])
     torch.testing.assert_close(part, whole[:here])
 
 
@@ -97,23 +151,24 @@ def test_advantages_follow_their_sequences_and_are_finite(kind, seed: int, b: in
     g = torch.Generator().manual_seed(seed)
     rewards, groups = torch.rand(b, generator=g), torch.randint(0, 3, (b,), generator=g)
     order = torch.randperm(b, generator=g)
-    advantage = advantages(kind, rewards, groups, ONE_RANK)
+    tokens = torch.randint(1, 9, (b,), generator=g)
+    advantage = advantages(kind, rewards, groups, ONE_RANK, tokens)
     assert torch.isfinite(advantage).all() and advantage.shape == (b,)
-    torch.testing.assert_close(
-        advantages(kind, rewards[order], groups[order], ONE_RANK), advantage[order]
-    )
-    torch.testing.assert_close(  # a reward's offset is nobody's merit
-        advantages(kind, rewards + 3, groups, ONE_RANK), advantage, atol=1e-4, rtol=1e-4
-    )
+    moved = advantages(kind, rewards[order], groups[order], ONE_RANK, tokens[order])
+    torch.testing.assert_close(moved, advantage[order])
+    raised = advantages(kind, rewards + 3, groups, ONE_RANK, tokens)
+    # a reward's offset is nobody's merit
+    torch.testing.assert_close(raised, advantage, atol=1e-4, rtol=1e-4)
 
 
 def test_names_traits_and_a_user_s_own(tmp_path) -> None:
     with pytest.raises(UserError, match=r"algorithm\.advantage=gae"):
         advantage_class("gae")
-    assert {k for k in KINDS if advantage_class(k).compares_group} == {
+    assert {k for k in [*PLAIN, "group_mean"] if advantage_class(k).compares_group} == {
         "grpo",
         "dr_grpo",
         "rloo",
+        "reinforce_pp_baseline",
         "group_mean",
     }
     mine = tmp_path / "mine.py"
