@@ -143,6 +143,36 @@ def save_and_load(
     return out
 
 
+def entries_read(
+    rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
+) -> dict[int, tuple[int, int]]:
+    """stage -> (entries that this rank reads of a saved state, entries of the state)."""
+    from rlcore.learner.state_files import StoredTensor
+
+    read, part, whole = [0], StoredTensor.part, StoredTensor.whole
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        read[0] += tensor.numel()
+        return tensor
+
+    StoredTensor.part = lambda self, *at: counted(part(self, *at))  # type: ignore[method-assign]
+    StoredTensor.whole = lambda self: counted(whole(self))  # type: ignore[method-assign]
+    out = {}
+    for stage in stages:
+        one = learner(rank, world, port, model, zero_stage=stage)
+        one.begin_phase([share(make_groups(4), rank, world)])
+        one.train_step(0)
+        here = str(Path(folder) / f"stage{stage}")
+        one.save(here)
+        before = state(one)
+        read[0] = 0
+        one.load(here)
+        trained = sum(p.ds_numel if stage == 3 else p.numel() for p in one.engine.trained.values())
+        out[stage] = (read[0], 3 * trained)  # with two moments of Adam
+        assert all(np.array_equal(before[n], w) for n, w in state(one).items())
+    return out
+
+
 def load_elsewhere(
     rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
 ) -> dict[int, Any]:

@@ -94,6 +94,15 @@ def test_one_rank_and_two_report_the_same_statistics(model):
     assert one["none"][2]["staleness/mean"] == 2.0
 
 
+def test_each_rank_reads_the_part_of_a_state_that_it_holds(model, tmp_path):
+    ranks = on_ranks(2, jobs.entries_read, model, str(tmp_path), (0, 1, 2, 3))
+    for stage in (1, 2, 3):
+        (first, whole), (second, _) = (rank[stage] for rank in ranks)
+        assert first + second == whole
+        assert max(first, second) < 0.55 * whole
+    assert [rank[0] for rank in ranks] == [(whole, whole)] * 2  # stage 0 partitions nothing
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     stages = (0, 1, 2, 3)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import ray
 
 from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.write_behind import Discarded, WriteBehind
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.serialization import load_group
@@ -27,8 +27,7 @@ class LearnerActor:
     def __init__(self, buffer: Any, hosting: Hosting) -> None:
         self._buffer = buffer
         self._hosting = hosting
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: list[Future[object]] = []
+        self._writing: list[WriteBehind] = []  # of the last `save` and of abandoned ones
         self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
         # rank 0: trained weights at the beginning of the phase
         self._phase_weights: dict[str, Any] = {}
@@ -88,8 +87,12 @@ class LearnerActor:
     def _load_phase_weights(self, folder: str) -> None:
         from safetensors.torch import load_file
 
-        self._phase_weights = load_file(os.path.join(folder, PHASE_WEIGHTS))
-        self.rank.load_weights(self._phase_weights)
+        # mapped into memory: a rank reads the part that it holds
+        weights = load_file(os.path.join(folder, PHASE_WEIGHTS))
+        self.rank.load_weights(weights)
+        # copied, since the checkpoint may be removed before the next one is written
+        first = self.rank.rank == 0
+        self._phase_weights = {name: w.clone() for name, w in weights.items()} if first else {}
 
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
@@ -135,22 +138,25 @@ class LearnerActor:
 
         `in_phase`: with the weights that the running phase began with.
         """
-        self._writing = []
-        self.rank.save(folder, self._write_behind)
-        if in_phase and self.rank.rank == 0:
-            from safetensors.torch import save_file
+        self._writing = [earlier for earlier in self._writing if earlier.running]
+        # another copy of the state would be held in memory for a disk that hangs
+        behind = Discarded() if self._writing else WriteBehind()
+        self._writing.append(behind)
+        try:
+            self.rank.save(folder, behind.put)
+            if in_phase and self.rank.rank == 0:
+                from safetensors.torch import save_file
 
-            path = os.path.join(folder, PHASE_WEIGHTS)
-            self._write_behind(partial(save_file, self._phase_weights, path))
-
-    def _write_behind(self, job: Callable[[], object]) -> None:
-        self._writing.append(self._writer.submit(job))
+                path = os.path.join(folder, PHASE_WEIGHTS)
+                behind.put(partial(save_file, self._phase_weights, path))
+        finally:
+            behind.close()
 
     @ray.method(concurrency_group="files")
-    def saved(self) -> None:
-        """Return when everything of the last `save` is written; raises disk errors."""
-        for job in self._writing:
-            job.result()
+    def saved(self, timeout_s: float) -> None:
+        """Return when everything of the last `save` is written; raises disk errors, and
+        DeadlineExceeded after `timeout_s`."""
+        self._writing[-1].wait(timeout_s)
 
     def load(self, folder: str) -> None:
         self.rank.load(folder)

@@ -12,6 +12,7 @@ from rlcore.cluster.clients.ranks import Ask, RankGroup, deal
 from rlcore.learner.sequences import TokenSequence
 from rlcore.loop.clients import POLICY, Batch, LearnerClient, Publication
 
+ANSWER_S = 5.0  # beyond its own deadline, for a rank to report that it has passed
 # What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">
 COMPANION_METRICS = (
     "loss/policy",
@@ -131,7 +132,14 @@ class RayLearner(LearnerClient):
         for group in self._groups:
             what = f"writing the checkpoint of the {group.title}"
             calls = [
-                call(handle.saved.remote(), timeout_s=timeout_s, what=what, key=key, who=who)
+                # the rank has the same deadline, and says what it waited for
+                call(
+                    handle.saved.remote(timeout_s),
+                    timeout_s=timeout_s + ANSWER_S,
+                    what=what,
+                    key=key,
+                    who=who,
+                )
                 for handle, who in group.roles()
             ]
             await asyncio.gather(*calls)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError
 from rlcore.learner.protocols import Schedule
-from rlcore.learner.state_files import StateWriter, read_index, read_tensors
+from rlcore.learner.state_files import HeldTensor, Source, StateWriter, read_index, stored
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 # what the flat masters are called at stages 1 and 2 (both data types) and 3
@@ -67,14 +67,13 @@ class ZeroState:
         optimizer_steps = int(read_index(folder)["optimizer_steps"])
         expected = self._tensors(optimizer_steps)
         self._make_moments(optimizer_steps)
-        for label, tensor in read_tensors(folder):
+        for label, source in stored(folder):
             p, key = expected.pop(label, (None, ""))
-            if p is None or tensor.shape != _whole_shape(p):
+            if p is None or source.shape != tuple(_whole_shape(p)):
                 raise StageError(
-                    f"learner state in {folder} does not fit the model: {label} "
-                    f"{tuple(tensor.shape)}"
+                    f"learner state in {folder} does not fit the model: {label} {source.shape}"
                 )
-            self._write(p, key, tensor)
+            self._write(p, key, source)
         if expected:
             raise StageError(
                 f"learner state in {folder} lacks {len(expected)} tensors, e.g. {min(expected)}"
@@ -94,7 +93,7 @@ class ZeroState:
                 f"weights do not fit the model: {sorted(set(tensors) ^ set(self._trained))[:3]}"
             )
         for name, tensor in tensors.items():
-            self._write(self._trained[name], "weight", tensor)
+            self._write(self._trained[name], "weight", HeldTensor(tensor))
         self._publish_masters()
 
     def _tensors(self, optimizer_steps: int) -> dict[str, tuple[nn.Parameter, str]]:
@@ -116,23 +115,24 @@ class ZeroState:
             stored = safe_get_full_optimizer_state(p, key)
         return stored.reshape(_whole_shape(p))
 
-    def _write(self, p: nn.Parameter, key: str, value: Tensor) -> None:
-        """Replace the whole tensor of a parameter; `_publish_masters` then updates the model."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-        value = value.to(p.device)
+    def _write(self, p: nn.Parameter, key: str, value: Source) -> None:
+        """Replace the whole tensor of a parameter, of which this rank reads what it holds;
+        `_publish_masters` then updates the model."""
         if self._stage == 0:
-            (p.data if key == "weight" else self._optimizer.state[p][key]).copy_(value)
+            mine = p.data if key == "weight" else self._optimizer.state[p][key]
+            mine.copy_(value.whole())
         elif self._stage == 3:
             # DeepSpeed's own setter fails on a parameter that the ranks do not divide evenly
             part = self._optimizer.get_local_fp32_param(p, None if key == "weight" else key)
+            start = dist.get_rank() * part.numel()
             # the last rank's partition may be padded beyond the parameter's end
-            mine = value.flatten()[dist.get_rank() * part.numel() :][: part.numel()]
-            part.data[: mine.numel()].copy_(mine)
-        elif key == "weight":
-            safe_set_full_fp32_param(p, value)
-        else:
-            safe_set_full_optimizer_state(p, value, key)
+            stop = min(start + part.numel(), _whole_shape(p).numel())
+            if start < stop:
+                part.data[: stop - start].copy_(value.part(start, stop))
+        elif (fragment := p._hp_mapping) is not None:  # this rank holds some of it
+            at = fragment.lp_fragment_address
+            mine = fragment.get_hp_fragment(None if key == "weight" else key)
+            mine.data.copy_(value.part(at.start, at.start + at.numel))
 
     def _make_moments(self, optimizer_steps: int) -> None:
         """Create zero moments: Adam does so at its first step, a loaded state needs them before.

@@ -1,0 +1,96 @@
+"""A learner's checkpoint on a disk that hangs: the rank computes on, and the disk is reported."""
+
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from rlcore.cluster.actors.learner import LearnerActor
+from rlcore.cluster.write_behind import WriteBehind
+from rlcore.errors import DeadlineExceeded
+from rlcore.files import replace_file
+from rlcore.learner.state_files import StateWriter, read_index, stored
+
+
+class Rank:
+    """Rank 0 of a learner with one tensor, on a disk that hangs while `hung` is set."""
+
+    rank = 0
+
+    def __init__(self):
+        self.free = threading.Event()
+
+    def hang(self):
+        assert self.free.wait(30)
+
+    def save(self, folder, run):
+        run(self.hang)
+        writer = StateWriter(folder, run)
+        writer.add("weight:w", torch.arange(6.0).reshape(3, 2))
+        writer.close(optimizer_steps=3)
+
+
+@pytest.fixture
+def learner():
+    actor = LearnerActor(None, None)
+    actor.rank = Rank()
+    yield actor
+    actor.rank.free.set()
+
+
+def test_a_hung_disk_costs_its_checkpoint_and_not_the_rank(learner, tmp_path):
+    learner.save(tmp_path / "a", False)  # returns, though not even the folder can be made
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(DeadlineExceeded, match=r"0\.1 s.*checkpoint\.write_timeout_s=0\.1"):
+        learner.saved(0.1)
+    learner.save(tmp_path / "b", False)  # holds no second copy of the state for that disk
+    with pytest.raises(DeadlineExceeded, match="has not ended what it was asked for"):
+        learner.saved(5.0)
+    hung = learner._writing[0]
+    learner.rank.free.set()
+    while hung.running:
+        time.sleep(0.01)
+    assert not (tmp_path / "a").exists()  # what had not begun is dropped
+
+    learner.save(tmp_path / "c", False)
+    learner.saved(10.0)
+    assert read_index(tmp_path / "c")["optimizer_steps"] == 3
+    ((name, tensor),) = [(n, t.whole()) for n, t in stored(tmp_path / "c")]
+    assert name == "weight:w" and tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_first_error_is_raised_and_what_follows_it_is_dropped(tmp_path):
+    done = []
+
+    def fail():
+        raise OSError("No space left on device")
+
+    behind = WriteBehind()
+    for job in (lambda: done.append(1), fail, lambda: done.append(3)):
+        behind.put(job)
+    behind.close()
+    with pytest.raises(OSError, match="No space left"):
+        behind.wait(10)
+    assert done == [1] and not behind.running
+
+
+def test_jobs_are_done_in_order(tmp_path):
+    behind = WriteBehind()
+    for i in range(50):
+        behind.put(partial(replace_file, tmp_path / "last", str(i)))
+    behind.close()
+    behind.wait(10)
+    assert (tmp_path / "last").read_text() == "49"
+
+
+@pytest.mark.processes
+def test_a_hung_write_does_not_keep_the_process_from_ending():
+    code = (
+        "import time\nfrom rlcore.cluster.write_behind import WriteBehind\n"
+        "behind = WriteBehind()\nbehind.put(lambda: time.sleep(600))\ntime.sleep(0.2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
