@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 from fault_kit import Outcome, fault, kill, recovers, resumed
-from harness import read_rows
+from frozen_disk import FrozenDisk, may_freeze
+from harness import median, read_rows
 from job import Job, line_with
 
 # Ray's agents try for this long to report their node's death to a dead head, then exit.
@@ -34,6 +35,32 @@ def engine_stopped(folder: Path) -> tuple[Job, Outcome]:
 def one_of_two_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder, "actor.bf16.count=2", "cluster.num_cpus=3")
     return job, recovers(job, kill(job, "RolloutActor"), "is replaced")
+
+
+@fault("one of three actors stopped (SIGSTOP): the others continue")
+def hung_actor_of_three(folder: Path) -> tuple[Job, Outcome]:
+    words = ("actor.bf16.count=3", "cluster.num_cpus=4", "cluster.hang_timeout_s=30")
+    job = Job(folder, *words)
+    job.wait(lambda: job.steps() >= 12, "twelve steps")
+    stopped_at = job.steps()
+    begun = time.monotonic()
+    kill(job, "RolloutActor", signal.SIGSTOP)()
+    job.wait(lambda: line_with(job.text(), "is replaced"), "the end of its patience")
+    replaced_at = job.steps()
+    job.wait(lambda: line_with(job.text(), "is in the rotation"), "a replacement")
+    seconds = time.monotonic() - begun
+    whole_at = job.steps()
+    job.wait(lambda: job.steps() >= whole_at + 8, "further steps")
+    took = [row["time/step_s"] for row in read_rows(job.run_dir)]
+    before, during = took[stopped_at - 6 : stopped_at], took[stopped_at:replaced_at]
+    after = took[whole_at + 1 : whole_at + 8]
+    assert len(during) >= 5, took
+    note = (
+        f"step time {median(before):.2g} s before, {median(during):.2g} s (longest "
+        f"{max(during):.2g} s, {len(during)} steps) while it was stopped, "
+        f"{median(after):.2g} s after its replacement"
+    )
+    return job, Outcome(line_with(job.text(), "has not answered"), seconds, [note])
 
 
 @fault("learner rank killed (kill -9) in the middle of a backward pass")
@@ -121,6 +148,28 @@ def disk_full(folder: Path) -> tuple[Job, Outcome]:
     job.wait(
         lambda: line_with(job.text(), "is written again"), "a checkpoint after the disk was freed"
     )
+    return job, outcome
+
+
+@fault("network disk hangs during checkpoints")
+def disk_hangs(folder: Path) -> tuple[Job, Outcome]:
+    frozen = may_freeze()
+    job = Job(folder, "checkpoint.write_timeout_s=5", fault="" if frozen else "hung_disk")
+    how = "a patched open, mkdir and rename"
+    hang, wake = job.mark.touch, job.mark.unlink
+    if frozen:
+        how = "a frozen file system (fsfreeze) under checkpoints/"
+        job.wait(job.run_dir.exists, "the run directory")
+        disk = FrozenDisk(folder / "disk", job.run_dir / "checkpoints")
+        Job.afterwards.append(disk.close)
+        hang, wake = disk.freeze, disk.thaw
+    outcome = recovers(job, hang, "a checkpoint could not be written")
+    at = job.steps()
+    job.wait(lambda: job.steps() >= at + 20, "twenty steps on a hung disk")
+    longest = max(row["time/step_s"] for row in read_rows(job.run_dir)[-20:])
+    wake()
+    job.wait(lambda: line_with(job.text(), "is written again"), "a checkpoint after it woke")
+    outcome.notes += [f"by {how}", f"longest of the next 20 steps {longest:.2g} s"]
     return job, outcome
 
 

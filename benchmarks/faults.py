@@ -45,6 +45,8 @@ def run(name: str, root: Path) -> dict[str, Any]:
     finally:
         while Job.started:
             Job.started.pop().kill_everything()
+        while Job.afterwards:
+            Job.afterwards.pop()()
     return {
         "injected": title,
         "what the user saw": "; ".join([outcome.saw, *outcome.notes])

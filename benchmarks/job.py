@@ -55,6 +55,8 @@ class Job:
     patience_s = 240.0
     # every job of this script, so that all of their processes can be killed at the end
     started: ClassVar[list[Job]] = []
+    # what remains to be undone after that, such as a mounted disk
+    afterwards: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, folder: Path, *words: str, fault: str = "") -> None:
         self.folder = folder

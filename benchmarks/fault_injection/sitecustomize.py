@@ -128,6 +128,28 @@ def fill_disk():
     builtins.open = io.open = full
 
 
+def hang_disk():
+    """While the mark exists, what writes below `checkpoints` waits, as on a network disk whose
+    server does not answer."""
+
+    def waiting(real, writes=lambda path, *args, **arguments: True):
+        def call(path, *args, **arguments):
+            named = isinstance(path, (str, os.PathLike))
+            if named and "/checkpoints/" in os.fspath(path) and writes(path, *args, **arguments):
+                while os.path.exists(MARK):
+                    time.sleep(0.1)
+            return real(path, *args, **arguments)
+
+        return call
+
+    def opens(path, mode="r", *args, **arguments):
+        return any(c in mode for c in "wax")
+
+    builtins.open = io.open = waiting(io.open, opens)
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, waiting(getattr(os, name)))
+
+
 TARGETS = {
     "killed_in_backward": ("rlcore.learner.engines.deepspeed", killed_in_backward),
     "lost_tensor": ("rlcore.rollout.engines.vllm.worker_extension", lost_tensor),
@@ -159,6 +181,8 @@ class Hook(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Hook())
 if FAULT == "disk_full":
     fill_disk()
+elif FAULT == "hung_disk":
+    hang_disk()
 elif FAULT == "clock_jump":
     real = time.time
     # while the mark exists, the wall clock of every Python process is a day ahead
