@@ -207,3 +207,7 @@ class Reporter(Protocol):
     def activity(self, name: str, waits_for: str, step: int) -> None:
         """What the run does and waits for from now on, after `step` steps."""
         return None
+
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
+        """Every rollout actor as it is now: "name", and what `Fleet.states` lists."""
+        return None

@@ -14,6 +14,7 @@ from rlcore.commands.sizes import policy_parameters, published_bytes, stored_byt
 from rlcore.commands.warm_up import kept_model
 from rlcore.config.schema import RunConfig
 from rlcore.loop import checkpoint
+from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.spec import Spec, refuse
 
@@ -74,10 +75,11 @@ def _start(config: RunConfig) -> str:
 
 
 def _check_places(config: RunConfig, prepared: Prepared) -> None:
-    """CPUs, GPUs, the object store and the learner's port."""
+    """CPUs, GPUs, the object store, the ports of the metrics and of the learner."""
     cpus, gpus = roles.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
+    require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     # In a joined cluster the port must be free on rank 0's node, which is not chosen yet.
     if joined_address(config.cluster.address) is None:
         free_port(config.learner.port)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.errors import RoleLost, StageError
 from rlcore.files import replace_file
-from rlcore.interfaces import Reporter
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
@@ -29,34 +28,11 @@ from rlcore.loop.plan import Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.names import is_accuracy
+from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.report import write_report
+from rlcore.metrics.reporter import RunReporter
 
 STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
-
-
-class RunReporter(Reporter):
-    """Rows, samples and notes of a run, through the metric sinks of its directory."""
-
-    def __init__(self, logger: MetricsLogger) -> None:
-        self._logger = logger
-
-    def row(self, row: Mapping[str, float | int | None]) -> None:
-        self._logger.log(dict(row))
-
-    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
-        self._logger.samples(f"step_{step:06d}", [dict(d) for d in decoded])
-
-    def evaluation_samples(
-        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
-    ) -> None:
-        name = f"eval_{version:06d}_{label.replace('/', '_')}"
-        self._logger.samples(name, [dict(v) for v in verdicts])
-
-    def note(self, text: str) -> None:
-        self._logger.note(text)
-
-    def activity(self, name: str, waits_for: str, step: int) -> None:
-        self._logger.activity(name, waits_for, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +69,7 @@ def train(config: RunConfig) -> int:
     started."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     prepared = prepare(config)
+    require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     run_dir = open_run_dir(config)
     settings = config.model_dump(mode="json")
     with open_logger(

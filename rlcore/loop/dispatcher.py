@@ -21,6 +21,7 @@ class Dispatcher:
         self._fleet = parts.fleet
         self._requests = parts.requests
         self._note = parts.reporter.note
+        self._show_fleet = parts.reporter.fleet
         self._scale_requests = parts.scale_requests
         # synchronous schedules: open while generation, and only generation, may start
         self.gate = asyncio.Event()
@@ -65,6 +66,7 @@ class Dispatcher:
             await supervisor.news(self._plan.supervision.heartbeat_s)
             self._resize()
             await supervisor.watch()
+            self._show_fleet(self._fleet.states())
             await self.note_failed_scores()
             await self.groups.reissue_waiting()
             await self.groups.reissue_vanished()

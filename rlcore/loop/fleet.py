@@ -64,6 +64,22 @@ class Fleet:
         """How many members each pool has, healthy or not."""
         return {label: len(self._roster.of(label)) for label in self._roster.pools}
 
+    def states(self) -> list[dict[str, str | float]]:
+        """Every member as its newest heartbeat shows it, by name."""
+        rotation = self.rotation()
+        shown = ("running", "waiting", "heartbeat_age_s")
+        return [
+            {
+                "name": m.name,
+                "up": float(m.healthy),
+                "in_rotation": float(m in rotation),
+                "version": float(m.process.version),
+                "groups": float(len(m.groups)),
+                **{key: float(m.process.status[key]) for key in shown if key in m.process.status},
+            }
+            for m in self.members
+        ]
+
     async def publish(self, publication: Publication) -> dict[str, float]:
         """Have every member load new weights; see `WeightLoading.publish`."""
         return await self._weights.publish(publication, self.supervisor.ask)

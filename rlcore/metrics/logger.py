@@ -44,6 +44,11 @@ class MetricsLogger:
         for sink in self.sinks:
             sink.activity(name, waits_for, step)
 
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
+        """Every rollout actor as it is now."""
+        for sink in self.sinks:
+            sink.fleet(actors)
+
     def resume_at(self, step: int) -> None:
         """Continue after `step`: rows and samples beyond it are dropped, since they come again."""
         for sink in self.sinks:
@@ -85,7 +90,7 @@ def open_logger(
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
     A live console falls back to plain where the output is no terminal. Raises UserError when W&B
-    refuses to start or metrics.jsonl is damaged.
+    refuses to start, the Prometheus port is taken, or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -94,12 +99,21 @@ def open_logger(
     if spec.console != "off":
         live = spec.console == "live"
         sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))
-    if spec.wandb != "disabled":
-        # It may need a network: the sinks before it must not stay open when it fails.
-        try:
+    # What may be refused comes last: the sinks before it must not stay open when it is.
+    try:
+        if spec.prometheus_port:
+            sinks.append(_endpoint(run_dir, spec, total_steps))
+        if spec.wandb != "disabled":
             wandb = WandbSink(run_dir, mode=spec.wandb, project=spec.project, config=config)
-        except BaseException:
-            MetricsLogger(sinks).close()
-            raise
-        sinks.append(wandb)
+            sinks.append(wandb)
+    except BaseException:
+        MetricsLogger(sinks).close()
+        raise
     return MetricsLogger(sinks)
+
+
+def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:
+    from rlcore.metrics.prometheus import PrometheusSink
+
+    host, port = spec.prometheus_host, spec.prometheus_port
+    return PrometheusSink(run_dir, total_steps, host=host, port=port)

@@ -32,6 +32,9 @@ class Sink(Protocol):
     def activity(self, name: str, waits_for: str, step: int) -> None:
         """What the run does and waits for from now on, after `step` steps."""
 
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
+        """Every rollout actor as it is now, by "name" and the keys of `Fleet.states`."""
+
     def resume_at(self, step: int) -> None:
         """The run continues after `step`: forget what was logged beyond it."""
 
@@ -52,6 +55,8 @@ class BaseSink:
     def note(self, text: str) -> None: ...
 
     def activity(self, name: str, waits_for: str, step: int) -> None: ...
+
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None: ...
 
     def resume_at(self, step: int) -> None: ...
 

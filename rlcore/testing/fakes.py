@@ -253,16 +253,19 @@ class FakeWatch(RoleWatch):
 
 
 class FakeReporter(Reporter):
-    """Keeps everything."""
+    """Keeps everything, and passes it on to the reporter `beside` it."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Reporter | None = None) -> None:
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.shown: dict[int, list[Mapping[str, Any]]] = {}
         self.evaluations: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+        self._beside = beside
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
         self.rows.append(dict(row))
+        if self._beside is not None:
+            self._beside.row(row)
 
     def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
         self.shown[step] = list(decoded)
@@ -274,3 +277,13 @@ class FakeReporter(Reporter):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+        if self._beside is not None:
+            self._beside.note(text)
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        if self._beside is not None:
+            self._beside.activity(name, waits_for, step)
+
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
+        if self._beside is not None:
+            self._beside.fleet(actors)

@@ -12,7 +12,7 @@ from typing import Any
 from rlcore.buffer import journal
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.jobs import BufferJob
-from rlcore.interfaces import Split
+from rlcore.interfaces import Reporter, Split
 from rlcore.loop import checkpoint
 from rlcore.loop.clients import Clients, Spawned
 from rlcore.loop.controller import Controller
@@ -113,11 +113,11 @@ class Simulation:
     Build and run it inside `run_simulated`, or with `simulate`.
     """
 
-    def __init__(self, scenario: Scenario, root: Path) -> None:
-        """`root`: of the run's checkpoints."""
+    def __init__(self, scenario: Scenario, root: Path, *, beside: Reporter | None = None) -> None:
+        """`root`: of the run's checkpoints. `beside`: is given all that is reported, too."""
         self.scenario = scenario
         self.root = root
-        self.reporter = FakeReporter()
+        self.reporter = FakeReporter(beside)
         self.progress = Progress()
         self.actors: dict[str, FakeActor] = {}
         self.started: list[FakeActor] = []  # every process of every member

@@ -48,6 +48,17 @@ def test_a_wrong_configuration_is_one_sentence(words, said, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("more", [(), ("dry_run=true",)])
+def test_a_taken_port_for_the_metrics_leaves_nothing_behind(more, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        word = f"logging.prometheus_port={s.getsockname()[1]}"
+        sentence = _refused(*BASE, f"run_dir={tmp_path / 'run'}", word, *more)
+    assert word in sentence and "in use" in sentence
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_empty_data_set_and_a_row_without_an_answer_are_named(tmp_path):
     empty, bad = tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"
     empty.write_text("")
