@@ -129,7 +129,9 @@ class ZeroState:
             stop = min(start + part.numel(), _whole_shape(p).numel())
             if start < stop:
                 part.data[: stop - start].copy_(value.part(start, stop))
-        elif (fragment := p._hp_mapping) is not None:  # this rank holds some of it
+        elif (
+            fragment := getattr(p, "_hp_mapping", None)
+        ) is not None:  # this rank holds some of it
             at = fragment.lp_fragment_address
             mine = fragment.get_hp_fragment(None if key == "weight" else key)
             mine.data.copy_(value.part(at.start, at.start + at.numel))
