@@ -47,6 +47,7 @@ from rlcore.corrections.formulas.obrs import (
 )
 from rlcore.corrections.formulas.ratios import mis, tis, veto
 from rlcore.corrections.formulas.safe_set import safe_set_logprobs
+from rlcore.corrections.formulas.sequence_mask import opsm
 from rlcore.corrections.specs import JackpotSpec
 from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
 
@@ -80,6 +81,7 @@ __all__ = [
     "obrs_calibrate",
     "obrs_divergence",
     "obrs_normalizer",
+    "opsm",
     "penalty_weight",
     "rapid_advantages",
     "safe_set_logprobs",

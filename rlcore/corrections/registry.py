@@ -7,6 +7,7 @@ CORRECTIONS: dict[str, str] = {
     "mis": "rlcore.corrections.specs:MisSpec",
     "icepop": "rlcore.corrections.specs:IcePopSpec",
     "veto": "rlcore.corrections.specs:VetoSpec",
+    "opsm": "rlcore.corrections.specs:OpsmSpec",
     "jackpot": "rlcore.corrections.specs:JackpotSpec",
     "ais": "rlcore.corrections.specs:AisSpec",
     "dvp": "rlcore.corrections.specs:DvpSpec",

@@ -108,6 +108,18 @@ class VetoSpec(CorrectionSpec):
     )
 
 
+class OpsmSpec(CorrectionSpec):
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
+
+    method: ClassVar[str] = "rlcore.corrections.opsm:Opsm"
+    sequence_wise: ClassVar[bool] = True
+
+    delta: float = setting(
+        meaning="sequences with A < 0 and a mean log p_inf - log p_new above weigh 0", ge=0
+    )
+    target: Literal["ref", "new"] = setting("new", "ref: log p_ref in the place of log p_new")
+
+
 class JackpotSpec(CorrectionSpec):
     """Optimal budgeted rejection sampling and reweighting (papers/jackpot.txt)."""
 

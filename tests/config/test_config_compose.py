@@ -27,7 +27,10 @@ MANDATORY = {
 # the papers' settings at full scale: a reader fills in paths only
 DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]
 PAPER_PATHS = ["model.path=folder", *DATA]
-COMPANIONS = {"correction=rapid": ["algorithm=rapid"]}
+COMPANIONS = {
+    "correction=rapid": ["algorithm=rapid"],
+    "correction=opsm": ["correction.opsm.delta=0.1"],
+}
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 
 

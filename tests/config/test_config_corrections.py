@@ -87,8 +87,9 @@ def test_pairs_that_the_door_accepts_build_and_no_others(pair):
     from rlcore.corrections.pipeline import build
 
     algorithm = "algorithm=rapid" if "rapid" in pair else "algorithm=grpo"
+    needed = ["correction.opsm.delta=0.1"] if "opsm" in pair else []
     try:
-        config = run(f"correction=[{','.join(pair)}]", algorithm)
+        config = run(f"correction=[{','.join(pair)}]", algorithm, *needed)
     except UserError:
         return
     assert build(config.correction.chosen(), 0, config.algorithm) is not None

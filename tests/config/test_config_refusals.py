@@ -62,6 +62,8 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction=rapid", "algorithm=rapid", "algorithm.keep_best=4"],
         ["algorithm.keep_best=4", "correction=rapid"],
     ),
+    (["correction=opsm"], ["correction.opsm.delta is required"]),
+    (["correction=opsm", "correction.opsm.delta=-1"], ["correction.opsm.delta=-1"]),
     (["correction.mis.low=1"], ["correction.mis.low=1", "correction=[tis]"]),
     (["actor.fp8.count=2"], ["actor.fp8.count=2", "actor=[bf16]"]),
     (["correction=jackpot", "rollout.logprobs_k=0"], ["rollout.logprobs_k=0", "jackpot"]),

@@ -29,6 +29,8 @@ EVERY: list[dict[str, dict[str, Any]]] = [
     {"mis": {"level": "geometric", "low": 0.99, "high": 1.01}},
     {"icepop": {}},
     {"veto": {}},
+    {"opsm": {"delta": 0.0}},
+    {"opsm": {"delta": 0.1, "target": "ref"}, "tis": {}},
     {"jackpot": {}},
     {"jackpot": {"target": "new", "alpha_hat": "bernoulli", "missing": "bound"}},
     {"jackpot": {"target": "new", "short_circuit": True}},

@@ -262,6 +262,7 @@ ALL_CORRECTIONS: dict[str, dict[str, Any]] = {
     "mis+veto": {"mis": {}, "veto": {}},
     "icepop": {"icepop": {}},
     "ais": {"ais": {}},
+    "opsm": {"opsm": {"delta": 1e-4}},
     "dvp": {"dvp": {}},
     "jackpot": {"jackpot": {"tail": "residual"}},
     "jackpot mask": {"jackpot": {"mode": "mask"}},

@@ -107,6 +107,7 @@ WHOLE_BATCH = {
     "ais": {"ais": {}},
     "rapid": {"rapid": {}},
     "dvp+mis+veto": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}},
+    "opsm+tis": {"opsm": {"delta": 0.01}, "tis": {}},
     "jackpot": {"jackpot": {}},
     "jackpot new": {"jackpot": {"target": "new", "tail": "none"}},
 }
