@@ -6,7 +6,7 @@ Stages import these and `types The protocols of the loop's clients are in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -51,6 +51,20 @@ class Task(Protocol):
         None: natural text."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """A set of weights on its way into an engine: announced whole, loaded in buckets.
+
+    Example: WeightStream({"w": (2,)}, [{"w": torch.ones(2)}])
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]  # Hugging Face names, tied weights once
+    # Taken once and in order; an engine keeps no bucket once it asks for the next.
+    buckets: Iterable[Mapping[str, torch.Tensor]]
+    # names whose checksums will be asked for after the load; None: any of them may be
+    proven: Sequence[str] | None = None
+
+
 class RolloutEngine(Protocol):
     """A sampler whose weights change between two decode steps. One thread owns it.
 
@@ -92,11 +106,8 @@ class RolloutEngine(Protocol):
     def drained(self) -> bool:
         """True if a drain has begun and no request is running."""
 
-    def update_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], on_publish: OnPublish
-    ) -> None:
-        """Load a whole set of weights (Hugging Face names) as `version`, atomically between two
-        steps."""
+    def update_weights(self, version: int, weights: WeightStream, on_publish: OnPublish) -> None:
+        """Load a whole set of weights as `version`, atomically between two steps."""
 
     def set_version(self, version: int) -> None:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
@@ -111,12 +122,15 @@ class RolloutEngine(Protocol):
 class WeightTransport(Protocol):
     """Carries one published set of weights from the learner to every actor."""
 
-    def publish(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """Learner side. Returns a handle that `receive` understands and that is cheap to send."""
+    def publish(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """Learner side: takes the tensors one at a time, in the manifest's order. Returns a handle
+        that `receive` understands and that is cheap to send."""
 
-    def receive(self, manifest: WeightManifest, handle: Any) -> dict[str, torch.Tensor]:
-        """Actor side. Raises if the payload does not hold exactly the manifest's names, shapes and
-        dtype."""
+    def receive(
+        self, manifest: WeightManifest, handle: Any
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Actor side, in buckets. Raises if the payload does not hold exactly the manifest's names,
+        shapes and dtype."""
 
 
 class Reduce(Protocol):

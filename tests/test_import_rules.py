@@ -51,7 +51,9 @@ def test_the_import_contracts_hold():
 def test_a_package_is_imported_in_one_folder(package, folder):
     importers = {path for path, names in _imports().items() if package in names}
     assert importers
-    assert {path for path in importers if Path(folder) not in path.parents} == set()
+    elsewhere = {str(path) for path in importers if Path(folder) not in path.parents}
+    # the learner's end of vLLM's weight transfer
+    assert elsewhere == ({"weights/vllm_transfer.py"} if package == "vllm" else set())
 
 
 @pytest.mark.parametrize("module", ["specs.py", "registry.py"])

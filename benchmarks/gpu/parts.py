@@ -174,6 +174,7 @@ def update(s: Setting) -> None:
     AutoTokenizer.from_pretrained(s.model).save_pretrained(other)
 
     from rlcore.models.folder import read_weights
+    from rlcore.weights.stream import whole
 
     asked = prompts(s.batch, min(256, min(s.contexts)))
     # eager and small, because the first engine may not release all GPU memory when it closes
@@ -181,7 +182,7 @@ def update(s: Setting) -> None:
     before, _ = generate(llm, asked, s.new_tokens // 2)
     weights = read_weights(other)
     start = time.monotonic()
-    llm.update_weights(1, weights, "in_flight")
+    llm.update_weights(1, whole(weights), "in_flight")
     seconds = time.monotonic() - start
     updated, _ = generate(llm, asked, s.new_tokens // 2)
     llm.close()

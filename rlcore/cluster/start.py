@@ -27,7 +27,6 @@ from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.loop.clients import POLICY, Spawn, Spawned
 
 CALL_THREADS = 8  # of actors whose calls only queue work or read state
-ADDRESS_TIMEOUT_S = 60.0
 
 
 class Starting(Protocol):
@@ -97,7 +96,7 @@ def start_learners(
             own = RankPlace(rank, job.learner.ranks, *place, hosting.schedule.step_timeout_s)
             started.append((handle.start.remote(job, own), f"{called} to start"))
         groups.append(group)
-    return RayLearner(groups, started, wire_dtype=wire_dtype)
+    return RayLearner(groups, started, hosting, wire_dtype=wire_dtype)
 
 
 def _spawn_ranks(hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob) -> list[Any]:
@@ -130,32 +129,9 @@ def rollout_spawner(
         own = replace(job, engine=replace(job.engine, actor_id=name))
         started = handle.start.remote(own)
         return Spawned(
-            RayRolloutActor(handle, name, started, hosting),
+            RayRolloutActor(handle, name, started, hosting, ranks=engine.tensor_parallel),
             placed=Reply(handle.__ray_ready__.remote(), "its process"),
             started=Reply(started, "its start"),
         )
 
     return spawn
-
-
-def join_transport(
-    hosting: Hosting, learner: RayLearner, actors: Iterable[RayRolloutActor]
-) -> None:
-    """Have learner rank 0 and every actor meet in the group that broadcasts weights (nccl, gloo).
-    Blocks."""
-    first = learner.policy.handles[0]
-    host, port = get(
-        first.address.remote(),
-        timeout_s=ADDRESS_TIMEOUT_S,
-        what="the learner's address",
-        key="cluster.start_timeout_s",
-    )
-    parties = [first, *(actor.handle for actor in actors)]
-    joins = [p.join.remote(host, port, i, len(parties)) for i, p in enumerate(parties)]
-    limit = hosting.supervision.start_timeout_s
-    get(
-        joins,
-        timeout_s=limit,
-        what="the weight transport to join",
-        key="cluster.start_timeout_s",
-    )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ray
 
 from rlcore.cluster.jobs import Hosting
 from rlcore.interfaces import WeightTransport
+from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver, GroupSender, Join
 
 
 def make_transport(hosting: Hosting) -> WeightTransport | None:
-    """This process's end of it; None for one that is a group, joined when all have started."""
+    """This process's end of it; None for one that is a group (`make_sender`, `make_receiver`)."""
     name = hosting.transport.transport
+    bucket_bytes = hosting.transport.bucket_mib << 20
     if name == "object_store":
         from rlcore.weights.object_store import ObjectStoreTransport
 
@@ -21,27 +24,46 @@ def make_transport(hosting: Hosting) -> WeightTransport | None:
 
         # The reference travels inside a list: Ray resolves bare references before the call, and the
         # actor would hold the whole blob twice.
-        return ObjectStoreTransport(put=lambda blob: [ray.put(blob)], get=receive)
+        return ObjectStoreTransport(
+            put=lambda blob: [ray.put(blob)], get=receive, bucket_bytes=bucket_bytes
+        )
     if name == "disk":
         from rlcore.weights.disk import DiskTransport
 
-        return DiskTransport(hosting.weights_folder)
+        return DiskTransport(hosting.weights_folder, bucket_bytes=bucket_bytes)
     return None
 
 
-def join_group(
-    hosting: Hosting, host: str, port: int, rank: int, world_size: int
-) -> WeightTransport:
-    """The broadcast group of rank 0 (the learner's first rank) and the actors. Blocks until all of
-    them have joined."""
-    from rlcore.weights.nccl import NcclTransport
-    from rlcore.weights.rendezvous import Rendezvous
-
+def make_sender(hosting: Hosting, rank: int) -> GroupSender:
+    """A learner rank's end of a group transport. Joins nothing yet."""
     name = hosting.transport.transport
-    assert name in ("nccl", "gloo"), name
-    return NcclTransport(
-        Rendezvous(host, port, rank, world_size),
-        backend=name,
+    if name == "gloo":
+        return GlooSender(rank, _join(hosting), _address)
+    from rlcore.weights.vllm_transfer import VllmSender
+
+    return VllmSender(name, rank, _address, bucket_bytes=hosting.transport.bucket_mib << 20)
+
+
+def make_receiver(hosting: Hosting) -> Any:
+    """A rollout actor's end of a group transport, with a method `buckets(manifest, arrival)`."""
+    if hosting.transport.transport == "gloo":
+        return GroupReceiver(_join(hosting))
+    from rlcore.rollout.transfer import EngineReceiver
+
+    return EngineReceiver()
+
+
+def _join(hosting: Hosting) -> Join:
+    return partial(
+        BroadcastGroup,
         join_timeout_s=hosting.supervision.start_timeout_s,
         timeout_s=hosting.schedule.publish_timeout_s,
+        bucket_bytes=hosting.transport.bucket_mib << 20,
     )
+
+
+def _address() -> tuple[str, int]:
+    from rlcore.cluster.placement import free_port
+
+    host = ray.util.get_node_ip_address()
+    return host, free_port(0, host)

@@ -63,7 +63,8 @@ async def _evaluate(
         version = int(checkpoint.state_of(folder)["progress"]["step"])
         session.learner.load(str(folder / "learner"))
         # Actors start with the run's first model; every tensor's checksum is compared.
-        await fleet.publish(await session.learner.publish(version, full=True, resumed=None))
+        publication = await session.learner.publish(version, full=True, resumed=None)
+        await fleet.publish(publication, session.learner.send)
     evaluator = Evaluator(config.evaluation, prepared.heldout, fleet, scorer, _no_samples)
     return await evaluate_alone(evaluator, fleet, version, config.cluster.heartbeat_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.config.schema import RunConfig
@@ -87,8 +87,15 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         max_len=config.model.max_len,
         logprobs_k=config.rollout.logprobs_k,
         policy_path=model_path if actor.draft_path else None,
+        transfer=_engine_transfer(config),
     )
     return RolloutJob(engine, tokenizer_path=model_path, stop=config.rollout.stop)
+
+
+def _engine_transfer(config: RunConfig) -> Literal["nccl", "ipc"] | None:
+    """How engines receive weights by themselves, if they do."""
+    transport = config.cluster.transport
+    return transport if transport in ("nccl", "ipc") else None
 
 
 def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:

@@ -12,7 +12,6 @@ from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.heartbeats import RayRoleWatch
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.start import (
-    join_transport,
     rollout_spawner,
     start_buffer,
     start_learners,
@@ -84,8 +83,6 @@ class Session:
         # Engines and ranks load their models at the same time: only now is anything waited for.
         started = [self.buffer, self.scorer, *self._actors(), self.learner]
         wait_started(self._hosting, [client for client in started if client is not None])
-        if config.cluster.joined and self.learner is not None and self.fleet is not None:
-            join_transport(self._hosting, self.learner, self._actors())
 
     def _start_fleet(self, scorer: RayScorer, model_path: str) -> Fleet:
         """The actors of the configuration, and a dense one for evaluation where the run has one."""

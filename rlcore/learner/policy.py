@@ -143,13 +143,14 @@ class FrozenPolicy:
         self.policy = policy.requires_grad_(False).eval()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all weights (Hugging Face names, tied ones once).
+        """Replace these weights (Hugging Face names, tied ones once).
 
-        Raises KeyError for a name that is missing.
+        Raises KeyError for a name that the policy lacks.
         """
         # tied weights appear once among the parameters, as they do in what is published
-        for name, p in self.policy.lm.named_parameters():
-            p.copy_(tensors[name])
+        held = dict(self.policy.lm.named_parameters())
+        for name, tensor in tensors.items():
+            held[name].copy_(tensor)
 
     @torch.no_grad()
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:

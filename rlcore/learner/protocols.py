@@ -5,7 +5,7 @@ Implementations inherit these and match them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -66,10 +66,18 @@ class TrainEngine(Protocol):
     def step(self) -> float:
         """Clip, update and clear; returns the learning rate used."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every (Hugging Face name, whole CPU copy in the model's dtype), tied weights once.
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the weights that `weights` gives, in its order. Not collective."""
 
-        Adapters are merged. All ranks iterate, rank 0's tensors count.
+    def weights(
+        self, only: Collection[str] | None = None, *, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every (Hugging Face name, whole CPU copy in the model's dtype), tied weights once; `only`
+        those named, if any are. `on_device`: where the model is, possibly its own tensor, which
+        training changes.
+
+        Adapters are merged. One weight at a time is whole. All ranks iterate, rank 0's tensors
+        count.
         """
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -107,8 +107,7 @@ class LearnerRank(RankState):
             self._phase = []
 
     def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights of the frozen policy that KL is taken to (Hugging Face names,
-        whole)."""
+        """Replace some weights of the frozen policy that KL is taken to (Hugging Face names)."""
         if self._update.frozen is None:
             raise RuntimeError("this learner has no frozen policy")
         self._update.frozen.load(tensors)

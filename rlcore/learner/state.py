@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -29,7 +29,7 @@ class RankState:
 
     @property
     def published(self) -> tuple[str, ...]:
-        """Names of the sets of weights that `state_for_publish` gives."""
+        """Names of the sets of weights that `published_weights` gives."""
         return (POLICY, *(companion.name for companion in self.companions))
 
     def engine_of(self, name: str) -> TrainEngine:
@@ -37,14 +37,24 @@ class RankState:
         engines = {companion.name: companion.engine for companion in self.companions}
         return {POLICY: self.engine, **engines}[name]
 
-    def state_for_publish(self, name: str, dtype: str) -> dict[str, Tensor]:
-        """Whole weights by Hugging Face name on the CPU in `dtype`, adapters merged, tied ones
-        once.
+    def published_weights(
+        self,
+        name: str,
+        dtype: str,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        everywhere: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by Hugging Face name in `dtype`, one at a time, adapters merged, tied ones
+        once; `only` those named, if any are. On the CPU, or `on_device`, where training must wait.
 
-        `name`: one of `published`. Empty on ranks other than 0.
+        `name`: one of `published`. Gives nothing on ranks other than 0, unless `everywhere`; all
+        ranks must exhaust it.
         """
-        weights = self.engine_of(name).weights()
-        return {n: w.to(DTYPES[dtype]) for n, w in weights if self.rank == 0}
+        for n, w in self.engine_of(name).weights(only, on_device=on_device):
+            if everywhere or self.rank == 0:
+                yield n, w.to(DTYPES[dtype])
 
     def trained_weights(self) -> dict[str, Tensor]:
         """What is trained (weights, or adapters on them) in float32: `load_weights` takes it back.

@@ -103,7 +103,12 @@ class LearnerClient(Protocol):
         """One optimizer step of the policy and its companions; metrics."""
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
-        """Gather the weights of every set. `full`: a checksum of each tensor, not of a sample."""
+        """Gather the weights of every set; with a group transport, announce them. `full`: a
+        checksum of each tensor, not of a sample."""
+
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+        """Group transports: send the weights that `publish` announced to actors that have stopped
+        for them (`prepare_weights`). Until it returns the learner must not train."""
 
     async def save(self, folder: str, *, in_phase: bool) -> None:
         """Copy the state to host memory; the ranks then write it to `folder` (companions next to
@@ -130,6 +135,12 @@ class ActorClient(Protocol):
         self, manifest: WeightManifest, handle: Any, on_publish: OnPublish
     ) -> dict[str, float]:
         """Receive, load and verify a set of weights; seconds of each part."""
+
+    async def prepare_weights(self, manifest: WeightManifest, on_publish: OnPublish) -> None:
+        """Group transports: stop between two steps for weights that the learner will send."""
+
+    async def finish_weights(self, version: int) -> dict[str, float]:
+        """Go on with the weights that were sent, verified; seconds of each part."""
 
     async def set_version(self, version: int) -> dict[str, float]:
         """Note a new version of the policy while this actor's own weights stay."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from rlcore.errors import UserError
 from rlcore.loop.assignment import Assignments
 from rlcore.loop.clients import ActorClient, Publication
+from rlcore.loop.joint_loading import JointLoading, Send
 from rlcore.loop.loading import WeightLoading
 from rlcore.loop.members import ActorPool, Member, Process, Roster
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
@@ -30,13 +31,14 @@ class Fleet:
     ) -> None:
         """Starts the processes of all members and returns at once.
 
-        `joined`: members share a broadcast group for weights, so their number is fixed.
+        `joined`: weights are sent to all members at once.
         """
-        self._joined = joined
+        self.joined = joined
         self._note = note
         self._busy_before: dict[str, tuple[int, float]] = {}  # name -> (pid, its seconds so far)
         self._roster = Roster(pools)
-        self._weights = WeightLoading(self._roster, schedule, supervision, joined=joined)
+        self._weights = WeightLoading(self._roster, schedule, supervision)
+        self._together = JointLoading(self._roster, schedule.on_publish)
         self.supervisor = Supervisor(
             self._roster, supervision, joined=joined, catch_up=self._catch_up, note=note
         )
@@ -80,11 +82,17 @@ class Fleet:
             for m in self.members
         ]
 
-    async def publish(self, publication: Publication) -> dict[str, float]:
-        """Have every member load new weights; see `WeightLoading.publish`."""
+    async def publish(self, publication: Publication, send: Send | None = None) -> dict[str, float]:
+        """Have every member load new weights; see `WeightLoading.publish`. `send`:
+        `LearnerClient.send`, for group transports."""
+        if self.joined:
+            assert send is not None
+            return await self._together.publish(publication, self.supervisor.ask, send)
         return await self._weights.publish(publication, self.supervisor.ask)
 
     async def _catch_up(self, member: Member) -> bool:
+        if self.joined:
+            return await self._together.catch_up(member)
         return await self._weights.catch_up(member, self.supervisor.ask)
 
     def resize(self, counts: Mapping[str, int]) -> None:
@@ -110,11 +118,6 @@ class Fleet:
         self.supervisor.add(name, pool)
 
     def _check_counts(self, counts: Mapping[str, int]) -> None:
-        if self._joined:
-            raise UserError(
-                "cluster.transport=nccl or gloo fixes the actors at the start: use object_store "
-                "or disk."
-            )
         pools = self._roster.pools
         for label, count in counts.items():
             if label not in pools:

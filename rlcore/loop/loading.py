@@ -32,20 +32,13 @@ class WeightLoading:
     """The newest publication, and what each process has loaded of it."""
 
     def __init__(
-        self,
-        roster: Roster,
-        schedule: ScheduleSpec,
-        supervision: SupervisionSpec,
-        *,
-        joined: bool,
+        self, roster: Roster, schedule: ScheduleSpec, supervision: SupervisionSpec
     ) -> None:
-        """`joined`: every member takes part in every publication, or all of them are lost."""
         self._roster = roster
         self._on_publish = schedule.on_publish
         self._heartbeat_s = supervision.heartbeat_s
-        self._joined = joined
         # Which samples share an engine step must not depend on timing in synchronous schedules.
-        self._leaves_stragglers = not joined and not schedule.synchronous
+        self._leaves_stragglers = not schedule.synchronous
         self._newest: Publication | None = None
 
     async def publish(self, publication: Publication, ask: Ask) -> dict[str, float]:
@@ -69,7 +62,7 @@ class WeightLoading:
         half_s: float | None = None  # until half of the members had the weights
         while True:
             missing = {m: t for m, t in loads.items() if not t.done()}
-            awaited = [t for m, t in missing.items() if self._joined or not m.suspect]
+            awaited = [t for m, t in missing.items() if not m.suspect]
             if not awaited:
                 return
             if half_s is None and 2 * len(missing) <= len(loads):

@@ -33,10 +33,12 @@ class Publisher:
             version, full=full or self._plan.verify_full, resumed=resumed
         )
         self._delivering = asyncio.create_task(self._deliver(publication, start))
+        if self._fleet.joined:  # what is sent is the learner's own memory
+            await asyncio.wait([self._delivering])
 
     async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
         progress = self._progress
-        parts = await self._fleet.publish(publication)
+        parts = await self._fleet.publish(publication, self._learner.send)
         progress.published = publication.version
         await self._buffer.set_versions(progress.published, progress.step)
         named = {f"time/publish_{name}": seconds for name, seconds in parts.items()}

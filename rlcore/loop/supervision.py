@@ -39,8 +39,8 @@ class Supervisor:
         catch_up: Callable[[Member], Awaitable[bool]],
         note: Callable[[str], None],
     ) -> None:
-        """`joined`: members share a broadcast group for weights, which is lost with any one of
-        them. `catch_up`: loads the newest weights into a new process; whether that succeeded."""
+        """`joined`: weights come to all members at once, with the next publication only.
+        `catch_up`: loads the newest weights into a new process; whether that succeeded."""
         self.replacements = 0
         self._roster = roster
         self._spec = spec
@@ -83,8 +83,9 @@ class Supervisor:
         reason = why.strip().splitlines()[0][:REASON_CHARS]
         at, limit = now(), self._spec.max_restarts
         member.failures = [t for t in member.failures if at - t < AN_HOUR_S] + [at]
-        if self._joined:
-            lost = f"{member.name} is lost, and with it the broadcast group of weights: {reason}"
+        if self._joined and not self._others_serve(member):
+            # its replacement would wait for a publication, and that for what it is to sample
+            lost = f"{member.name} is lost, and no other actor of its purpose is left: {reason}"
             self._end(RoleLost(lost))
         # counted per member, because a lost node takes many members with it
         elif len(member.failures) > limit:
@@ -93,6 +94,11 @@ class Supervisor:
         else:
             self._note(f"{member.name} is replaced: {reason}")
             self._starting.replace(member)
+
+    def _others_serve(self, member: Member) -> bool:
+        """Whether another healthy member is given what this one was."""
+        purposes = {member.pool.purpose, "all"}
+        return any(m.pool.purpose in purposes for m in self._roster.healthy() if m is not member)
 
     def retire(self, member: Member) -> None:
         """Take a member out of the rotation and end its process. Its groups are lost, but for those

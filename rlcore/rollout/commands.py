@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlcore.errors import UserError
+from rlcore.interfaces import WeightStream
 from rlcore.types import OnPublish, WeightManifest
-
-if TYPE_CHECKING:
-    import torch
 
 # Errors that only the caller gets; the engine continues.
 _REFUSED = (ValueError, KeyError, UserError)
@@ -33,7 +31,7 @@ class Update:
     """A set of weights to load. Its result is {"stop_s", "drain_s"}."""
 
     version: int
-    tensors: Mapping[str, torch.Tensor]
+    weights: WeightStream
     on_publish: OnPublish
     manifest: WeightManifest | None
     timeout_s: float  # of the publication: bounds the drain of on_publish=finish

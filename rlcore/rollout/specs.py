@@ -50,7 +50,9 @@ class ActorSpec(RoundingSpec):
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
     )
     num_cpus: float = setting(1, "CPUs an engine", gt=0)
-    num_gpus: float = setting(0, "GPUs a rank of an engine: 0 (CPU) or 1", ge=0)
+    num_gpus: float = setting(
+        0, "GPUs a rank of an engine: 0 (CPU), 1, or a share of one that the learner has too", ge=0
+    )
     tensor_parallel: int = setting(1, "ranks that share one engine's model, each on its GPU", gt=0)
     max_num_seqs: int = setting(256, "sequences decoded together", gt=0)
     max_batched_tokens: int | None = setting(
@@ -180,6 +182,8 @@ class EngineJob:
     logprobs_k: int  # largest logprobs_k of a request
     policy_path: str | None = None  # the learner's model, if the actor has another
     version: int = 0  # policy version of the weights in model_path
+    # how its workers receive weights by themselves; None: they are given them
+    transfer: Literal["nccl", "ipc"] | None = None
 
     @property
     def key(self) -> str:

@@ -70,7 +70,7 @@ class Updates:
     def _load(self, update: Update) -> dict[str, float]:
         begun = time.monotonic()
         try:
-            self._engine.update_weights(update.version, update.tensors, update.on_publish)
+            self._engine.update_weights(update.version, update.weights, update.on_publish)
         finally:
             self._engine.end_drain()  # also after a refused update: the old weights stay in use
         if update.manifest is not None:

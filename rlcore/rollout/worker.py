@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.interfaces import RolloutEngine
+from rlcore.interfaces import RolloutEngine, WeightStream
 from rlcore.rollout.commands import Call, CommandQueue, Update, describe, settle
 from rlcore.rollout.counters import Counters
 from rlcore.rollout.updates import Updates
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
-
-if TYPE_CHECKING:
-    import torch
 
 # an idle thread still loops, so that its heartbeat differs from that of a hung one
 _IDLE_TURN_S = 0.1
@@ -75,7 +72,7 @@ class RolloutWorker:
     def update_weights(
         self,
         version: int,
-        tensors: Mapping[str, torch.Tensor],
+        weights: WeightStream,
         on_publish: OnPublish,
         *,
         timeout_s: float,
@@ -87,7 +84,7 @@ class RolloutWorker:
         compared with the learner's: an ArrivalError is fatal, since such an engine must not serve.
         With on_publish=finish, DeadlineExceeded after `timeout_s` of draining: the engine then
         continues with the old weights."""
-        return self._commands.put(Update(version, tensors, on_publish, manifest, timeout_s))
+        return self._commands.put(Update(version, weights, on_publish, manifest, timeout_s))
 
     def set_version(self, version: int) -> Future[None]:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""

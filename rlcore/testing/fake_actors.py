@@ -80,6 +80,7 @@ class FakeActor(ActorClient):
         self._undelivered: set[str] = set()
         self._draining = False
         self._loading = False
+        self._sent: asyncio.Future[int] | None = None  # stopped for weights that will be sent
         self._work = asyncio.Event()
         self._drawn = count()
         self._busy_s = 0.0
@@ -208,12 +209,19 @@ class FakeActor(ActorClient):
 
     async def _load(self, version: int, on_publish: OnPublish) -> dict[str, float]:
         began = self._now()
+        await self._stop(on_publish)
+        drained = self._now()
+        return {**await self._take(version), "drain_s": drained - began}
+
+    async def _stop(self, on_publish: OnPublish) -> None:
         if on_publish == "finish":
             self._draining = True
             while self._running:
                 await asyncio.sleep(self.speed.step_s)
-        drained = self._now()
         self._loading = True
+
+    async def _take(self, version: int) -> dict[str, float]:
+        begun = self._now()
         await asyncio.sleep(self.speed.load_s)
         await self._awake.wait()
         self._loading = self._draining = False
@@ -221,7 +229,28 @@ class FakeActor(ActorClient):
         if self.refusing:
             raise StageError(f"loading version {version} failed: {self.refusing}")
         self.version = version
-        return {"stop_s": self._now() - drained, "drain_s": drained - began}
+        return {"stop_s": self._now() - begun, "drain_s": 0.0}
+
+    async def prepare_weights(self, manifest: WeightManifest, on_publish: OnPublish) -> None:
+        async def work() -> None:
+            await self._stop(on_publish)
+            self._sent = self._loop().create_future()
+
+        await self._publishing(work, manifest.version)
+
+    def take_weights(self, version: int) -> None:
+        """What the learner's sender does to it."""
+        assert self._sent is not None, "sent weights before it had stopped for them"
+        self._sent.set_result(version)
+
+    async def finish_weights(self, version: int) -> dict[str, float]:
+        async def work() -> dict[str, float]:
+            assert self._sent is not None
+            sent, self._sent = await self._sent, None
+            assert sent == version
+            return await self._take(version)
+
+        return await self._publishing(work, version)
 
     async def set_version(self, version: int) -> dict[str, float]:
         async def work() -> dict[str, float]:
@@ -285,8 +314,11 @@ class FakeActor(ActorClient):
             task.exception()  # whoever asked may have stopped waiting for it
 
     @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
+    def _loop() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def _now(self) -> float:
+        return self._loop().time()
 
 
 class After:

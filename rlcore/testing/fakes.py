@@ -13,10 +13,11 @@ from typing import Any
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.readable import readable, verdict
-from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.interfaces import Reporter
 from rlcore.loop.clients import (
     POLICY,
+    ActorClient,
     Batch,
     BufferClient,
     LearnerClient,
@@ -101,6 +102,7 @@ class FakeLearner(LearnerClient):
     def __init__(self, buffer: FakeBuffer, *, step_s: float = 1.0, publish_s: float = 0.1) -> None:
         self.trained: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
         self.published: list[int] = []
+        self.sent: list[tuple[int, int]] = []  # (version, receivers) of a group transport
         self.resumed_phases: list[str] = []
         self.fails_at: dict[int, Exception] = {}  # step -> what it raises instead
         self.step_s = step_s
@@ -150,6 +152,14 @@ class FakeLearner(LearnerClient):
         self.published.append(version)
         manifest = WeightManifest(version, (), (), "float32", {}, full)
         return Publication(version, {POLICY: (manifest, version)})
+
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+        await asyncio.sleep(self.publish_s)
+        self.sent.append((publication.version, len(receivers)))
+        for actor in receivers:
+            if getattr(actor, "dead", False):
+                raise StageError("a weight broadcast did not end, or a rank was lost")
+            actor.take_weights(publication.version)  # type: ignore[attr-defined]
 
     async def save(self, folder: str, *, in_phase: bool) -> None:
         trained = {

@@ -88,6 +88,7 @@ class Scenario:
     samples: int = 2  # of a prompt
     actors: int = 2
     speed: Speed = field(default_factory=Speed)
+    joined: bool = False  # weights are sent to all actors at once, by a group transport
     learn_s: float = 1.0  # of an optimizer step
     request_timeout_s: float = 600.0
     max_bytes: int = 1 << 30  # of the buffer
@@ -142,7 +143,7 @@ class Simulation:
             [ActorPool("bf16", self._spawn, scenario.actors)],
             scenario.schedule,
             scenario.supervision,
-            joined=False,
+            joined=scenario.joined,
             note=self.reporter.note,
         )
         self.parts = self._parts()

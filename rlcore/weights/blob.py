@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +28,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64  # of the first tensor; the widest dtypes come first, so all are aligned
 
 
+class Entry(NamedTuple):
+    """What the header says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def to_blob(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
     """[bytes] uint8: a safetensors file in memory. Tensors may be on any device."""
-    header, size = _header(tensors)
+    header, size = _header(_entries(tensors))
     blob = np.empty(len(header) + size, np.uint8)
     blob[: len(header)] = np.frombuffer(header, np.uint8)
     # torch copies without the interpreter's lock, from any device and without another copy
@@ -45,10 +52,18 @@ def to_blob(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:
 
 def write_blob(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a safetensors file, copying one tensor at a time. Tensors may be on any device."""
-    header, _ = _header(tensors)
+    write_stream(file, _entries(tensors), _ordered(tensors).items())
+
+
+def write_stream(
+    file: BinaryIO, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """The same for tensors that are made one at a time, in the order of `entries`."""
+    header, _ = _header(entries)
     file.write(header)
-    for t in _ordered(tensors).values():
+    for _, t in tensors:
         file.write(_bytes(t).cpu().numpy().data)
+        del t
 
 
 def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
@@ -76,19 +91,23 @@ def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
     return out
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
+def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    return {n: Entry(t.dtype, tuple(t.shape)) for n, t in _ordered(tensors).items()}
+
+
+def _header(entries: Mapping[str, Entry]) -> tuple[bytes, int]:
     """(length and JSON header, bytes of the tensors that follow)."""
-    entries: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     start = 0
-    for name, t in _ordered(tensors).items():
-        stop = start + t.numel() * t.element_size()
-        entries[name] = {
-            "dtype": _NAMES[t.dtype],
-            "shape": list(t.shape),
+    for name, (dtype, shape) in entries.items():
+        stop = start + torch.Size(shape).numel() * dtype.itemsize
+        described[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
             "data_offsets": [start, stop],
         }
         start = stop
-    text = json.dumps(entries).encode()
+    text = json.dumps(described).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, start
 

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rlcore.files import new_file
 from rlcore.interfaces import WeightTransport
 from rlcore.types import WeightManifest
-from rlcore.weights.blob import write_blob
-from rlcore.weights.manifest import verify_tensors
+from rlcore.weights.blob import Entry, from_blob, write_stream
+from rlcore.weights.stream import arriving, in_buckets, in_order
 
 
 class DiskTransport(WeightTransport):
     """A folder that learner and actors share. Keeps the newest `keep` versions."""
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, *, bucket_bytes: int, keep: int = 2) -> None:
+        """`bucket_bytes`: of the buckets that a reader is given."""
         self._folder = Path(folder)
+        self._bucket_bytes = bucket_bytes
         self._keep = keep
         self._written: list[Path] = []
 
-    def publish(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Write one version; the handle is the file's path.
+    def publish(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """Write one version, tensor by tensor; the handle is the file's path.
 
         Raises OSError (a full disk) and leaves no partial file, or ArrivalError if tensors and
         manifest disagree.
         """
-        verify_tensors(manifest, tensors)
+        dtype = getattr(torch, manifest.dtype)
+        entries = {n: Entry(dtype, s) for n, s in zip(manifest.names, manifest.shapes, strict=True)}
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"weights-{manifest.version:08d}.safetensors"
         # Flushed, since another node may read it as soon as it has the path.
         with new_file(path, durable=True) as file:
-            write_blob(file, tensors)
+            write_stream(file, entries, in_order(manifest, tensors))
         self._remove_old(path)
         return str(path)
 
@@ -44,11 +48,12 @@ class DiskTransport(WeightTransport):
             old.unlink(missing_ok=True)
         self._written = self._written[-self._keep :]
 
-    def receive(self, manifest: WeightManifest, handle: str) -> dict[str, torch.Tensor]:
-        """CPU tensors of one version. Raises ArrivalError if they are not as announced, OSError
-        if there is no such file."""
-        from safetensors.torch import load_file
+    def receive(
+        self, manifest: WeightManifest, handle: str
+    ) -> Iterator[Mapping[str, torch.Tensor]]:
+        """CPU tensors of one version, views into the mapped file, a bucket at a time.
 
-        tensors = load_file(handle)
-        verify_tensors(manifest, tensors)
-        return tensors
+        Raises ArrivalError if they are not as announced, OSError if there is no such file.
+        """
+        tensors = from_blob(np.memmap(handle, np.uint8, mode="r"))
+        return arriving(manifest, in_buckets(tensors.items(), self._bucket_bytes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -34,16 +34,44 @@ def make_manifest(
     dtypes = {dtype_name(t.dtype) for t in tensors.values()}
     if len(dtypes) > 1:
         raise ValueError(f"published tensors must share one dtype, got {', '.join(sorted(dtypes))}")
-    names = tuple(tensors)
     _refuse_tied(tensors)
+    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    return announce(
+        version,
+        shapes,
+        dtypes.pop(),
+        lambda names: ((n, tensors[n]) for n in names),
+        full=full,
+        seed=seed,
+        sample=sample,
+    )
+
+
+def announce(
+    version: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    read: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]],
+    *,
+    full: bool,
+    seed: int,
+    sample: int = 8,
+) -> WeightManifest:
+    """The manifest of a set that need not be in memory: `read` gives the tensors of some names, one
+    at a time.
+
+    The rest is as in `make_manifest`. Ranks that choose with the same arguments read the same
+    names.
+    """
+    names = tuple(shapes)
     # Another sample for each version; both sides find the names in the manifest.
     chosen = list(names) if full else sample_names(names, sample, seed=seed + version)
     return WeightManifest(
         version=version,
         names=names,
-        shapes=tuple(tuple(t.shape) for t in tensors.values()),
-        dtype=dtypes.pop(),
-        checksums={n: tensor_checksum(tensors[n]) for n in chosen},
+        shapes=tuple(shapes.values()),
+        dtype=dtype,
+        checksums={n: tensor_checksum(t) for n, t in read(chosen)},
         full=full or len(chosen) == len(names),
     )
 

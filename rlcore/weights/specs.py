@@ -6,7 +6,7 @@ from typing import Literal
 
 from rlcore.spec import Spec, setting
 
-GROUP_TRANSPORTS = ("nccl", "gloo")  # learner and actors join one group
+GROUP_TRANSPORTS = ("nccl", "ipc", "gloo")  # learner and actors join one group
 Rounding = Literal["none", "fp8", "int8", "int4"]
 Scales = Literal["tensor", "channel", "block"]
 
@@ -14,8 +14,16 @@ Scales = Literal["tensor", "channel", "block"]
 class TransportSpec(Spec):
     """How published weights reach the actors."""
 
-    transport: Literal["object_store", "disk", "nccl", "gloo"] = setting(
-        "object_store", "how weights travel to actors"
+    transport: Literal["object_store", "disk", "nccl", "ipc", "gloo"] = setting(
+        "object_store",
+        "how weights travel to actors; nccl: from GPU to GPU; ipc: on GPUs that both share; gloo: "
+        "CPU",
+    )
+    bucket_mib: int = setting(
+        512,
+        "weights travel in buckets of this size, loaded while the next is sent",
+        unit="MiB",
+        gt=0,
     )
     verify_weights: Literal["sampled", "full"] = setting(
         "sampled", "tensors whose checksums are compared after each publish"
@@ -23,7 +31,7 @@ class TransportSpec(Spec):
 
     @property
     def joined(self) -> bool:
-        """Whether learner and actors share one group, which breaks if any member is lost."""
+        """Whether weights are sent to all actors at once, out of the learner's own memory."""
         return self.transport in GROUP_TRANSPORTS
 
 

@@ -6,6 +6,7 @@ from rlcore.config.compose import load
 from rlcore.errors import UserError
 
 DISTILL = "learner.distill={}"
+GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, tiny"]),
@@ -156,6 +157,17 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.ranks=2", "schedule.groups_per_step=1"],
     ),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
+    (["cluster.transport=ipc"], ["cluster.transport=ipc", "learner and actor.bf16"]),
+    ([*GPUS, "learner.num_gpus=0.5", "cluster.transport=nccl"], ["one GPU", "learner", "use ipc"]),
+    ([*GPUS, "cluster.transport=ipc"], ["shares of one", "use nccl"]),
+    (
+        [*GPUS, "cluster.transport=nccl", "actor.bf16.engine=mine.py:Engine"],
+        ["actor.bf16.engine", "object_store"],
+    ),
+    (
+        [*GPUS, "cluster.transport=nccl", "+actor.b={num_gpus: 1, dtype: float32}"],
+        ["bfloat16 and float32", "actor.*.dtype"],
+    ),
     (["+task@evaluation.tasks.digits=arithmetic"], ["evaluation.tasks.digits"]),
     (["learner.train_sparse=true"], ["learner.train_sparse", "actor.bf16.kind=bf16"]),
     ([DISTILL], ["learner.distill", "actor.bf16.kind=bf16"]),

@@ -65,7 +65,7 @@ def published_bfloat16(
     for s in range(2):
         one.begin_phase([share(make_groups(5, seed=s, first_id=10 * s), rank, world)])
         one.train_step(s)
-    weights = one.state_for_publish(POLICY, "bfloat16")
+    weights = dict(one.published_weights(POLICY, "bfloat16"))
     return {
         "weights": {name: w.float().numpy() for name, w in weights.items()},
         "scores": [np.asarray(score) for score in one.score(SEQUENCES)],

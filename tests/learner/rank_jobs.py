@@ -43,7 +43,7 @@ def learner(rank: int, world: int, port: int, model: str, **over: Any) -> Learne
 
 def state(one: LearnerRank, name: str = POLICY) -> dict[str, np.ndarray]:
     """Whole float32 weights."""
-    return arrays(one.state_for_publish(name, "float32"))
+    return arrays(dict(one.published_weights(name, "float32")))
 
 
 def untimed(row: dict[str, float]) -> dict[str, float]:
@@ -347,7 +347,9 @@ def learn_to_copy(rank: int, world: int, port: int, model: str, folder: str) -> 
     return {
         "losses": losses,
         "scores": one.score(probe),
-        "bf16": {k: str(v.dtype) for k, v in one.state_for_publish(POLICY, "bfloat16").items()},
+        "bf16": {
+            k: str(v.dtype) for k, v in dict(one.published_weights(POLICY, "bfloat16")).items()
+        },
     }
 
 
@@ -380,6 +382,8 @@ def bfloat16(
             norms.append(one.train_step(0)["grad_norm"])
         out[stage] = (
             *norms,
-            arrays({k: v.float() for k, v in one.state_for_publish(POLICY, "bfloat16").items()}),
+            arrays(
+                {k: v.float() for k, v in dict(one.published_weights(POLICY, "bfloat16")).items()}
+            ),
         )
     return out

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rlcore.errors import RoleLost, StageError, UserError
+from rlcore.errors import StageError, UserError
 from rlcore.loop.clients import POLICY, Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
@@ -225,17 +225,6 @@ def test_the_fleet_grows_and_shrinks_while_it_works():
         assert [m.name for m in fleet.members] == ["bf16-0", "bf16-3"]  # names are never reused
 
     play(scenario, count=1)
-
-
-def test_a_broadcast_group_is_lost_with_any_of_its_members():
-    async def scenario(world):
-        with pytest.raises(UserError, match=r"cluster\.transport"):
-            world.fleet.resize({"bf16": 3})
-        world.actor(1).die()
-        with pytest.raises(RoleLost, match="bf16-1"):
-            await world.supervisor.watch()
-
-    play(scenario, joined=True)
 
 
 def test_a_late_reply_is_not_credited_to_the_process_that_took_its_place():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine
+from rlcore.interfaces import RolloutEngine, WeightStream
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.core import CoreRequest, DecodeCore, Output
 from rlcore.rollout.request_book import RequestBook
@@ -105,14 +105,12 @@ class FakeEngine(RolloutEngine):
     def drained(self) -> bool:
         return self.book.drained()
 
-    def update_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], on_publish: OnPublish
-    ) -> None:
-        if set(tensors) != set(WEIGHTS):
+    def update_weights(self, version: int, weights: WeightStream, on_publish: OnPublish) -> None:
+        if set(weights.shapes) != set(WEIGHTS):
             raise ValueError("a weight is missing")
         assert self.loading.wait(30)
         draws = self.book.withdraw(started=True) if on_publish == "abort" else []
-        self.held = tensors
+        self.held = {n: t for bucket in weights.buckets for n, t in bucket.items()}
         self.book.set_version(version)
         self.book.resubmit(draws)
 

@@ -13,6 +13,7 @@ from rollout_fakes import WEIGHTS, FakeEngine, ask
 from rlcore.errors import DeadlineExceeded
 from rlcore.rollout.worker import RolloutWorker
 from rlcore.weights.manifest import ArrivalError, make_manifest
+from rlcore.weights.stream import whole
 
 NEW = {n: t + 1 for n, t in WEIGHTS.items()}
 
@@ -101,7 +102,7 @@ def test_the_decoding_time_of_open_requests_is_reported(worker, engine):
 def test_an_update_takes_its_place_among_the_commands(worker, sink, mode):
     manifest = make_manifest(1, NEW, full=True, seed=0)
     worker.submit(ask(6, max_new_tokens=50)).result(30)
-    update = worker.update_weights(1, NEW, mode, manifest=manifest, timeout_s=30)
+    update = worker.update_weights(1, whole(NEW), mode, manifest=manifest, timeout_s=30)
     behind = worker.submit(ask(2, group=1))
     assert set(update.result(30)) == {"stop_s", "drain_s"} and worker.status()["version"] == 1
     behind.result(30)
@@ -124,7 +125,7 @@ def test_set_version_leaves_the_weights(worker, sink):
 def test_a_drain_that_takes_too_long_keeps_the_old_weights(worker, engine, sink):
     engine.step_s = 0.01
     worker.submit(ask(6, max_new_tokens=60)).result(30)
-    update = worker.update_weights(1, NEW, "finish", timeout_s=0.0)
+    update = worker.update_weights(1, whole(NEW), "finish", timeout_s=0.0)
     late = worker.submit(ask(2, group=1))
     with pytest.raises(DeadlineExceeded, match=r"schedule\.publish_timeout_s"):
         update.result(30)
@@ -136,7 +137,7 @@ def test_a_drain_that_takes_too_long_keeps_the_old_weights(worker, engine, sink)
 def test_a_refused_update_leaves_a_serving_engine(worker, sink):
     for mode in ("in_flight", "finish"):
         with pytest.raises(ValueError, match="is missing"):
-            worker.update_weights(1, {"w": torch.ones(2)}, mode, timeout_s=30).result(30)
+            worker.update_weights(1, whole({"w": torch.ones(2)}), mode, timeout_s=30).result(30)
     worker.submit(ask(2)).result(30)
     assert all(set(t.token_version) == {0} for t in sink.wait(2))
 
@@ -144,7 +145,9 @@ def test_a_refused_update_leaves_a_serving_engine(worker, sink):
 def test_weights_that_did_not_arrive_stop_the_engine(worker):
     announced = make_manifest(1, NEW, full=True, seed=0)
     with pytest.raises(ArrivalError, match="did not arrive whole"):
-        worker.update_weights(1, WEIGHTS, "in_flight", manifest=announced, timeout_s=30).result(30)
+        worker.update_weights(
+            1, whole(WEIGHTS), "in_flight", manifest=announced, timeout_s=30
+        ).result(30)
     wait_until(lambda: worker.status()["error"] is not None)
     assert "ArrivalError" in worker.status()["error"]
     with pytest.raises(RuntimeError, match="has failed: ArrivalError"):
@@ -153,7 +156,7 @@ def test_weights_that_did_not_arrive_stop_the_engine(worker):
 
 def test_slow_loading_is_no_missed_heartbeat_until_its_own_deadline(worker, engine):
     engine.loading.clear()
-    slow = worker.update_weights(1, NEW, "in_flight", timeout_s=0.6)
+    slow = worker.update_weights(1, whole(NEW), "in_flight", timeout_s=0.6)
     wait_until(lambda: worker.status()["loading"])
     time.sleep(0.3)
     assert worker.status()["heartbeat_age_s"] == 0.0
@@ -174,7 +177,7 @@ def test_an_engine_that_fails_is_reported_by_every_later_call(worker, engine):
         lambda: worker.submit(ask(1)),
         lambda: worker.checksums([]),
         lambda: worker.abort([]),
-        lambda: worker.update_weights(1, NEW, "in_flight", timeout_s=1),
+        lambda: worker.update_weights(1, whole(NEW), "in_flight", timeout_s=1),
     ):
         with pytest.raises(RuntimeError, match="ranks died"):
             call()
@@ -191,7 +194,7 @@ def test_an_error_in_delivery_ends_the_worker_and_fails_what_waits(engine):
     worker = RolloutWorker(engine, broken, flush_interval_s=0.0)
     worker.submit(ask(1)).result(30)
     assert delivering.wait(30)
-    update = worker.update_weights(1, NEW, "finish", timeout_s=30)
+    update = worker.update_weights(1, whole(NEW), "finish", timeout_s=30)
     queued.set()
     with pytest.raises(RuntimeError, match="has stopped: OSError: no space left"):
         update.result(30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.serialization import load_group
 from rlcore.types import Group, WeightManifest
+from rlcore.weights.group import Receivers
 
 PHASE_WEIGHTS = "phase_weights.safetensors"
 # Threads beside the one that computes: heartbeats, files, the next batches
@@ -27,25 +29,21 @@ class LearnerActor:
     def __init__(self, buffer: Any, hosting: Hosting) -> None:
         self._buffer = buffer
         self._hosting = hosting
+        self._joined = hosting.transport.joined
         self._writing: list[WriteBehind] = []  # of the last `save` and of abandoned ones
         self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
         # rank 0: trained weights at the beginning of the phase
         self._phase_weights: dict[str, Any] = {}
 
     def start(self, job: LearnerJob, place: RankPlace) -> int:
-        from rlcore.cluster.transports import make_transport
+        from rlcore.cluster.transports import make_sender, make_transport
         from rlcore.learner.rank import LearnerRank
 
         self.rank = LearnerRank(job, place)
         self._run_seed = job.run_seed
         self.transport: Any = make_transport(self._hosting)
+        self.sender: Any = make_sender(self._hosting, place.rank) if self._joined else None
         return os.getpid()
-
-    def join(self, host: str, port: int, rank: int, world_size: int) -> None:
-        """Join the broadcast group that weights travel through."""
-        from rlcore.cluster.transports import join_group
-
-        self.transport = join_group(self._hosting, host, port, rank, world_size)
 
     @ray.method(concurrency_group="watch")
     def alive(self) -> bool:
@@ -110,25 +108,44 @@ class LearnerActor:
         self, version: int, name: str, dtype: str, full: bool, resumed: str | None
     ) -> tuple[WeightManifest, Any] | None:
         """Gather a set of weights (all ranks take part); rank 0 returns (manifest, handle), the
-        others None.
+        others None. Group transports: it is announced only, and `send` sends it.
 
         `resumed`: a checkpoint made in the middle of a phase; what the phase began with is
         published.
         """
-        from rlcore.weights.manifest import make_manifest
+        from rlcore.weights.manifest import announce
 
         if resumed is not None:
             self._load_phase_weights(resumed)
-        tensors = self.rank.state_for_publish(name, dtype)
+        read = partial(self.rank.published_weights, name, dtype)
+        shapes = self.rank.engine_of(name).shapes()
+        manifest = announce(version, shapes, dtype, read, full=full, seed=self._run_seed)
+        if self._joined:
+            return (manifest, None) if self.rank.rank == 0 else None
         if self.rank.rank != 0:
+            # gathering is collective, and there is nothing to send here
+            deque(read(), maxlen=0)
             return None
-        manifest = make_manifest(version, tensors, full=full, seed=self._run_seed)
-        return manifest, self.transport.publish(manifest, tensors)
+        return manifest, self.transport.publish(manifest, read())
+
+    def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> None:
+        """Send the set that was announced to actors that have stopped for it (all ranks take part);
+        returns when they have loaded it."""
+        name_of_transport = self._hosting.transport.transport
+        read = partial(
+            self.rank.published_weights,
+            name,
+            manifest.dtype,
+            on_device=name_of_transport != "gloo",
+            everywhere=name_of_transport == "ipc",  # each GPU's own copy is read
+        )
+        self.sender.send(manifest, receivers, read)
 
     def follow(self, manifest: WeightManifest, handle: Any) -> None:
         """Take these weights as the frozen policy that KL is taken to (a draft's learner follows
         the policy)."""
-        self.rank.load_frozen(self.transport.receive(manifest, handle))
+        for bucket in self.transport.receive(manifest, handle):
+            self.rank.load_frozen(bucket)
 
     # ---- state -----------------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Generic, TypeVar
 
 import ray
 
@@ -14,6 +15,7 @@ from rlcore.cluster.jobs import Hosting, RolloutJob
 from rlcore.errors import UserError
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
+T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 MAX_UNDELIVERED = 64  # messages in transit to one process above which delivery waits
 RECHECK_S = 1.0
@@ -32,7 +34,7 @@ class RolloutActor:
         self._open: set[str] = set()
 
     def start(self, job: RolloutJob) -> int:
-        from rlcore.cluster.transports import make_transport
+        from rlcore.cluster.transports import make_receiver, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.registry import start_engine
         from rlcore.rollout.worker import RolloutWorker
@@ -47,16 +49,11 @@ class RolloutActor:
         self.engine = start_engine(job.engine)
         self.worker = RolloutWorker(self.engine, self.delivery.put)
         self.transport: Any = make_transport(self._hosting)
+        self.receiver: Any = make_receiver(self._hosting) if self.transport is None else None
         return os.getpid()
 
     def _delivered(self, trajectories: list[Trajectory]) -> None:
         self._open -= {t.request_id for t in trajectories}
-
-    def join(self, host: str, port: int, rank: int, world_size: int) -> None:
-        """Join the broadcast group that weights travel through."""
-        from rlcore.cluster.transports import join_group
-
-        self.transport = join_group(self._hosting, host, port, rank, world_size)
 
     def submit(self, requests: list[Request]) -> None:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
@@ -79,13 +76,49 @@ class RolloutActor:
     ) -> dict[str, float]:
         """Receive, load between two engine steps, and verify arrival. Returns seconds of each
         part."""
-        limit, start = self._publish_timeout_s, time.monotonic()
-        tensors = self.transport.receive(manifest, handle)
-        received = time.monotonic()
+        from rlcore.weights.stream import announced
+
+        limit = self._publish_timeout_s
+        waited = Waited(self.transport.receive(manifest, handle))
         loading = self.worker.update_weights(
-            manifest.version, tensors, on_publish, manifest=manifest, timeout_s=limit
+            manifest.version,
+            announced(manifest, waited),
+            on_publish,
+            manifest=manifest,
+            timeout_s=limit,
         )
-        return {"receive_s": received - start, **loading.result(timeout=limit)}
+        took = loading.result(timeout=limit)
+        return {"receive_s": waited.seconds, **took}
+
+    def prepare_weights(self, manifest: WeightManifest, on_publish: OnPublish) -> None:
+        """Group transports: return when the engine has stopped for a publication, so that the
+        learner may send it."""
+        from rlcore.weights.arrival import Arrival
+        from rlcore.weights.stream import announced
+
+        limit = self._publish_timeout_s
+        self._arrival = arrival = Arrival(limit)
+        buckets = self.receiver.buckets(manifest, arrival)
+        self._loading = self.worker.update_weights(
+            manifest.version,
+            announced(manifest, buckets),
+            on_publish,
+            manifest=manifest,
+            timeout_s=limit,
+        )
+        either: list[Future[Any]] = [arrival.reached, self._loading]
+        wait(either, timeout=limit, return_when=FIRST_COMPLETED)
+        if not arrival.reached.done():
+            self._loading.result(timeout=0)
+
+    def transfer(self, verb: str, payload: Any) -> None:
+        """The learner's sender: have the engine's thread do this before it goes on."""
+        self._arrival.ask(verb, payload)
+
+    def finish_weights(self) -> dict[str, float]:
+        """Return when the engine has proven what it was sent, and goes on. Seconds of each part."""
+        took = self._loading.result(timeout=self._publish_timeout_s)
+        return {"receive_s": self._arrival.seconds, **took}
 
     def set_version(self, version: int) -> dict[str, float]:
         """Note a new version of the policy; the weights of a frozen draft stay."""
@@ -104,6 +137,25 @@ class RolloutActor:
 
     def close(self) -> None:
         self.worker.close()
+
+
+class Waited(Generic[T]):
+    """An iterable that counts the seconds spent waiting for its next item."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = items
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[T]:
+        items, over = iter(self._items), object()
+        while True:
+            begun = time.monotonic()
+            item = next(items, over)
+            self.seconds += time.monotonic() - begun
+            if item is over:
+                return
+            yield item  # type: ignore[misc]
+            del item
 
 
 def _bounded(send: Callable[[Any], Any]) -> Callable[[Any], None]:

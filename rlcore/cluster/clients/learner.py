@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.ranks import Ask, RankGroup, deal
+from rlcore.cluster.clients.rollout import RayRolloutActor
+from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.receivers import RayReceivers
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.clients import POLICY, Batch, LearnerClient, Publication
+from rlcore.loop.clients import POLICY, ActorClient, Batch, LearnerClient, Publication
 
 ANSWER_S = 5.0  # beyond its own deadline, for a rank to report that it has passed
 # What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">
@@ -29,9 +32,15 @@ class RayLearner(LearnerClient):
     `schedule.step_timeout_s`."""
 
     def __init__(
-        self, groups: Sequence[RankGroup], started: Sequence[tuple[Any, str]], *, wire_dtype: str
+        self,
+        groups: Sequence[RankGroup],
+        started: Sequence[tuple[Any, str]],
+        hosting: Hosting,
+        *,
+        wire_dtype: str,
     ) -> None:
         """`groups`: the policy's first. `wire_dtype`: of published weights."""
+        self._publish_timeout_s = hosting.schedule.publish_timeout_s
         self.policy = groups[0]
         self.companions = list(groups[1:])
         self.starting = list(started)
@@ -97,6 +106,20 @@ class RayLearner(LearnerClient):
                 f"loading version {version} into the {group.name} learner",
             )
         return Publication(version, sets)
+
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+        """Only the policy's set: runs with several have other transports."""
+        manifest, _ = publication.sets[POLICY]
+        actors = cast(Sequence[RayRolloutActor], receivers)
+        to = RayReceivers(
+            [actor.handle for actor in actors],
+            [actor.ranks for actor in actors],
+            self._publish_timeout_s,
+        )
+        await self.policy.call(
+            lambda rank: rank.send.remote(manifest, POLICY, to),
+            f"sending version {publication.version} to {len(actors)} rollout actors",
+        )
 
     async def _gather(
         self, group: RankGroup, version: int, full: bool, resumed: str | None

@@ -18,8 +18,12 @@ WHO = "its process"
 class RayRolloutActor(ActorClient):
     """Weights have the deadline of a publication, every other call that of a hung actor."""
 
-    def __init__(self, handle: Any, name: str, started: Any, hosting: Hosting) -> None:
+    def __init__(
+        self, handle: Any, name: str, started: Any, hosting: Hosting, *, ranks: int = 1
+    ) -> None:
+        """`ranks`: processes that hold the engine's model."""
         self.handle = handle
+        self.ranks = ranks
         self.starting = [(started, f"rollout actor {name} to start")]
         self._hang_timeout_s = hosting.supervision.hang_timeout_s
         self._publish_timeout_s = hosting.schedule.publish_timeout_s
@@ -49,6 +53,14 @@ class RayRolloutActor(ActorClient):
     ) -> dict[str, float]:
         ref = self.handle.update_weights.remote(manifest, handle, on_publish)
         return await self._load(ref, manifest.version)
+
+    async def prepare_weights(self, manifest: WeightManifest, on_publish: OnPublish) -> None:
+        what, key = f"stopping for version {manifest.version}", "schedule.publish_timeout_s"
+        ref = self.handle.prepare_weights.remote(manifest, on_publish)
+        await call(ref, timeout_s=self._publish_timeout_s, what=what, key=key, who=WHO)
+
+    async def finish_weights(self, version: int) -> dict[str, float]:
+        return await self._load(self.handle.finish_weights.remote(), version)
 
     async def set_version(self, version: int) -> dict[str, float]:
         return await self._load(self.handle.set_version.remote(version), version)

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,15 +145,25 @@ class ZeroEngine(TrainEngine):
 
     # ----- state in and out -----
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.names.items()}
+
+    def weights(
+        self, only: Collection[str] | None = None, *, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         import deepspeed
 
         for name, p in self.names.items():
+            if only is not None and name not in only:
+                continue
             layer = self._adapted.get(name)
             parts = [p] if layer is None else [p, *factors(layer)]
             with deepspeed.zero.GatheredParameters(parts, enabled=self._stage == 3):
                 whole = p.detach() if layer is None else merged(p.detach(), layer)
-                yield name, whole.to("cpu", copy=True)
+                if not on_device:
+                    yield name, whole.to("cpu", copy=True)
+                else:  # a gathered weight is freed when the next one is asked for
+                    yield name, whole.clone() if self._stage == 3 else whole
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._state.weights()

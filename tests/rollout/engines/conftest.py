@@ -10,6 +10,7 @@ from engine_helpers import Model, build_model, drain, make_job, requests
 
 from rlcore.rollout.registry import start_engine
 from rlcore.types import Request, Trajectory
+from rlcore.weights.stream import whole
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,7 @@ def engine(shared_engine: Any, model_a: Model) -> Any:
     """The shared engine on model A's weights as version 0, with nothing queued."""
     shared_engine.abort(_asked)
     shared_engine.end_drain()
-    shared_engine.update_weights(0, model_a.tensors, "in_flight")
+    shared_engine.update_weights(0, whole(model_a.tensors), "in_flight")
     return shared_engine
 
 

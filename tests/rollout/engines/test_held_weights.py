@@ -15,6 +15,7 @@ from rlcore.rollout.engines.vllm.held_weights import HeldWeights
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums
+from rlcore.weights.stream import announced, in_buckets, whole
 
 HEADS = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
 NAMES = ["model.norm.weight", *(f"model.attn.{part}.weight" for part in HEADS)]
@@ -50,18 +51,25 @@ class Engine(WeightExtension):
         self.model.config = SimpleNamespace(tie_word_embeddings=False)
         self.model_runner = SimpleNamespace(model=self.model)
         self.full, self.dropped = {}, ()
-        self.rl_requantise(tensors.items())
+        self.model.load_weights = self.take
+        self.take(tensors.items())
+        self.rl_end_relayout()
+
+    def take(self, tensors):
+        self.full |= {n: t for n, t in tensors if n not in self.dropped}
+        return set(dict(self.model.named_parameters()))
+
+    def rl_begin_relayout(self):
+        self.begun = True
 
     @torch.no_grad()
-    def rl_requantise(self, tensors):
-        self.full |= {n: t for n, t in tensors if n not in self.dropped}
+    def rl_end_relayout(self):
         layer = self.model.model["attn"]["qkv_proj"]
         layer.weight = nn.Parameter(
             torch.cat([self.full[n] for n in NAMES[1:]]), requires_grad=False
         )
         layer.quant_method.process_weights_after_loading(layer)
         self.model.model["norm"].weight.copy_(self.full[NAMES[0]])
-        return dict(self.model.named_parameters())
 
     def rpc(self, method, *args):
         return getattr(self, method)(*args)
@@ -100,7 +108,7 @@ def test_quantised_weights_that_arrived_are_proven_from_the_start_on(start):
     engine, held = start()
     verify(held, weights(0))
     before = [p.data_ptr() for p in engine.model.parameters()]
-    held.load(weights(1))
+    held.load(whole(weights(1)))
     layer = dict(engine.model.named_parameters())
     verify(held, weights(1))
     assert layer.keys() == dict(engine.model.named_parameters()).keys() and len(before) == len(
@@ -116,14 +124,14 @@ def test_quantised_weights_that_arrived_are_proven_from_the_start_on(start):
 def test_weights_that_were_lost_on_the_way_are_seen(start, lost):
     engine, held = start()
     engine.dropped = lost
-    held.load(weights(1))
+    held.load(whole(weights(1)))
     with pytest.raises(ArrivalError, match="|".join(lost)):
         verify(held, weights(1))
 
 
 def test_a_scale_that_went_wrong_is_seen(start):
     engine, held = start()
-    held.load(weights(1))
+    held.load(whole(weights(1)))
     engine.model.model["attn"]["qkv_proj"].weight_scale.data.mul_(1.01)
     with pytest.raises(ArrivalError, match="q_proj"):
         verify(held, weights(1))
@@ -132,4 +140,22 @@ def test_a_scale_that_went_wrong_is_seen(start):
 def test_a_weight_that_the_model_did_not_take_ends_the_load(start):
     _, held = start()
     with pytest.raises(RuntimeError, match="did not load model"):
-        held.load(weights(1) | {"model.other.weight": torch.ones(2)})
+        held.load(whole(weights(1) | {"model.other.weight": torch.ones(2)}))
+
+
+def test_buckets_are_loaded_as_they_come_and_only_what_will_be_proven_is_kept(start):
+    """Of a set in buckets the engine keeps nothing but the fused weights the manifest names."""
+    _, held = start()
+    sent = weights(1)
+    manifest = make_manifest(1, sent, full=False, seed=0, sample=1)
+    seen = []
+
+    def buckets():
+        for bucket in in_buckets(sent.items(), 100):
+            seen.append(list(bucket))
+            yield bucket
+
+    held.load(announced(manifest, buckets()))
+    assert len(seen) == len(NAMES)  # each weight is larger than half a bucket
+    assert set(held.checksums(manifest.checksums)) == set(manifest.checksums)
+    verify_checksums(manifest, held.checksums(manifest.checksums))

@@ -34,7 +34,7 @@ prompts = [np.array([3 + (7 * i + j) % 25 for j in range(90)], np.int32) for i i
 engine.add([Request(0, i, "p", p, spec, seed=i) for i, p in enumerate(prompts)])
 done = [t for _ in range(6) for t in engine.step()]
 # resubmitted: the tokens they have stay response, not prompt
-engine.update_weights(1, read_weights(folder), "abort")
+engine.update_weights(1, whole(read_weights(folder)), "abort")
 while engine.unfinished():
     done += engine.step()
 names = ("prompt_ids", "sampled_ids", "logp_inf", "token_version")

@@ -14,6 +14,7 @@ import pytest
 from engine_helpers import build_model
 
 from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +52,7 @@ def test_an_update_in_flight_reaches_every_rank(pair, models, ask, finish):
     pair.add(ask(6, max_new_tokens=40))
     for _ in range(8):
         pair.step()
-    pair.update_weights(1, models[1].tensors, "in_flight")
+    pair.update_weights(1, whole(models[1].tensors), "in_flight")
     assert pair.checksums(pair.names()) == checksums(models[1].tensors)
     crossed = [t for t in finish(pair) if set(t.token_version.tolist()) == {0, 1}]
     assert crossed
@@ -70,7 +71,7 @@ def test_what_one_rank_lost_is_seen(pair, models):
             ).data.add_(1.0)
 
     expected = checksums(models[1].tensors)
-    pair.update_weights(2, models[1].tensors, "abort")
+    pair.update_weights(2, whole(models[1].tensors), "abort")
     for held_by_rank_1, seen in (
         ("layers.1.mlp.down_proj", ["mlp.down_proj"]),  # split over the ranks
         ("layers.1.input_layernorm", ["input_layernorm"]),  # a copy on both
@@ -84,7 +85,7 @@ def test_what_one_rank_lost_is_seen(pair, models):
         assert {n for n in held if held[n] != expected[n]} == {
             f"model.layers.1.{part}.weight" for part in seen
         }
-        pair.update_weights(2, models[1].tensors, "abort")
+        pair.update_weights(2, whole(models[1].tensors), "abort")
         assert pair.checksums(pair.names()) == expected
 
 

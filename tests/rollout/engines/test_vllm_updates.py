@@ -11,6 +11,7 @@ from engine_helpers import build_model
 from rlcore.weights.manifest import make_manifest, verify_checksums, verify_tensors
 from rlcore.weights.rounding import is_rounded, round_weights
 from rlcore.weights.specs import RoundingSpec
+from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +48,7 @@ def start_and_step(engine, requests, steps):
 @pytest.mark.parametrize("prompt", [None, LONG], ids=["short", "cached-prefix"])
 def test_tokens_match_the_version_they_carry(engine, model_a, model_b, ask, finish, mode, prompt):
     done = start_and_step(engine, ask(24, prompt=prompt, max_new_tokens=60), 9)  # 16 run, 8 wait
-    engine.update_weights(1, model_b.tensors, mode)
+    engine.update_weights(1, whole(model_b.tensors), mode)
     trajectories = [*done, *finish(engine)]
     assert len(trajectories) == 24 and all(len(t.sampled_ids) <= 60 for t in trajectories)
     assert check_spans(trajectories, model_a, model_b) > 100
@@ -63,9 +64,9 @@ def test_tokens_match_the_version_they_carry(engine, model_a, model_b, ask, fini
 def test_an_update_in_flight_is_reproducible(engine, model_a, model_b, ask, finish, mode):
     runs = []
     for _ in range(2):
-        engine.update_weights(0, model_a.tensors, "in_flight")
+        engine.update_weights(0, whole(model_a.tensors), "in_flight")
         done = start_and_step(engine, ask(20, max_new_tokens=40), 6)
-        engine.update_weights(1, model_b.tensors, mode)
+        engine.update_weights(1, whole(model_b.tensors), mode)
         done = sorted([*done, *finish(engine)], key=lambda t: t.sample_index)
         runs.append([(t.sampled_ids.tolist(), t.token_version.tolist()) for t in done])
     assert runs[0] == runs[1]
@@ -73,21 +74,20 @@ def test_an_update_in_flight_is_reproducible(engine, model_a, model_b, ask, fini
 
 def test_a_resubmitted_request_does_not_repeat_its_earlier_draws(engine, model_a, ask, finish):
     engine.add(ask(12, max_new_tokens=40))
-    whole = finish(engine)
+    untouched = finish(engine)
     done = start_and_step(engine, ask(12, max_new_tokens=40), 5)
-    engine.update_weights(
-        1, model_a.tensors, "abort"
-    )  # the same weights: only the draws can differ
+    # the same weights: only the draws can differ
+    engine.update_weights(1, whole(model_a.tensors), "abort")
     again = sorted([*done, *finish(engine)], key=lambda t: t.sample_index)
     assert all(
-        a.sampled_ids[:5].tolist() == w.sampled_ids[:5].tolist() for a, w in zip(again, whole)
+        a.sampled_ids[:5].tolist() == w.sampled_ids[:5].tolist() for a, w in zip(again, untouched)
     )
-    assert any(a.sampled_ids.tolist() != w.sampled_ids.tolist() for a, w in zip(again, whole))
+    assert any(a.sampled_ids.tolist() != w.sampled_ids.tolist() for a, w in zip(again, untouched))
 
 
 def test_finish_gives_every_trajectory_one_version(engine, model_a, model_b, ask, finish):
     done = start_and_step(engine, ask(24, max_new_tokens=30), 4)
-    engine.update_weights(1, model_b.tensors, "finish")
+    engine.update_weights(1, whole(model_b.tensors), "finish")
     engine.add(ask(2, group=1))
     trajectories = [*done, *finish(engine)]
     assert len(trajectories) == 26 and all(len(set(t.token_version)) == 1 for t in trajectories)
@@ -104,13 +104,13 @@ def test_what_waits_during_a_drain_enters_in_order_afterwards(engine, model_b, a
         done += engine.step()
     assert len(done) == 4 and engine.unfinished() == 2 and engine.step() == []
     engine.abort(["train:1:0"])
-    engine.update_weights(1, model_b.tensors, "finish")
+    engine.update_weights(1, whole(model_b.tensors), "finish")
     (last,) = finish(engine)
     assert last.request_id == "train:1:1" and set(last.token_version) == {1}
 
 
 def test_an_updated_engine_equals_a_fresh_one(engine, start, model_b, ask, finish):
-    engine.update_weights(1, model_b.tensors, "in_flight")
+    engine.update_weights(1, whole(model_b.tensors), "in_flight")
     fresh = start(model_b)
     for e in (engine, fresh):
         e.add(ask(8, max_new_tokens=40))
@@ -125,7 +125,7 @@ def test_keep_leaves_old_keys_and_values_to_running_requests_only(
 ):
     engine = start(model_a, kv_on_update="keep")
     done = start_and_step(engine, ask(32, prompt=LONG, max_new_tokens=40), 6)  # some still wait
-    engine.update_weights(1, model_b.tensors, "in_flight")
+    engine.update_weights(1, whole(model_b.tensors), "in_flight")
     engine.add(
         ask(4, group=1, prompt=LONG, max_new_tokens=20)
     )  # the prompt is cached under the old weights
@@ -144,7 +144,7 @@ def test_keep_leaves_old_keys_and_values_to_running_requests_only(
 
 def test_checksums_cover_every_tensor_and_catch_one_altered(engine, model_a, model_b):
     manifest = make_manifest(1, model_b.tensors, full=True, seed=0)
-    engine.update_weights(1, model_b.tensors, "in_flight")
+    engine.update_weights(1, whole(model_b.tensors), "in_flight")
     verify_checksums(manifest, engine.checksums(manifest.names))
     for name in (
         "model.layers.1.self_attn.k_proj.weight",
@@ -153,7 +153,7 @@ def test_checksums_cover_every_tensor_and_catch_one_altered(engine, model_a, mod
     ):
         altered = {n: t.clone() for n, t in model_b.tensors.items()}
         altered[name].view(-1)[-1] += 1e-3
-        engine.update_weights(2, altered, "in_flight")
+        engine.update_weights(2, whole(altered), "in_flight")
         held = engine.checksums(manifest.names)
         assert [n for n in manifest.names if held[n] != manifest.checksums[n]] == [name]
         with pytest.raises(RuntimeError, match=name):
@@ -170,7 +170,7 @@ def test_a_set_that_is_not_the_models_leaves_the_old_weights(engine, model_a, mo
         (extra, "layers.9"),
     ):
         with pytest.raises(ValueError, match=words):
-            engine.update_weights(1, wrong, "abort")
+            engine.update_weights(1, whole(wrong), "abort")
     assert engine.version == 0
     engine.add(ask(2))
     for t in finish(engine):
@@ -184,7 +184,7 @@ def test_untied_embeddings_are_checked_on_their_own(start, tmp_path, ask, finish
     )
     assert "lm_head.weight" in a.tensors
     engine = start(a)
-    engine.update_weights(1, b.tensors, "in_flight")
+    engine.update_weights(1, whole(b.tensors), "in_flight")
     verify_checksums(
         make_manifest(1, b.tensors, full=True, seed=0), engine.checksums(engine.names())
     )
@@ -201,7 +201,7 @@ def test_rounding_is_applied_to_every_set_of_weights(
     spec = RoundingSpec(rounding=kind, scales=scales)
     for version, model in ((0, model_a), (1, model_b)):
         if version:
-            engine.update_weights(version, model.tensors, "in_flight")
+            engine.update_weights(version, whole(model.tensors), "in_flight")
         rounded = round_weights(model.tensors, spec)
         verify_tensors(make_manifest(version, model.tensors, full=False, seed=0), rounded)
         with torch.no_grad():
@@ -252,13 +252,13 @@ def test_a_cache_too_small_for_all_preempts_and_changes_no_log_prob(
 ):
     engine = start(model_a, kv_cache_gib=15 * 128 * 1024 / 2**30)  # 15 blocks of 128 tokens
     for mode in ("in_flight", "abort", "finish"):
-        engine.update_weights(0, model_a.tensors, "in_flight")
+        engine.update_weights(0, whole(model_a.tensors), "in_flight")
         # 12 sequences that soon need 24 blocks
         engine.add(ask(12, prompt=LONG[:125], max_new_tokens=120))
         done, preempted = [], False
         for step in range(400):
             if step == 12:
-                engine.update_weights(1, model_b.tensors, mode)
+                engine.update_weights(1, whole(model_b.tensors), mode)
             before = engine.running()
             finished = engine.step()
             preempted |= engine.running() < before - len(finished)

@@ -11,6 +11,7 @@ import torch
 
 from rlcore.rollout.worker import RolloutWorker
 from rlcore.weights.manifest import ArrivalError, make_manifest
+from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +57,7 @@ def test_a_thread_count_set_elsewhere_does_not_stop_a_new_thread(worker, finishe
 def test_updates_between_steps(worker, finished, ask, model_a, model_b, mode):
     manifest = make_manifest(1, model_b.tensors, full=True, seed=0)
     worker.submit(ask(24, max_new_tokens=200)).result(30)
-    update = worker.update_weights(1, model_b.tensors, mode, manifest=manifest, timeout_s=60)
+    update = worker.update_weights(1, whole(model_b.tensors), mode, manifest=manifest, timeout_s=60)
     worker.submit(ask(2, group=1)).result(60)
     update.result(60)
     for t in collect(finished, 26):
@@ -73,5 +74,5 @@ def test_weights_that_did_not_arrive_are_fatal(worker, ask, model_a, model_b):
     announced = make_manifest(1, model_b.tensors, full=False, seed=0)
     with pytest.raises(ArrivalError, match="did not arrive whole"):
         worker.update_weights(
-            1, model_a.tensors, "in_flight", manifest=announced, timeout_s=60
+            1, whole(model_a.tensors), "in_flight", manifest=announced, timeout_s=60
         ).result(60)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from rlcore.rollout.engines.vllm.folder_loader import LOAD_FORMAT
 from rlcore.rollout.engines.vllm.noise import NoiseProcessor
 from rlcore.rollout.engines.vllm.quantization import quantization_options
+from rlcore.rollout.engines.vllm.weight_receivers import BACKENDS
 from rlcore.rollout.engines.vllm.worker_side import WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
 
@@ -40,11 +42,18 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         disable_log_stats=True,
         worker_extension_cls=f"{WorkerSide.__module__}.{WorkerSide.__name__}",
         seed=0,  # requests have seeds of their own
+        **_transfer_options(job),
         **quantization_options(actor),
         **_cpu_options(actor),
         **_sparse_options(actor),
         **_noise_options(actor),
     )
+
+
+def _transfer_options(job: EngineJob) -> dict[str, Any]:
+    if job.transfer is None:
+        return {}
+    return {"weight_transfer_config": WeightTransferConfig(backend=BACKENDS[job.transfer])}
 
 
 def _cpu_options(actor: ActorSpec) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine
+from rlcore.interfaces import RolloutEngine, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
@@ -17,6 +17,7 @@ from rlcore.rollout.engines.vllm.held_weights import HeldWeights
 from rlcore.rollout.engines.vllm.platform import check_platform
 from rlcore.rollout.request_book import RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
+from rlcore.rollout.transfer import EngineTransfer
 from rlcore.types import OnPublish, Request, Trajectory
 
 
@@ -106,11 +107,8 @@ class VllmEngine(RolloutEngine):
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def update_weights(
-        self, version: int, tensors: Mapping[str, torch.Tensor], on_publish: OnPublish
-    ) -> None:
-        """Load a whole set of weights (Hugging Face names) as `version`, atomically between two
-        steps.
+    def update_weights(self, version: int, weights: WeightStream, on_publish: OnPublish) -> None:
+        """Load a whole set of weights as `version`, atomically between two steps.
 
         finish: decodes until the requests that have tokens are done (their trajectories come with
         the next `step`). abort: requests are resubmitted with the tokens they have. in_flight: they
@@ -121,24 +119,27 @@ class VllmEngine(RolloutEngine):
             raise ValueError(
                 f"version {version} is older than {self.version} while requests are unfinished"
             )
-        self._weights.check(tensors)
+        self._weights.check(weights.shapes)
         if on_publish == "finish":
             self._book.begin_drain()
             while self._book.active:
                 self._ready += self._book.decode()
-            self._switch(version, tensors, running=False)
+            self._switch(version, weights, running=False)
             self._book.end_drain()
         elif on_publish == "abort":
             draws = self._book.withdraw(started=True)
-            self._switch(version, tensors, running=False)
+            self._switch(version, weights, running=False)
             self._book.resubmit(draws)
         else:  # in_flight
             unstarted = self._book.withdraw(started=False) if self._keep_kv else []
-            self._switch(version, tensors, running=True)
+            self._switch(version, weights, running=True)
             self._book.resubmit(unstarted)
 
-    def _switch(self, version: int, tensors: Mapping[str, torch.Tensor], *, running: bool) -> None:
-        self._weights.load(tensors)
+    def _switch(self, version: int, weights: WeightStream, *, running: bool) -> None:
+        if isinstance(weights.buckets, EngineTransfer):
+            self._weights.receive(weights.buckets, weights.proven)
+        else:
+            self._weights.load(weights)
         self._book.set_version(version)
         if running and self._keep_kv:
             return  # old keys and values stay on purpose; new requests carry another cache salt

@@ -3,16 +3,19 @@ reports checksums that prove what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from rlcore.interfaces import WeightStream
 from rlcore.models.folder import read_shapes, read_weights
 from rlcore.rollout.specs import ActorSpec
+from rlcore.rollout.transfer import EngineTransfer
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.rounding import round_weights
+from rlcore.weights.stream import whole
 
 
 class ModelRanks(Protocol):
@@ -41,16 +44,15 @@ class HeldWeights:
         )
         self._ranks.rpc("rl_check_live")
         if actor.rounding != "none":
-            self.load(read_weights(model_path))
+            self.load(whole(read_weights(model_path)))
 
     def names(self) -> list[str]:
         """Hugging Face names of all weights, tied ones once."""
         return list(self._shapes)
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise ValueError, naming the tensor, unless these are exactly the model's names and
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ValueError, naming the weight, unless these are exactly the model's names and
         shapes."""
-        shapes = {n: tuple(t.shape) for n, t in tensors.items()}
         if shapes == self._shapes:
             return
         for name in [*self._shapes, *shapes]:
@@ -61,21 +63,67 @@ class HeldWeights:
                     f"{self._shapes.get(name, 'no such weight')}"
                 )
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights.
+    def load(self, weights: WeightStream) -> None:
+        """Replace all weights, a bucket at a time.
 
-        Raises RuntimeError if vLLM did not take every one: the engine must not serve then.
+        Of a set that vLLM quantises, what will be asked for is kept until it is. Raises
+        RuntimeError if vLLM did not take every one: the engine must not serve then.
         """
         self._arrived = {}
         self._proven = {}
-        rounded = round_weights(tensors, self._rounding)
+        keep = self._kept_for_proof(weights.proven)
+        kept: dict[str, torch.Tensor] = {}
+        self._ranks.rpc("rl_begin_load", self._quantised)
+        for bucket in weights.buckets:
+            self._ranks.send("rl_load", self._served(bucket))
+            kept |= {n: t for n, t in bucket.items() if n in keep}
+            del bucket  # freed before the next one is asked for
+        self._ranks.rpc("rl_end_load", list(weights.shapes))
+        if self._quantised:
+            self._to_prove = lambda: kept
+
+    def receive(self, transfer: EngineTransfer, proven: Collection[str] | None) -> None:
+        """Have vLLM's workers receive a set by themselves; `proven`: what will be asked for.
+
+        Raises RuntimeError if vLLM did not take every weight.
+        """
+        self._arrived = {}
+        self._proven = {}
+        self._to_prove = None
+        keep = list(self._kept_for_proof(proven))
+
+        def carry_out(verb: str, payload: Any) -> None:
+            if verb == "join":
+                self._ranks.rpc("init_weight_transfer_engine", payload)
+            elif verb == "begin":
+                self._ranks.rpc("rl_expect", keep)
+                self._ranks.rpc("start_weight_update")
+            elif verb == "receive":
+                self._ranks.rpc("update_weights", payload)
+            else:
+                self._ranks.rpc("finish_weight_update")
+                self._ranks.rpc("rl_all_received", list(self._shapes))
+
+        transfer.serve(carry_out)
+        if keep:
+            self._proven = self._ranks.rpc("rl_proven_received")
+
+    def _served(self, bucket: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A bucket as this kind of actor serves it."""
+        rounded = round_weights(bucket, self._rounding)
         served = {n: t.to(self._dtype) for n, t in rounded.items()}
-        for name, published in tensors.items():
+        for name, published in bucket.items():
             if served[name] is not published:
                 self._arrived[name] = (tensor_checksum(published), tensor_checksum(served[name]))
-        self._ranks.send("rl_load", served, self._quantised)
-        if self._quantised:
-            self._to_prove = lambda: tensors
+        return served
+
+    def _kept_for_proof(self, names: Collection[str] | None) -> Collection[str]:
+        """Weights to keep so that the quantised ones among `names` can be proven (None: all)."""
+        if not self._quantised:
+            return ()
+        wanted = [n for n in names or self._shapes if n in self._shapes]
+        fused: dict[str, list[str]] = self._ranks.rpc("rl_quantised", wanted)
+        return {part for parts in fused.values() for part in parts}
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names.

@@ -10,7 +10,7 @@ names. Its ranks are torch.distributed's default group.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ class WeightExtension:
     """Mixed into vLLM's worker class (`worker_extension_cls`)."""
 
     model_runner: Any
+    rl_loaded: set[str]  # parameters that the model took of the set that is being loaded
+    rl_relaying: bool
 
     def rl_check_live(self) -> None:
         """Raise RuntimeError if a weight was packed at load: it could not be replaced later."""
@@ -38,24 +40,44 @@ class WeightExtension:
                 "place"
             )
 
+    def rl_begin_load(self, quantised: bool) -> None:
+        """A set of weights follows, in buckets. `quantised`: vLLM quantises and lays them out for
+        its kernels again."""
+        self.rl_loaded = set()
+        self.rl_relaying = quantised
+        if quantised:
+            self.rl_begin_relayout()
+
     @torch.no_grad()
-    def rl_load(self, tensors: Mapping[str, torch.Tensor], quantised: bool) -> None:
-        """Load a whole set of weights. Raises RuntimeError if the model did not take each one."""
+    def rl_load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load a bucket of the set."""
         model = self.model_runner.model
-        tied = {"lm_head.weight"} if _tied(model) else set()
-        given = ((n, t) for n, t in tensors.items() if n not in tied)
-        loaded = self.rl_requantise(given) if quantised else model.load_weights(given)
-        expected = {_fused_name(model, n) for n in tensors if n not in tied}
+        given = ((n, t) for n, t in tensors.items() if n not in second_names(model))
+        self.rl_loaded |= set(model.load_weights(given))
+
+    @torch.no_grad()
+    def rl_end_load(self, names: list[str]) -> None:
+        """The set of these names is complete. Raises RuntimeError if the model did not take each
+        one."""
+        if self.rl_relaying:
+            self.rl_end_relayout()
+        self.rl_check_loaded(names, self.rl_loaded)
+
+    def rl_check_loaded(self, names: list[str], loaded: Collection[str]) -> None:
+        """Raise RuntimeError unless the model took every weight of these names."""
+        model = self.model_runner.model
+        expected = {_fused_name(model, n) for n in names if n not in second_names(model)}
         if missing := expected - set(loaded):
             raise RuntimeError(
                 f"the engine did not load {sorted(missing)[0]} (and {len(missing) - 1} more)"
             )
 
-    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights that vLLM quantises and lays out for its kernels again.
+    def rl_begin_relayout(self) -> None:
+        """Make the model take weights as a checkpoint has them."""
+        raise NotImplementedError
 
-        Returns the names of the parameters that were loaded.
-        """
+    def rl_end_relayout(self) -> None:
+        """Quantise what was loaded and lay it out for vLLM's kernels, at the addresses it had."""
         raise NotImplementedError
 
     def rl_with_file(self, method: str, path: str, *args: Any) -> Any:
@@ -145,6 +167,11 @@ def _shard(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _tied(model: Any) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
+def second_names(model: Any) -> set[str]:
+    """Names under which a tied weight could come a second time."""
+    return {"lm_head.weight"} if _tied(model) else set()
 
 
 def _siblings(model: Any, name: str) -> tuple[str, list[str]] | None:

@@ -3,7 +3,7 @@ own, which imports this file before it loads its part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -12,26 +12,45 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.v1.outputs import LogprobsTensors
 
-# Imported here too, so that every rank's process registers the loader.
-from rlcore.rollout.engines.vllm import folder_loader  # noqa: F401
+# Imported here too, so that every rank's process registers the loader and the receivers.
+from rlcore.rollout.engines.vllm import folder_loader, weight_receivers  # noqa: F401
 from rlcore.rollout.engines.vllm.platform import on_cpu
-from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
+from rlcore.rollout.engines.vllm.worker_extension import WeightExtension, second_names
+from rlcore.weights.checksum import tensor_checksum
 
 
 class WorkerSide(WeightExtension):
     """Mixed into vLLM's worker class (`worker_extension_cls`)."""
 
+    weight_transfer_engine: Any
+
     def rl_plain_gather(self) -> None:
         """Sample without the ranks of the sampled tokens."""
         self.model_runner.sampler.gather_logprobs = _gather_logprobs
 
-    def rl_requantise(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """vLLM's own reload in its three steps: called whole, it does not return what it loaded."""
+    def rl_expect(self, keep: list[str]) -> None:
+        """vLLM's receiver gets a set next. `keep`: weights to prove afterwards."""
+        self.weight_transfer_engine.expect(frozenset(keep), second_names(self.model_runner.model))
+
+    def rl_all_received(self, names: list[str]) -> None:
+        """Raise RuntimeError unless the model took every weight of the set."""
+        self.rl_check_loaded(names, self.weight_transfer_engine.loaded)
+
+    def rl_proven_received(self) -> dict[str, int]:
+        """Checksums, as published, of the kept weights that are proven (`rl_proven`). Frees
+        them."""
+        kept, self.weight_transfer_engine.kept = self.weight_transfer_engine.kept, {}
+        return {n: tensor_checksum(kept[n]) for n in self.rl_proven(kept)}
+
+    def rl_begin_relayout(self) -> None:
+        """The first of the three steps of vLLM's own reload: a layer is quantised as soon as all of
+        its weights have come, so buckets need no order."""
+        initialize_layerwise_reload(self.model_runner.model)
+
+    def rl_end_relayout(self) -> None:
+        """The last of its steps."""
         runner = self.model_runner
-        initialize_layerwise_reload(runner.model)
-        loaded = runner.model.load_weights(tensors)
         finalize_layerwise_reload(runner.model, runner.model_config)
-        return set(loaded)
 
 
 def _gather_logprobs(

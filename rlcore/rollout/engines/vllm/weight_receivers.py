@@ -1,0 +1,81 @@
+"""vLLM's receivers of weights, with a record of what the model took. Registered under names of
+their own, in every process that imports this file.
+
+UNPROVEN on GPUs. vLLM drives the reload of quantised layers itself; see
+vllm/distributed/weight_transfer/base.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> vLLM's name
+
+
+class Recording:
+    """Mixed in before one of vLLM's receivers."""
+
+    model: Any
+    loaded: set[str]  # parameters that the model took
+    kept: dict[str, torch.Tensor]  # copies, on the host, of the weights that will be proven
+    _keep: Collection[str] = ()
+    _second_names: Collection[str] = ()
+
+    def expect(self, keep: Collection[str], second_names: Collection[str]) -> None:
+        """A set follows. `keep`: of which weights to keep a copy; `second_names`: of tied weights,
+        left out."""
+        self.loaded = set()
+        self.kept = {}
+        self._keep = keep
+        self._second_names = second_names
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Join a group; leave the one before, whose members may be gone."""
+        self.shutdown()  # type: ignore[attr-defined]
+        super().init_transfer_engine(init_info)  # type: ignore[misc]
+
+    def receive_weights(self, update_info: Any) -> None:
+        """vLLM's own, which loads into `self.model`."""
+        model = self.model
+        self.model = _Tap(model, self)
+        try:
+            super().receive_weights(update_info)  # type: ignore[misc]
+        finally:
+            self.model = model
+
+    def take(self, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load some weights into the model, and record them."""
+        given = [(n, t) for n, t in weights if n not in self._second_names]
+        self.kept |= {n: t.to("cpu", copy=True) for n, t in given if n in self._keep}
+        taken = set(model.load_weights(given))
+        self.loaded |= taken
+        return taken
+
+
+class _Tap:
+    """The model, as vLLM's receivers call it while they load."""
+
+    def __init__(self, model: Any, recording: Recording) -> None:
+        self._model = model
+        self._recording = recording
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return self._recording.take(self._model, weights)
+
+
+class NcclReceiver(Recording, NCCLWeightTransferEngine):
+    """Packed broadcast."""
+
+
+class IpcReceiver(Recording, IPCWeightTransferEngine):
+    """Memory of a learner on the same GPU."""
+
+
+WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], __name__, NcclReceiver.__name__)
+WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], __name__, IpcReceiver.__name__)

@@ -1,0 +1,79 @@
+"""The meeting of a receiver that has stopped for new weights with the calls of their sender.
+
+The loop has every receiver stop between two steps first and lets the learner send only then, so a
+collective never begins before all of its ranks are there to enter it. No torch.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rlcore.errors import DeadlineExceeded
+
+FINISH = "finish"  # the verb of the last request of a publication
+
+
+@dataclass(slots=True)
+class Request:
+    """What the sender asks of a receiver. As a context it answers the sender when it is left."""
+
+    verb: str
+    payload: Any
+    answer: Future[None] = field(default_factory=Future)
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.answer.set_result(None)
+        else:
+            self.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Arrival:
+    """One publication at one receiver: its engine's thread takes requests, any other makes them."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: the longest wait of either side for the other."""
+        self.reached: Future[None] = Future()  # the receiver has stopped and takes requests
+        self.seconds = 0.0  # from there to the last request's answer
+        self._timeout_s = timeout_s
+        self._requests: queue.Queue[Request] = queue.Queue()
+
+    def ask(self, verb: str, payload: Any = None) -> None:
+        """Return when the receiver has done it. Raises what went wrong there, or TimeoutError."""
+        request = Request(verb, payload)
+        self._requests.put(request)
+        request.answer.result(self._timeout_s)
+
+    def requests(self) -> Iterator[Request]:
+        """What the sender asks, until it has finished. Each is to be answered before the next.
+
+        Raises DeadlineExceeded if the sender is silent for too long.
+        """
+        begun = time.monotonic()
+        self.reached.set_result(None)
+        verb = ""
+        while verb != FINISH:
+            try:
+                request = self._requests.get(timeout=self._timeout_s)
+            except queue.Empty as e:
+                raise DeadlineExceeded(
+                    f"waited {self._timeout_s:g} s for the learner to send weights "
+                    f"(schedule.publish_timeout_s={self._timeout_s:g})."
+                ) from e
+            verb = request.verb
+            yield request
+            self.seconds = time.monotonic() - begun

@@ -1,0 +1,136 @@
+"""The learner's end of vLLM's weight transfer: `nccl` (packed broadcast, loaded while receiving,
+every tensor-parallel rank in the group) and `ipc` (processes that share GPUs).
+
+UNPROVEN on GPUs. The only file of this package that imports vLLM, whose sender classes drive the
+calls (vllm/distributed/weight_transfer). Their order on CPU, with a group whose collectives block
+as NCCL's do, is in tests/weights/test_vllm_transfer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from rlcore.types import WeightManifest
+from rlcore.weights.arrival import FINISH
+from rlcore.weights.group import GroupSender, Receivers
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+Trainer = Any  # vLLM's TrainerWeightTransferEngine
+
+
+class VllmSender(GroupSender):
+    """A learner rank's end. Rank 0 sends; with ipc every rank offers what its GPU holds."""
+
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        address: Callable[[], tuple[str, int]],
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        """`backend`: nccl or ipc. `address`: a host and a free port here, for each group."""
+        self._backend = backend
+        self._rank = rank
+        self._address = address
+        self._bucket_bytes = bucket_bytes
+        self._source = _Source()
+        self._client = _Client()
+        self._trainer: Trainer | None = None
+        self._members: tuple[str, ...] = ()
+
+    def send(
+        self, manifest: WeightManifest, receivers: Receivers, read: Callable[[], Pairs]
+    ) -> None:
+        self._source.manifest = manifest
+        self._source.read = read
+        self._client.receivers = receivers
+        if self._trainer is None or self._members != tuple(receivers.members):
+            self.close()
+            # vLLM's constructor starts the receivers' joining first, then joins, and ends with a
+            # one-element all-reduce of the new group
+            self._trainer = self._form(manifest, receivers)
+            self._members = tuple(receivers.members)
+        self._trainer.send_weights()
+
+    def _form(self, manifest: WeightManifest, receivers: Receivers) -> Trainer:
+        largest = max(torch.Size(s).numel() for s in manifest.shapes)
+        largest *= getattr(torch, manifest.dtype).itemsize
+        if self._backend == "ipc":
+            from vllm.distributed.weight_transfer import ipc_engine
+
+            # one tensor must fit into its buffer
+            shared = ipc_engine.IPCTrainerInitInfo(
+                rank=self._rank,
+                packed=True,
+                packed_buffer_size_bytes=max(self._bucket_bytes, largest),
+            )
+            return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
+                shared, client=self._client, source=self._source
+            )
+        from vllm.distributed.weight_transfer import nccl_engine
+
+        host, port = self._address() if self._rank == 0 else ("", 0)
+        joined = nccl_engine.NCCLTrainerInitInfo(
+            rank=self._rank,
+            master_address=host,
+            master_port=port,
+            world_size=1 + sum(receivers.ranks),
+            packed_buffer_size_bytes=self._bucket_bytes,
+        )
+        return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+            joined, client=self._client, source=self._source
+        )
+
+    def close(self) -> None:
+        # aborts NCCL's communicator: it may have members that died
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.shutdown()
+
+
+class _Source(WeightSource):
+    """The set that is being published, as vLLM's sender reads it."""
+
+    manifest: WeightManifest
+    read: Callable[[], Pairs]
+
+    def metadata(self) -> list[ParamMeta]:
+        dtype = getattr(torch, self.manifest.dtype)
+        described = zip(self.manifest.names, self.manifest.shapes, strict=True)
+        return [ParamMeta(name, dtype, tuple(shape)) for name, shape in described]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.read())
+
+
+class _Client:
+    """vLLM's VLLMWeightSyncClient over our receivers: each call goes to all of them."""
+
+    receivers: Receivers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        payloads = []
+        offset = init_info.get("rank_offset", 0)
+        # each engine counts its ranks from 0
+        for ranks in self.receivers.ranks:
+            placed = {"rank_offset": offset} if "rank_offset" in init_info else {}
+            payloads.append(init_info | placed)
+            offset += ranks
+        self.receivers.start("join", payloads)()
+
+    def start_weight_update(self) -> None:
+        self._all("begin", None)
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("receive", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._all(FINISH, None)
+
+    def _all(self, verb: str, payload: Any) -> None:
+        self.receivers.start(verb, [payload] * len(self.receivers.members))()
