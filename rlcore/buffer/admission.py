@@ -1,36 +1,44 @@
 """The staleness bound: what may be admitted, and which finished groups may be trained on next.
 
 Step v turns learner version v into v + 1 and trains on G groups. Weights are published every H
-steps; eta is `max_staleness`. A token's staleness at step v is `v - version(token)`. A group
-admitted while every actor it may be sent to serves version a or a later one has no token older than
-a, so the bound
+steps; eta is `max_staleness`. A phase of M*E steps trains on M batches, on each of them E times
+(`buffer/specs.py: Phases`); H and M*E divide one another. A token's staleness at step v is
+`v - version(token)`, in optimizer steps, whatever the epoch. A group admitted while every actor it
+may be sent to serves version a or a later one has no token older than a, so the bound
 
-    staleness <= cap = H - 1 + eta          for every token trained on
+    staleness <= cap = max(H, M*E) - 1 + eta        for every token trained on
 
-holds if the group is trained on at or before its deadline a + cap. Two rules keep every deadline,
-and neither throws anything away. Write W for the groups waiting (in flight or finished, not yet
-taken) and v for the next step to take.
+holds if the group is trained on for the last time at or before a + cap. Its last use comes (E-1)*M
+steps after its first, so that its deadline, the last step that may train on it first, is
 
-Admission. At published version a, |W| may grow to (a + H + eta - v) * G. In absolute numbers, as
-each step takes G: consumed + waiting <= (a + H + eta) * G, where dropped groups (failed, filtered,
-evicted) do not count.
+    deadline = a + cap - (E-1)*M
 
-Release. A batch S of G finished groups may be taken for step v only if the rest can still be met,
-that is if for every d >= v at most (d - v) * G groups of W \\ S have a deadline <= d. Sorted by
-deadline, the i-th of the rest (i = 0, 1, ...) would be trained on at step v + 1 + i // G at the
-latest, which must not exceed its deadline.
+With M*E = 1 the cap is H - 1 + eta and the deadline a + cap. Two rules keep every deadline, and
+neither throws anything away. They count batches: only the first M steps of a phase take a new one.
+Write W for the groups waiting (in flight or finished, not yet taken), n for the number of the next
+batch, and N(d) for the number of batches whose first step is d or an earlier one.
 
-Why it holds. Invariant I(v): for every d, at most max(0, d - v + 1) * G groups of W have a deadline
-<= d. Admission keeps it: a new group is only counted for d >= a + cap, and there |W| <= (a + cap +
-1 - v) * G is at least as strict as I, whatever the order in which published versions were seen.
-Release turns I(v) into I(v + 1) by its own condition. Dropping only lowers counts. So a group taken
-at v has a deadline >= v, always.
+Admission. At published version a, |W| may grow to (N(a + cap - (E-1)*M) - n) * G: what the batches
+up to the deadline can use. Dropped groups (failed, filtered, evicted) do not count.
 
-Why it never stalls. If fewer than G groups wait and v <= a + cap, admission has room for more. If G
-wait and all are finished, the G earliest deadlines satisfy the release condition by I(v), since
-every count falls by G or to zero. In between, only stragglers whose deadline is at stake are waited
-for. v > a + cap happens only while a publish is pending. Among finished groups the earliest
-deadlines lower every count at once, so if they may not be released no other choice may.
+Release. A set S of G finished groups may be taken as batch n only if the rest can still be met,
+that is if for every d at most max(0, N(d) - n - 1) * G groups of W \\ S have a deadline <= d.
+Sorted by deadline, the i-th of the rest (i = 0, 1, ...) would be in batch n + 1 + i // G at the
+latest, whose first step must not exceed its deadline.
+
+Why it holds. Invariant I(n): for every d, at most max(0, N(d) - n) * G groups of W have a deadline
+<= d. Admission keeps it: a new group is only counted for d >= its deadline, and there |W| <=
+(N(deadline) - n) * G is at least as strict as I, whatever the order in which published versions
+were seen. Release turns I(n) into I(n + 1) by its own condition. Dropping only lowers counts. So a
+group taken as batch n has a deadline that is not before the batch's first step, always.
+
+Why it never stalls. A phase that begins at step s needs all of its M batches first. Once the
+publishes up to s have arrived, a >= s - max(0, H - M*E), because H and M*E divide one another, so
+that the first steps of these batches, up to s + M - 1, are not after a + cap - (E-1)*M: there is
+room for all of them. If G groups wait and all are finished, the G earliest deadlines satisfy the
+release condition by I(n), since every count falls by G or to zero. In between, only stragglers
+whose deadline is at stake are waited for. Among finished groups the earliest deadlines lower every
+count at once, so if they may not be released no other choice may.
 
 With eta = 0 the order of training must not depend on timing: groups are then taken strictly by id
 (`strict`), which also satisfies the release condition. Which ids survive filtering does not depend
@@ -41,13 +49,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rlcore.buffer.specs import BatchingSpec, Phases
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """What the rules know of a waiting group."""
 
     group_id: int
-    deadline: int  # last step that may train on it
+    deadline: int  # last step that may train on it first
     finished: bool
     task: str = ""
     uses_left: int = 1
@@ -55,35 +65,54 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """G groups per step, H steps per publish, eta = max_staleness (optimizer steps)."""
+    """G groups per step, H steps per publish, eta = max_staleness (optimizer steps), the phases."""
 
     groups_per_step: int
     steps_per_publish: int
     max_staleness: int
+    phases: Phases
+
+    @classmethod
+    def of(cls, spec: BatchingSpec) -> StalenessBound:
+        """The bound that a schedule sets."""
+        return cls(spec.groups_per_step, spec.publish_period, spec.max_staleness, spec.phases)
 
     @property
     def cap(self) -> int:
         """The largest staleness a token may have when trained on, in optimizer steps."""
-        return self.steps_per_publish - 1 + self.max_staleness
+        return max(self.steps_per_publish, self.phases.steps) - 1 + self.max_staleness
 
     @property
     def synchronous(self) -> bool:
         return self.max_staleness == 0
 
+    @property
+    def groups_per_phase(self) -> int:
+        """Groups that a phase needs before its first step."""
+        return self.phases.batches * self.groups_per_step
+
     def deadline(self, admitted_version: int) -> int:
-        """The last step that may train on a group admitted at this published version."""
-        return admitted_version + self.cap
+        """The last step that may train first on a group admitted at this published version.
+
+        With eta = 0 a version counts as the publish before it: a run that is resumed between two
+        publishes serves a newer one, and must not draw earlier than one that was not stopped.
+        """
+        if self.synchronous:
+            admitted_version -= admitted_version % self.steps_per_publish
+        return admitted_version + self.cap - self.phases.repeats
 
     def capacity(self, published: int, step: int) -> int:
-        """Groups that may wait when `step` is the next to take: those that steps up to the deadline
-        can use."""
-        return max(0, published + self.cap + 1 - step) * self.groups_per_step
+        """Groups that may wait when `step` is the next to take a new batch: those that batches up
+        to the deadline can use."""
+        usable = self.phases.batches_before(self.deadline(published) + 1)
+        return max(0, usable - self.phases.batches_before(step)) * self.groups_per_step
 
     def feasible(self, rest: Iterable[int], step: int) -> bool:
-        """Whether groups with these deadlines can all be trained on in steps `step + 1`, `step +
-        2`, ..."""
+        """Whether groups with these deadlines can all be taken by the batches after that of
+        `step`."""
+        following = self.phases.batches_before(step) + 1
         return all(
-            step + 1 + i // self.groups_per_step <= deadline
+            self.phases.first_use(following + i // self.groups_per_step) <= deadline
             for i, deadline in enumerate(sorted(rest))
         )
 
@@ -100,11 +129,11 @@ class StalenessBound:
         return sorted(chosen)
 
     def excess(self, waiting: Sequence[Candidate], step: int) -> list[int]:
-        """Ids that cannot be trained on in time from `step` on. Empty unless a resume changed G, H
-        or eta."""
-        kept, lost = 0, []
+        """Ids that cannot be trained on in time from `step` on. Empty unless a resume changed G, H,
+        M or eta."""
+        kept, lost, batch = 0, [], self.phases.batches_before(step)
         for c in sorted(waiting, key=lambda c: (c.deadline, not c.finished, c.group_id)):
-            if step + kept // self.groups_per_step <= c.deadline:
+            if self.phases.first_use(batch + kept // self.groups_per_step) <= c.deadline:
                 kept += 1
             else:
                 lost.append(c.group_id)

@@ -1,8 +1,9 @@
 """Which groups each step trains on, from the room for new ones to the commit of a batch.
 
-A step is consumed in two phases: `take(step)` fixes its batch, `commit(step)` says that it was
+A step is consumed in two parts: `take(step)` fixes its batch, `commit(step)` says that it was
 trained on. Until then the batch is kept, and `rollback(step)` puts it back, to be taken again as
-the same batch.
+the same batch. Where a phase has several epochs, a batch's first `take` pins it to the later steps
+of the phase that use it again, and its groups leave at the commit of the last one.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ class Batches:
         self._live = live
         self._max_bytes = max_bytes
         self._max_uses = batching.max_uses
-        self.bound = StalenessBound(
-            batching.groups_per_step, batching.steps_per_publish, batching.max_staleness
-        )
+        self.bound = StalenessBound.of(batching)
         self.sampler = Sampler(self.bound, batching, run_seed, task_weights)
         self.next_step = 0
         self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
-        self.pinned: dict[int, list[int]] = {}  # rolled back step -> ids it must get again
+        # rolled back step, or one of a later epoch -> ids it must get
+        self.pinned: dict[int, list[int]] = {}
 
     def room(self) -> int:
         """Groups that may be admitted now.
 
-        0 while the records exceed max_bytes. Raises UserError if less than one step's groups does.
+        0 while the records exceed max_bytes. Raises UserError if less than one phase's groups
+        does.
         """
         live, waiting = self._live, self.waiting()
         capacity = self.bound.capacity(live.published, self._horizon)
         room = max(0, capacity - sum(c.uses_left for c in waiting)) // self._max_uses
-        missing = max(0, self.bound.groups_per_step - len(waiting))
         if capacity:  # a batch needs G different groups, however often each may be used
-            room = max(room, missing)
-        # Batches that were taken free their bytes at the commit; without any, nothing ever will.
-        if live.bytes >= self._max_bytes and missing and not self.taken and not self.pinned:
+            room = max(room, self.bound.groups_per_step - len(waiting))
+        missing = max(0, self._phase_lacks() - len(waiting))
+        if live.bytes >= self._max_bytes and missing and self._stuck():
             raise UserError(
-                f"{KEY}={self._max_bytes / MIB:g} is too small: {len(waiting)} groups fill it, and "
-                f"a step needs schedule.groups_per_step={self.bound.groups_per_step}; raise it."
+                f"{KEY}={self._max_bytes / MIB:g} is too small: {len(live.entries)} groups fill "
+                f"it, and an update phase needs {self.bound.groups_per_phase} at once "
+                "(schedule.groups_per_step for each of its batches); raise it."
             )
         return groups_that_fit(
             room,
@@ -96,6 +97,8 @@ class Batches:
         self.pinned.pop(step, None)
         self.taken[step] = ids
         self.next_step = step + 1
+        for later in self.bound.phases.again(step):
+            self.pinned.setdefault(later, ids)
         for entry in entries:
             entry.taken_by.append(step)
         self.sampler.confirm([e.task for e in entries])
@@ -105,13 +108,14 @@ class Batches:
         """The batch of `step` was trained on: groups that no later step will use leave."""
         if step not in self.taken:
             raise ValueError(f"buffer: the batch of step {step} was not taken, or is committed")
-        for group_id in self.taken.pop(step):
+        ids, pinned = self.taken.pop(step), self._all_pinned()
+        for group_id in ids:
             entry = self._live.entries[group_id]
             entry.taken_by.remove(step)
             entry.uses += 1
             entry.last_step = max(entry.last_step, step)
             used_up = entry.uses >= self._max_uses or self._expired(entry)
-            if not entry.taken_by and used_up:
+            if used_up and not entry.taken_by and group_id not in pinned:
                 self._live.consume(entry)
 
     def rollback(self, step: int) -> None:
@@ -165,8 +169,23 @@ class Batches:
 
     @property
     def _horizon(self) -> int:
-        """The first step whose batch is not fixed yet: rolled back steps will get theirs again."""
-        return self.next_step + len(self.pinned)
+        """The first step whose batch is not fixed yet: pinned steps will get theirs."""
+        step = self.next_step
+        while step in self.pinned:
+            step += 1
+        return step
+
+    def _phase_lacks(self) -> int:
+        """Groups that are not taken yet of the phase that takes the next new batch."""
+        phases, step = self.bound.phases, self._horizon
+        batches = phases.batches_before(phases.end(step)) - phases.batches_before(step)
+        return batches * self.bound.groups_per_step
+
+    def _stuck(self) -> bool:
+        """Whether no commit will free bytes until the phase that takes the next new batch has all
+        of its batches."""
+        start = self.bound.phases.start(self._horizon)
+        return all(step >= start for step in (*self.taken, *self.pinned))
 
     def _all_pinned(self) -> set[int]:
         return {i for ids in self.pinned.values() for i in ids}

@@ -19,16 +19,18 @@ def check_capacity(
     max_new_tokens: int,
     logprobs_k: int,
 ) -> None:
-    """Refuse a limit below the size of one step's groups at full length.
+    """Refuse a limit below the size of one update phase's groups at full length: p_ref is computed
+    for all of them before the first step.
 
     max_len: tokens of an episode; max_new_tokens: how many of them are sampled. A smaller limit
     would work only as long as responses are short, and then end the run."""
     longest = record_bytes(max_len, max_new_tokens, max(0, logprobs_k))
-    groups = batching.groups_per_step
-    needed = groups * samples_per_group * longest
+    groups, batches = batching.groups_per_step, batching.phases.batches
+    needed = batches * groups * samples_per_group * longest
     if needed > max_bytes:
+        holds = f"{batches} batches" if batches > 1 else "one step"
         raise UserError(
-            f"{KEY}={max_bytes / MIB:g} is too small: one step holds schedule.groups_per_step="
+            f"{KEY}={max_bytes / MIB:g} is too small: {holds} of schedule.groups_per_step="
             f"{groups} x rollout.samples_per_prompt={samples_per_group} samples of up to "
             f"{longest / MIB:.3g} MiB each; use {-(-needed // MIB)} or more, or a smaller "
             "rollout.max_new_tokens or rollout.logprobs_k."

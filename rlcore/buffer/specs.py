@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.spec import Spec, refuse, setting
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """The update phases of a run, on the clock of optimizer steps. No other code counts them.
+
+    Phase k has M*E steps, k*M*E and those after it. It takes M batches, one p_ref is computed for
+    all of them before its first step, and step k*M*E + e*M + j trains on batch j in epoch e. The
+    batches and their order are the same in every epoch, so that M steps lie between two uses of a
+    batch, and nothing is drawn at random.
+
+    Example: Phases(batches=2, epochs=2) trains on the batches a b a b | c d c d | ...
+    """
+
+    batches: int  # M
+    epochs: int  # E
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a phase."""
+        return self.batches * self.epochs
+
+    def start(self, step: int) -> int:
+        """The first step of the phase that `step` is in."""
+        return step - step % self.steps
+
+    def end(self, step: int) -> int:
+        """The first step after that phase."""
+        return self.start(step) + self.steps
+
+    def again(self, step: int) -> range:
+        """The later steps of the phase that train on the batch of `step` again."""
+        return range(step + self.batches, self.end(step), self.batches)
+
+    @property
+    def repeats(self) -> int:
+        """Steps between the first and the last use of a batch."""
+        return self.steps - self.batches
+
+    def batches_before(self, step: int) -> int:
+        """Batches whose first use comes before `step`."""
+        phases, within = divmod(max(0, step), self.steps)
+        return phases * self.batches + min(within, self.batches)
+
+    def first_use(self, batch: int) -> int:
+        """The step that trains on the run's batch of this number, from 0, for the first time."""
+        phase, within = divmod(batch, self.batches)
+        return phase * self.steps + within
 
 
 class BatchingSpec(Spec):
     """Which groups a step trains on, and how old they may be (`buffer/admission.py`)."""
 
     groups_per_step: int = setting(64, "prompts trained on in one optimizer step", gt=0)
-    steps_per_publish: int = setting(1, "H: optimizer steps between publishes", gt=0)
+    steps_per_publish: int = setting(
+        1, "H: optimizer steps between publishes; with max_staleness=0 never within a phase", gt=0
+    )
+    steps_per_phase: int | None = setting(
+        None,
+        "M: batches that share one p_ref; a phase is M*epochs optimizer steps over "
+        "M*groups_per_step groups; null: steps_per_publish with max_staleness=0, else 1",
+        gt=0,
+    )
+    epochs: int = setting(
+        1, "E: times that a phase trains on each of its groups, in the same order", gt=0
+    )
     max_staleness: int = setting(
-        0, "eta: staleness allowed beyond the H-1 of a phase", unit="optimizer steps", ge=0
+        0,
+        "eta: staleness allowed beyond max(H, M*E) - 1, which publishes and phases bring",
+        unit="optimizer steps",
+        ge=0,
     )
     sampling: Literal["fifo", "uniform", "by_task"] = setting(
         "fifo", "order in which groups are trained on"
@@ -25,7 +88,36 @@ class BatchingSpec(Spec):
         """Whether generation and learning take turns (eta = 0)."""
         return self.max_staleness == 0
 
+    @property
+    def phases(self) -> Phases:
+        """The update phases, each with one p_ref."""
+        batches = self.steps_per_phase
+        if batches is None:
+            batches = self.steps_per_publish if self.synchronous else 1
+        return Phases(batches, self.epochs)
+
+    @property
+    def publish_period(self) -> int:
+        """Optimizer steps between publishes. With eta = 0 nothing is drawn within a phase, so that
+        no weights are published there either."""
+        if self.synchronous:
+            return max(self.steps_per_publish, self.phases.steps)
+        return self.steps_per_publish
+
     def check(self, key: str) -> None:
+        steps, period = self.phases.steps, self.steps_per_publish
+        refuse(
+            bool(steps % period and period % steps),
+            f"{key}.steps_per_publish={period} and a phase of {steps} steps "
+            f"({key}.steps_per_phase={self.phases.batches} x {key}.epochs={self.epochs}) do not "
+            "divide one another, so that publishes would fall at changing places of a phase: make "
+            "one of them a multiple of the other.",
+        )
+        refuse(
+            self.epochs > 1 and self.max_uses > 1,
+            f"{key}.epochs={self.epochs} with {key}.max_uses={self.max_uses} would repeat groups "
+            "in two ways: keep one of them at 1.",
+        )
         refuse(
             self.max_uses > 1 and self.sampling != "uniform",
             f"{key}.max_uses={self.max_uses} needs {key}.sampling=uniform: {self.sampling} takes "

@@ -24,7 +24,7 @@ from rlcore.seeding import derive_seed
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
-PEEK_STEPS = 2  # newest steps whose displayed samples stay readable
+PEEK_PHASES = 2  # newest phases whose displayed samples stay readable
 InFlight = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samples not arrived)
 
 
@@ -93,7 +93,7 @@ class ReplayBuffer:
 
         total: groups of the whole run. all_done: 0 while anything is in flight, since synchronous
         schedules admit in whole waves, so that which samples share an engine step never depends on
-        timing. Raises UserError if max_bytes is too small for one step.
+        timing. Raises UserError if max_bytes is too small for a phase.
         """
         if all_done and self.live.unfinished():
             return 0
@@ -184,13 +184,16 @@ class ReplayBuffer:
         self.batches.rollback(step)
 
     def peek(self, step: int, n: int) -> list[StoredEpisode]:
-        """Up to n samples, each of another group, of the batch of `step`, if it is one of the
-        newest taken."""
+        """Up to n samples, each of another group, of the batch of `step`, if one of the newest
+        phases begins with it."""
         return self._peeks.get(step, [])[:n]
 
     def _remember(self, step: int, entries: Sequence[Entry]) -> None:
+        if step != self.batches.bound.phases.start(step):
+            return
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_peek", step))
         shown = generator.permutation(len(entries))[: self._keep_samples].tolist()
         samples = [s for i in shown for s in entries[i].kept()[:1]]
         self._peeks[step] = [StoredEpisode(s.score, s.records) for s in samples]
-        self._peeks = {s: p for s, p in self._peeks.items() if s > step - PEEK_STEPS}
+        for old in sorted(self._peeks)[:-PEEK_PHASES]:
+            del self._peeks[old]

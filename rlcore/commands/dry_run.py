@@ -14,6 +14,7 @@ from rlcore.commands.sizes import policy_parameters, published_bytes, stored_byt
 from rlcore.commands.warm_up import kept_model
 from rlcore.config.schema import RunConfig
 from rlcore.loop import checkpoint
+from rlcore.loop.plan import Progress
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.spec import Spec, refuse
@@ -64,7 +65,9 @@ def _start(config: RunConfig) -> str:
             "go on from: restore one of them, or choose another run_dir to begin anew.",
         )
         return "new"
-    step = int(checkpoint.state_of(found)["progress"]["step"])
+    progress = Progress(**checkpoint.state_of(found)["progress"])
+    roles.plan(config).check_resume(progress)
+    step = progress.step
     last = int(rows[-1]["step"] or 0) if rows else step
     refuse(
         last < step,
@@ -96,7 +99,8 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     corrections = [f"{label}: {_settings(spec)}" for label, spec in chosen]
     yield "corrections", corrections or ["none: the mismatch is measured and not corrected"]
     names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
-    yield "algorithm", [names, *_changed(config.algorithm)]
+    idle = roles.idle_clip(config)
+    yield "algorithm", [names, *_changed(config.algorithm), *filter(None, [idle])]
     yield "schedule", [_schedule(config), *_changed(config.schedule)]
     yield "learner", _learner(config)
     yield "resources", _resources(config, prepared)
@@ -171,6 +175,8 @@ def _actors(config: RunConfig) -> list[str]:
 
 def _schedule(config: RunConfig) -> str:
     spec, n = config.schedule, config.rollout.samples_per_prompt
+    batches, epochs = spec.phases.batches, spec.epochs
+    one_ref = f"one p_ref for {batches} batches x {_count(epochs, 'epoch')}; "
     pace = (
         "generation and learning take turns"
         if spec.synchronous
@@ -179,8 +185,8 @@ def _schedule(config: RunConfig) -> str:
     )
     return (
         f"{_count(spec.steps, 'step')} of {_count(spec.groups_per_step, 'prompt')} x "
-        f"{_count(n, 'sample')}, weights published every {_count(spec.steps_per_publish, 'step')}; "
-        f"{pace}"
+        f"{_count(n, 'sample')}, weights published every {_count(spec.publish_period, 'step')}; "
+        f"{one_ref if spec.phases.steps > 1 else ''}{pace}"
     )
 
 

@@ -11,6 +11,7 @@ from rlcore.corrections.specs import TisSpec
 from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.clients import POLICY
 from rlcore.loop.plan import Plan
+from rlcore.objectives.registry import loss_class
 from rlcore.rollout.specs import ActorSpec, EngineJob
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
@@ -55,6 +56,19 @@ def plan(config: RunConfig) -> Plan:
         request_timeout_s=config.rollout.request_timeout_s,
         samples_per_step=config.logging.samples_per_step,
         verify_full=config.cluster.verify_weights == "full",
+    )
+
+
+def idle_clip(config: RunConfig) -> str | None:
+    """A sentence on a loss whose clip can never bind under the run's schedule, or None."""
+    loss = config.algorithm.loss
+    off = any(spec.inner_clip_off for spec in config.correction.chosen().values())
+    if config.schedule.phases.steps > 1 or off or not loss_class(loss).clips:
+        return None
+    return (
+        f"the clip of algorithm.loss={loss} never binds, since every update phase is one optimizer "
+        "step, in which p_new is p_ref: schedule.steps_per_phase or schedule.epochs above 1 make "
+        "it longer"
     )
 
 

@@ -78,6 +78,8 @@ def train(config: RunConfig) -> int:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
         run = Run(config, prepared, logger, reporter, scale, StopSignals())
         run.stop.interrupt()
+        if idle := roles.idle_clip(config):
+            reporter.note(idle)
         try:
             progress = _recovering(run)
             logger.finish({"steps": progress.step, "seconds": progress.seconds})
@@ -128,12 +130,17 @@ def _recovering(run: Run) -> Progress:
 
 
 def _start_point(run: Run) -> Start:
-    """The newest valid checkpoint, or the beginning if the run has written none yet."""
+    """The newest valid checkpoint, or the beginning if the run has written none yet.
+
+    Raises UserError if the run cannot go on from it as it is configured.
+    """
     found = checkpoint.resume_from(run.checkpoints, run.reporter.note)
     if found is None:
         return Start()
     state = checkpoint.state_of(found)
-    return Start(found, state, Progress(**state["progress"]))
+    progress = Progress(**state["progress"])
+    roles.plan(run.config).check_resume(progress)
+    return Start(found, state, progress)
 
 
 def _attempt(run: Run, start: Start, patience_s: float) -> Progress:

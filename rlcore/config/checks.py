@@ -85,6 +85,17 @@ def _corrections(c: RunConfig) -> None:
         )
 
 
+def _epochs(c: RunConfig) -> None:
+    epochs, loss = c.schedule.epochs, c.algorithm.loss
+    weighs = any(spec.weighs for spec in c.correction.chosen().values())
+    refuse(
+        epochs > 1 and not loss_class(loss).carries_ratio and not weighs,
+        f"schedule.epochs={epochs} trains on samples again after the policy has moved away from "
+        f"them, which neither algorithm.loss={loss} nor {_shown(c)} weighs: add a correction that "
+        "weighs (tis is usual), or use algorithm.loss=ppo.",
+    )
+
+
 def _losses(c: RunConfig) -> None:
     """Settings that the chosen loss or advantage does not read, and a clip that a correction
     switches off."""
@@ -310,6 +321,7 @@ RULES = (
     _lengths,
     _truncation,
     _corrections,
+    _epochs,
     _losses,
     _whole_corrections,
     _groups,

@@ -1,7 +1,7 @@
 """One data-parallel rank of the learner: update phases, optimizer steps, supervised steps.
 
-An update phase is the H optimizer steps between two publishes; p_ref is the policy as the phase
-began.
+p_ref is the policy as an update phase began. The phase trains on its batches in order, each in an
+optimizer step, and in several epochs if it has more steps than batches.
 """
 
 from __future__ import annotations
@@ -40,23 +40,28 @@ class LearnerRank(RankState):
         self._update = parts.update
         self._reduce = parts.reduce
         self._layout = parts.layout
-        # one batch a step, from its p_ref pass until it was trained on
-        self._phase: list[StepBatch] = []
-        self._next = 0  # index of the phase's next batch
+        self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
+        self._taken = 0  # steps of the phase
+        self._steps = 0  # that it has in all
         self._fresh = True  # no step of the phase has been taken: p_new is p_ref
         self._ref_seconds = 0.0
 
     # ----- reinforcement learning -----
 
     def begin_phase(
-        self, groups_per_step: Sequence[Sequence[Group]], *, first: bool = True
+        self,
+        groups_per_step: Sequence[Sequence[Group]],
+        *,
+        steps: int | None = None,
+        first: bool = True,
     ) -> None:
-        """Take this rank's whole groups for each step of an update phase, and compute what precedes
-        its first step.
+        """Take this rank's whole groups for each batch of an update phase, and compute what
+        precedes its first step.
 
-        Ranks may have unequal shares, also empty ones, but the same number of steps. `first=False`:
-        the rest of a phase whose first step was taken before a checkpoint, so p_new is no longer
-        p_ref.
+        `steps` of the phase; None: as many as batches. Those beyond them train on the batches again
+        in the same order, under the same p_ref. Ranks may have unequal shares, also empty ones, but
+        the same number of batches. `first=False`: the rest of a phase whose first step was taken
+        before a checkpoint, so p_new is no longer p_ref.
         """
         start = time.monotonic()
         with_topk = self._update.topk > 0
@@ -64,11 +69,12 @@ class LearnerRank(RankState):
         self._phase = [
             build_batch(groups, with_topk=with_topk, device=device) for groups in groups_per_step
         ]
-        self._next = 0
+        self._taken = 0
+        self._steps = len(self._phase) if steps is None else steps
         self._fresh = first
         for batch in self._phase:
             batch.micro = self._micro_batches(batch.episodes)
-        self._update.prepare(self._phase, first=first)
+        self._update.prepare(self._phase, first=first, steps=self._steps)
         self._ref_seconds = time.monotonic() - start
 
     def train_step(self, step: int) -> dict[str, float]:
@@ -79,10 +85,12 @@ class LearnerRank(RankState):
         """
         start = time.monotonic()
         self._seed(step)
-        batch, first = self._phase[self._next], self._fresh
+        if self._taken == self._steps:
+            raise RuntimeError(f"optimizer step {step} is beyond the phase of {self._steps} steps")
+        batch, first = self._phase[self._taken % len(self._phase)], self._fresh
         batch.ref_is_old = not first
         self._fresh = False
-        self._next += 1
+        self._taken += 1
         gradient = self._update.run(batch, step, first=first)
         what = f"optimizer step {step}"
         metrics = gradient.metrics | take_step(
@@ -105,6 +113,7 @@ class LearnerRank(RankState):
         super().load(folder)
         if not keep_phase:
             self._phase = []
+            self._steps = self._taken
 
     def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some weights of the frozen policy that KL is taken to (Hugging Face names)."""

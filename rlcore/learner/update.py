@@ -87,14 +87,16 @@ class Update:
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
 
-    def prepare(self, phase: Sequence[StepBatch], *, first: bool) -> None:
+    def prepare(self, phase: Sequence[StepBatch], *, first: bool, steps: int | None = None) -> None:
         """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen
         policy's log-probs.
 
         `first`: the phase holds its first step. The rest of a resumed phase does not: its p_ref is
-        not p_new.
+        not p_new. `steps`: that train on these batches; None: one on each.
         """
-        one_pass = self._one_pass_suffices(phase, first=first)
+        # Several steps on one batch: a resume must compute the p_ref that the first of them had.
+        alone = first and (len(phase) if steps is None else steps) == 1
+        one_pass = alone and self._one_pass_suffices(phase[0])
         for batch in phase:
             batch.sent.rewards = self._shaped_rewards(batch)
             if not one_pass:
@@ -102,13 +104,13 @@ class Update:
             if self.loss.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
 
-    def _one_pass_suffices(self, phase: Sequence[StepBatch], *, first: bool) -> bool:
-        """Whether p_ref may be taken from the pass that is differentiated."""
-        if len(phase) > 1 or not first or self._ref_pass == "always":
+    def _one_pass_suffices(self, batch: StepBatch) -> bool:
+        """Whether the p_ref of a step alone may be taken from the pass that is differentiated."""
+        if self._ref_pass == "always":
             return False
-        # in a phase of one step p_new is p_ref, so `needs.new` asks for no pass of its own
-        alone = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
-        return alone or _one_forward(phase[0])
+        # p_new is p_ref, so `needs.new` asks for no pass of its own
+        apart = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
+        return apart or _one_forward(batch)
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> StepGradient:
         """All backward passes of a step, `first` of its phase or not."""

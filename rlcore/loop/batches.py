@@ -54,7 +54,9 @@ class BatchQueue:
                 if self._stopping():
                     return None
             batches[step] = await self._buffer.take(step)
-        await self._learner.fetch(batches)
+        # the steps of later epochs take these again
+        once = steps[: plan.phases.batches]
+        await self._learner.fetch({step: batches[step] for step in once})
         return batches
 
     async def cancel(self) -> None:

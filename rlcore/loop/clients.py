@@ -91,9 +91,10 @@ class LearnerClient(Protocol):
         """Have the ranks fetch their shares of these steps' batches, in parallel to computing."""
 
     async def begin_phase(
-        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+        self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
-        """Compute p_ref for the batches of these steps, which were fetched.
+        """Compute p_ref for the batches of the first `batches` of these steps, which were fetched.
+        The other steps, of later epochs, train on them again in the same order.
 
         `keep_start`: the phase has several steps, so that its first weights may be asked for again.
         `resumed`: the learner's folder of a checkpoint that was made in the middle of this phase.

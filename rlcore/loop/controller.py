@@ -9,10 +9,11 @@
     publish    new weights          proven versions on actors    actors' arrival proofs
     watch      heartbeats           replacements, lost groups    cluster.heartbeat_s
 
-Schedules are three settings of this one loop: H = steps_per_publish, eta = max_staleness,
-on_publish. A schedule with eta = 0 is synchronous: prompts are admitted in waves when nothing is in
-flight, and a publish is awaited before the next wave, so that a run depends on nothing but its
-seed.
+Schedules are settings of this one loop: H = steps_per_publish, eta = max_staleness, on_publish, and
+the update phases, M = steps_per_phase and E = epochs. A phase gathers M batches, has p_ref computed
+for them and takes M*E steps. A schedule with eta = 0 is synchronous: prompts are admitted in waves
+when nothing is in flight, and a publish is awaited before the next wave, so that a run depends on
+nothing but its seed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Controller:
         progress: Progress | None = None,
         resumed_from: str | None = None,
     ) -> None:
-        """`resumed_from`: the learner's folder of the checkpoint that `progress` is of."""
+        """`resumed_from`: the learner's folder of the checkpoint that `progress` is of.
+
+        Raises UserError if the plan cannot go on from it.
+        """
         self.progress = progress or Progress()
         self.stop_requested = False
         self._plan = plan
@@ -55,14 +59,12 @@ class Controller:
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._rows = RowWriter(clients.buffer, parts.fleet, self.progress, parts.reporter)
         self._pace = CheckpointPace(plan.checkpoint, parts.reporter.note)
+        plan.check_resume(self.progress)
         # set while resuming a phase that was interrupted in the middle
-        self._resume_phase_from = resumed_from if self._in_phase else None
+        self._resume_phase_from = resumed_from if plan.within_phase(self.progress) else None
+        self.progress.phase_batches = plan.phases.batches
+        self.progress.phase_epochs = plan.phases.epochs
         self._evaluated: dict[str, float] = {}  # results for the next row
-
-    @property
-    def _in_phase(self) -> bool:
-        """Whether the next step is not the first of its update phase."""
-        return bool(self.progress.step % self._plan.phase_steps)
 
     def request_stop(self) -> None:
         """End after the current step, with a checkpoint."""
@@ -116,11 +118,14 @@ class Controller:
         """Publish the learner's weights with a full arrival check, and assign the groups that were
         in flight at a resume.
 
-        A resume in the middle of a phase publishes the weights that the phase began with: what is
-        evaluated or drawn again must come from the version that the rest of the phase was drawn
-        from.
+        A synchronous resume in the middle of a phase publishes the weights that the phase began
+        with: what is evaluated or drawn again must come from the version that the rest of the phase
+        was drawn from (where several phases share a publish, from a later one). Otherwise newer
+        versions may have been published meanwhile, which groups in flight were admitted at, and the
+        learner's own weights are published.
         """
-        progress, resumed = self.progress, self._resume_phase_from
+        progress = self.progress
+        resumed = self._resume_phase_from if self._plan.synchronous else None
         version = progress.step if resumed is None else progress.phase_version
         self._now("start", f"the actors to prove version {version}")
         await self._publisher.begin(version, full=True, resumed=resumed)
@@ -149,7 +154,7 @@ class Controller:
                 return
             await self._begin_phase(batches, clocks)
             if not plan.synchronous and phase[-1] + 1 < plan.steps:
-                self._batches.prepare([phase[-1] + 1])
+                self._batches.prepare(range(phase[-1] + 1, plan.phase_end(phase[-1] + 1)))
             for step, batch in batches.items():
                 await self._one_step(step, batch.metrics, clocks)
                 clocks = Clocks()
@@ -165,12 +170,17 @@ class Controller:
             samples = await clients.scorer.samples(first, plan.samples_per_step)
             self._parts.reporter.samples(first + 1, samples)
         resumed, self._resume_phase_from = self._resume_phase_from, None
-        several = plan.phase_steps > 1
+        several = plan.phases.steps > 1
         if several and resumed is None:
             self.progress.phase_version = first
         self._now("training", "p_ref of the batch")
         with clocks.measure("begin"):
-            await clients.learner.begin_phase(list(batches), keep_start=several, resumed=resumed)
+            await clients.learner.begin_phase(
+                list(batches),
+                batches=min(plan.phases.batches, len(batches)),
+                keep_start=several,
+                resumed=resumed,
+            )
 
     async def _one_step(self, step: int, batch_metrics: dict[str, float], clocks: Clocks) -> None:
         plan, progress, clients = self._plan, self.progress, self._clients
@@ -181,6 +191,7 @@ class Controller:
             metrics = await clients.learner.train_step(step)
         await clients.buffer.commit(step)
         progress.step = step + 1
+        progress.in_phase = progress.step != plan.phases.end(step)
         await clients.buffer.set_versions(progress.published, progress.step)
         last = progress.step == plan.steps
         # no publish after a stop: the checkpoint does not need it
@@ -249,6 +260,7 @@ class Controller:
     async def _checkpoint(self) -> None:
         """Take a checkpoint between two steps and outside any admission; it is written in the
         background."""
+        plan = self._plan
         self._now("checkpoint", "the checkpoint to be cut")
         await self._publisher.done()
         await self._parts.saver.done()
@@ -256,7 +268,7 @@ class Controller:
             cut = Cut(
                 replace(self.progress),
                 self._parts.requests.prompts.state(),
-                self._in_phase,
+                plan.within_phase(self.progress),
                 self._parts.evaluator.awaited,
             )
             await self._parts.saver.begin(self._clients, cut)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
+from rlcore.errors import UserError
+from rlcore.loop.specs import CheckpointSpec, Phases, ScheduleSpec, SupervisionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +34,42 @@ class Plan:
         return self.schedule.synchronous
 
     @property
-    def phase_steps(self) -> int:
-        """Steps of one update phase: p_ref is fixed at its start. One rollout phase per publish
-        when synchronous."""
-        return self.schedule.steps_per_publish if self.synchronous else 1
+    def phases(self) -> Phases:
+        """The update phases; p_ref is fixed at the start of each."""
+        return self.schedule.phases
 
     @property
     def total_groups(self) -> int:
         """Groups to admit over the whole plan: whole phases, so that extending the run later
         continues exactly."""
-        phases = -(-self.steps // self.phase_steps)
-        return phases * self.phase_steps * self.schedule.groups_per_step
+        phases = -(-self.steps // self.phases.steps)
+        return phases * self.phases.batches * self.schedule.groups_per_step
 
     def phase_end(self, step: int) -> int:
-        """The first step after the phase that `step` is in."""
-        return min((step // self.phase_steps + 1) * self.phase_steps, self.steps)
+        """The first step after the phase that `step` is in, or the end of the run within it."""
+        return min(self.phases.end(step), self.steps)
 
     def publishes_after(self, step: int) -> bool:
         """Whether the weights after `step` optimizer steps are published."""
-        return step % self.schedule.steps_per_publish == 0 or step == self.steps
+        return step % self.schedule.publish_period == 0 or step == self.steps
+
+    def check_resume(self, progress: Progress) -> None:
+        """Raises UserError for epochs that a checkpoint's run cannot go on with: its batches and
+        the groups that it has admitted are counted by them."""
+        before, now = Phases(progress.phase_batches, progress.phase_epochs), self.phases
+        if progress.step and before != now and max(before.epochs, now.epochs) > 1:
+            raise UserError(
+                f"schedule.epochs={now.epochs} with {now.batches} batches a phase "
+                "(schedule.steps_per_phase) is not what the run has had up to step "
+                f"{progress.step}: resume with epochs={before.epochs} and "
+                f"steps_per_phase={before.batches}, or start another run_dir."
+            )
+
+    def within_phase(self, progress: Progress) -> bool:
+        """Whether the next step is not the first of its phase, so that its p_ref is older."""
+        if progress.in_phase is None:
+            return bool(progress.step % self.phases.steps)
+        return progress.in_phase
 
 
 @dataclass(slots=True)
@@ -61,6 +79,9 @@ class Progress:
     step: int = 0  # optimizer steps done = learner version
     published: int = -1  # version proven on every healthy actor
     phase_version: int = 0  # version at the start of the update phase: p_ref of a longer phase
+    phase_batches: int = 1  # M and E of these phases
+    phase_epochs: int = 1
+    in_phase: bool | None = None  # the next step is within a phase; None: as the plan's phases say
     evaluated: int = -1  # last step whose evaluation was started
     seconds: float = 0.0  # of training, over all sessions
     # checkpoint.keep_best's metric, by the version that was evaluated

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlcore.buffer.specs import BatchingSpec
+from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.spec import Spec, refuse, setting
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import OnPublish
+
+__all__ = ["Phases"]  # the loop plans by them
 
 
 class ScheduleSpec(BatchingSpec):

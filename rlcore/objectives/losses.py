@@ -27,6 +27,7 @@ class Ppo(PolicyLoss):
     """
 
     inner_clip = True
+    clips = True
     own_settings: ClassVar[tuple[str, ...]] = ("dual_clip",)
     indicators: tuple[str, ...] = CLIP_SHARES
 
@@ -85,6 +86,7 @@ class Cispo(PolicyLoss):
     one below `low` low/r.
     """
 
+    clips = True
     indicators = CLIP_SHARES
 
     def __init__(self, spec: ObjectiveSpec) -> None:

@@ -46,6 +46,8 @@ class PolicyLoss(Protocol):
     carries_ratio: ClassVar[bool] = True
     #: whether it has PPO's clip per token, which a correction may switch off
     inner_clip: ClassVar[bool] = False
+    #: whether it clips p_new/p_ref, per token or sequence: while that is 1, nothing is clipped
+    clips: ClassVar[bool] = False
     #: settings of `ObjectiveSpec` that not every loss reads, and this one does: set under another
     #: loss they are refused
     own_settings: ClassVar[tuple[str, ...]] = ()

@@ -97,6 +97,7 @@ class FakeLearner(LearnerClient):
     """Counts its steps and keeps a record of every token it was trained on.
 
     `trained`: step -> (group id, sample index) -> (oldest, newest version) of the sample.
+    `phases`: the steps of each phase that was begun, and for how many of them p_ref was computed.
     """
 
     def __init__(self, buffer: FakeBuffer, *, step_s: float = 1.0, publish_s: float = 0.1) -> None:
@@ -104,6 +105,7 @@ class FakeLearner(LearnerClient):
         self.published: list[int] = []
         self.sent: list[tuple[int, int]] = []  # (version, receivers) of a group transport
         self.resumed_phases: list[str] = []
+        self.phases: list[tuple[list[int], int]] = []
         self.fails_at: dict[int, Exception] = {}  # step -> what it raises instead
         self.step_s = step_s
         self.publish_s = publish_s
@@ -111,6 +113,7 @@ class FakeLearner(LearnerClient):
         self._buffer = buffer
         self._batches: dict[int, Batch] = {}
         self._stored: dict[int, list[bytes]] = {}
+        self._phase: dict[int, list[bytes]] = {}  # the records of each of its steps
         self._saving: tuple[Path, str] | None = None
 
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
@@ -121,8 +124,11 @@ class FakeLearner(LearnerClient):
             self._stored[step] = [record for e in episodes for record in e.records]
 
     async def begin_phase(
-        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+        self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
+        self.phases.append((list(steps), batches))
+        phase = [self._stored.pop(step) for step in steps[:batches]]
+        self._phase = {step: phase[i % batches] for i, step in enumerate(steps)}
         if resumed is not None:
             self.resumed_phases.append(resumed)
         await asyncio.sleep(self.step_s / 4)
@@ -131,7 +137,7 @@ class FakeLearner(LearnerClient):
         await asyncio.sleep(self.step_s)
         if step in self.fails_at:
             raise self.fails_at.pop(step)
-        headers = [read_header(record) for record in self._stored.pop(step)]
+        headers = [read_header(record) for record in self._phase.pop(step)]
         samples = {}
         for h in headers:
             assert h.oldest_version is not None and h.newest_version is not None

@@ -2,9 +2,10 @@
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlcore.buffer import ReplayBuffer, reports
+from rlcore.buffer import ReplayBuffer, journal, reports
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.serialization import dump_trajectory, load_group
 from rlcore.testing.records import make_score, make_trajectory
@@ -95,8 +96,10 @@ class Run:
     Samples finish in random order and span publishes; their records and scores arrive in either
     order, and one of the two is sometimes lost; actors die and their samples are asked for again
     (sometimes the first copy arrives all the same); publishes land late; batches are sometimes put
-    back and taken again. Unless the schedule is synchronous, the next batch may be taken before the
-    one being trained on is committed. What a sample contains depends on (group, sample) only.
+    back and taken again; the run may stop and go on from a snapshot (`restart`). A phase begins
+    when all of its batches are taken. Unless the schedule is synchronous, the next phase's may be
+    taken before those being trained on are committed. What a sample contains depends on (group,
+    sample) only.
     """
 
     buffer: ReplayBuffer
@@ -107,6 +110,8 @@ class Run:
     lost_half: float = 0.02
     bad_scores: float = 0.05
     reward_levels: int = 2  # 1: every group is filtered
+    restart: float = 0.0
+    rebuilt: Callable[[], ReplayBuffer] | None = None  # the buffer of a run that goes on
     tasks: tuple[str, ...] = ("digits",)
     batches: list[list[int]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
@@ -123,17 +128,36 @@ class Run:
         while self.version < self.steps:
             self.rng.choice(self.events())()
             reports.metrics(self.buffer)
+            if self.rng.random() < self.restart:
+                self.go_on()
         return self
+
+    def go_on(self):
+        """From a snapshot, with nothing of what was on its way or being trained on. A synchronous
+        run publishes what its phase began with, another one what the learner has."""
+        saved, bound = journal.snapshot(self.buffer), self.buffer.batches.bound
+        self.buffer = self.rebuilt()
+        journal.restore(self.buffer, saved)
+        start = bound.phases.start(self.version)
+        self.served = start if bound.synchronous else self.version
+        self.publishes, self.halves, self.flight, self.taken = [], [], [], []
+        self.buffer.set_versions(self.served, self.version)
+        self.request(None)
 
     def events(self):
         events = [self.finish] * min(4, len(self.flight))
         events += [self.arrive] * min(4, len(self.halves))
         events += [self.publish] if self.publishes else []
         events += [self.admit] if self.buffer.room() else []
-        at_once = 1 if self.buffer.batches.bound.synchronous else 2
-        can_take = len(self.taken) < at_once and self.buffer.ready(self.buffer.next_step)
+        bound = self.buffer.batches.bound
+        end = bound.phases.end(self.version)
+        if not bound.synchronous and self.buffer.next_step >= end:
+            limit = bound.phases.end(end)
+        else:
+            limit = end
+        can_take = self.buffer.next_step < limit and self.buffer.ready(self.buffer.next_step)
         events += [self.take] if can_take else []
-        events += [self.learn] if self.taken else []
+        events += [self.learn] if self.buffer.next_step >= end else []
         if not events:  # what was lost was noticed by nobody: its deadline passes
             assert self.buffer.in_flight(), reports.waiting_for(self.buffer, self.version)
             events = [self.overdue]

@@ -1,14 +1,17 @@
 """The staleness bound under random orders of events, on the real buffer."""
 
 import random
+from collections import Counter
 
 import pytest
-from buffer_helpers import Run, deliver, fill, give_up, ids_of, make_buffer, sample
-from hypothesis import given, settings
+from buffer_helpers import PROMPT, Run, deliver, fill, give_up, ids_of, make_buffer, sample
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlcore.buffer import journal, reports
 from rlcore.buffer.admission import Candidate, StalenessBound
+from rlcore.buffer.specs import Phases
+from rlcore.errors import UserError
 
 runs = settings(max_examples=50, deadline=None)
 seeds = st.integers(0, 2**32)
@@ -30,6 +33,46 @@ def test_bound_holds_and_nothing_stalls_or_ages_out(
     assert all(batch == sorted(batch) for batch in run.batches)
     assert reports.metrics(buffer)["ledger/consumed"] == len(used)
     assert "stale" not in buffer.ledger.evicted
+
+
+@runs
+@given(
+    seeds,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 2)]),
+    st.integers(0, 4),
+    st.sampled_from(["fifo", "uniform"]),
+    st.booleans(),
+)
+def test_every_group_is_used_once_an_epoch_and_consumed_once(
+    seed, epochs, batches, publish, eta, sampling, filtering
+):
+    """Any phases, publishes within and between them, losses of actors, restarts anywhere."""
+    phase = batches * epochs
+    above, below = publish
+    schedule = {
+        "steps_per_phase": batches,
+        "epochs": epochs,
+        "steps_per_publish": phase * above if phase % below else phase // below * above,
+        "max_staleness": eta,
+        "sampling": sampling,
+        "dynamic_sampling": filtering,
+        "run_seed": seed,
+    }
+    assume(not (phase % schedule["steps_per_publish"] and schedule["steps_per_publish"] % phase))
+
+    def make():
+        return make_buffer(2, 2, **schedule)
+
+    run = Run(make(), seed, steps=3 * phase, restart=0.05, rebuilt=make).play()
+    used = Counter(g for batch in run.batches for g in batch)
+    assert set(used.values()) == {epochs} and len(used) == 3 * batches * 2
+    for start in range(0, 3 * phase, phase):
+        first = run.batches[start : start + batches]
+        assert run.batches[start : start + phase] == first * epochs
+    assert run.buffer.ledger.consumed == len(used)
+    assert sampling == "uniform" or "stale" not in run.buffer.ledger.evicted
 
 
 @runs
@@ -160,7 +203,7 @@ def test_with_staleness_allowed_the_learner_rarely_waits():
 @settings(max_examples=200, deadline=None)
 def test_released_batches_leave_a_schedule_that_meets_every_deadline(groups, per_step, step):
     """Against the definition: for every d, at most (d - step) * G of the rest are due by d."""
-    bound = StalenessBound(per_step, 1, 5)
+    bound = StalenessBound(per_step, 1, 5, Phases(1, 1))
     waiting = [Candidate(i, deadline, finished) for i, (deadline, finished) in enumerate(groups)]
     batch = bound.release(waiting, step, strict=False)
     finished = sorted((c for c in waiting if c.finished), key=lambda c: (c.deadline, c.group_id))[
@@ -189,3 +232,39 @@ def test_a_shorter_bound_after_a_resume_evicts_what_is_too_old():
     journal.restore(new, journal.snapshot(old))
     assert new.ledger.evicted == {"stale": 2}
     assert ids_of(new.take(0)) == [1]
+
+
+def test_a_group_of_two_epochs_stays_until_its_second_use_is_committed():
+    buffer = make_buffer(1, 1, epochs=2)
+    buffer.admit([PROMPT])
+    fill(buffer, [0], 1)
+    assert ids_of(buffer.take(0)) == [0]
+    buffer.commit(0)
+    buffer.set_versions(0, 1)
+    assert buffer.ledger.consumed == 0 and buffer.room() == 0
+    assert ids_of(buffer.take(1)) == [0]
+    buffer.commit(1)
+    assert buffer.ledger.consumed == 1 and list(buffer.ledger.recent) == [(0, "consumed by step 1")]
+
+
+def test_the_rest_of_a_phase_is_put_back_and_taken_again_as_it_was():
+    buffer = make_buffer(1, 1, steps_per_phase=2, epochs=2, max_staleness=9)
+    buffer.admit([PROMPT] * 4)
+    fill(buffer, range(4), 1)
+    batches = [ids_of(buffer.take(step)) for step in range(5)]
+    assert batches == [[0], [1], [0], [1], [2]]
+    buffer.commit(0)
+    buffer.rollback(1)
+    assert [ids_of(buffer.take(step)) for step in range(1, 5)] == batches[1:]
+
+
+def test_a_buffer_that_cannot_hold_a_phase_says_so_instead_of_waiting():
+    """No step is taken, and so no byte freed, before all batches of a phase are there."""
+    size = len(sample(0, 0)[0])
+    buffer = make_buffer(1, 1, steps_per_phase=3, max_bytes=int(1.5 * size))
+    with pytest.raises(UserError, match=r"2 groups fill it, and an update phase needs 3 at once"):
+        for group in range(3):
+            buffer.room()
+            buffer.live.admit(PROMPT)
+            fill(buffer, [group], 1)
+            buffer.take(group)

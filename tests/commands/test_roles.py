@@ -1,5 +1,7 @@
 """Keys reach the roles that they govern."""
 
+import pytest
+
 from rlcore.commands import roles
 from rlcore.config.compose import load
 from rlcore.corrections.specs import TisSpec
@@ -96,3 +98,26 @@ def test_the_learner_attends_by_the_actors_rule_only_where_it_must():
     assert rule("actor=sparse") is None
     assert rule("actor=sparse", "learner.train_sparse=true").blocks == 4
     assert rule("experiment=distill_sparse").blocks == 4
+
+
+def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
+    sentence = roles.idle_clip(run("algorithm=grpo", "schedule=async"))
+    assert sentence is not None
+    for part in ("algorithm.loss=ppo", "schedule.steps_per_phase", "schedule.epochs"):
+        assert part in sentence
+    assert "algorithm.loss=gspo" in (roles.idle_clip(run("algorithm=gspo")) or "")
+    assert "algorithm.loss=cispo" in (roles.idle_clip(run("algorithm=cispo")) or "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("schedule.epochs=2",),
+        ("schedule.steps_per_phase=2",),
+        ("schedule=large_batch",),
+        ("algorithm=rloo",),
+        ("correction.tis.adjusted=true",),
+    ],
+)
+def test_nothing_is_said_of_a_clip_that_can_bind_or_is_not_there(words):
+    assert roles.idle_clip(run(*words)) is None

@@ -113,6 +113,19 @@ REFUSED = [  # words; parts that the sentence must hold
         ["evaluation.tasks.more.grade_timeout_s=3"],
     ),
     (["schedule.max_uses=2"], ["schedule.max_uses=2", "uniform"]),
+    (
+        ["schedule.sampling=uniform", "schedule.max_uses=2", "schedule.epochs=3"],
+        ["schedule.epochs=3", "schedule.max_uses=2", "at 1"],
+    ),
+    (["schedule.epochs=0"], ["schedule.epochs=0", "greater than 0"]),
+    (
+        ["schedule.steps_per_publish=3", "schedule.steps_per_phase=2", "schedule.epochs=2"],
+        ["steps_per_publish=3", "a phase of 4 steps", "steps_per_phase=2 x schedule.epochs=2"],
+    ),
+    (
+        ["algorithm=rloo", "correction=veto", "schedule.epochs=2"],
+        ["schedule.epochs=2", "algorithm.loss=reinforce", "correction=[veto]", "tis"],
+    ),
     (["actor.bf16.kind=sparse"], ["actor.bf16.kind=sparse", "actor.bf16.sparse"]),
     (["actor.bf16.sparse={blocks:4}"], ["actor.bf16.kind=bf16", "actor.bf16.sparse"]),
     (["actor=sparse", "actor.sparse.sparse.share=0.5"], ["blocks=4", "share=0.5"]),

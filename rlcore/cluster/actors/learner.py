@@ -66,19 +66,22 @@ class LearnerActor:
         for step, stored in zip(shares, ray.get(refs, timeout=timeout_s)):
             self._fetched[step] = [load_group(group) for group in stored]
 
-    def begin_phase(self, steps: list[int], keep_start: bool, resumed: str | None) -> None:
-        """Compute p_ref for the batches of an update phase, which were fetched.
+    def begin_phase(
+        self, steps: list[int], batches: int, keep_start: bool, resumed: str | None
+    ) -> None:
+        """Compute p_ref for the batches of an update phase, fetched for the first `batches` of its
+        steps; the others train on them again.
 
         `keep_start`: the phase has several steps, so the weights it begins with are kept for a
         checkpoint in its middle. `resumed`: such a checkpoint; p_ref is computed under the weights
         kept, then its own are loaded.
         """
-        batches = [self._fetched.pop(step) for step in steps]
+        fetched = [self._fetched.pop(step) for step in steps[:batches]]
         if resumed is not None:
             self._load_phase_weights(resumed)
         elif keep_start:
             self._phase_weights = self.rank.trained_weights()
-        self.rank.begin_phase(batches, first=resumed is None)
+        self.rank.begin_phase(fetched, steps=len(steps), first=resumed is None)
         if resumed is not None:
             self.rank.load(resumed, keep_phase=True)
 

@@ -71,10 +71,12 @@ class RayLearner(LearnerClient):
         await group.call_each([ask(s) for s in shares], "fetching a training batch")
 
     async def begin_phase(
-        self, steps: Sequence[int], *, keep_start: bool, resumed: str | None
+        self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
         def ask(folder: str | None) -> Ask:
-            return lambda handle: handle.begin_phase.remote(list(steps), keep_start, folder)
+            return lambda handle: handle.begin_phase.remote(
+                list(steps), batches, keep_start, folder
+            )
 
         what = "beginning an update phase"
         await asyncio.gather(
