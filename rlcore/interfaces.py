@@ -75,11 +75,19 @@ class RolloutEngine(Protocol):
     def version(self) -> int:
         """Policy version that the tokens sampled now carry."""
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve."""
+    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
+        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
+
+        `begun`: what another engine has sampled for some of them and gave up by `cut`; they go on
+        with those tokens.
+        """
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
+
+    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
+        """Drop requests and return what they have so far (finish_reason "abort"), also those
+        without a token; unknown ids are ignored."""
 
     def step(self) -> list[Trajectory]:
         """One decode step; the trajectories that finished in it, unscored."""

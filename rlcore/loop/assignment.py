@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
-from rlcore.loop.members import Held, Member, Roster, Waiting
+from rlcore.loop.members import Held, Member, Process, Roster, Waiting
 from rlcore.loop.supervision import Supervisor
 from rlcore.types import Request
 
@@ -19,8 +21,10 @@ class Assignments:
     aborts are queued, in order."""
 
     def __init__(self, roster: Roster, supervisor: Supervisor) -> None:
+        self.cut_requests = 0  # that were moved to another member with what they had
         self._roster = roster
         self._supervisor = supervisor
+        self._moving: set[int] = set()
 
     def assign(self, groups: Held, *, beside: bool = False) -> None:
         """Assign groups to the least loaded members of the rotation, ties by order, one message a
@@ -47,6 +51,7 @@ class Assignments:
                 continue
             member = min(able, key=lambda m: m.load)
             member.groups[group_id] = requests
+            self._moving.discard(group_id)
             batches.setdefault(member, []).extend(requests)
         for member, batch in batches.items():
             self._submit(member, batch)
@@ -68,9 +73,9 @@ class Assignments:
             held += member.groups
         self.withdraw({g for g in held if g < 0})
 
-    def _submit(self, member: Member, batch: list[Request]) -> None:
+    def _submit(self, member: Member, batch: list[Request], begun: Any = None) -> None:
         process, ask = member.process, self._supervisor.ask
-        process.work.put(lambda: ask(member, process, lambda client: client.submit(batch)))
+        process.work.put(lambda: ask(member, process, lambda client: client.submit(batch, begun)))
 
     def _abort(self, member: Member, ids: list[str]) -> None:
         process, ask = member.process, self._supervisor.ask
@@ -91,10 +96,9 @@ class Assignments:
 
     def overrunning(self, request_timeout_s: float) -> list[int]:
         """Training groups with a request that has decoded for longer than it may, where another
-        member could help the only one that works on them. Time in a queue does not count."""
+        member of the same pool could go on with it. Time in a queue does not count."""
         members = self._roster.members
         holders = Counter(g for m in members for g in m.groups)
-        rotation = self._roster.rotation()
         found = []
         for member in members:
             spent = member.process.status.get("decoding_s", {})
@@ -102,10 +106,53 @@ class Assignments:
                 slow = any(
                     spent.get(r.request_id, 0.0) > allowed_s(r, request_timeout_s) for r in requests
                 )
-                helpers = [m for m in rotation if m is not member and m.serves(group_id)]
-                if slow and helpers and group_id >= 0 and holders[group_id] == 1:
+                free = holders[group_id] == 1 and group_id not in self._moving
+                if slow and free and group_id >= 0 and self._successors(member, group_id):
                     found.append(group_id)
         return sorted(found)
+
+    def _successors(self, member: Member, group_id: int) -> list[Member]:
+        """Members that could go on with what a member has sampled: of its kind, and not behind it,
+        since the versions of a response never go back."""
+        return [
+            m
+            for m in self._roster.rotation()
+            if m is not member
+            and m.pool is member.pool
+            and m.process.version >= member.process.version
+            and group_id not in m.groups
+        ]
+
+    def move(self, group_ids: Iterable[int]) -> None:
+        """Have the least loaded other members go on with these groups, from the tokens they have.
+        Counts `cut_requests`."""
+        for group_id in group_ids:
+            member = next((m for m in self._roster.members if group_id in m.groups), None)
+            if member is not None:
+                self._moving.add(group_id)
+                member.process.work.put(partial(self._move, member, member.process, group_id))
+
+    async def _move(self, member: Member, process: Process, group_id: int) -> None:
+        requests = member.groups.get(group_id)
+        if requests is None:
+            return
+        ids = [r.request_id for r in requests]
+        cut = await self._supervisor.ask(member, process, lambda client: client.cut(ids))
+        # it has failed, or the group was withdrawn meanwhile
+        if cut is None or member.groups.get(group_id) is not requests:
+            return
+        self._moving.discard(group_id)
+        open_ids, begun = cut
+        left = [r for r in requests if r.request_id in open_ids]
+        if not left:
+            return  # all have finished and are on their way
+        self.cut_requests += len(left)
+        del member.groups[group_id]
+        # it may have become the only one: then it goes on itself
+        able = self._successors(member, group_id) or [member]
+        successor = min(able, key=lambda m: m.load)
+        successor.groups[group_id] = left
+        self._submit(successor, left, begun)
 
     async def open_requests(self) -> set[str]:
         """Ids of the requests that members are still working on, as far as they answer."""

@@ -123,11 +123,16 @@ class LearnerClient(Protocol):
 class ActorClient(Protocol):
     """One process of a rollout actor."""
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises UserError for what the engine cannot serve."""
+    async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
+        """Queue requests. Raises UserError for what the engine cannot serve. `begun`: from `cut` of
+        another actor; those requests keep the tokens that they have."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests; unknown ids are ignored."""
+
+    async def cut(self, request_ids: Sequence[str]) -> tuple[list[str], Any]:
+        """Drop requests: (ids of those that were not finished, a handle to what they have sampled
+        so far, for `submit`)."""
 
     async def open_requests(self) -> list[str]:
         """Requests taken and not finished."""

@@ -236,7 +236,7 @@ class Controller:
         await self._publisher.poll()
         await self._parts.saver.poll()
         others = self._publisher.take_seconds()
-        others["rollout/timed_out_samples"] = float(self._dispatcher.groups.timed_out_samples)
+        others["rollout/cut_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
         others |= self._parts.saver.metrics()

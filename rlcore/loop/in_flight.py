@@ -17,7 +17,6 @@ class GroupsInFlight:
     """Assigns admitted groups to the fleet, and reassigns those that actors or graders lost."""
 
     def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: Parts) -> None:
-        self.timed_out_samples = 0  # that took longer than rollout.request_timeout_s allows
         self._timeout_s = request_timeout_s
         self._buffer = buffer
         self._assignments = parts.fleet.assignments
@@ -26,6 +25,11 @@ class GroupsInFlight:
         self._note = parts.reporter.note
         self._due: dict[int, float] = {}  # group id -> when it is looked for, unless it is whole
         self._idle: set[int] = set()  # of these some sample was with no actor at the last look
+
+    @property
+    def cut_requests(self) -> int:
+        """That took longer than rollout.request_timeout_s allows and were moved."""
+        return self._assignments.cut_requests
 
     def assign(self, groups: Missing) -> None:
         """Ask the fleet for these samples of these groups."""
@@ -97,20 +101,20 @@ class GroupsInFlight:
         return all(request_id("train", group_id, i) in still_open for i in samples)
 
     async def help_slow(self) -> None:
-        """Requests that have decoded for too long are given to another actor beside: whatever comes
-        first counts, so no token is thrown away and long answers are not dropped."""
+        """Requests that have decoded for too long are moved to another actor with the tokens they
+        have. Nothing is drawn twice: of two draws the shorter would come first, and long answers
+        would be rarer than the policy gives them."""
         assignments = self._assignments
         slow = assignments.overrunning(self._timeout_s)
         if not slow:
             return
         in_flight = await self._buffer.in_flight()
-        groups = {g: in_flight[g] for g in slow if g in in_flight}
-        self.timed_out_samples += sum(len(samples) for _, samples in groups.values())
+        groups = [g for g in slow if g in in_flight]
         self._note(
             f"{len(groups)} groups have decoded for longer than rollout.request_timeout_s="
-            f"{self._timeout_s:g} allows: also given to others ({spans(groups)})"
+            f"{self._timeout_s:g} allows: other actors go on with them ({spans(groups)})"
         )
-        assignments.assign(self._asked_of(groups), beside=True)
+        assignments.move(groups)
 
     async def _assign_again(self, group_ids: list[int], what: str) -> None:
         """Count a loss of these groups and assign them again, or let them fail: a prompt that

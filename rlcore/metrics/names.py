@@ -234,6 +234,12 @@ METRICS: tuple[Metric, ...] = (
         "time between checkpoints by checkpoint.every_s; 0: off",
         "last",
     ),
+    Metric(
+        "rollout/cut_requests",
+        "requests",
+        "that passed rollout.request_timeout_s and were moved to another actor with their tokens",
+        "last",
+    ),
     Metric("rollout/<statistic>", "1", "the fleet of rollout actors", "last"),
     Metric(
         "metrics/nonfinite",

@@ -51,8 +51,11 @@ class RequestBook:
         self._draws_of = f"{job.actor_id}:{os.getpid()}-{secrets.token_hex(4)}"
         self._count = itertools.count()
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve."""
+    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
+        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
+
+        `begun`: what other engines gave up by `cut`; those requests keep the tokens they have.
+        """
         for request in requests:
             self._check(request)
         taken = {*self.active, *(d.request.request_id for d in self._held)}
@@ -64,11 +67,23 @@ class RequestBook:
                 )
             taken.add(request.request_id)
         draws = [self._draw(r) for r in requests]
+        earlier = {t.request_id: t for t in begun}
+        for draw in draws:
+            t = earlier.get(draw.request.request_id)
+            if t is not None and self._continues(draw, t):
+                draw.go_on(t)
         if self._draining:
             self._held += draws
             return
         for draw in draws:
+            draw.resubmissions += bool(draw.tokens)
             self._submit(draw)
+
+    def _continues(self, draw: Draw, t: Trajectory) -> bool:
+        """Whether tokens from elsewhere can be gone on with: versions of a response never go back,
+        and it has room for more."""
+        sampled = len(t.token_version)
+        return 0 < sampled < draw.budget and t.token_version[-1] <= self.version
 
     def _check(self, request: Request) -> None:
         prompt, k = len(request.prompt_ids), request.sampling.logprobs_k
@@ -123,6 +138,16 @@ class RequestBook:
         ids = set(request_ids)
         self._held = [d for d in self._held if d.request.request_id not in ids]
         self._core.abort([i for i in ids if self.active.pop(i, None) is not None])
+
+    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
+        """Drop requests and return what they have so far, also those without a token; unknown ids
+        are ignored."""
+        ids = set(request_ids)
+        draws = [d for i, d in self.active.items() if i in ids]
+        draws += [d for d in self._held if d.request.request_id in ids]
+        self.abort(ids)
+        actor = self._job.actor_id, self._job.actor.reported_kind
+        return [draw.finish("abort", *actor) for draw in draws]
 
     def unfinished(self) -> int:
         """Requests queued, running or held back."""

@@ -60,6 +60,25 @@ class Draw:
             rows[self._blocks :] = [_joined(rows[self._blocks :], width)]
         self._blocks += 1
 
+    def go_on(self, begun: Trajectory) -> None:
+        """Take over what another engine sampled for this request before it was cut."""
+        versions = begun.token_version
+        starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+        self.tokens = begun.sampled_ids.tolist()
+        self.switches = [(s, int(versions[s])) for s in starts]
+        self.switches.append((len(self.tokens), self.version))
+        if self.request.sampling.logprobs_k >= 0:
+            ids, logp = begun.sampled_ids[:, None], begun.logp_inf[:, None]
+            self._ids = [np.concatenate([ids, begun.topk_ids], axis=1)]
+            self._logp = [np.concatenate([logp, begun.topk_logp], axis=1)]
+        if self.watcher is not None:
+            for token in self.tokens:
+                self.watcher.push(token)
+        # seconds rather than times: the other engine may be on another machine
+        now = time.monotonic()
+        self.started_at = now - begun.timings["generate_s"]
+        self.queued_at = self.started_at - begun.timings["queue_s"]
+
     def switch(self, version: int) -> None:
         """Tokens from now on were sampled by `version`."""
         self.switches.append((len(self.tokens), version))

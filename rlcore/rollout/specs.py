@@ -24,7 +24,11 @@ class RolloutSpec(Spec):
     stop: tuple[str, ...] = setting((), "strings that end a response")
     logprobs_k: int = setting(20, "top log-probs stored per token; 0: the sampled one only", ge=0)
     request_timeout_s: float = setting(
-        600.0, "a group not finished by then is reissued", unit="s", gt=0
+        600.0,
+        "what decoding 1024 tokens may take, and more in proportion: then another actor goes on "
+        "with the request; a sample that vanished is reissued after as long",
+        unit="s",
+        gt=0,
     )
 
     def sampling(self) -> SamplingSpec:

@@ -48,13 +48,13 @@ class RolloutWorker:
 
     # -- called by any thread ----------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> Future[None]:
+    def submit(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> Future[None]:
         """Queue requests: all enter the engine between the same two steps, in order, or none does
-        (ValueError)."""
+        (ValueError). `begun`: what `cut` of another worker gave of them."""
         batch = list(requests)
 
         def run() -> None:
-            self._engine.add(batch)
+            self._engine.add(batch, begun)
             self.counters.submitted += len(batch)
 
         return self._commands.put(Call(run))
@@ -63,6 +63,12 @@ class RolloutWorker:
         """Drop requests; unknown ids are ignored."""
         ids = list(request_ids)
         return self._commands.put(Call(lambda: self._engine.abort(ids)))
+
+    def cut(self, request_ids: Iterable[str]) -> Future[list[Trajectory]]:
+        """Drop requests and return what they have so far; those that have finished are not among
+        them, and are delivered."""
+        ids = list(request_ids)
+        return self._commands.put(Call(lambda: self._engine.cut(ids)))
 
     def checksums(self, names: Iterable[str]) -> Future[dict[str, int]]:
         """Checksums of the weights as the engine holds them."""

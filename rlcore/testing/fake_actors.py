@@ -167,7 +167,7 @@ class FakeActor(ActorClient):
 
     # ---- the client ------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Request]) -> None:
+    async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
         async def work() -> None:
             await asyncio.sleep(self.speed.answer_s)
             for request in requests:
@@ -176,7 +176,8 @@ class FakeActor(ActorClient):
                         f"a rollout actor refused a request: {request.request_id} twice"
                     )
             for request in requests:
-                drawing = _Drawing(request, self._tokens(request))
+                had = (begun or {}).get(request.request_id, [])
+                drawing = _Drawing(request, self._tokens(request), list(had))
                 if drawing.wanted:
                     self._waiting[request.request_id] = drawing
             self._work.set()
@@ -191,6 +192,18 @@ class FakeActor(ActorClient):
                 self._running.pop(name, None)
 
         await self._call(work, f"dropping {len(request_ids)} requests")
+
+    async def cut(self, request_ids: Sequence[str]) -> tuple[list[str], Any]:
+        async def work() -> tuple[list[str], Any]:
+            await asyncio.sleep(self.speed.answer_s)
+            held = {**self._waiting, **self._running}
+            had = {name: held[name].versions for name in request_ids if name in held}
+            for name in had:
+                self._waiting.pop(name, None)
+                self._running.pop(name, None)
+            return list(had), had
+
+        return await self._call(work, f"giving up {len(request_ids)} requests")
 
     async def open_requests(self) -> list[str]:
         async def work() -> list[str]:

@@ -121,6 +121,42 @@ def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_pa
     assert books(run_dir)[1] == len(rows(run_dir)) * 8
 
 
+SLOW = """
+import time
+from rlcore.rollout.engines.vllm.engine import VllmEngine
+
+class Slow(VllmEngine):
+    def __init__(self, job):
+        super().__init__(job)
+        if job.actor_id.endswith("-0"):
+            step = self.core.step
+            self.core.step = lambda: (time.sleep(1.0), step())[1]
+"""
+
+
+def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
+    command, small, tmp_path
+):
+    run_dir, engine = tmp_path / "run", tmp_path / "slow.py"
+    engine.write_text(SLOW)
+    words = ("actor.bf16.count=2", "cluster.num_cpus=3", "rollout.request_timeout_s=2")
+    own = f"actor.bf16.engine={engine}:Slow"
+    run = command("train", *small, *FAST, f"run_dir={run_dir}", *words, own)
+    run.wait_for(
+        lambda: any(r["rollout/cut_requests"] for r in rows(run_dir)), what="a request that moved"
+    )
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 4, what="further steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert "other actors go on with them" in run.text
+    found = rows(run_dir)
+    assert books(run_dir)[1] == len(found) * 8
+    assert found[-1]["rollout/replacements"] == found[-1]["buffer/duplicates"] == 0
+    # the log-probs are those of the tokens, before the move and after it
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found if r["staleness/max"] == 0)
+
+
 def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}")

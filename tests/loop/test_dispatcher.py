@@ -1,8 +1,10 @@
 """What becomes of groups that an actor or the graders lost unnoticed."""
 
+import asyncio
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from rlcore.loop.assignment import allowed_s
 from rlcore.loop.in_flight import spans
@@ -80,23 +82,70 @@ def test_time_in_a_queue_does_not_count(tmp_path):
     )
     rows = simulate(scenario, tmp_path).reporter.rows
     assert max(row["time/step_s"] for row in rows) > 60
-    assert rows[-1]["rollout/timed_out_samples"] == rows[-1]["buffer/duplicates"] == 0
+    assert rows[-1]["rollout/cut_requests"] == rows[-1]["buffer/duplicates"] == 0
     assert rows[-1]["ledger/failed"] == 0
 
 
-def test_an_answer_that_takes_too_long_is_drawn_by_another_actor_too_and_never_dropped(tmp_path):
-    """bf16-0 becomes twenty times slower than the others."""
+@pytest.mark.parametrize("on_publish", ["finish", "abort", "in_flight"])
+def test_an_answer_that_takes_too_long_goes_on_at_another_actor_and_is_not_drawn_anew(
+    on_publish, tmp_path
+):
+    """bf16-0 becomes forty times slower than the others. Every third answer is long."""
 
     async def slow(simulation):
         await simulation.until(5)
-        simulation.actors["bf16-0"].speed = Speed(step_s=2.0)
+        simulation.actors["bf16-0"].speed = Speed(step_s=4.0)
 
-    scenario = Scenario(ASYNC, request_timeout_s=10, actors=3)
+    def tokens(request):
+        return 30 if request.group_id % 3 == 0 else 5
+
+    schedule = ASYNC.model_copy(update={"on_publish": on_publish, "steps": 40})
+    scenario = Scenario(schedule, request_timeout_s=10, actors=3, tokens=tokens)
     simulation = simulate(scenario, tmp_path, slow)
     last = simulation.reporter.rows[-1]
-    assert last["rollout/timed_out_samples"] > 0 and last["ledger/failed"] == 0
-    assert any("also given to others" in note for note in simulation.reporter.notes)
+    assert last["rollout/cut_requests"] > 0 and last["ledger/failed"] == 0
+    # no sample was drawn twice, so none could come first for being short
+    assert last["buffer/duplicates"] == last["buffer/late"] == 0
+    assert any("other actors go on with them" in note for note in simulation.reporter.notes)
     assert simulation.fleet.supervisor.replacements == 0
+    trained = [g for step in simulation.learner.trained.values() for g, _ in step]
+    long = sum(g % 3 == 0 for g in trained) / len(trained)
+    assert long == pytest.approx(1 / 3, abs=0.03)
+
+
+def test_what_a_moved_answer_had_is_kept(tmp_path):
+    async def slow(simulation):
+        await simulation.until(5)
+        simulation.actors["bf16-0"].speed = Speed(step_s=4.0)
+        asked = simulation.actors["bf16-1"].submit
+
+        async def submit(requests, begun=None):
+            kept.extend(len(had) for had in (begun or {}).values())
+            await asked(requests, begun)
+
+        simulation.actors["bf16-1"].submit = submit
+
+    kept = []
+    scenario = Scenario(ASYNC, request_timeout_s=10, tokens=lambda request: 30)
+    simulation = simulate(scenario, tmp_path, slow)
+    assert kept and max(kept) >= 3
+    assert simulation.reporter.rows[-1]["rollout/cut_requests"] >= len(kept)
+
+
+def test_an_actor_that_dies_while_it_gives_a_group_up_loses_it_as_any_other(tmp_path):
+    async def slow(simulation):
+        await simulation.until(5)
+        first = simulation.actors["bf16-0"]
+        first.speed = Speed(step_s=4.0, answer_s=0.5)
+        while not any("go on with them" in note for note in simulation.reporter.notes):
+            await asyncio.sleep(0.1)
+        first.die()
+
+    scenario = Scenario(ASYNC, request_timeout_s=10, tokens=lambda request: 30)
+    simulation = simulate(scenario, tmp_path, slow)
+    assert simulation.fleet.supervisor.replacements == 1
+    assert simulation.reporter.rows[-1]["ledger/failed"] == 0
+    assert unfinished(simulation) == []
 
 
 def test_more_time_is_allowed_for_more_tokens():

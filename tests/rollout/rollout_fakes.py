@@ -72,11 +72,14 @@ class FakeEngine(RolloutEngine):
     def version(self) -> int:
         return self.book.version
 
-    def add(self, requests: Sequence[Request]) -> None:
-        self.book.add(requests)
+    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
+        self.book.add(requests, begun)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.book.abort(request_ids)
+
+    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
+        return self.book.cut(request_ids)
 
     def step(self) -> list[Trajectory]:
         if self.fail is not None:

@@ -8,6 +8,7 @@ from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.request_book import RequestBook
+from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import Trajectory
 
 
@@ -112,6 +113,69 @@ def test_withdrawn_requests_keep_their_tokens_and_get_other_draws(core, book):
     assert any(
         a.sampled_ids.tolist() != w.sampled_ids.tolist() for a, w in zip(done, whole, strict=True)
     )
+
+
+def elsewhere(trajectories: list[Trajectory]) -> list[Trajectory]:
+    """As another process receives them."""
+    return [load_trajectory(dump_trajectory(t)) for t in trajectories]
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_another_engine_goes_on_with_what_was_cut(core, book, draining):
+    book.add(ask(2))
+    book.decode()
+    book.set_version(3)
+    book.decode()
+    cut = book.cut(["train:0:0", "train:0:1", "unknown"])
+    assert book.unfinished() == 0 and not core.queue
+    assert [t.finish_reason for t in cut] == ["abort", "abort"]
+
+    other_core = FakeCore()
+    other = make_book(other_core)
+    other.set_version(5)
+    if draining:
+        other.begin_drain()
+    other.add(ask(2), elsewhere(cut))
+    if draining:
+        assert not other_core.queue
+        other.set_version(6)
+        other.end_drain()
+    done = drain(other)
+    last = 6 if draining else 5
+    for t, had in zip(done, cut, strict=True):
+        assert t.token_version.tolist() == [0, 3, last, last, last, last]
+        assert t.sampled_ids[:2].tolist() == had.sampled_ids.tolist()
+        assert np.array_equal(t.logp_inf[:2], had.logp_inf)
+        assert np.array_equal(t.topk_ids[:2], had.topk_ids)
+        assert np.array_equal(t.topk_logp[:2], had.topk_logp)
+        assert t.timings["generate_s"] >= had.timings["generate_s"]
+    (first, _) = other_core.added
+    assert len(first.token_ids) == 4 and first.max_tokens == 4
+    assert first.seed != core.added[0].seed  # it must not repeat the draws that were made
+
+
+def test_what_has_no_token_or_is_newer_than_the_engine_begins_anew(core, book):
+    book.set_version(4)
+    book.add(ask(6))  # the core runs four
+    book.decode()
+    cut = elsewhere(book.cut([f"train:0:{i}" for i in range(6)]))
+    assert sorted(len(t.token_version) for t in cut) == [0, 0, 1, 1, 1, 1]
+    behind = make_book(FakeCore())
+    behind.set_version(3)
+    behind.add(ask(6), cut)
+    assert {v for t in drain(behind) for v in t.token_version.tolist()} == {3}
+
+
+def test_a_stop_string_is_found_across_a_cut(core, book):
+    (whole,) = (book.add(ask(1)), drain(book))[1]
+    text = "".join(ALPHABET[i - 3] for i in whole.sampled_ids.tolist()[:2])
+    book.add(ask(1, stop=(text,)))
+    book.decode()
+    cut = elsewhere(book.cut(["train:0:0"]))
+    other = make_book(FakeCore())
+    other.add(ask(1, stop=(text,)), cut)
+    draw = other.active["train:0:0"]
+    assert draw.watcher.push(int(whole.sampled_ids[1]))
 
 
 def test_an_unstarted_request_that_is_resubmitted_keeps_its_seed(core, book):

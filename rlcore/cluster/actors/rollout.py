@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ import ray
 from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.cluster.jobs import Hosting, RolloutJob
 from rlcore.errors import UserError
+from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 T = TypeVar("T")
@@ -55,18 +56,27 @@ class RolloutActor:
     def _delivered(self, trajectories: list[Trajectory]) -> None:
         self._open -= {t.request_id for t in trajectories}
 
-    def submit(self, requests: list[Request]) -> None:
+    def submit(self, requests: list[Request], begun: Sequence[bytes] = ()) -> None:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
-        cannot serve."""
+        cannot serve. `begun`: records that `cut` of another actor gave of them."""
         self._open |= {r.request_id for r in requests}
+        earlier = [load_trajectory(record) for record in begun]
         try:
-            self.worker.submit(requests).result(timeout=SUBMIT_TIMEOUT_S)
+            self.worker.submit(requests, earlier).result(timeout=SUBMIT_TIMEOUT_S)
         except ValueError as e:
             raise UserError(f"a rollout actor refused a request: {e}") from e
 
     def abort(self, request_ids: list[str]) -> None:
         self.worker.abort(request_ids)
         self._open -= set(request_ids)
+
+    def cut(self, request_ids: list[str]) -> tuple[list[str], list[bytes]]:
+        """Drop requests: (ids of those that were not finished, the records of what they have so
+        far)."""
+        cut = self.worker.cut(request_ids).result(timeout=SUBMIT_TIMEOUT_S)
+        ids = [t.request_id for t in cut]
+        self._open -= set(ids)
+        return ids, [dump_trajectory(t) for t in cut]
 
     def open_requests(self) -> list[str]:
         return list(self._open)

@@ -37,13 +37,19 @@ class RayRolloutActor(ActorClient):
         limit = self._publish_timeout_s
         return dict(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
-    async def submit(self, requests: Sequence[Request]) -> None:
-        ref = self.handle.submit.remote(list(requests))
+    async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
+        # Ray passes on what the reference `begun` is of, without a copy in this process
+        more = () if begun is None else (begun,)
+        ref = self.handle.submit.remote(list(requests), *more)
         await self._call(ref, f"taking {len(requests)} requests")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         ref = self.handle.abort.remote(list(request_ids))
         await self._call(ref, f"dropping {len(request_ids)} requests")
+
+    async def cut(self, request_ids: Sequence[str]) -> tuple[list[str], Any]:
+        ids, begun = self.handle.cut.options(num_returns=2).remote(list(request_ids))
+        return list(await self._call(ids, f"giving up {len(request_ids)} requests")), begun
 
     async def open_requests(self) -> list[str]:
         return list(await self._call(self.handle.open_requests.remote(), "its open requests"))

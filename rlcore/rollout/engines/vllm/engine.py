@@ -57,13 +57,18 @@ class VllmEngine(RolloutEngine):
         """Policy version that the tokens sampled now carry."""
         return self._book.version
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests, all or none. Raises ValueError for one that the engine cannot serve."""
-        self._book.add(requests)
+    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
+        """Queue requests, all or none, some of them with the tokens that another engine sampled.
+        Raises ValueError for one that the engine cannot serve."""
+        self._book.add(requests, begun)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
         self._book.abort(request_ids)
+
+    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
+        """Drop requests and return what they have so far."""
+        return self._book.cut(request_ids)
 
     def unfinished(self) -> int:
         """Requests queued, running or held back by a drain."""
