@@ -107,7 +107,7 @@ class Controller:
         # the checkpoint we resumed from stays the newest.
         wanted = self.stop_requested or self._plan.checkpoint.at_end
         if wanted and self._resume_phase_from is None:
-            await self._checkpoint()
+            await self._checkpoint(last=True)
             self._now("checkpoint", "the last checkpoint to be written")
             await self._parts.saver.done(last=True)
 
@@ -257,7 +257,7 @@ class Controller:
         elif by_steps:
             saver.skipped(step)
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, *, last: bool = False) -> None:
         """Take a checkpoint between two steps and outside any admission; it is written in the
         background."""
         plan = self._plan
@@ -271,4 +271,4 @@ class Controller:
                 plan.within_phase(self.progress),
                 self._parts.evaluator.awaited,
             )
-            await self._parts.saver.begin(self._clients, cut)
+            await self._parts.saver.begin(self._clients, cut, last=last)

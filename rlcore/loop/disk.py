@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from rlcore.errors import DeadlineExceeded
 
 T = TypeVar("T")
+POLL_S = 0.02
 
 
 class Disk(Executor):
@@ -33,16 +35,28 @@ class Disk(Executor):
             self._running += 1
 
         def work() -> None:
+            result, error = None, None
             try:
-                future.set_result(fn(*args, **kwargs))
+                result = fn(*args, **kwargs)
             except BaseException as e:  # passed to the waiter, as by any executor
-                future.set_exception(e)
-            finally:
-                with self._lock:
-                    self._running -= 1
+                error = e
+            # first: who sees the result must not see the job running
+            with self._lock:
+                self._running -= 1
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
 
         threading.Thread(target=work, name="disk", daemon=True).start()
         return future
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Whether every job has ended, after waiting for up to `timeout_s` of real time."""
+        deadline = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return not self._running
 
     async def run(self, job: Callable[[], T], *, timeout_s: float, what: str) -> T:
         """A job's result. Raises DeadlineExceeded after `timeout_s`; the job may go on."""

@@ -72,9 +72,10 @@ class Saver:
         """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
-    async def begin(self, clients: Clients, cut: Cut) -> None:
+    async def begin(self, clients: Clients, cut: Cut, *, last: bool = False) -> None:
         """Snapshot the state of all processes, which must not change meanwhile, and start writing
-        it."""
+        it. The `last` one waits a moment for what the disk still does, such as removing what was
+        written of an earlier one."""
         stack, step = ExitStack(), cut.progress.step
         state = cut.state() | self._facts
 
@@ -82,7 +83,7 @@ class Saver:
             return stack.enter_context(checkpoint.new_checkpoint(self._root, step))
 
         try:
-            if self._disk.running:
+            if not await self._disk.idle(FOLDER_S if last else 0.0):
                 raise DeadlineExceeded("the disk has not ended what it was asked for before")
             what = "make the folder of a checkpoint"
             folder = await self._disk.run(new_folder, timeout_s=FOLDER_S, what=what)

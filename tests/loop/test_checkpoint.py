@@ -266,6 +266,43 @@ def test_a_hung_disk_costs_checkpoints_and_holds_up_nothing(tmp_path, monkeypatc
     asyncio.run(scenario())
 
 
+def test_a_job_whose_result_is_there_does_not_count_as_running():
+    """The last checkpoint of a run may begin right after the one before it."""
+
+    class SlowLock:
+        """The disk's thread loses its turn when it is about to count its job as ended."""
+
+        def __enter__(self):
+            if threading.current_thread().name == "disk":
+                time.sleep(0.1)
+
+        def __exit__(self, *error):
+            pass
+
+    async def scenario():
+        disk = Disk()
+        disk._lock = SlowLock()
+        assert await disk.run(lambda: 7, timeout_s=10, what="count") == 7
+        assert disk.running == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_last_checkpoint_waits_for_what_the_disk_still_does(tmp_path):
+    async def scenario():
+        notes = []
+        saver = _saver(tmp_path, notes)
+        saver._disk.leave(lambda: time.sleep(0.3))  # as the removal of an earlier one
+        await saver.begin(_clients(), _cut())
+        await saver.done()
+        assert "has not ended what it was asked for" in notes[0]
+        await saver.begin(_clients(), _cut(), last=True)
+        await saver.done(last=True)
+        assert _names(tmp_path) == ["step_000004"]
+
+    asyncio.run(scenario())
+
+
 def test_a_hung_disk_does_not_keep_the_process_from_ending(tmp_path):
     async def scenario():
         disk = Disk()
