@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
+
+from rlcore.errors import StageError
 
 T = TypeVar("T")
 
@@ -61,3 +63,16 @@ def run_simulated(main: Coroutine[Any, Any, T], *, limit_s: float | None = 1e6) 
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(limited())
+
+
+class After:
+    """Done some seconds after it was made, unless `fails` says why not."""
+
+    def __init__(self, seconds: float, fails: str = "") -> None:
+        self._at = asyncio.get_running_loop().time() + seconds
+        self._fails = fails
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from asyncio.sleep(self._at - asyncio.get_running_loop().time()).__await__()
+        if self._fails:
+            raise StageError(self._fails)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from rlcore.loop.clients import ActorClient, Spawned
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.rollout.answers import make_answer
 from rlcore.serialization import dump_trajectory
+from rlcore.testing.clock import After
 from rlcore.testing.fakes import FakeBuffer, FakeScorer
 from rlcore.testing.records import make_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
@@ -332,19 +333,6 @@ class FakeActor(ActorClient):
 
     def _now(self) -> float:
         return self._loop().time()
-
-
-class After:
-    """Done some seconds after it was made, unless `fails` says why not."""
-
-    def __init__(self, seconds: float, fails: str = "") -> None:
-        self._at = asyncio.get_running_loop().time() + seconds
-        self._fails = fails
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield from asyncio.sleep(self._at - asyncio.get_running_loop().time()).__await__()
-        if self._fails:
-            raise StageError(self._fails)
 
 
 def spawned(actor: FakeActor, fails: str = "") -> Spawned:
