@@ -13,6 +13,7 @@ from rlcore.attention import implementation
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import plan_step
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
+    DecodeBuffers,
     attend_dense,
     attend_rows,
     decode_rows,
@@ -141,3 +142,46 @@ def test_padding_rows_of_a_captured_step_keep_nothing():
 
 def _halves(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv.transpose(1, 2).split(DIM, dim=-1)
+
+
+@pytest.mark.parametrize(
+    "rule", [SparseSpec(block_size=BS, blocks=3), SparseSpec(block_size=BS, share=0.4)]
+)
+def test_a_captured_step_replays_with_other_lengths_and_fewer_requests(rule):
+    """A CUDA graph runs again on the memory of its capture: here what the capture was given is kept
+    and used again, after later steps have only filled the buffers."""
+    cache, buffers = Cache(4, 60), DecodeBuffers(rule, 8, PAGES, "cpu")
+    for r in range(4):
+        cache.write(r, 0, 60)
+    summarise_pages(cache.kv, cache.summaries, torch.arange(len(cache.kv)))
+    seq_lens, table = torch.zeros(4, dtype=torch.int32), cache.table.clone()  # vLLM's, persistent
+    query, output = torch.zeros(4, HEADS, DIM), torch.zeros(4, HEADS, DIM)
+
+    def run(rows, writing):
+        summarise_pages(cache.kv, cache.summaries, writing)
+        attend_rows(
+            query,
+            cache.kv,
+            cache.summaries,
+            table,
+            rows,
+            output,
+            plain_flash,
+            page_scores_reference,
+        )
+
+    seq_lens.copy_(torch.tensor([60, 60, 60, 60]))
+    captured = buffers.fill(seq_lens, table)
+    want = cache.want(rule, [0] * 4)
+    for lengths in ([60, 60, 60, 60], [17, 41, 58, 33], [29, 12, 0, 0], [9, 60, 22, 1]):
+        seq_lens.copy_(torch.tensor(lengths))
+        query.copy_(torch.stack([cache.q[r, :, max(n, 1) - 1] for r, n in enumerate(lengths)]))
+        output.zero_()
+        requests = sum(n > 0 for n in lengths)
+        buffers.fill(seq_lens[:requests], table[:requests])  # the step's own, perhaps fewer rows
+        run(*captured)
+        for r, n in enumerate(lengths):
+            if n:
+                torch.testing.assert_close(output[r], want[r, n - 1], rtol=1e-5, atol=1e-5)
+            else:
+                assert int(captured[0].kept_len[r]) == 0 and not output[r].any()

@@ -12,10 +12,11 @@ head_dim]), so that block and head are adjacent and the pages kept for a KV head
 FlashAttention's block table over `blocks * kv_heads` one-headed blocks.
 
 A decode step has fixed shapes, no synchronisation and no host data, so it can be captured in a CUDA
-graph; each step summarises the page that every request is writing. Steps with several tokens a
-request are planned on the host and run eagerly. With `sparse_prompt=False` attention is not
-captured: a captured decode step cannot tell the one prompt token that the prefix cache leaves over,
-which attends densely, from a response token.
+graph: what changes from step to step is written into memory whose address stays
+(`sparse_rows_gpu.DecodeBuffers`). Each step summarises the page that every request is writing.
+Steps with several tokens a request are planned on the host and run eagerly. With
+`sparse_prompt=False` attention is not captured: a captured decode step cannot tell the one prompt
+token that the prefix cache leaves over, which attends densely, from a response token.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from rlcore.attention.step_plan import StepPlan
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.prompt_lengths import bind_prompt_lengths
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
+    DecodeBuffers,
     Dense,
     Rows,
     attend_dense,
     attend_rows,
-    decode_rows,
     mixed_rows,
     page_scores,
     summarise_pages,
@@ -90,6 +91,12 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.take_rule(self.block_size)
+        config = self.vllm_config
+        pages = -(-config.model_config.max_model_len // self.rule.block_size)
+        # a graph may be captured for more rows than requests can run
+        captured = config.compilation_config.max_cudagraph_capture_size or 0
+        rows = max(config.scheduler_config.max_num_seqs, captured)
+        self._decode = DecodeBuffers(self.rule, rows, pages, self.device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -109,8 +116,7 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
         if self.rule.dense_positions >= max_len:
             return md
         if self.rule.sparse_prompt and md.max_query_len == 1:
-            pages = -(-max_len // self.rule.block_size)
-            md.rows, md.summarise = decode_rows(self.rule, md.seq_lens, md.block_table, pages)
+            md.rows, md.summarise = self._decode.fill(md.seq_lens, md.block_table)
         else:
             plan = self._plan_on_host(common_attn_metadata)
             md.rows, md.dense, md.summarise = mixed_rows(plan, md.block_table)

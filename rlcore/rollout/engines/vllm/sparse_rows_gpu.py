@@ -96,6 +96,49 @@ def decode_rows(
     return rows, block_table.gather(1, (pages - 1)[:, None])[:, 0].long()
 
 
+class DecodeBuffers:
+    """The rows of decode steps at addresses that stay: a captured graph reads those of its capture,
+    so each step writes its lengths into the same memory."""
+
+    def __init__(
+        self, rule: SparseSpec, max_rows: int, max_pages: int, device: torch.device | str
+    ) -> None:
+        """`max_rows`: of a step; `max_pages`: of the longest context."""
+        self._rule = rule
+        self._max_pages = max_pages
+        self._pages = torch.ones(max_rows, dtype=torch.int64, device=device)
+        self._budget = torch.ones(max_rows, dtype=torch.int64, device=device)
+        self._kept = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._writing = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def fill(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+        """`decode_rows` of this step, in the buffers.
+
+        Rows beyond the step's become padding: a graph captured with more rows than the step has
+        requests keeps nothing for them, and summarises block 0, which vLLM gives to no request.
+        """
+        rows, writing = decode_rows(self._rule, seq_lens, block_table, self._max_pages)
+        n = len(rows.pages)
+        for buffer, value, padding in (
+            (self._pages, rows.pages, 1),
+            (self._budget, rows.budget, 1),
+            (self._kept, rows.kept_len, 0),
+            (self._writing, writing, 0),
+        ):
+            buffer[:n].copy_(value)
+            buffer[n:].fill_(padding)
+        held = Rows(
+            None,
+            None,
+            self._pages[:n],
+            self._budget[:n],
+            self._kept[:n],
+            rows.max_pages,
+            rows.width,
+        )
+        return held, self._writing[:n]
+
+
 def mixed_rows(
     plan: StepPlan, block_table: torch.Tensor
 ) -> tuple[Rows | None, Dense | None, torch.Tensor]:
