@@ -1,6 +1,7 @@
 # Everything runs in .venv, made from requirements/<profile>.lock on first use.
 PROFILE ?= cpu
 PY := .venv/bin/python
+FLASH_ATTN ?= 0
 RUN_DIR ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Tests without any of these marks start no process.
 NO_PROCESS := not slow and not engine and not ranks and not cluster and not processes
@@ -10,8 +11,8 @@ NO_PROCESS := not slow and not engine and not ranks and not cluster and not proc
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-venv:  ## make or update .venv from its lock file (PROFILE=cpu or cuda)
-	@bash requirements/install.sh $(PROFILE)
+venv:  ## make or update .venv from its lock file (PROFILE=cpu or cuda; FLASH_ATTN=1 builds flash-attn)
+	@FLASH_ATTN=$(FLASH_ATTN) bash requirements/install.sh $(PROFILE)
 
 quickstart: venv  ## train a model with RL on two CPU cores, in about five minutes
 	.venv/bin/rlcore train experiment=quickstart run_dir=$(RUN_DIR)

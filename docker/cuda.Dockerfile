@@ -2,7 +2,8 @@
 #   docker build -f docker/cuda.Dockerfile -t rlcore:cuda .
 #   docker run --rm --gpus all --shm-size=16g -v /data:/data rlcore:cuda \
 #     rlcore train experiment=math_fp8_gpu run_dir=/data/a ...
-# The development image has nvcc, which builds flash-attn against the torch of the lock.
+# The development image has nvcc: --build-arg FLASH_ATTN=1 builds flash-attn against the torch of the
+# lock, which takes hours. Without it the learner uses torch's own variable-length attention.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu22.04
 FROM ${CUDA_IMAGE}
 
@@ -18,14 +19,15 @@ USER rlcore
 WORKDIR /opt/rlcore
 
 # Packages are a separate layer, because the lock changes less often than the code. MAX_JOBS limits
-# the memory that nvcc uses.
+# the memory that nvcc uses, FLASH_ATTN_CUDA_ARCHS the time (flash-attn ignores torch's list).
+ARG FLASH_ATTN=0
 ARG MAX_JOBS=8
-ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
+ARG FLASH_ATTN_CUDA_ARCHS="80;90"
 ARG RLCORE_TORCH_INDEX=
 COPY --chown=rlcore pyproject.toml README.md ./
 COPY --chown=rlcore requirements requirements
 COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
-RUN RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cuda
+RUN FLASH_ATTN="$FLASH_ATTN" RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cuda
 COPY --chown=rlcore . .
 
 ENV PATH=/opt/rlcore/.venv/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PROFILE=cuda

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Makes .venv from a lock file: requirements/install.sh [cpu|cuda]
+# FLASH_ATTN=1, with cuda: also builds flash-attn, for hours; without it torch's own kernel is used.
 # Locks are complete and pip resolves nothing, so exactly the tested versions are installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 profile=${1:-cpu}
+flash=$([ "$profile" = cuda ] && [ "${FLASH_ATTN:-0}" = 1 ] && echo -flash || true)
 python=${PYTHON:-python3.11}
 command -v "$python" >/dev/null || python=python3
 "$python" - <<'PY' || { echo "rlcore: the $profile lock needs Python 3.11; '$python' is another version: set PYTHON=/path/to/python3.11" >&2; exit 2; }
 import sys; sys.exit(sys.version_info[:2] != (3, 11))
 PY
 stamp=$(cat requirements/"$profile".lock requirements/dev.lock pyproject.toml | sha256sum | cut -c1-16)
-[ "$(cat .venv/.rlcore-stamp 2>/dev/null || true)" = "$profile-$stamp" ] && exit 0
+[ "$(cat .venv/.rlcore-stamp 2>/dev/null || true)" = "$profile$flash-$stamp" ] && exit 0
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check install -q --no-deps)
 torch=$(grep '^torch==' requirements/"$profile".lock)
@@ -29,6 +31,6 @@ fi
 rm -f /tmp/rlcore-pip.$$
 "${pip[@]}" -r requirements/"$profile".lock 2> >(grep -v "^WARNING: Location" >&2)
 "${pip[@]}" -r requirements/dev.lock 2> >(grep -v "^WARNING: Location" >&2)
-if [ "$profile" = cuda ]; then "${pip[@]}" --no-build-isolation flash-attn==2.8.3; fi
+if [ -n "$flash" ]; then "${pip[@]}" --no-build-isolation flash-attn==2.8.3; fi
 "${pip[@]}" --no-build-isolation -e .
-echo "$profile-$stamp" > .venv/.rlcore-stamp
+echo "$profile$flash-$stamp" > .venv/.rlcore-stamp

@@ -114,12 +114,13 @@ def _attention(spec: LearnerSpec) -> Attention:
     """`learner.attention` with auto resolved."""
     if spec.attention != "auto":
         return spec.attention
-    flash = spec.device == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else "sdpa"
+    if spec.device == "cpu" or spec.compute_dtype == "float32":
+        return "sdpa"
+    return "varlen" if importlib.util.find_spec("flash_attn") is None else "flash_attention_2"
 
 
 def _layout(spec: LearnerSpec, attention: Attention) -> Layout:
     """`learner.layout` with auto resolved."""
     if spec.layout != "auto":
         return spec.layout
-    return "packed" if attention == "flash_attention_2" else "sorted"
+    return "sorted" if attention == "sdpa" else "packed"

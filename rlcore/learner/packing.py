@@ -2,9 +2,9 @@
 thing.
 
 sorted: rows of like length, right-padded. Causal attention keeps padding out of every real
-position, so no mask is made. packed: one row, `position_ids` restarting at each sequence
-(flash-attn's variable-length kernel; with SDPA transformers derives the block-diagonal mask from
-the positions).
+position, so no mask is made. packed: one row, `position_ids` restarting at each sequence (for a
+variable-length kernel, flash-attn's or torch's; with SDPA transformers derives the block-diagonal
+mask from the positions).
 
 An episode is one row of results, whatever number of sequences it takes: its columns go on from part
 to part, and its parts share a micro-batch, so that losses over sequences see all of it.

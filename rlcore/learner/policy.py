@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rlcore.attention.implementation import SparseRows, register
 from rlcore.attention.specs import SparseSpec
+from rlcore.attention.varlen import NAME as VARLEN
+from rlcore.attention.varlen import Sequences, register_varlen
 from rlcore.errors import UserError
 from rlcore.learner.head import Head
 from rlcore.learner.head_kl import KlTarget
@@ -20,7 +22,7 @@ from rlcore.learner.packing import MicroBatch
 from rlcore.types import TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Attention = Literal["sdpa", "flash_attention_2"]
+Attention = Literal["sdpa", "varlen", "flash_attention_2"]
 # parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
 _DROPOUT = ("dropout", "pdrop", "layerdrop")
 # settings of configurations by which a head does more to its logits than one product
@@ -50,7 +52,7 @@ def load_causal_lm(
             str(path),
             config=config,
             dtype=DTYPES[dtype],
-            attn_implementation=register(attention) if sparse else attention,
+            attn_implementation=_implementation(attention, sparse),
             local_files_only=True,
             use_safetensors=True,  # another format would be unpickled
         )
@@ -62,6 +64,14 @@ def load_causal_lm(
         raise UserError.choice("learner.attention", attention, ("sdpa",), reason) from e
     _refuse_odd_head(path, lm)
     return lm
+
+
+def _implementation(attention: Attention, sparse: bool) -> str:
+    """Its name in transformers."""
+    if sparse:
+        # what attends by the rule never attends densely, but the first positions, by SDPA
+        return register("sdpa" if attention == "varlen" else attention)
+    return register_varlen() if attention == "varlen" else attention
 
 
 def without_dropout(config: Any) -> None:
@@ -115,7 +125,7 @@ class Policy(nn.Module):
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, D]: the state that predicts each sampled token."""
         base = self.lm.base_model
-        how = {} if self.sparse is None else {"sparse_rows": sparse_rows(mb, self.sparse)}
+        how = self._attending(mb)
         # no mask: padding is at the right, and positions separate packed sequences
         states = base(  # type: ignore[operator]
             input_ids=mb.input_ids,
@@ -125,6 +135,20 @@ class Policy(nn.Module):
             **how,
         ).last_hidden_state
         return states.flatten(0, 1).index_select(0, mb.predict)
+
+    def _attending(self, mb: MicroBatch) -> dict[str, Any]:
+        """What the attention of every layer reads of a micro-batch, made once."""
+        if self.sparse is not None:
+            return {"sparse_rows": sparse_rows(mb, self.sparse)}
+        implementation = self.lm.config._attn_implementation  # type: ignore[union-attr]
+        if implementation == VARLEN:
+            return {"sequences": Sequences.of(mb.position_ids)}
+        if implementation == "flash_attention_2" and mb.input_ids.shape[0] == 1:
+            # otherwise transformers finds them in the positions, in every layer again
+            s = Sequences.of(mb.position_ids)
+            bounds = {"cu_seq_lens_q": s.bounds, "cu_seq_lens_k": s.bounds}
+            return {**bounds, "max_length_q": s.longest, "max_length_k": s.longest}
+        return {}
 
     def forward(
         self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None

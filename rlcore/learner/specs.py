@@ -85,10 +85,12 @@ class LearnerSpec(OptimizerSpec):
         8192, "size of a micro-batch, padding included", unit="tokens", gt=0
     )
     layout: Literal["auto", "packed", "sorted"] = setting(
-        "auto", "auto: packed with flash-attn, else sorted"
+        "auto", "auto: packed with a variable-length kernel, else sorted"
     )
-    attention: Literal["auto", "sdpa", "flash_attention_2"] = setting(
-        "auto", "auto: flash-attn on GPU"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = setting(
+        "auto",
+        "auto: on GPU flash-attn where it is installed, else torch's own kernel (varlen); on CPU "
+        "sdpa",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations")
     head_chunk_tokens: int = setting(
@@ -124,8 +126,13 @@ class LearnerSpec(OptimizerSpec):
 
     def check(self, key: str) -> None:
         refuse(
-            self.attention == "flash_attention_2" and self.num_gpus == 0,
-            f"{key}.attention=flash_attention_2 needs a GPU: set {key}.num_gpus=1 or "
+            self.attention in ("flash_attention_2", "varlen") and self.num_gpus == 0,
+            f"{key}.attention={self.attention} needs a GPU: set {key}.num_gpus=1 or "
+            f"{key}.attention=sdpa.",
+        )
+        refuse(
+            self.attention in ("flash_attention_2", "varlen") and self.compute_dtype == "float32",
+            f"{key}.attention={self.attention} has no float32 kernel: set {key}.dtype=bfloat16 or "
             f"{key}.attention=sdpa.",
         )
         refuse(

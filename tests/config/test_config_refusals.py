@@ -164,6 +164,11 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.attention=flash_attention_2"],
         ["learner.attention=flash_attention_2", "learner.num_gpus"],
     ),
+    (["learner.attention=varlen"], ["learner.attention=varlen", "learner.num_gpus"]),
+    (
+        ["learner.attention=varlen", "learner.num_gpus=1", "learner.dtype=float32"],
+        ["learner.attention=varlen", "learner.dtype=bfloat16"],
+    ),
     (["learner.num_gpus=2"], ["learner.num_gpus=2", "learner.ranks"]),
     (
         ["learner.ranks=2", "schedule.groups_per_step=1"],

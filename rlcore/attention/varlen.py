@@ -1,0 +1,103 @@
+"""Dense attention over packed sequences with torch's own variable-length kernel, as an attention
+implementation of transformers: for GPUs without flash-attn, which takes hours to build.
+
+Load the model with `attn_implementation=register_varlen()`; every forward needs `sequences`, made
+once for a micro-batch and used by all layers:
+
+    model(input_ids=ids, position_ids=pos, use_cache=False, sequences=Sequences.of(pos))
+
+UNPROVEN on GPUs; the tests put a plain implementation in place of the kernel, which CPUs lack, and
+call the kernel itself on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from rlcore.errors import UserError
+
+# transformers tries to import any name that contains "flash" as a package or kernel
+NAME = "torch_varlen"
+FORWARD_ONLY = (-1, 0)  # torch's window of causal attention: everything before, nothing after
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Where sequences begin and end in a micro-batch's flattened positions.
+
+    Example, two sequences of 5 and 3 tokens: Sequences(tensor([0, 5, 8], dtype=int32), 5)
+    """
+
+    bounds: Tensor  # [S+1] int32, on the device of the positions
+    longest: int
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> Sequences:
+        """position_ids [R, W]: one row of packed sequences, each from 0 on, or R padded rows. Waits
+        for the device once."""
+        rows, width = position_ids.shape
+        if rows == 1:
+            starts = torch.nonzero(position_ids[0] == 0)[:, 0]
+            bounds = torch.cat([starts, starts.new_tensor([width])]).int()
+            return cls(bounds, int(bounds.diff().max()))
+        # a row's padding follows its sequence and, as attention is causal, changes nothing in it
+        bounds = torch.arange(rows + 1, device=position_ids.device, dtype=torch.int32) * width
+        return cls(bounds, width)
+
+
+def register_varlen() -> str:
+    """Register with transformers and return the implementation's name."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Bounds separate packed sequences, and nothing attends to what follows it."""
+
+
+# transformers' interface fixes the parameters
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sequences: Sequences | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [R, H, W, D], key and value [R, Hk, W, D] -> [R, W, H, D]."""
+    if sequences is None or attention_mask is not None:
+        raise RuntimeError(f"{NAME} takes sequences, and no mask")
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise UserError(
+            "learner.attention=varlen computes neither soft-capped attention nor attention sinks, "
+            "which this model has: choose sdpa or flash_attention_2."
+        )
+    rows, heads, width, dim = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    sliding = kwargs.get("sliding_window")
+    window = FORWARD_ONLY if sliding is None else (sliding - 1, 0)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.bounds,
+        sequences.bounds,
+        sequences.longest,
+        sequences.longest,
+        scale=scaling,
+        window_size=window,
+        enable_gqa=heads != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.view(rows, width, heads, dim), None

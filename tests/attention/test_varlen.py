@@ -1,0 +1,135 @@
+"""torch's variable-length attention under transformers: packed and padded micro-batches against
+SDPA on each sequence. The kernel has no CPU build; a plain implementation takes its place, and the
+kernel's own registration checks the call on tensors without memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rlcore.attention import varlen
+from rlcore.attention.varlen import Sequences, register_varlen
+from rlcore.errors import UserError
+
+LENGTHS = (5, 9, 1, 7)
+real_kernel = varlen.varlen_attn
+
+
+def plain(q, k, v, bounds, bounds_k, longest, longest_k, *, scale, window_size, enable_gqa):
+    """What the kernel computes, one sequence at a time."""
+    assert bounds is bounds_k and longest == longest_k == int(bounds.diff().max())
+    assert bounds.dtype == torch.int32 and window_size[1] == 0
+    out = []
+    for a, z in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        age = torch.arange(z - a)[:, None] - torch.arange(z - a)
+        mask = (age >= 0) & ((age <= window_size[0]) if window_size[0] >= 0 else True)
+        one = (x[a:z].transpose(0, 1)[None] for x in (q, k, v))
+        found = scaled_dot_product_attention(
+            *one, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+        out.append(found[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The plain implementation, and the bounds that each of its calls was given."""
+    seen = []
+
+    def kernel(*args, **kwargs):
+        seen.append(args[3])
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    return seen
+
+
+def models(**changes):
+    """The same model with SDPA and with the variable-length kernel."""
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        **changes,
+    )
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    dense = Qwen3ForCausalLM(config)
+    other = copy.deepcopy(config)
+    other._attn_implementation = register_varlen()
+    packed = Qwen3ForCausalLM(other)
+    packed.load_state_dict(dense.state_dict())
+    return dense, packed
+
+
+def sequences():
+    gen = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 40, (n,), generator=gen) for n in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}]
+)
+def test_packed_sequences_equal_sdpa_on_each_in_values_and_gradients(calls, changes):
+    dense, packed = models(**changes)
+    ids = sequences()
+    alone = torch.cat([dense(i[None], use_cache=False).logits[0] for i in ids])
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    how = {"position_ids": positions, "sequences": Sequences.of(positions)}
+    together = packed(torch.cat(ids)[None], use_cache=False, **how).logits[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 3 and all(c is calls[0] for c in calls)  # bounds are made once
+    weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(2))
+    for model, logits in ((dense, alone), (packed, together)):
+        (logits * weights).sum().backward()
+        assert model is not None
+    for (name, a), b in zip(dense.named_parameters(), packed.parameters()):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_padded_rows_equal_sdpa_where_there_are_tokens(calls):
+    dense, packed = models()
+    ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)
+    for row, one in zip(ids, sequences()):
+        row[: len(one)] = one
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    how = {"position_ids": positions, "sequences": Sequences.of(positions)}
+    got = packed(ids, use_cache=False, **how).logits
+    for r, one in enumerate(sequences()):
+        want = dense(one[None], use_cache=False).logits[0]
+        torch.testing.assert_close(got[r, : len(one)], want, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_s_kernel_takes_these_arguments():
+    def on_meta(*shape):
+        return torch.empty(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+    bounds = torch.empty(3, device="meta", dtype=torch.int32)
+    out, _ = varlen._attend(
+        None,
+        on_meta(1, 16, 4096, 128),
+        on_meta(1, 8, 4096, 128),
+        on_meta(1, 8, 4096, 128),
+        None,
+        scaling=0.1,
+        sequences=Sequences(bounds, 3000),
+    )
+    assert varlen.varlen_attn is real_kernel
+    assert out.shape == (1, 4096, 16, 128) and out.dtype == torch.bfloat16
+
+
+def test_what_the_kernel_cannot_compute_is_refused(calls):
+    x = torch.zeros(1, 2, 4, 8)
+    bounds = Sequences(torch.tensor([0, 4], dtype=torch.int32), 4)
+    with pytest.raises(UserError, match=r"learner\.attention=varlen"):
+        varlen._attend(None, x, x, x, None, sequences=bounds, softcap=30.0)
+    with pytest.raises(RuntimeError, match="takes sequences"):
+        varlen._attend(None, x, x, x, None)
