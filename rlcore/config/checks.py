@@ -133,13 +133,13 @@ def _written(value: object) -> str:
 
 
 def _whole_corrections(c: RunConfig) -> None:
-    """Corrections that are a policy gradient of their own (RAPID)."""
+    """Corrections that are a policy gradient of their own (RAPID, DPPO)."""
     a = c.algorithm
     for label, spec in c.correction.chosen().items():
         refuse(
             spec.leads_to_new and loss_class(a.loss).carries_ratio,
             f"algorithm.loss={a.loss} clips or weighs by a ratio that correction={label} already "
-            f"carries in its sequence weight: use algorithm={label} (loss=reinforce).",
+            f"carries in its weight: use algorithm={label} (loss=reinforce).",
         )
         usual = spec.replaces_advantage
         if not usual:

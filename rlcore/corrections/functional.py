@@ -30,6 +30,7 @@ from rlcore.corrections.draws import token_uniforms
 from rlcore.corrections.formulas.adaptive import ais, ais_accumulate, ais_weight
 from rlcore.corrections.formulas.arguments import InvalidArgument
 from rlcore.corrections.formulas.divergence import mismatch_accumulate, mismatch_values
+from rlcore.corrections.formulas.dppo import dppo
 from rlcore.corrections.formulas.groups import best_of_group, rapid_advantages
 from rlcore.corrections.formulas.jackpot import (
     JackpotTokens,
@@ -67,6 +68,7 @@ __all__ = [
     "ais_accumulate",
     "ais_weight",
     "best_of_group",
+    "dppo",
     "entropy",
     "full_kl",
     "jackpot",

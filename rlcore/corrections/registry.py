@@ -8,6 +8,7 @@ CORRECTIONS: dict[str, str] = {
     "icepop": "rlcore.corrections.specs:IcePopSpec",
     "veto": "rlcore.corrections.specs:VetoSpec",
     "opsm": "rlcore.corrections.specs:OpsmSpec",
+    "dppo": "rlcore.corrections.specs:DppoSpec",
     "jackpot": "rlcore.corrections.specs:JackpotSpec",
     "ais": "rlcore.corrections.specs:AisSpec",
     "dvp": "rlcore.corrections.specs:DvpSpec",

@@ -120,6 +120,22 @@ class OpsmSpec(CorrectionSpec):
     target: Literal["ref", "new"] = setting("new", "ref: log p_ref in the place of log p_new")
 
 
+class DppoSpec(CorrectionSpec):
+    """DPPO's truncated weights and trust region (arXiv 2602.04879)."""
+
+    method: ClassVar[str] = "rlcore.corrections.dppo:Dppo"
+    weighs: ClassVar[bool] = True
+    leads_to_new: ClassVar[bool] = True
+    sequence_wise: ClassVar[bool] = True
+
+    divergence: Literal["tv", "kl"] = setting(
+        "tv", "of the sampled token against all others, between p_inf and p_new"
+    )
+    low: float = setting(0.15, "A < 0: further below p_inf weighs 0 (kl: 0.05 is usual)", ge=0)
+    high: float = setting(0.15, "A > 0: further above p_inf weighs 0 (kl: 0.05 is usual)", ge=0)
+    cap: float = setting(10.0, "C: weights are min(p_new/p_inf, C)", ge=1)
+
+
 class JackpotSpec(CorrectionSpec):
     """Optimal budgeted rejection sampling and reweighting (papers/jackpot.txt)."""
 

@@ -29,6 +29,7 @@ DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]
 PAPER_PATHS = ["model.path=folder", *DATA]
 COMPANIONS = {
     "correction=rapid": ["algorithm=rapid"],
+    "correction=dppo": ["algorithm=dppo"],
     "correction=opsm": ["correction.opsm.delta=0.1"],
 }
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]

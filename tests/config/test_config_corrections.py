@@ -86,7 +86,8 @@ def test_pairs_that_the_door_accepts_build_and_no_others(pair):
     """The pipeline itself refuses what the configuration refuses."""
     from rlcore.corrections.pipeline import build
 
-    algorithm = "algorithm=rapid" if "rapid" in pair else "algorithm=grpo"
+    whole = [name for name in ("rapid", "dppo") if name in pair]
+    algorithm = f"algorithm={whole[0] if whole else 'grpo'}"
     needed = ["correction.opsm.delta=0.1"] if "opsm" in pair else []
     try:
         config = run(f"correction=[{','.join(pair)}]", algorithm, *needed)

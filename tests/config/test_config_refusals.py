@@ -63,6 +63,8 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction=rapid", "algorithm=rapid", "algorithm.keep_best=4"],
         ["algorithm.keep_best=4", "correction=rapid"],
     ),
+    (["correction=dppo"], ["algorithm.loss=ppo", "correction=dppo", "algorithm=dppo"]),
+    (["correction=[dppo,tis]", "algorithm=dppo"], ["correction=[dppo,tis]", "dppo and tis"]),
     (["correction=opsm"], ["correction.opsm.delta is required"]),
     (["correction=opsm", "correction.opsm.delta=-1"], ["correction.opsm.delta=-1"]),
     (["correction.mis.low=1"], ["correction.mis.low=1", "correction=[tis]"]),

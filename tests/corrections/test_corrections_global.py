@@ -29,6 +29,7 @@ CHOICES: list[dict[str, dict[str, Any]]] = [
     {"jackpot": {"target": "new", "alpha_hat": "expected", "tail": "none", "missing": "bound"}},
     {"dvp": {}, "tis": {}},
     {"opsm": {"delta": 0.05}, "tis": {}},
+    {"dppo": {"low": 0.05, "high": 0.05}},
     {"rapid": {}},
 ]
 SPLITS = [[range(0, 4), range(4, 8)], [range(0, 2), range(2, 8)], [range(0, 0), range(0, 8)]]

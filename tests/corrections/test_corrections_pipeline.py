@@ -30,6 +30,8 @@ EVERY: list[dict[str, dict[str, Any]]] = [
     {"icepop": {}},
     {"veto": {}},
     {"opsm": {"delta": 0.0}},
+    {"dppo": {"low": 0.0, "high": 0.0}},
+    {"dppo": {"divergence": "kl"}},
     {"opsm": {"delta": 0.1, "target": "ref"}, "tis": {}},
     {"jackpot": {}},
     {"jackpot": {"target": "new", "alpha_hat": "bernoulli", "missing": "bound"}},

@@ -263,6 +263,7 @@ ALL_CORRECTIONS: dict[str, dict[str, Any]] = {
     "icepop": {"icepop": {}},
     "ais": {"ais": {}},
     "opsm": {"opsm": {"delta": 1e-4}},
+    "dppo": {"dppo": {}},
     "dvp": {"dvp": {}},
     "jackpot": {"jackpot": {"tail": "residual"}},
     "jackpot mask": {"jackpot": {"mode": "mask"}},
