@@ -177,6 +177,9 @@ class Corrected:
     weight: torch.Tensor  # [B, T] float32, multiplies the per-token objective
     mask: torch.Tensor  # [B, T] bool, tokens that stay in the loss
     metrics: dict[str, float]  # global, already reduced; keys without the "correction/" prefix
+    # multiplies the learning rate of this step, the same on every rank; the pipeline multiplies
+    # what its corrections return
+    step_scale: float = 1.0
 
 
 class Correction(Protocol):

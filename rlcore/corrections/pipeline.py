@@ -107,8 +107,8 @@ class Pipeline:
 
     @torch.no_grad()
     def correct(self, step: StepTensors, reduce: Reduce, *, measure: bool = True) -> Corrected:
-        """Weights [B, T] and mask [B, T] of the rank's whole share of a step, before its backward
-        pass.
+        """Weights [B, T], mask [B, T] and step scale of the rank's whole share of a step, before
+        its backward pass.
 
         Every rank calls it once a step, an empty share included: it reduces. It begins with the
         `usable` tokens. Metrics come under their full keys: mismatch/*, staleness/*, correction/*;
@@ -126,16 +126,19 @@ class Pipeline:
         current = Corrected(torch.ones_like(at_least_float32(step.logp_inf)), usable, {})
         # a veto keeps judging actor against p_ref: only weights have to make up for the loss
         weighed = _towards_new(step) if self.leads_to_new else step
+        scale = 1.0
         for stage in self.stages:
             seen = weighed if stage.spec.weighs else step
-            current = stage.method.correct(seen, replace(current, metrics={}), reduce)
+            before_it = replace(current, metrics={}, step_scale=1.0)
+            current = stage.method.correct(seen, before_it, reduce)
+            scale *= current.step_scale
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
         metrics |= _totals(weight, current.mask, before, reduce)
         if self._overlong_filter:
             metrics |= _filtered(step.truncated, before, reduce)
-        return Corrected(weight, current.mask, metrics)
+        return Corrected(weight, current.mask, metrics, scale)
 
     @torch.no_grad()
     def penalty_weight(

@@ -10,6 +10,7 @@ CORRECTIONS: dict[str, str] = {
     "opsm": "rlcore.corrections.specs:OpsmSpec",
     "dppo": "rlcore.corrections.specs:DppoSpec",
     "jackpot": "rlcore.corrections.specs:JackpotSpec",
+    "vcpo": "rlcore.corrections.specs:VcpoSpec",
     "ais": "rlcore.corrections.specs:AisSpec",
     "dvp": "rlcore.corrections.specs:DvpSpec",
     "rapid": "rlcore.corrections.specs:RapidSpec",

@@ -194,6 +194,22 @@ class JackpotSpec(CorrectionSpec):
         )
 
 
+class VcpoSpec(CorrectionSpec):
+    """VCPO's step size from the effective sample size (arXiv 2602.17616)."""
+
+    method: ClassVar[str] = "rlcore.corrections.vcpo:Vcpo"
+    sequence_wise: ClassVar[bool] = True
+
+    rule: Literal["sqrt", "linear"] = setting(
+        "sqrt", "of the share of effective samples: sqrt for Adam"
+    )
+    base: float = setting(1.0, "share of effective samples that takes the whole step", gt=0, le=1)
+    cap: float | None = setting(
+        None, "sequence ratios count as at most this; null: as they are", ge=1
+    )
+    target: Literal["ref", "new"] = setting("new", "ref: p_ref in the place of p_new")
+
+
 class AisSpec(CorrectionSpec):
     """Adaptive importance sampling (papers/ais.txt)."""
 

@@ -63,8 +63,8 @@ class TrainEngine(Protocol):
     def grad_norm(self) -> float:
         """Global L2 norm of the accumulated gradient before clipping; NaN or inf if an entry is."""
 
-    def step(self) -> float:
-        """Clip, update and clear; returns the learning rate used."""
+    def step(self, scale: float = 1.0) -> float:
+        """Clip, update and clear; returns the learning rate used: the schedule's times `scale`."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the weights that `weights` gives, in its order. Not collective."""

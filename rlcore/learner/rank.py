@@ -94,7 +94,12 @@ class LearnerRank(RankState):
         gradient = self._update.run(batch, step, first=first)
         what = f"optimizer step {step}"
         metrics = gradient.metrics | take_step(
-            self.engine, gradient.sums, self._reduce, what=what, kept=gradient.kept
+            self.engine,
+            gradient.sums,
+            self._reduce,
+            what=what,
+            kept=gradient.kept,
+            step_scale=gradient.step_scale,
         )
         metrics |= staleness_split(batch, step, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start

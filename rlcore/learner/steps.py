@@ -11,11 +11,18 @@ from rlcore.learner.sums import Sums
 
 
 def take_step(
-    engine: TrainEngine, sums: Sums, reduce: Reduce, *, what: str, kept: int = 0
+    engine: TrainEngine,
+    sums: Sums,
+    reduce: Reduce,
+    *,
+    what: str,
+    kept: int = 0,
+    step_scale: float = 1.0,
 ) -> dict[str, float]:
     """Update the weights from the accumulated gradient; global metrics of the step.
 
-    `kept`: tokens in the loss over all ranks, where a sum is declared per kept token. Raises
+    `kept`: tokens in the loss over all ranks, where a sum is declared per kept token;
+    `step_scale` multiplies the learning rate, which is reported as it was used. Raises
     StageError that names `what`, before anything is updated, when a loss or the gradient is not
     finite.
     """
@@ -31,4 +38,4 @@ def take_step(
             f"{totals['train/tokens']:.0f} log-probs of the learner not finite."
         )
     metrics = sums.divided(totals, {"kept tokens": kept, "sampled tokens": totals["train/tokens"]})
-    return metrics | {"grad_norm": norm, "lr": engine.step()}
+    return metrics | {"grad_norm": norm, "lr": engine.step(step_scale)}

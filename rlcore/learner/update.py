@@ -44,6 +44,7 @@ class StepGradient:
     sums: Sums
     kept: int  # tokens in the loss, over all ranks
     metrics: dict[str, float]  # of the mismatch and the corrections
+    step_scale: float  # multiplies the learning rate of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Update:
         for i, mb in enumerate(batch.micro):
             mine = Corrected(corrected.weight[mb.episodes], corrected.mask[mb.episodes], {})
             self._backward(shared, i, ready or self._forward(batch, mb, 0), mine)
-        return StepGradient(sums, kept, corrected.metrics)
+        return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
 
     def _observe(self, batch: StepBatch, *, first: bool) -> tuple[Scored, Scored, Forward | None]:
         """Scores under p_ref and p_new as corrections look at them, and the differentiated pass
@@ -163,13 +164,13 @@ class Update:
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
             self._backward(shared, i, (scores, kl), corrected)
             parts.append((mb, _detached(scores)))
-        # once more over the whole batch, for the metrics alone: the gradient is there already
+        # once more over the whole batch, for metrics and step scale: the gradient is there already
         batch.ref = whole = Scored.collect(usable.shape, parts, usable.device)
         tensors = observed(batch.sent, step, advantages, whole, whole)
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")
-        return StepGradient(sums, kept, corrected.metrics)
+        return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
 
     def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
         """The pass that is differentiated."""

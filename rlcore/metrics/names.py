@@ -167,7 +167,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/<part>", "1", "a further part of the loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric("entropy", "nats", "mean entropy of the policy over trained tokens"),
-    Metric("lr", "1", "learning rate of this step", "last"),
+    Metric("lr", "1", "learning rate of this step, a correction's step scale included", "last"),
     Metric("policy/<statistic>", "1", "PPO ratio p_new/p_ref and its clipped shares"),
     Metric(
         "train/overlong_filtered",

@@ -32,6 +32,7 @@ EVERY: list[dict[str, dict[str, Any]]] = [
     {"opsm": {"delta": 0.0}},
     {"dppo": {"low": 0.0, "high": 0.0}},
     {"dppo": {"divergence": "kl"}},
+    {"vcpo": {}},
     {"opsm": {"delta": 0.1, "target": "ref"}, "tis": {}},
     {"jackpot": {}},
     {"jackpot": {"target": "new", "alpha_hat": "bernoulli", "missing": "bound"}},
@@ -79,6 +80,7 @@ def test_without_mismatch_the_step_is_the_uncorrected_one_to_the_bit(
     step = matched_step()
     pipeline = pipeline_of(chosen, 3)
     corrected = pipeline.correct(step, ONE_RANK)
+    assert corrected.step_scale == 1.0
     assert torch.equal(corrected.weight, torch.ones_like(corrected.weight))
     assert torch.equal(corrected.mask, step.mask)
     plain = gradient(step, torch.ones(8, 10), step.mask, False, step.advantages)
@@ -101,7 +103,7 @@ def test_with_mismatch_something_changes_and_stays_finite(
     step.advantages = pipeline.advantages(step, ONE_RANK)
     corrected = pipeline.correct(step, ONE_RANK)
     changed = (corrected.weight != 1).any() or not torch.equal(corrected.mask, step.mask)
-    assert changed
+    assert changed or corrected.step_scale < 1
     assert torch.isfinite(corrected.weight).all() and (corrected.weight >= 0).all()
     assert not (corrected.mask & ~step.mask).any()
     grad = gradient(

@@ -157,7 +157,7 @@ class PlainEngine(TrainEngine):
         squares = [g.square().sum() for g in self.gradients().values()]
         return float(torch.stack(squares).sum().sqrt())
 
-    def step(self) -> float:
+    def step(self, scale: float = 1.0) -> float:
         """Leaves weights and gradients as they are, for tests to look at."""
         return 0.0
 

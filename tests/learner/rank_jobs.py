@@ -125,7 +125,7 @@ def save_and_load(
         here = str(Path(folder) / f"stage{stage}")
         options: dict[str, Any] = {
             "zero_stage": stage,
-            "corrections": JACKPOT,
+            "corrections": {"vcpo": {}, **JACKPOT},
             "lr_warmup_steps": 2,
             "lr_schedule": "cosine",
             "total_steps": 5,
@@ -264,6 +264,7 @@ ALL_CORRECTIONS: dict[str, dict[str, Any]] = {
     "ais": {"ais": {}},
     "opsm": {"opsm": {"delta": 1e-4}},
     "dppo": {"dppo": {}},
+    "vcpo": {"vcpo": {}},
     "dvp": {"dvp": {}},
     "jackpot": {"jackpot": {"tail": "residual"}},
     "jackpot mask": {"jackpot": {"mode": "mask"}},

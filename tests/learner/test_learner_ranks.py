@@ -37,6 +37,7 @@ def test_micro_batches_stages_and_ranks_give_one_gradient(model):
 
 VARIANTS = {
     "none": {},
+    "vcpo": {"corrections": {"vcpo": {}, "tis": {}}, "zero_stage": 1},
     "jackpot_new": {"corrections": {"jackpot": {"target": "new"}}, "zero_stage": 2},
     "ais_kl": {
         "corrections": {"ais": {}},
@@ -83,6 +84,8 @@ def test_one_rank_and_two_report_the_same_statistics(model):
                     row[key],
                     again[key],
                 )
+        rate = row["lr"] / one["none"][2]["lr"]
+        assert rate == pytest.approx(row.get("correction/vcpo/step_scale", 1.0))
         assert one[name][0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
         assert one[name][0]["grad_norm"] > 0.01
     assert one["none"][2]["policy/ratio"] != 1.0  # p_ref stays that of the phase's beginning

@@ -129,8 +129,8 @@ class ZeroEngine(TrainEngine):
         groups = self._optimizer.averaged_gradients.values()
         return [g for group in groups for g in group if g is not None]
 
-    def step(self) -> float:
-        rate = self._rate(self.optimizer_steps)
+    def step(self, scale: float = 1.0) -> float:
+        rate = self._rate(self.optimizer_steps) * scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._engine.step()
