@@ -22,6 +22,7 @@ NEEDS = {  # further options that one option requires
     "actor=draft": ["actor.draft.draft_path=folder"],
     "correction=[tis,opsm]": ["correction.opsm.delta=0.1"],
     "correction.opsm.delta=0.1": ["correction=opsm"],
+    "correction.dvp.zero=trajectory": ["correction=[dvp,mis]"],
     "correction=[dppo]": ["algorithm=dppo"],
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],

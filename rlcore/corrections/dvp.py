@@ -15,8 +15,14 @@ class Dvp(Correction):
     section 5).
 
     A sampled token outside the learner's safe set has ratio 0: weight 0, still in the denominator,
-    and its whole sequence is dropped by sequence-level weights or a veto. The ratio of the two
-    constrained policies is left to another correction (none, TIS, MIS, ...).
+    and its whole sequence is dropped by sequence-level weights or a veto. With `zero=trajectory`
+    every token of its sequence weighs 0, as in equation 22, whose ratio is of the whole trajectory.
+    The ratio of the two constrained policies is left to another correction (none, TIS, MIS, ...).
+
+    Both estimate the gradient of the constrained policies, which is the bias that the method
+    accepts. Beyond that, `token` is exact with weights per token (prefix and rest from the actor),
+    `trajectory` with weights per sequence; with weights per token it loses what came before and
+    after such a token, `sequence_outside_share` of the sequences.
     """
 
     def __init__(self, spec: DvpSpec, run_seed: int) -> None:
@@ -34,12 +40,19 @@ class Dvp(Correction):
             )
         on = current.mask
         coverage = step.coverage.float().clamp(0, 1)
-        outside, covered, count = total([~step.inside & on, coverage.where(on, 0.0), on], reduce)
+        left = (step.mask & ~step.inside).any(-1)
+        outside, covered, count, sequences, present = total(
+            [~step.inside & on, coverage.where(on, 0.0), on, left, step.mask.any(-1)], reduce
+        )
         # a rank without tokens must not decide the minimum, and still takes part in the reduction
         lowest = (-coverage).where(on, -1.0).max() if on.any() else coverage.new_tensor(-1.0)
         metrics = {
             "outside_share": outside / max(count, 1.0),
+            "sequence_outside_share": sequences / max(present, 1.0),
             "coverage_mean": covered / count if count else 1.0,
             "coverage_min": -reduce.max(lowest).item(),
         }
-        return Corrected(current.weight * (step.inside | ~on), on, metrics)
+        stays = step.inside | ~on
+        if self.spec.zero == "trajectory":
+            stays = stays & ~left[:, None]
+        return Corrected(current.weight * stays, on, metrics)

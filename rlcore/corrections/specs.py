@@ -230,6 +230,9 @@ class DvpSpec(CorrectionSpec):
     sequence_wise: ClassVar[bool] = True
 
     rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
+    zero: Literal["token", "trajectory"] = setting(
+        "token", "what a token outside the learner's set takes out: itself, or all of its sequence"
+    )
 
 
 class RapidSpec(CorrectionSpec):

@@ -6,6 +6,7 @@ a sequence-level one when all of the sequence is its target's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from correction_helpers import pipeline_of
 from torch import Tensor
 
 from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.types import StepTensors
 
 WIDE = 1e9  # a cap that never binds
 NO_CLIP: dict[str, Any] = {"eps_low": WIDE, "eps_high": WIDE, "kl_ratio_cap": WIDE}
@@ -164,3 +166,40 @@ def test_a_token_of_weight_zero_or_off_the_mask_has_no_kl(kind) -> None:
     corrected = b.correct(vetoed)
     weight = vetoed.penalty_weight(corrected, step.logp_new, step.logp_ref, step.logp_inf, WIDE)
     assert torch.equal(weight == 0, ~corrected.mask) and not corrected.mask.all()
+
+
+@dataclass
+class Pruned(Bandit):
+    """The learner's safe set leaves out token 0 at the start: p_ref and p_new are over the rest."""
+
+    def __post_init__(self) -> None:
+        for table in (self.ref, self.new):
+            table[0, 0] = 1e-30
+            table[0] /= table[0].sum()
+        super().__post_init__()
+
+    def step(self) -> StepTensors:
+        step = super().step()
+        step.inside = torch.ones_like(step.mask)
+        step.inside[:, 0] = self.tokens[:, 0] != 0
+        step.coverage = torch.ones(step.mask.shape)
+        return step
+
+
+@pytest.mark.parametrize("zero", ["token", "trajectory"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_dvp_takes_out_a_token_or_its_trajectory_exactly(zero: str, level: str) -> None:
+    """`trajectory` is exact with weights per sequence, `token` with weights per token."""
+    b = Pruned()
+    chosen = {"dvp": {"zero": zero}, "tis": {"cap": WIDE, "level": level}}
+    found = b.descent(pipeline_of(chosen, loss="reinforce"), ObjectiveSpec(loss="reinforce"))
+    if level == "sequence":
+        close(found, b.reference(b.new, b.new, b.new))
+        return
+    true = b.reference(b.inf, b.new, b.inf)
+    if zero == "token":
+        close(found, true)
+        return
+    logp = b.logits.log_softmax(-1)
+    lost = (b.inf[0, 0] * b.new[1] * b.reward[0] * logp[1]).sum() / 2  # what follows token 0
+    close(found, true - torch.autograd.grad(lost, b.logits)[0])

@@ -155,3 +155,21 @@ def test_the_distance_of_the_kept_from_the_target_is_reported() -> None:
     found = [v["correction/jackpot/kl_kept"] for v in values]
     assert found[0] < 1e-6 and found == sorted(found)  # it rises as fewer tokens are rejected
     assert math.isfinite(found[-1])
+
+
+def test_dvp_takes_out_the_token_or_its_whole_sequence() -> None:
+    step = pruned_step()
+    outside = step.mask & ~step.inside
+    left = outside.any(-1)
+    assert left.any() and not left.all()
+    token, trajectory = (
+        pipeline_of({"dvp": {"zero": zero}, "mis": {}}).correct(step, ONE_RANK)
+        for zero in ("token", "trajectory")
+    )
+    kept = step.mask & ~left[:, None]
+    assert torch.equal(trajectory.mask, step.mask) and torch.equal(token.mask, step.mask)
+    assert torch.equal(trajectory.weight[kept], token.weight[kept]) and token.weight[kept].all()
+    assert not trajectory.weight[step.mask & left[:, None]].any()
+    assert torch.equal(token.weight[step.mask] == 0, outside[step.mask])
+    share = left.double().mean().item()
+    assert token.metrics["correction/dvp/sequence_outside_share"] == pytest.approx(share)

@@ -28,6 +28,7 @@ CHOICES: list[dict[str, dict[str, Any]]] = [
     {"jackpot": {"alpha_hat": "bernoulli"}},
     {"jackpot": {"target": "new", "alpha_hat": "expected", "tail": "none", "missing": "bound"}},
     {"dvp": {}, "tis": {}},
+    {"dvp": {"zero": "trajectory"}, "mis": {}},
     {"opsm": {"delta": 0.05}, "tis": {}},
     {"dppo": {"low": 0.05, "high": 0.05}},
     {"rapid": {}},

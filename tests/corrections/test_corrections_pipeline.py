@@ -42,6 +42,7 @@ EVERY: list[dict[str, dict[str, Any]]] = [
     {"ais": {}},
     {"dvp": {}},
     {"dvp": {}, "mis": {}, "veto": {}},
+    {"dvp": {"zero": "trajectory"}},
     {"rapid": {}},
     {"rapid": {"leave_one_out": True}},
 ]

@@ -108,6 +108,7 @@ WHOLE_BATCH = {
     "rapid": {"rapid": {}},
     "dvp+mis+veto": {"dvp": {"rho": 0.02}, "mis": {}, "veto": {}},
     "opsm+tis": {"opsm": {"delta": 0.01}, "tis": {}},
+    "dvp trajectory": {"dvp": {"rho": 0.02, "zero": "trajectory"}, "tis": {}},
     "jackpot": {"jackpot": {}},
     "jackpot new": {"jackpot": {"target": "new", "tail": "none"}},
 }
