@@ -45,11 +45,11 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def page_summaries(keys: torch.Tensor) -> torch.Tensor:
-    """Mean key of complete pages.
+    """Mean key of complete pages, rounded to the keys' dtype: an engine stores it so.
 
     keys [..., block_size, D], after RoPE, any float dtype -> [..., D] float32.
     """
-    return tree_sum(keys.float(), -2) / keys.shape[-2]
+    return (tree_sum(keys.float(), -2) / keys.shape[-2]).to(keys.dtype).float()
 
 
 def group_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -65,7 +65,9 @@ def test_summaries_have_the_same_bits_in_every_layout():
     assert torch.equal(page_summaries(stored), want)
     assert torch.equal(torch.stack([page_summaries(k) for k in keys]), want)
     torch.testing.assert_close(want, keys.mean(1))
-    torch.testing.assert_close(page_summaries(keys.bfloat16()), keys.bfloat16().float().mean(1))
+    # rounded to the keys' dtype, as an engine stores them
+    rounded = keys.bfloat16().float().mean(1).bfloat16().float()
+    torch.testing.assert_close(page_summaries(keys.bfloat16()), rounded, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17])

@@ -17,8 +17,8 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     attend_dense,
     attend_rows,
     decode_rows,
+    kept_blocks,
     mixed_rows,
-    page_scores_reference,
     summarise_pages,
 )
 
@@ -122,7 +122,7 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
                 rows,
                 out,
                 plain_flash,
-                page_scores_reference,
+                kept_blocks,
             )
         for i, r in enumerate(live):
             got = out[start[i] : start[i + 1]]
@@ -167,7 +167,7 @@ def test_a_captured_step_replays_with_other_lengths_and_fewer_requests(rule):
             rows,
             output,
             plain_flash,
-            page_scores_reference,
+            kept_blocks,
         )
 
     seq_lens.copy_(torch.tensor([60, 60, 60, 60]))

@@ -32,7 +32,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         enable_prefix_caching=actor.prefix_caching,
         max_logprobs=max(1, min(job.logprobs_k, vocab)),
         kv_cache_dtype="fp8" if actor.fp8_kv_cache else "auto",
-        gpu_memory_utilization=actor.gpu_memory_utilization,
+        gpu_memory_utilization=_memory_share(actor),
         load_format=LOAD_FORMAT,
         tensor_parallel_size=actor.tensor_parallel,
         distributed_executor_backend="uni" if actor.tensor_parallel == 1 else "mp",
@@ -48,6 +48,14 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_sparse_options(actor),
         **_noise_options(actor),
     )
+
+
+def _memory_share(actor: ActorSpec) -> float:
+    """The share of GPU memory that vLLM plans with. The summaries of a sparse actor's pages, one
+    key for each page of keys and values, are not in its plan."""
+    if actor.sparse is None:
+        return actor.gpu_memory_utilization
+    return actor.gpu_memory_utilization / (1 + 1 / (2 * actor.sparse.block_size))
 
 
 def _transfer_options(job: EngineJob) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import StepPlan
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.prompt_lengths import bind_prompt_lengths
+from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
     Dense,
@@ -53,7 +54,6 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     attend_dense,
     attend_rows,
     mixed_rows,
-    page_scores,
     summarise_pages,
 )
 from rlcore.rollout.engines.vllm.sparse_rule import StepPlanner, installed_rule, set_rule
@@ -150,7 +150,8 @@ class SparseGPUImpl(FlashAttentionImpl):
                 "actor.kind=sparse needs a decoder with full attention and an unquantised KV "
                 "cache: no sliding window, ALiBi or attention sinks, actor.fp8_kv_cache=false."
             )
-        self.summaries = torch.empty(0)  # [blocks, kv_heads, head_dim] float32, made with the cache
+        # [blocks, kv_heads, head_dim] of the cache's dtype, made with it
+        self.summaries = torch.empty(0)
 
     # vLLM's interface fixes the parameters.
     def forward(
@@ -191,7 +192,7 @@ class SparseGPUImpl(FlashAttentionImpl):
             md.rows,
             output,
             self._flash,
-            page_scores,
+            select_blocks,
         )
         return output
 
@@ -207,7 +208,9 @@ class SparseGPUImpl(FlashAttentionImpl):
                 f"the KV cache is not head-major: shape {kv_cache.shape}, strides "
                 f"{kv_cache.stride()}"
             )
-        self.summaries = torch.zeros(blocks, heads, width // 2, device=kv_cache.device)
+        self.summaries = torch.zeros(
+            blocks, heads, width // 2, dtype=kv_cache.dtype, device=kv_cache.device
+        )
 
     # `sparse_rows_gpu.Flash`: the parameters are FlashAttention's.
     def _flash(

@@ -1,5 +1,5 @@
-"""What the CUDA backend does with tensors: rows of a step, scores by a Triton kernel,
-FlashAttention on the kept pages.
+"""What the CUDA backend does with tensors: rows of a step, selection of pages, FlashAttention on
+the kept ones.
 
 The kernels are arguments, so that everything around them can be tested without a GPU. Shapes as in
 `sparse_backend_gpu`: a cache is [blocks, kv_heads, block_size, 2 * head_dim], head-major, keys in
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from vllm.triton_utils import tl, triton
 
 from rlcore.attention.block_topk import (
     group_queries,
@@ -24,7 +23,6 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import StepPlan
 
 ROW_CHUNK = 2048  # prompt tokens whose scores exist at one time
-PAGES_PER_PROGRAM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +68,17 @@ class Flash(Protocol):
     ) -> None: ...
 
 
-class Scores(Protocol):
-    """`page_scores` or its reference."""
+class Select(Protocol):
+    """`kept_blocks` or the kernel that equals it."""
 
     def __call__(
-        self, query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
+        self,
+        query: torch.Tensor,
+        summaries: torch.Tensor,
+        block_table: torch.Tensor,
+        rows: Rows,
+        a: int,
+        z: int,
     ) -> torch.Tensor: ...
 
 
@@ -166,10 +170,10 @@ def mixed_rows(
 
 
 def summarise_pages(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Write the mean keys of physical pages into summaries [blocks, kv_heads, D] float32. blocks
-    [C] int64."""
+    """Write the mean keys of physical pages into summaries [blocks, kv_heads, D], in their dtype.
+    blocks [C] int64."""
     keys = kv_cache[..., : summaries.shape[-1]].index_select(0, blocks)
-    summaries.index_copy_(0, blocks, page_summaries(keys))
+    summaries.index_copy_(0, blocks, page_summaries(keys).to(summaries.dtype))
 
 
 def attend_dense(
@@ -207,7 +211,7 @@ def attend_rows(
     rows: Rows,
     output: torch.Tensor,
     flash: Flash,
-    scores: Scores,
+    select: Select,
 ) -> None:
     """Attend with the rows' tokens by the rule; the rest of output [tokens, H, D] stays as it is.
 
@@ -227,7 +231,7 @@ def attend_rows(
     for a in range(0, n, chunk):
         z = min(n, a + chunk)
         m = (z - a) * heads
-        table = kept_blocks(q[a:z], summaries, block_table, rows, a, z, scores)
+        table = select(q[a:z], summaries, block_table, rows, a, z)
         start = torch.arange(m + 1, dtype=torch.int32, device=q.device)
         lens = rows.kept_len[a:z].repeat_interleave(heads, output_size=m)
         flash(
@@ -252,87 +256,21 @@ def kept_blocks(
     rows: Rows,
     a: int,
     z: int,
-    scores: Scores,
 ) -> torch.Tensor:
     """Block table of rows a..z-1 over one-headed blocks: [z - a, kv_heads, width] int32.
 
-    Seven parameters: `attend_rows` calls it once a chunk.
+    query [z - a, H, D], summaries [blocks, kv_heads, D]. The shared rule, in plain torch on any
+    device.
     """
     heads = summaries.shape[1]
     table = block_table[:, : rows.max_pages]
     if rows.requests is not None:
         table = table.index_select(0, rows.requests[a:z])
     pages = rows.pages[a:z]
-    found = scores(group_queries(query, heads), summaries, table, pages)
+    gathered = summaries[table.long()].float()
+    found = torch.einsum("nhd,nphd->nhp", group_queries(query, heads), gathered)
     kept = select_pages(found, pages[:, None], rows.budget[a:z, None], rows.width)
     # Padding must be a valid index, but is never read: the row's length ends before it.
     kept = kept.clamp(max=table.shape[1] - 1)
     physical = table[:, None].expand(-1, heads, -1).gather(2, kept)
     return physical * heads + torch.arange(heads, dtype=torch.int32, device=table.device)[:, None]
-
-
-# A Triton kernel takes pointers and sizes one by one.
-@triton.jit
-def _page_scores_kernel(
-    query,
-    summaries,
-    table,
-    pages,
-    out,
-    table_stride,
-    heads,
-    max_pages,
-    dim,
-    DIM: tl.constexpr,
-    PAGES: tl.constexpr,
-):
-    """One row, one KV head, PAGES pages: gathers summaries and multiplies without copying them."""
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seen = tl.load(pages + row)
-    if part * PAGES < seen:
-        page = part * PAGES + tl.arange(0, PAGES)
-        d = tl.arange(0, DIM)
-        block = tl.load(table + row * table_stride + page, mask=page < seen, other=0).to(tl.int64)
-        q = tl.load(query + (row * heads + head) * dim + d, mask=d < dim, other=0.0)
-        at = summaries + (block[:, None] * heads + head) * dim + d[None, :]
-        s = tl.load(at, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
-        tl.store(
-            out + (row * heads + head) * max_pages + page,
-            tl.sum(s * q[None, :], 1),
-            mask=page < seen,
-        )
-
-
-def page_scores(
-    query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
-) -> torch.Tensor:
-    """Scores of the pages each row sees; beyond them the values are undefined.
-
-    query [n, kv_heads, D] float32, summaries [blocks, kv_heads, D] float32, table [n, N] int32
-    physical blocks, pages [n] int64 -> [n, kv_heads, N] float32.
-    """
-    n, heads, dim = query.shape
-    width = table.shape[1]
-    out = torch.empty(n, heads, width, device=query.device)
-    grid = (n, heads, triton.cdiv(width, PAGES_PER_PROGRAM))
-    _page_scores_kernel[grid](
-        query.contiguous(),
-        summaries,
-        table,
-        pages,
-        out,
-        table.stride(0),
-        heads,
-        width,
-        dim,
-        DIM=triton.next_power_of_2(dim),
-        PAGES=PAGES_PER_PROGRAM,
-    )
-    return out
-
-
-def page_scores_reference(
-    query: torch.Tensor, summaries: torch.Tensor, table: torch.Tensor, pages: torch.Tensor
-) -> torch.Tensor:
-    """`page_scores` with a gathered copy of the summaries; for checks, on any device."""
-    return torch.einsum("nhd,nphd->nhp", query, summaries[table.long()])

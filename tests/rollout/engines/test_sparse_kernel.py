@@ -1,0 +1,66 @@
+"""The Triton kernel of page selection equals the shared rule, under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+# vLLM's CPU build, imported by other tests of this process, puts a placeholder in triton's place.
+CHECK = """
+import itertools
+import torch
+from rlcore.attention.specs import SparseSpec
+from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks
+from rlcore.rollout.engines.vllm.sparse_rows_gpu import Rows, decode_rows, kept_blocks
+
+gen = torch.Generator().manual_seed(5)
+BS, N = 16, 75  # pages: no power of two
+rules = [SparseSpec(blocks=2), SparseSpec(blocks=7), SparseSpec(blocks=80), SparseSpec(share=0.3)]
+for rule, (heads, kv, dim), tied, dtype in itertools.product(
+    rules, [(4, 2, 32), (6, 2, 24), (5, 1, 16)], (False, True), (torch.float32, torch.bfloat16)
+):
+    lens = [0, 1, 16, 17, 33, 200, 511, 1024, N * BS]
+    table = 1 + torch.randperm(len(lens) * N, generator=gen).view(len(lens), N).int()
+    query = torch.randn(len(lens), heads, dim, generator=gen)
+    summaries = torch.randn(1 + len(lens) * N, kv, dim, generator=gen)
+    if tied:  # few, small integers: sums are exact and many scores equal, zeros of both signs too
+        query = torch.where(torch.rand(query.shape, generator=gen) < 0.5, 0.0, query.sign() * heads)
+        summaries = (summaries * 0.7).round()
+    query, summaries = query.to(dtype), summaries.to(dtype)
+    rows, _ = decode_rows(rule, torch.tensor(lens, dtype=torch.int32), table, N)
+    want = kept_blocks(query, summaries, table, rows, 0, len(lens))
+    got = select_blocks(query, summaries, table, rows, 0, len(lens))
+    for r, keep in enumerate(rows.budget.tolist()):
+        assert torch.equal(got[r, :, :keep], want[r, :, :keep]), (rule, heads, lens[r], tied)
+    assert got.min() >= 0 and got.max() < summaries.shape[0] * kv
+    picked = torch.tensor([8, 5, 8])  # rows of several tokens of a request, as in prompts
+    some = Rows(
+        None, picked, rows.pages[picked], rows.budget[picked], rows.kept_len[picked], N, rows.width
+    )
+    want = kept_blocks(query[1:3], summaries, table, some, 1, 3)
+    got = select_blocks(query[1:3], summaries, table, some, 1, 3)
+    for r, keep in enumerate(some.budget[1:].tolist()):
+        assert torch.equal(got[r, :, :keep], want[r, :, :keep])
+print("equal")
+"""
+
+
+@pytest.mark.processes
+def test_the_kernel_selects_as_the_shared_rule_does():
+    try:
+        importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("triton is not installed: `make venv` installs it from requirements/dev.lock")
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "equal"
