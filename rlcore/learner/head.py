@@ -25,10 +25,11 @@ _BLOCK = 64  # the top k is found through the maxima of blocks of this many logi
 
 class _Buffers:
     """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk,
-    V] float32."""
+    V] float32; `weight` is [V, D] as the products take it, a float32 copy where asked for."""
 
-    def __init__(self, rows: int, weight: Tensor, *, both: bool) -> None:
+    def __init__(self, rows: int, weight: Tensor, *, both: bool, fp32: bool) -> None:
         shape, device = (rows, weight.shape[0]), weight.device
+        self.weight = weight = weight.float() if fp32 else weight
         self.z = torch.empty(shape, dtype=torch.float32, device=device)
         self.e = torch.empty_like(self.z) if both else self.z
         self.low = (
@@ -37,13 +38,14 @@ class _Buffers:
             else torch.empty(shape, dtype=weight.dtype, device=device)
         )
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`z[:n] = hidden @ weight.T / temperature`, the product in the model's dtype, the result
+    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """`z[:n] = hidden @ weight.T / temperature`, the product in the weight's dtype, the result
         float32."""
-        z = self.z[: hidden.shape[0]]
+        z, w = self.z[: hidden.shape[0]], self.weight.t()
+        hidden = hidden.to(w.dtype)
         if self.low is None:
-            return torch.addmm(z, hidden, weight.t(), beta=0.0, alpha=1.0 / temperature, out=z)
-        low = torch.mm(hidden, weight.t(), out=self.low[: hidden.shape[0]])
+            return torch.addmm(z, hidden, w, beta=0.0, alpha=1.0 / temperature, out=z)
+        low = torch.mm(hidden, w, out=self.low[: hidden.shape[0]])
         return torch.mul(low, 1.0 / temperature, out=z)
 
 
@@ -183,9 +185,9 @@ class _HeadFunction(torch.autograd.Function):
         k = min(spec.topk, weight.shape[0])
         out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
         chunks = spec.slices(n)
-        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True)
+        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True, fp32=spec.fp32)
         for s in chunks:
-            z = buffers.logits(hidden[s], weight, spec.temperature)
+            z = buffers.logits(hidden[s], spec.temperature)
             its_ids = None if ids is None else ids[s]
             _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, rho)
         ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
@@ -212,16 +214,17 @@ class _HeadFunction(torch.autograd.Function):
             d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         # logits are computed again, chunk by chunk, instead of having been kept
         chunks = spec.slices(hidden.shape[0])
-        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=g_entropy is not None)
+        rows = chunks[0].stop if chunks else 0
+        buffers = _Buffers(rows, weight, both=g_entropy is not None, fp32=spec.fp32)
         for s in chunks:
-            z = buffers.logits(hidden[s], weight, spec.temperature).sub_(top[s])
+            z = buffers.logits(hidden[s], spec.temperature).sub_(top[s])
             e = torch.exp(z, out=buffers.e[: len(z)])
             if spec.safe_set_rho is not None:
                 _keep_safe(e, spec.safe_set_rho)
             ge = None if g_entropy is None else g_entropy[s]
             dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
-            dz = dz.to(weight.dtype)
-            torch.mm(dz, weight, out=d_hidden[s])
+            dz = dz.to(buffers.weight.dtype)
+            d_hidden[s] = torch.mm(dz, buffers.weight)
             if d_weight is not None:
                 _add_product(d_weight, dz, hidden[s])
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
@@ -230,7 +233,7 @@ class _HeadFunction(torch.autograd.Function):
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a.T @ b, in the float32 of `total`."""
     if a.dtype == torch.float32:
-        total.addmm_(a.t(), b)
+        total.addmm_(a.t(), b.float())
     else:
         total.add_(torch.mm(a.t(), b))
 
@@ -269,9 +272,10 @@ def head_pass(
 
     hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same
     dtype. targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @
-    weight.T / temperature`. Gradients flow to `hidden` and `weight` through `logp` (and `entropy`
-    if `spec.entropy_grad`). With a safe set (DVP) they are exactly 0 at logits outside it, and
-    `logp` of a token outside it is the constant OUTSIDE_LOGP.
+    weight.T / temperature`, rounded to that dtype unless `spec.fp32`. Gradients flow to `hidden`
+    and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP) they
+    are exactly 0 at logits outside it, and `logp` of a token outside it is the constant
+    OUTSIDE_LOGP.
     """
     logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)

@@ -44,13 +44,14 @@ def full_kl_pass(
     hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], spec: HeadSpec
 ) -> Tensor:
     """Exact KL(p_new || p_base) over the vocabulary. base: its hidden states and head weight."""
+    weight, w_whole = _as_products_take_it(weight, spec), _as_products_take_it(base[1], spec)
 
     def chunk(h: Tensor, w: Tensor, h_base: Tensor, w_base: Tensor) -> Tensor:
         new = _log_probs(h, w, spec.temperature)
         return full_kl(new, _log_probs(h_base, w_base, spec.temperature))
 
     parts = [
-        checkpoint(chunk, hidden[s], weight, base[0][s], base[1], use_reentrant=False)
+        checkpoint(chunk, hidden[s], weight, base[0][s], w_whole, use_reentrant=False)
         for s in spec.slices(len(hidden))
     ]
     return torch.cat(parts)
@@ -58,6 +59,7 @@ def full_kl_pass(
 
 def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadSpec) -> Tensor:
     """KL(p_new || target) over the target's tokens and one bin for all others."""
+    weight = _as_products_take_it(weight, spec)
 
     def chunk(h: Tensor, w: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
         new = _log_probs(h, w, spec.temperature)
@@ -70,5 +72,10 @@ def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadS
     return torch.cat(parts)
 
 
+def _as_products_take_it(weight: Tensor, spec: HeadSpec) -> Tensor:
+    return weight.float() if spec.fp32 else weight
+
+
 def _log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax((hidden @ weight.t()).float() / temperature, dim=-1)
+    logits = hidden.to(weight.dtype) @ weight.t()
+    return torch.log_softmax(logits.float() / temperature, dim=-1)

@@ -20,6 +20,9 @@ class HeadSpec:
     # DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}; None: on everything
     safe_set_rho: float | None = None
     entropy_grad: bool = False  # whether gradients flow through the entropy
+    # products in float32 on both passes, from a float32 copy of the weight: a bfloat16 model's
+    # logits and their gradient are then not rounded
+    fp32: bool = False
 
     def slices(self, n: int) -> list[slice]:
         """The chunks of n positions."""

@@ -138,8 +138,7 @@ class LearnerRank(RankState):
         self._seed(step)
         episodes = [(example,) for example in examples]
         micro = self._micro_batches(episodes)
-        chunk = self.job.learner.head_chunk_tokens
-        sums = cross_entropy(self.engine, episodes, micro, self._reduce, chunk)
+        sums = cross_entropy(self.engine, episodes, micro, self._reduce, self._update.head)
         metrics = take_step(self.engine, sums, self._reduce, what=f"optimizer step {step}")
         return metrics | {"time/learner_update_s": time.monotonic() - start}
 

@@ -96,6 +96,9 @@ class LearnerSpec(OptimizerSpec):
     head_chunk_tokens: int = setting(
         1024, "most positions per chunk of the LM-head pass", unit="tokens", gt=0
     )
+    fp32_head: bool = setting(
+        False, "logits from float32 products where the model is bfloat16 (see actor.*.fp32_head)"
+    )
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
     )

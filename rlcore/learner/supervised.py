@@ -21,16 +21,17 @@ def cross_entropy(
     examples: Sequence[EpisodeTokens],
     micro: Sequence[MicroBatch],
     reduce: Reduce,
-    chunk: int,
+    head: HeadSpec,
 ) -> Sums:
     """All backward passes of a step: the mean over the scored tokens of all ranks.
 
-    `micro`: this rank's `examples`, filled up to the count of the other ranks with dummies.
+    `micro`: this rank's `examples`, filled up to the count of the other ranks with dummies. `head`:
+    how the policy's head is computed; the temperature is 1.
     """
     sums = Sums.of_step({"loss/sft": LOSS}, examples, engine.device)
     tokens = sum(s.scored for parts in examples for s in parts)
     count = max(float(reduce(torch.tensor(float(tokens)))), 1.0)
-    spec = HeadSpec(TEMPERATURE, chunk)
+    spec = HeadSpec(TEMPERATURE, head.chunk, fp32=head.fp32)
     for i, mb in enumerate(micro):
         scores = engine.forward(mb, None, spec)
         # a dummy adds nothing, but its backward joins the other ranks' collectives

@@ -80,6 +80,7 @@ class Update:
             job.learner.head_chunk_tokens,
             safe_set_rho=pipeline.needs.safe_set_rho,
             entropy_grad=job.objective.entropy_coef != 0.0,
+            fp32=job.learner.fp32_head,
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)

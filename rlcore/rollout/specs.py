@@ -58,6 +58,9 @@ class ActorSpec(RoundingSpec):
         0, "GPUs a rank of an engine: 0 (CPU), 1, or a share of one that the learner has too", ge=0
     )
     tensor_parallel: int = setting(1, "ranks that share one engine's model, each on its GPU", gt=0)
+    fp32_head: bool = setting(
+        False, "logits from float32 products where the model is bfloat16 (see learner.fp32_head)"
+    )
     max_num_seqs: int = setting(256, "sequences decoded together", gt=0)
     max_batched_tokens: int | None = setting(
         None, "size of one engine step; null: the engine's choice", unit="tokens", gt=0

@@ -213,3 +213,46 @@ def test_no_float32_tensor_holds_all_logits_under_a_kl_either():
                 kl = topk_kl_pass(hidden, weight, target, _spec())
             kl.sum().backward()
         assert n * v / 16 < largest.elements <= n * v / 8
+
+
+@pytest.mark.parametrize("rho", [None, 1e-3])
+def test_an_fp32_head_is_the_float32_product_of_bfloat16_inputs(rho):
+    hidden, weight, targets = _inputs(dtype=torch.bfloat16)
+    ids = torch.randint(-1, weight.shape[0], (len(targets), 6))
+    options = {"topk": 20, "temperature": 0.7, "entropy_grad": True, "safe_set_rho": rho}
+    wide = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    g = torch.randn(2, len(targets))
+    found, expected, rounded = (
+        head_pass(h, w, targets, _spec(**options, fp32=fp32), ids)
+        for h, w, fp32 in ((hidden, weight, True), (*wide, False), (hidden, weight, False))
+    )
+    for name in ("logp", "entropy", "topk_logp", "logp_at_ids"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    assert torch.equal(found.topk_ids, expected.topk_ids)
+    apart = (rounded.topk_logp - expected.topk_logp)[:, 0].abs().mean()
+    assert apart > 1e-3  # what the choice removes
+    ours = _gradients((g[0] * found.logp + g[1] * found.entropy).sum(), hidden, weight)
+    theirs = _gradients((g[0] * expected.logp + g[1] * expected.entropy).sum(), *wide)
+    for a, b in zip(ours, theirs):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b.bfloat16())
+
+
+def test_an_fp32_head_of_a_float32_model_is_the_same_to_the_bit():
+    hidden, weight, targets = _inputs()
+    plain, wide = (head_pass(hidden, weight, targets, _spec(fp32=fp32)) for fp32 in (False, True))
+    assert torch.equal(plain.logp, wide.logp) and torch.equal(plain.entropy, wide.entropy)
+
+
+def test_the_kl_of_an_fp32_head_is_that_of_the_float32_product():
+    hidden, weight, _ = _inputs(dtype=torch.bfloat16)
+    base = ((hidden + 0.1).detach(), (weight * 1.01).detach())
+    wide = [t.detach().float() for t in (hidden, weight, *base)]
+    found = full_kl_pass(hidden, weight, base, _spec(fp32=True))
+    torch.testing.assert_close(found, full_kl_pass(*wide[:2], (wide[2], wide[3]), _spec()))
+    d_hidden, d_weight = _gradients(found.sum(), hidden, weight)
+    assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
+    ids = torch.randint(0, weight.shape[0], (len(hidden), 5))
+    target = TopkTarget(ids, torch.full(ids.shape, -3.0))
+    found = topk_kl_pass(hidden, weight, target, _spec(fp32=True))
+    torch.testing.assert_close(found, topk_kl_pass(*wide[:2], target, _spec()))

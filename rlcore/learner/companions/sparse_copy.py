@@ -85,7 +85,11 @@ class SparseCopy(Companion):
         self._policy = policy
         self._reduce = reduce
         self._loss = StepLoss(_objective(job.objective), short_circuit=False)
-        self._head = HeadSpec(job.sampling.temperature, job.learner.head_chunk_tokens)
+        self._head = HeadSpec(
+            job.sampling.temperature,
+            job.learner.head_chunk_tokens,
+            fp32=job.learner.fp32_head,
+        )
         self.weights_changed()
 
     def weights_changed(self) -> None:

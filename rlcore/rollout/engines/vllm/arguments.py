@@ -44,6 +44,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         seed=0,  # requests have seeds of their own
         **_transfer_options(job),
         **quantization_options(actor),
+        **_head_options(actor),
         **_cpu_options(actor),
         **_sparse_options(actor),
         **_noise_options(actor),
@@ -73,6 +74,11 @@ def _cpu_options(actor: ActorSpec) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": int(actor.kv_cache_gib * 2**30),
     }
+
+
+def _head_options(actor: ActorSpec) -> dict[str, Any]:
+    """vLLM reads the head's dtype from the model's own configuration."""
+    return {"hf_overrides": {"head_dtype": "float32"}} if actor.fp32_head else {}
 
 
 def _sparse_options(actor: ActorSpec) -> dict[str, Any]:
