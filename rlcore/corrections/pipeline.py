@@ -15,6 +15,7 @@ from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.corrections.specs import AisSpec, CorrectionSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.objectives.bias import UNCORRECTED, Bias
 from rlcore.objectives.kl import penalty_weight
 from rlcore.objectives.registry import loss_class
 from rlcore.objectives.shaping import without_truncated
@@ -63,7 +64,8 @@ class Pipeline:
     run.
 
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
-    combinations are allowed is checked with the configuration (`config/checks.py`)."""
+    combinations are allowed is checked with the configuration (`config/checks.py`). Where no stage
+    weighs there is no correction of the policy gradient: it is biased by the whole mismatch."""
 
     def __init__(
         self, stages: Sequence[Stage], *, loss_carries_ratio: bool, overlong_filter: bool = False
@@ -81,6 +83,12 @@ class Pipeline:
         self._rejects = any(stage.spec.rejects for stage in self.stages)
         chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
         self._ais = chosen[0] if chosen else AisSpec()
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        """How the expected gradient departs from its reference, whatever the loss."""
+        own = tuple(bias for stage in self.stages for bias in stage.spec.biases)
+        return own if any(stage.spec.weighs for stage in self.stages) else (UNCORRECTED, *own)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
         """What the actors sample from: every correction's constraint added."""
@@ -156,6 +164,18 @@ class Pipeline:
             return penalty_weight(logp_new, logp_inf, plain, corrected.mask, cap=cap)
         reached = logp_new if self.leads_to_new else logp_ref
         return penalty_weight(logp_new, reached, corrected.weight, corrected.mask, cap=cap)
+
+    @torch.no_grad()
+    def state_weight(self, corrected: Corrected) -> Tensor:
+        """Weight [B, T] of a term that sums over the vocabulary at each state (the full KL): 0 for
+        a token of weight 0 or off the mask, else 1.
+
+        Of a state's tokens a rejection keeps a share: there it is the weight, whose mean over the
+        kept ones makes up for the others.
+        """
+        if self._rejects:
+            return corrected.weight * corrected.mask
+        return (corrected.mask & (corrected.weight != 0)).to(corrected.weight.dtype)
 
 
 def _towards_new(step: StepTensors) -> StepTensors:

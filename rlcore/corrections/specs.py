@@ -15,6 +15,7 @@ from __future__ import annotations
 from math import exp
 from typing import ClassVar, Literal
 
+from rlcore.objectives.bias import WIDE, Bias
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, refuse, setting
 
@@ -43,6 +44,16 @@ class CorrectionSpec(Spec):
         return ""
 
     @property
+    def corrects(self) -> Literal["token", "sequence"]:
+        """What its weights lead to the learner's policy: each token alone, or whole sequences."""
+        return "token"
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        """How the expected gradient departs from its reference under these settings."""
+        return ()
+
+    @property
     def needs_topk(self) -> bool:
         """Whether actors must store top log-probs (rollout.logprobs_k of at least 1)."""
         return False
@@ -60,7 +71,9 @@ class CorrectionSpec(Spec):
 
 
 class TisSpec(CorrectionSpec):
-    """Truncated importance sampling (Jackpot eq. 6; adjusted: Jackpot B.1)."""
+    """Truncated importance sampling (Jackpot eq. 6; adjusted: Jackpot B.1).
+
+    Biased by the truncation at `cap`."""
 
     method: ClassVar[str] = "rlcore.corrections.tis:Tis"
     weighs: ClassVar[bool] = True
@@ -74,9 +87,20 @@ class TisSpec(CorrectionSpec):
     def inner_clip_off(self) -> str:
         return "adjusted" if self.adjusted else ""
 
+    @property
+    def corrects(self) -> Literal["token", "sequence"]:
+        return self.level
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("truncation", {"cap": WIDE}),)
+
 
 class MisSpec(CorrectionSpec):
-    """Masked importance sampling (DVP section 6)."""
+    """Masked importance sampling (DVP section 6).
+
+    Biased by the mask outside [low, high]; level=geometric also by the geometric mean, which is the
+    ratio of no sequence longer than one token."""
 
     method: ClassVar[str] = "rlcore.corrections.mis:Mis"
     weighs: ClassVar[bool] = True
@@ -86,9 +110,21 @@ class MisSpec(CorrectionSpec):
     high: float = setting(2.0, "ratios above weigh 0", ge=1)
     level: Literal["token", "sequence", "geometric"] = setting("token", "of the ratio")
 
+    @property
+    def corrects(self) -> Literal["token", "sequence"]:
+        return "token" if self.level == "token" else "sequence"
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        mask = Bias("mask", {"low": 0.0, "high": WIDE})
+        geometric = Bias("geometric mean", where="one token")
+        return (mask, geometric) if self.level == "geometric" else (mask,)
+
 
 class IcePopSpec(CorrectionSpec):
-    """Masked importance sampling per token with its own usual bounds (DistillSparse 2.1)."""
+    """Masked importance sampling per token with its own usual bounds (DistillSparse 2.1).
+
+    Biased by the mask outside [low, high]."""
 
     method: ClassVar[str] = "rlcore.corrections.icepop:IcePop"
     weighs: ClassVar[bool] = True
@@ -97,9 +133,15 @@ class IcePopSpec(CorrectionSpec):
     low: float = setting(0.5, "ratios below weigh 0", ge=0, le=1)
     high: float = setting(5.0, "ratios above weigh 0", ge=1)
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("mask", {"low": 0.0, "high": WIDE}),)
+
 
 class VetoSpec(CorrectionSpec):
-    """Drops a sequence that holds a token to which the learner assigns almost no probability."""
+    """Drops a sequence that holds a token to which the learner assigns almost no probability.
+
+    Biased by the dropped sequences, which leave the denominators too."""
 
     method: ClassVar[str] = "rlcore.corrections.veto:Veto"
 
@@ -107,9 +149,15 @@ class VetoSpec(CorrectionSpec):
         1e-4, "a token with p_ref/p_inf below drops its sequence", gt=0, lt=1
     )
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("dropped sequences", {"threshold": 1e-300}),)
+
 
 class OpsmSpec(CorrectionSpec):
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
+
+    Biased by the mask: a sequence that did badly and is far from p_inf is not made less likely."""
 
     method: ClassVar[str] = "rlcore.corrections.opsm:Opsm"
     sequence_wise: ClassVar[bool] = True
@@ -119,9 +167,15 @@ class OpsmSpec(CorrectionSpec):
     )
     target: Literal["ref", "new"] = setting("new", "ref: log p_ref in the place of log p_new")
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("mask", {"delta": WIDE}),)
+
 
 class DppoSpec(CorrectionSpec):
-    """DPPO's truncated weights and trust region (arXiv 2602.04879)."""
+    """DPPO's truncated weights and trust region (arXiv 2602.04879).
+
+    Biased by the truncation at `cap` and by the mask outside the trust region."""
 
     method: ClassVar[str] = "rlcore.corrections.dppo:Dppo"
     weighs: ClassVar[bool] = True
@@ -135,9 +189,19 @@ class DppoSpec(CorrectionSpec):
     high: float = setting(0.15, "A > 0: further above p_inf weighs 0 (kl: 0.05 is usual)", ge=0)
     cap: float = setting(10.0, "C: weights are min(p_new/p_inf, C)", ge=1)
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        region = Bias("mask", {"low": WIDE, "high": WIDE})
+        return (region, Bias("truncation", {"cap": WIDE}))
+
 
 class JackpotSpec(CorrectionSpec):
-    """Optimal budgeted rejection sampling and reweighting (papers/jackpot.txt)."""
+    """Optimal budgeted rejection sampling and reweighting (papers/jackpot.txt).
+
+    Biased by the truncation at c1 and c2. normaliser=paper also by states of acceptance: a state
+    counts by the share of its tokens that stay, and a mean that is not over all tokens at once
+    shrinks. The ablations mode=mask and mode=reweight by half a correction: tokens that stay follow
+    another distribution than p_t, or the weights are those of tokens that stay."""
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
     weighs: ClassVar[bool] = True
@@ -173,6 +237,16 @@ class JackpotSpec(CorrectionSpec):
     def rejects(self) -> bool:
         return self.mode != "reweight"
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        if self.mode == "mask":
+            return (Bias("half a correction", where="matched"),)
+        caps = Bias("truncation", {"c1": WIDE, "c2": WIDE})
+        if self.mode == "reweight":
+            return (caps, Bias("half a correction", where="matched"))
+        states = Bias("states of acceptance", {"normaliser": "none"})
+        return (caps, states) if self.normaliser != "none" else (caps,)
+
     def under(self, objective: ObjectiveSpec) -> JackpotSpec:
         if self.normaliser != "auto":
             return self
@@ -195,7 +269,9 @@ class JackpotSpec(CorrectionSpec):
 
 
 class VcpoSpec(CorrectionSpec):
-    """VCPO's step size from the effective sample size (arXiv 2602.17616)."""
+    """VCPO's step size from the effective sample size (arXiv 2602.17616).
+
+    It scales a whole step, and leaves the expected gradient's direction as it is."""
 
     method: ClassVar[str] = "rlcore.corrections.vcpo:Vcpo"
     sequence_wise: ClassVar[bool] = True
@@ -211,7 +287,10 @@ class VcpoSpec(CorrectionSpec):
 
 
 class AisSpec(CorrectionSpec):
-    """Adaptive importance sampling (papers/ais.txt)."""
+    """Adaptive importance sampling (papers/ais.txt).
+
+    Biased by the truncation at `cap` and by partial correction: it corrects the share alpha, and
+    its gradient lies between that of no correction and that of tis."""
 
     method: ClassVar[str] = "rlcore.corrections.ais:Ais"
     weighs: ClassVar[bool] = True
@@ -222,9 +301,18 @@ class AisSpec(CorrectionSpec):
     beta: float = setting(1.0, "how much more growth damps the correction", ge=0)
     eps: float = setting(1e-6, "guards a division", gt=0)
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        caps = Bias("truncation", {"cap": WIDE})
+        return (caps, Bias("partial correction", where="matched"))
+
 
 class DvpSpec(CorrectionSpec):
-    """Dynamic vocabulary pruning (papers/dvp.txt)."""
+    """Dynamic vocabulary pruning (papers/dvp.txt).
+
+    Its reference is the policy constrained to its safe set. Biased by the safe set of p_ref where
+    it lacks a token of p_new's: that token has weight 0, from a phase's second step on. With
+    zero=trajectory and weights per token also by the sequences that a token outside takes out."""
 
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
     sequence_wise: ClassVar[bool] = True
@@ -234,9 +322,16 @@ class DvpSpec(CorrectionSpec):
         "token", "what a token outside the learner's set takes out: itself, or all of its sequence"
     )
 
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("safe set", {"rho": 1e-300}),)
+
 
 class RapidSpec(CorrectionSpec):
-    """RAPID's sequence weights and weighted baseline (papers/rapid.txt)."""
+    """RAPID's sequence weights and weighted baseline (papers/rapid.txt).
+
+    Biased by the truncation at `eta`; with advantages taken as random, also by each sample's own
+    term in its baseline, which `leave_one_out` removes."""
 
     method: ClassVar[str] = "rlcore.corrections.rapid:Rapid"
     weighs: ClassVar[bool] = True
@@ -245,3 +340,11 @@ class RapidSpec(CorrectionSpec):
 
     eta: float = setting(2.0, "cap of the sequence weight", ge=1)
     leave_one_out: bool = setting(False, "leave a sample out of its own baseline")
+
+    @property
+    def corrects(self) -> Literal["token", "sequence"]:
+        return "sequence"
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("truncation", {"eta": WIDE}),)

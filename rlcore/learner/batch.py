@@ -44,7 +44,9 @@ class Scored:
         device: torch.device,
     ) -> Scored:
         """From the scores of micro-batches that together cover the step."""
-        empty = torch.zeros(shape, dtype=torch.float32, device=device)
+        # as wide as the scores: float32, or float64 where a policy is
+        dtype = parts[0][1].logp.dtype if parts else torch.float32
+        empty = torch.zeros(shape, dtype=dtype, device=device)
         out = cls(empty, empty.clone())
         for mb, scores in parts:
             for name, values in _present(scores, cls):

@@ -210,17 +210,17 @@ class Update:
         """KL to the frozen policy [b, T] as the loss takes it, or None where it has no such term.
 
         A token that the corrections dropped or weighed 0 has no KL either. The full KL sums over
-        the vocabulary and carries no ratio; the sampled estimators' tokens are the actor's, so
-        they carry the ratio to p_new.
+        the vocabulary and carries no ratio to p_new; the sampled estimators' tokens are the
+        actor's, so they carry it.
         """
         (scores, kl), rows, base = forward, mb.episodes, shared.batch.base
         width = tokens.mask.shape[1]
+        corrected = Corrected(tokens.weight, tokens.mask, {})
         if kl is not None:
-            return mb.dense(kl, width) * (tokens.mask & (tokens.weight != 0))
+            return mb.dense(kl, width) * self.pipeline.state_weight(corrected)
         estimator = self._objective.kl_estimator
         if base is None or estimator == "full":
             return None
-        corrected = Corrected(tokens.weight, tokens.mask, {})
         logp_inf = shared.batch.sent.logp_inf[rows]
         cap = self._objective.kl_ratio_cap
         weight = self.pipeline.penalty_weight(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from rlcore.objectives.bias import WIDE, Bias
 from rlcore.objectives.protocols import PolicyLoss
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 Terms = tuple["Tensor", "dict[str, Tensor]"]
 CLIP_SHARES = ("clip_low_share", "clip_high_share")
+CLIP = Bias("clip", {"eps_low": WIDE, "eps_high": WIDE})
 
 
 class Ppo(PolicyLoss):
@@ -28,6 +30,7 @@ class Ppo(PolicyLoss):
 
     inner_clip = True
     clips = True
+    biases = (CLIP, Bias("dual clip", {"dual_clip": None}))
     own_settings: ClassVar[tuple[str, ...]] = ("dual_clip",)
     indicators: tuple[str, ...] = CLIP_SHARES
 
@@ -65,11 +68,13 @@ class Gspo(Ppo):
     token carries its own gradient, so that a weight per token weighs that token; with equal weights
     the gradient is that of s itself.
 
-    Biased by the clip (`clip_*_share`), and by design: s is the sequence's own ratio to the power
-    1/length, so that beyond the first step of a phase it undercorrects; at s = 1 it is exact.
+    Biased by the clip (`clip_*_share`), and by design: the geometric mean s is the sequence's own
+    ratio to the power 1/length, so that beyond the first step of a phase it undercorrects; at s = 1
+    it is exact.
     """
 
     inner_clip = False  # clips per sequence, which corrections cannot switch off
+    biases = (CLIP, Bias("geometric mean", where="one token"))
     own_settings = ()
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
@@ -87,6 +92,7 @@ class Cispo(PolicyLoss):
     """
 
     clips = True
+    biases = (CLIP,)
     indicators = CLIP_SHARES
 
     def __init__(self, spec: ObjectiveSpec) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from rlcore.objectives.bias import Bias
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -51,6 +53,8 @@ class PolicyLoss(Protocol):
     #: settings of `ObjectiveSpec` that not every loss reads, and this one does: set under another
     #: loss they are refused
     own_settings: ClassVar[tuple[str, ...]] = ()
+    #: how its expected gradient departs from that of the objective with the whole ratio
+    biases: ClassVar[tuple[Bias, ...]] = ()
     #: names of the per-token indicators that it returns; an instance may have more
     indicators: tuple[str, ...] = ()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Literal
+from typing import ClassVar, Literal
 
+from rlcore.objectives.bias import WIDE, Bias
 from rlcore.spec import Spec, setting
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -12,7 +13,14 @@ KlEstimator = Literal["k1", "k2", "k3", "full"]
 
 
 class ObjectiveSpec(Spec):
-    """The objective of a step: advantages, loss, aggregation, regularisers."""
+    """The objective of a step: advantages, loss, aggregation, regularisers.
+
+    A sampled KL is biased by the truncation of the ratio that it carries, and by k3's bound; both
+    kinds of KL by the biases of the corrections, whose weights of 0 have no KL.
+    """
+
+    #: of the KL term; the policy loss's own are on its class
+    kl_biases: ClassVar[tuple[Bias, ...]] = (Bias("truncation", {"kl_ratio_cap": WIDE}),)
 
     advantage: str = setting("grpo", "how rewards become advantages, or file.py:Class")
     whitening: Literal["episodes", "tokens"] = setting(

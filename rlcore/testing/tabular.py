@@ -1,0 +1,111 @@
+"""A policy that is a table of logits, behind the learner's protocols, in float64: small enough to
+enumerate every sequence, so that an expected gradient is a sum and not an estimate."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
+from rlcore.learner.head_kl import KlTarget, TopkTarget
+from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.packing import MicroBatch
+from rlcore.learner.protocols import TrainEngine
+from rlcore.objectives.kl import entropy, full_kl
+from rlcore.types import TokenScores
+
+
+class TabularPolicy(nn.Module):
+    """Stands for `learner.policy.Policy`: the next token's logits depend on the last token alone.
+
+    `logits` [S, V] float64: row i follows input token i. Ids of V and above are observations only.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits.detach().double().clone())
+        self.head = nn.Module()
+        self.head.weight = torch.eye(logits.shape[1], dtype=torch.float64)
+
+    def hidden(self, mb: MicroBatch) -> Tensor:
+        """[N, V]: the logits of each sampled token, which stand for its hidden state."""
+        return self.logits[mb.input_ids.flatten()[mb.predict]]
+
+    def forward(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None
+    ) -> tuple[Any, ...]:
+        """KL to `base` or None, then the fields of TokenScores, as `Policy.forward`."""
+        hidden = self.hidden(mb)
+        kl = None if base is None else _full_kl(hidden, base, spec)
+        z = hidden / spec.temperature
+        logp, safe = _log_probs(z, spec.safe_set_rho)
+        top = logp.detach().topk(min(spec.topk, z.shape[1]), -1) if spec.topk else None
+        inside = coverage = at = None
+        if spec.safe_set_rho is not None:
+            inside = safe.gather(1, mb.targets[:, None])[:, 0]
+            coverage = z.detach().softmax(-1).where(safe, 0.0).sum(-1)
+        if ids is not None:
+            at = logp.detach().gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+        h = entropy(logp.masked_fill(~safe, -torch.inf))
+        return (
+            kl,
+            logp.gather(1, mb.targets[:, None])[:, 0],
+            h if spec.entropy_grad else h.detach(),
+            None if top is None else top.indices,
+            None if top is None else top.values,
+            at,
+            inside,
+            coverage,
+        )
+
+
+class TabularEngine(TrainEngine):
+    """One rank's table: forward and backward passes, no optimizer. `move` stands for its step."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits: Tensor) -> None:
+        self.policy: Any = TabularPolicy(logits)
+
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
+        return self.forward_with_kl(mb, ids, spec, None)[0]
+
+    def forward_with_kl(
+        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
+    ) -> tuple[TokenScores, Tensor | None]:
+        kl, *scores = self.policy(mb, ids, spec, base)
+        return TokenScores(*scores), kl
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    @torch.no_grad()
+    def move(self, logits: Tensor) -> None:
+        """Other weights in the place of these, as after an optimizer step."""
+        self.policy.logits.copy_(logits)
+
+    def gradient(self) -> Tensor:
+        """[S, V] float64, accumulated by this rank."""
+        grad = self.policy.logits.grad
+        return torch.zeros_like(self.policy.logits) if grad is None else grad
+
+
+def _log_probs(z: Tensor, rho: float | None) -> tuple[Tensor, Tensor]:
+    """Log-probs [N, V] over the safe set, OUTSIDE_LOGP without a gradient outside; the set."""
+    if rho is None:
+        return z.log_softmax(-1), torch.ones_like(z, dtype=torch.bool)
+    fixed = z.detach()
+    safe = fixed >= fixed.amax(-1, keepdim=True) + log(rho)
+    constrained = z.masked_fill(~safe, -torch.inf).log_softmax(-1)
+    return torch.where(safe, constrained, OUTSIDE_LOGP), safe
+
+
+def _full_kl(hidden: Tensor, base: KlTarget, spec: HeadSpec) -> Tensor:
+    """[N]: over the whole vocabulary, also under a safe set."""
+    if isinstance(base, TopkTarget):
+        raise NotImplementedError("a tabular policy has no KL to stored top log-probs")
+    new, other = hidden / spec.temperature, base[0] @ base[1].T / spec.temperature
+    return full_kl(new.log_softmax(-1), other.log_softmax(-1))

@@ -1,0 +1,224 @@
+"""Every cell of the grid, what validation says of it, and how far its expected gradient is from its
+reference: as it is, and with the biases that its methods declare opened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations, permutations, product
+from typing import Any, Literal, get_args, get_origin
+
+import torch
+from grid_bandit import GIVEN, INF, KL_COEF, RHO, Case, Policies, gradient, kl_reference, reference
+from torch import Tensor
+
+from rlcore.config.checks import check
+from rlcore.config.compose import load
+from rlcore.config.sentences import validate
+from rlcore.corrections.pipeline import build
+from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.errors import UserError
+from rlcore.objectives.bias import UNCORRECTED, Bias
+from rlcore.objectives.registry import LOSSES, loss_class
+from rlcore.objectives.specs import Aggregation, KlEstimator, ObjectiveSpec
+from rlcore.registry import load_object
+
+AGGREGATIONS = get_args(Aggregation)
+ESTIMATORS = ("none", *get_args(KlEstimator))
+EXACT = 1e-5  # an error below is none, relative to the reference's norm
+# settings at which thresholds bind on the bandit; a method that is not here has its defaults
+TIGHT: dict[str, dict[str, Any]] = {
+    "tis": {"cap": 1.25},
+    "mis": {"low": 0.75, "high": 1.5},
+    "icepop": {"low": 0.75, "high": 1.5},
+    "veto": {"threshold": 0.6},
+    "opsm": {"delta": 0.02},
+    "dppo": {"low": 0.05, "high": 0.05, "cap": 1.25},
+    "jackpot": {"c1": 1.25, "c2": 1.25},
+    "ais": {"cap": 1.25},
+    "dvp": {"rho": RHO},
+    "rapid": {"eta": 1.25},
+}
+NARROW = {"eps_low": 0.1, "eps_high": 0.1, "kl_ratio_cap": 1.25, "kl_coef": KL_COEF}
+
+# the registered losses, and those with a setting of their own
+LOSS_SETTINGS: dict[str, dict[str, Any]] = {name: {"loss": name} for name in LOSSES}
+LOSS_SETTINGS["ppo(dual_clip=1.2)"] = {"loss": "ppo", "dual_clip": 1.2}
+
+Chosen = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]  # names and their changed settings
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination. Example: Cell((("tis", ()),), "ppo", "token-mean", False, "none")"""
+
+    chosen: Chosen
+    loss: str  # of LOSS_SETTINGS
+    aggregation: Any
+    later: bool
+    kl: Any  # "none" or an estimator
+
+    @property
+    def specs(self) -> dict[str, CorrectionSpec]:
+        return {name: _spec(name, settings) for name, settings in self.chosen}
+
+    def case(self) -> Case:
+        replaced = [s.replaces_advantage for s in self.specs.values() if s.replaces_advantage]
+        settings = NARROW | ({"kl_coef": 0.0} if self.kl == "none" else {"kl_estimator": self.kl})
+        objective = ObjectiveSpec(
+            advantage=(replaced or [GIVEN])[0],
+            aggregation=self.aggregation,
+            **LOSS_SETTINGS[self.loss],
+            **settings,
+        )
+        return Case(self.specs, objective, self.later)
+
+
+@cache
+def _spec(name: str, settings: tuple[tuple[str, Any], ...]) -> CorrectionSpec:
+    found: CorrectionSpec = load_object(CORRECTIONS[name])(**TIGHT.get(name, {}), **dict(settings))
+    return found
+
+
+def lists(*, reverse: bool = False) -> Iterator[Chosen]:
+    """No correction; every registered one, and with each other value of its switches; all pairs,
+    with `reverse` in both orders; safe set and veto around each that weighs."""
+    yield ()
+    for name in CORRECTIONS:
+        yield ((name, ()),)
+        yield from (((name, (switch,)),) for switch in switches(name))
+    yield (("jackpot", (("target", "new"), ("short_circuit", True))),)
+    for pair in permutations(CORRECTIONS, 2) if reverse else combinations(CORRECTIONS, 2):
+        yield tuple((name, ()) for name in pair)
+    for name in CORRECTIONS:
+        if load_object(CORRECTIONS[name]).weighs:
+            yield (("dvp", ()), (name, ()), ("veto", ()))
+
+
+def switches(name: str) -> Iterator[tuple[str, Any]]:
+    """Every value of a setting with few values, but the one that it has."""
+    for key, setting in load_object(CORRECTIONS[name]).model_fields.items():
+        if get_origin(setting.annotation) is Literal:
+            values: tuple[Any, ...] = get_args(setting.annotation)
+        else:
+            values = (False, True) if setting.annotation is bool else ()
+        yield from ((key, value) for value in values if value != setting.default)
+
+
+def cells(*, reverse: bool = False) -> Iterator[Cell]:
+    axes = (LOSS_SETTINGS, AGGREGATIONS, (False, True), ESTIMATORS)
+    yield from (Cell(chosen, *rest) for chosen in lists(reverse=reverse) for rest in product(*axes))
+
+
+# ----- validation -----
+
+
+@cache
+def _base(later: bool) -> dict[str, Any]:
+    words = ["run_dir=grid", f"schedule={'large_batch' if later else 'on_policy'}"]
+    return load(words).model_dump(mode="json")
+
+
+@cache
+def refusal(cell: Cell) -> str:
+    """Why the configuration of a run refuses the cell, or ""."""
+    specs, case = cell.specs, cell.case()
+    replaced = case.objective.advantage != GIVEN
+    algorithm = case.objective.model_dump() | ({} if replaced else {"advantage": "reinforce"})
+    data = _base(cell.later)
+    data = data | {
+        "algorithm": data["algorithm"] | algorithm,
+        "correction": {name: spec.model_dump() for name, spec in specs.items()} or {"none": {}},
+    }
+    try:
+        check(validate(data))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+# ----- biases -----
+
+
+def biases(case: Case) -> list[Bias]:
+    """What the case's methods declare of the policy gradient; of the KL's part, where it has one.
+
+    Without those that its settings open anyway."""
+    objective = case.objective
+    own = build(case.corrections, 0, objective).biases
+    if objective.kl_coef:
+        kl = () if objective.kl_estimator == "full" else ObjectiveSpec.kl_biases
+        return [*kl, *(bias for bias in own if bias != UNCORRECTED)]
+    # a correction that switches the inner clip off leaves the loss nothing to clip
+    clips = not any(spec.inner_clip_off for spec in case.specs)
+    loss = loss_class(objective.loss).biases if clips else ()
+    return [*(bias for bias in loss if not _holds(bias, objective)), *own]
+
+
+def _holds(bias: Bias, objective: ObjectiveSpec) -> bool:
+    """Whether its settings are open already."""
+    return bool(bias.opened) and all(getattr(objective, k) == v for k, v in bias.opened.items())
+
+
+def opened(case: Case, which: Collection[Bias]) -> Case:
+    """The case with some of its biases gone."""
+    objective: dict[str, Any] = {}
+    for bias in (*loss_class(case.objective.loss).biases, *ObjectiveSpec.kl_biases):
+        objective |= bias.opened if bias in which else {}
+    specs = {}
+    for name, spec in case.corrections.items():
+        change: dict[str, Any] = {}
+        for bias in spec.under(case.objective).biases:
+            change |= bias.opened if bias in which else {}
+        specs[name] = spec.model_copy(update=change)
+    free = replace(case, corrections=specs, objective=case.objective.model_copy(update=objective))
+    return replace(free, policies=_policies(free, {bias.where for bias in which}))
+
+
+def _policies(case: Case, where: set[str]) -> Policies:
+    policies = replace(case.policies, one_token="one token" in where)
+    if "matched" not in where:
+        return policies
+    # what weights lead to is what the actor has
+    anchored_later = case.anchored and case.later
+    return replace(policies, **{"new" if anchored_later else "ref": INF})
+
+
+# ----- measurement -----
+
+
+def error(case: Case, **layout: int) -> float:
+    """How far the policy's expected gradient is from its reference, relative to that; with a KL
+    term, how far the KL's own part is."""
+    with_kl = case.objective.kl_coef > 0
+    bare = replace(case, objective=case.objective.model_copy(update={"kl_coef": 0.0}))
+    alone, advantages = _gradient(bare, **layout)
+    if not with_kl:
+        return distance(alone, reference(case, advantages))
+    both, _ = _gradient(case, **layout)
+    return distance((both - alone) / KL_COEF, kl_reference(case))
+
+
+def distance(found: Tensor, true: Tensor) -> float:
+    size = true.norm().item()
+    assert size > 1e-3, "the reference is no gradient to compare with"
+    return (found - true).norm().item() / size
+
+
+_found: dict[str, tuple[Tensor, Tensor]] = {}
+
+
+def _gradient(case: Case, **layout: int) -> tuple[Tensor, Tensor]:
+    """Once for each case: cells of the KL share the policy's part."""
+    if case.objective.kl_coef or layout:
+        return gradient(case, **layout)
+    key = repr((case.corrections, case.objective, case.later, case.policies.one_token))
+    key += str([t.tolist() for t in (case.policies.ref, case.policies.new)])
+    if key not in _found:
+        _found[key] = gradient(case)
+    return _found[key]
+
+
+torch.set_num_threads(1)  # the tensors are tiny

@@ -1,0 +1,186 @@
+"""Every combination of loss, correction, aggregation, step of a phase, KL and layout is exact, or
+biased as its methods declare, or refused: by enumeration of the learner's own update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import grid_page
+import pytest
+import torch
+from grid_bandit import gradient
+from grid_cells import (
+    AGGREGATIONS,
+    ESTIMATORS,
+    EXACT,
+    LOSS_SETTINGS,
+    TIGHT,
+    Cell,
+    biases,
+    cells,
+    distance,
+    error,
+    lists,
+    opened,
+    refusal,
+    switches,
+)
+
+from rlcore.corrections import pipeline
+from rlcore.corrections.pipeline import Pipeline
+from rlcore.corrections.registry import CORRECTIONS
+from rlcore.objectives.bias import UNCORRECTED, Bias
+from rlcore.objectives.registry import LOSSES, loss_class
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.registry import load_object
+
+LAYOUTS = [{"ranks": 1, "parts": 3}, {"ranks": 2, "parts": 2}]
+
+
+def accepted(loss: str, kls: tuple[str, ...], *, reverse: bool = False) -> Iterator[Cell]:
+    chosen = (c for c in cells(reverse=reverse) if c.loss == loss and c.kl in kls)
+    return (c for c in chosen if not refusal(c))
+
+
+def spread(loss: str) -> Iterator[Cell]:
+    """One cell of every list, which between them go through all means, steps and estimators."""
+    for i, chosen in enumerate(lists()):
+        mean, kl = AGGREGATIONS[i % 3], ESTIMATORS[i % 5]
+        cell = Cell(chosen, loss, mean, i % 2 == 1, kl)
+        if not refusal(cell):
+            yield cell
+
+
+def judge(cell: Cell) -> None:
+    """Exact, or exact once what is declared is opened."""
+    case = cell.case()
+    size = error(case)
+    if size > EXACT:
+        declared = biases(case)
+        names = [bias.name for bias in declared]
+        assert names, f"{cell} is off by {size:.2g} and declares no bias"
+        left = error(opened(case, declared))
+        assert left <= EXACT, f"{cell} is off by {left:.2g} for other causes than {names}"
+
+
+def judge_layouts(cell: Cell, layouts: list[dict[str, int]]) -> None:
+    whole, _ = gradient(cell.case())
+    for layout in layouts:
+        found, _ = gradient(cell.case(), **layout)
+        assert distance(found, whole) < 1e-6, f"{cell} with {layout}"
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_the_policy_gradient_is_exact_or_biased_as_declared(loss: str) -> None:
+    for cell in accepted(loss, ("none",)):
+        judge(cell)
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_a_kl_term_is_exact_or_biased_as_declared(loss: str) -> None:
+    for cell in spread(loss):
+        judge(cell)
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_micro_batches_and_ranks_change_nothing(loss: str) -> None:
+    for i, cell in enumerate(spread(loss)):
+        judge_layouts(cell, [LAYOUTS[i % 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_every_cell_in_every_layout(loss: str) -> None:
+    for cell in accepted(loss, ESTIMATORS, reverse=True):
+        judge(cell)
+        judge_layouts(cell, LAYOUTS)
+
+
+def test_the_page_s_policy_gradients_are_those_found_now() -> None:
+    rows = grid_page.table([], grid_page.policy_rows()).splitlines()[2:]
+    page = grid_page.PAGE.read_text(encoding="utf-8")
+    missing = [row for row in rows if row not in page]
+    assert not missing, "run python tests/corrections/grid_page.py"
+    refused = grid_page.table([], grid_page.refused_rows()).splitlines()[2:]
+    assert page.endswith("\n".join(refused) + "\n")
+
+
+@pytest.mark.slow
+def test_the_page_is_what_is_generated() -> None:
+    assert grid_page.PAGE.read_text(encoding="utf-8") == grid_page.page()
+
+
+# ----- declarations -----
+
+
+def specs_of(name: str) -> list[Any]:
+    """A correction's specification as the grid has it, and with every other switch."""
+    cls = load_object(CORRECTIONS[name])
+    own = TIGHT.get(name, {})
+    return [cls(**own), *(cls(**own, **{key: value}) for key, value in switches(name))]
+
+
+DECLARED: dict[str, Any] = {
+    **{f"loss={name}": (loss_class(name), loss_class(name).biases) for name in LOSSES},
+    **{
+        name: (load_object(CORRECTIONS[name]), [b for s in specs_of(name) for b in s.biases])
+        for name in CORRECTIONS
+    },
+    "kl": (ObjectiveSpec, ObjectiveSpec.kl_biases),
+    "none": (Pipeline, (UNCORRECTED,)),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_docstrings_name_the_biases(name: str) -> None:
+    cls, declared = DECLARED[name]
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    assert all(bias.name in text for bias in declared), (text, declared)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_a_declared_bias_is_real(name: str) -> None:
+    """In some cell the gradient changes as it is opened."""
+    unseen = set(map(str, DECLARED[name][1]))
+    for cell in cells():
+        loss = "loss=" + cell.loss.partition("(")[0]
+        mine = name in (loss, "kl", "none") or name in dict(cell.chosen)
+        if len(cell.chosen) > 1 or not mine or (cell.kl != "none") != (name == "kl"):
+            continue
+        if not unseen or refusal(cell):
+            continue
+        for bias in biases(cell.case()):
+            if str(bias) in unseen and is_real(cell, bias):
+                unseen.remove(str(bias))
+    assert not unseen
+
+
+def is_real(cell: Cell, bias: Bias) -> bool:
+    case = cell.case()
+    if bias.where:  # opened by other policies, whose gradient is another: so all others are opened
+        others = [own for own in biases(case) if own != bias]
+        return error(opened(case, others)) > EXACT
+    return distance(gradient(opened(case, [bias]))[0], gradient(case)[0]) > EXACT
+
+
+def test_ais_lies_between_no_correction_and_tis() -> None:
+    for later, loss in ((False, "ppo"), (True, "reinforce")):
+        none, ais, tis = (
+            gradient(Cell(chosen, loss, "token-mean", later, "none").case())[0].flatten()
+            for chosen in ((), (("ais", ()),), (("tis", ()),))
+        )
+        alpha = torch.dot(ais - none, tis - none) / (tis - none).square().sum()
+        assert 0.5 < alpha < 0.99
+        torch.testing.assert_close(ais, none + alpha * (tis - none), atol=1e-8, rtol=1e-6)
+
+
+def test_the_grid_would_see_weights_that_lead_to_the_wrong_policy() -> None:
+    """REINFORCE's weights led to p_ref once: wrong from a phase's second step on."""
+    cell = Cell((("tis", ()),), "reinforce", "token-mean", True, "none")
+    judge(cell)
+    with patch.object(pipeline, "loss_class", lambda _: loss_class("ppo")):
+        case = cell.case()
+        assert error(opened(case, biases(case)), ranks=1) > 0.01

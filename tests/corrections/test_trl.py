@@ -1,0 +1,79 @@
+"""The code block of docs/functional.md inside TRL's GRPOTrainer. TRL is not among our dependencies:
+it is installed into a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+
+PAGE = Path(__file__).parents[2] / "docs/functional.md"
+# what TRL imports and our environment lacks; versions are those that the page was run with
+PACKAGES = (
+    "trl==1.16.0",
+    "datasets==5.2.0",
+    "pandas==3.1.1",
+    "multiprocess==0.70.19",
+    "httpx==0.28.1",
+    "python-dateutil==4.0.0",
+    "six==1.17.0",
+    "pytz==2026.6",
+    "tzdata==2026.6",
+)
+
+
+def block() -> str:
+    """The page's only code block in Python."""
+    (found,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return found
+
+
+def test_the_page_s_block_is_twenty_lines() -> None:
+    assert len([line for line in block().splitlines() if line.strip()]) <= 24
+
+
+@pytest.fixture
+def trl() -> str:
+    """A folder that holds TRL, kept between runs of the tests."""
+    folder = Path(tempfile.gettempdir()) / f"rlcore-{PACKAGES[0].replace('==', '-')}"
+    if not (folder / "trl/trainer/grpo_trainer.py").is_file():
+        words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+        done = subprocess.run(
+            [*words, str(folder), *PACKAGES], capture_output=True, text=True, timeout=600
+        )
+        if done.returncode:
+            pytest.skip(f"TRL cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_page_s_block_trains_in_trl(trl: str, tmp_path: Path) -> None:
+    """With an actor that matches, alpha is 0 and the run is TRL's own; with one that does not, the
+    weights change it."""
+    model = build_fresh_model(
+        tmp_path / "model",
+        "0123456789=+",
+        FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16),
+        seed=3,
+        max_len=64,
+    )
+    (tmp_path / "block.py").write_text(block(), encoding="utf-8")
+    words = [sys.executable, str(Path(__file__).parent / "trl_run.py"), str(model), str(tmp_path)]
+    paths = os.pathsep.join([trl, str(tmp_path)])
+    env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.rpartition("RESULT")[2])
+    assert found["matched"]["alpha"] == 0.0 and found["from_trl"] < 1e-6
+    assert 0.0 < found["mismatched"]["alpha"] <= 1.0
+    assert found["moved"] > 1e-4 and found["steps"] == 4
