@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from rlcore.cluster.specs import RaySpec
+from rlcore.commands.gpu_needs import lacking, this_machine
 
 PACKAGES = (
     "torch",
@@ -34,7 +35,8 @@ Finding = tuple[bool, str]  # whether it suffices, and what was found
 
 
 def doctor() -> int:
-    """Print one line for each finding. Returns 0 if a CPU run can start, else 1."""
+    """Print one line for each finding, and what keys for GPUs lack here. Returns 0 if a CPU run can
+    start, else 1."""
     checks: dict[str, Callable[[], Finding]] = {
         "Python": _python,
         "cores": _cores,
@@ -52,6 +54,11 @@ def doctor() -> int:
         ok, text = check()
         healthy &= ok
         print(f"{'ok  ' if ok else 'FAIL'}  {name:14s} {text}")
+    print("keys for GPUs:")
+    for keys, lack in lacking(this_machine()):
+        print(
+            f"{'no  ' if lack else 'ok  '}  {keys:36s} {f'lacks {lack}' if lack else ''}".rstrip()
+        )
     return 0 if healthy else 1
 
 

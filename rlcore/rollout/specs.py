@@ -71,7 +71,9 @@ class ActorSpec(RoundingSpec):
     gpu_memory_utilization: float = setting(
         0.85, "share of GPU memory for weights and KV cache", gt=0, le=1
     )
-    enforce_eager: bool = setting(True, "false: compile and capture graphs")
+    enforce_eager: bool | None = setting(
+        None, "false: compile and capture graphs, which takes minutes at the start; null: on GPUs"
+    )
     prefix_caching: bool = setting(True, "share the keys and values of equal prefixes")
     kv_on_update: Literal["recompute", "keep"] = setting(
         "recompute", "in flight: keep leaves stale KV"
@@ -86,6 +88,11 @@ class ActorSpec(RoundingSpec):
     @property
     def on_cpu(self) -> bool:
         return self.num_gpus == 0
+
+    @property
+    def eager(self) -> bool:
+        """`enforce_eager` with null resolved."""
+        return self.on_cpu if self.enforce_eager is None else self.enforce_eager
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:

