@@ -106,7 +106,9 @@ def record(module):
 
     def train_step(self, number):
         metrics = step(self, number)
-        line = {"step": number, "rank": self.rank, "groups": self._given.pop(0)}
+        groups = self._given.pop(0)
+        self._given.append(groups)  # another epoch begins with them again
+        line = {"step": number, "rank": self.rank, "groups": groups}
         # one write of less than a page: lines of several ranks do not mix
         with open(TRAINED, "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -185,11 +185,11 @@ class ReplayBuffer:
 
     def peek(self, step: int, n: int) -> list[StoredEpisode]:
         """Up to n samples, each of another group, of the batch of `step`, if one of the newest
-        phases begins with it."""
+        phases, or this buffer's first, begins with it."""
         return self._peeks.get(step, [])[:n]
 
     def _remember(self, step: int, entries: Sequence[Entry]) -> None:
-        if step != self.batches.bound.phases.start(step):
+        if self._peeks and step != self.batches.bound.phases.start(step):
             return
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_peek", step))
         shown = generator.permutation(len(entries))[: self._keep_samples].tolist()

@@ -159,7 +159,7 @@ def _check_train(config: RunConfig, prompts: PromptSource) -> None:
 
 
 def _check_buffer(config: RunConfig) -> None:
-    """Refuse a cluster.buffer_mib that one step's groups would exceed."""
+    """Refuse a cluster.buffer_mib that the groups of one update phase would exceed."""
     check_capacity(
         config.cluster.buffer_mib << 20,
         config.schedule,

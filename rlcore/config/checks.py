@@ -199,6 +199,14 @@ def _drafts(c: RunConfig) -> None:
         )
     if c.learner.draft is None:
         return
+    phase, period = c.schedule.phases.steps, c.schedule.steps_per_publish
+    # Resumed between two publishes, the draft would follow a newer policy than uninterrupted.
+    refuse(
+        c.schedule.synchronous and phase < period,
+        f"schedule.steps_per_publish={period} with phases of {phase} steps and "
+        "schedule.max_staleness=0 cannot go with learner.draft, which follows the policy as it was "
+        f"published: use steps_per_publish={phase}.",
+    )
     refuse(
         len(c.actor) > 1 or any(a.kind != "draft" for a in c.actor.values()),
         "learner.draft trains the draft on its own rollouts: every actor must be of one and the "

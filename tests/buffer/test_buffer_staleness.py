@@ -268,3 +268,13 @@ def test_a_buffer_that_cannot_hold_a_phase_says_so_instead_of_waiting():
             buffer.live.admit(PROMPT)
             fill(buffer, [group], 1)
             buffer.take(group)
+
+
+def test_samples_of_a_phases_first_batch_can_be_read_when_all_of_it_is_taken():
+    buffer = make_buffer(1, 1, steps_per_phase=4)
+    buffer.admit([PROMPT] * 4)
+    fill(buffer, range(4), 1)
+    for step in range(4):
+        buffer.take(step)
+    (shown,) = buffer.peek(0, 1)
+    assert shown.score.group_id == 0 and buffer.peek(3, 1) == []

@@ -32,8 +32,8 @@ SMALL = (
     "logging.wandb=disabled",
     "cluster.object_store_mib=128",
 )
-# What depends on the clock and nothing else.
-TIMES = ("time/", "throughput/", "buffer/bytes")
+# What depends on the clock, or on where a run was stopped, and on nothing else.
+TIMES = ("time/", "throughput/", "buffer/bytes", "checkpoint/")
 
 
 class Command:

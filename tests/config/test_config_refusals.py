@@ -119,6 +119,13 @@ REFUSED = [  # words; parts that the sentence must hold
         ["schedule.sampling=uniform", "schedule.max_uses=2", "schedule.epochs=3"],
         ["schedule.epochs=3", "schedule.max_uses=2", "at 1"],
     ),
+    (
+        [
+            *("actor=draft", "actor.draft.draft_path=f", "learner.draft={}"),
+            *("schedule=large_batch", "schedule.steps_per_phase=2"),
+        ],
+        ["schedule.steps_per_publish=8", "phases of 2 steps", "learner.draft"],
+    ),
     (["schedule.epochs=0"], ["schedule.epochs=0", "greater than 0"]),
     (
         ["schedule.steps_per_publish=3", "schedule.steps_per_phase=2", "schedule.epochs=2"],
