@@ -6,7 +6,12 @@
 Parts, the most valuable first; each runs in its own process (`parts.py`, `kernels.py`) with its own
 deadline:
 
-kernel   sparse attention kernel of one layer: milliseconds against dense, error against plain torch
+imports  every module that GPU paths import, one by one
+nccl     vLLM's communicator with one rank, and torch's: they can be made here
+kernel   sparse decode of one layer at batches 16, 64 and 256, replayed from a CUDA graph with other
+         lengths than it was captured with: error against plain torch, then milliseconds against
+         dense
+varlen   torch's variable-length attention, forward and backward, against SDPA on each sequence
 model    writes a random-weight model of the shape, so that nothing is downloaded
 bf16, sparse, fp8, fp8 + fp8 kv
          one actor each: decoded tokens per second at 4K, 8K and 16K of context, with the same
@@ -57,7 +62,10 @@ class Part:
 
 
 PARTS = (
+    Part("imports", 30, 5, ("torch",)),
+    Part("nccl", 30, 10, ("torch",), cuda=True),
     Part("kernel", 60, 20, ("torch", "vllm", "triton"), cuda=True),
+    Part("varlen", 40, 10, ("torch", "transformers"), cuda=True),
     Part("model", 60, 10, ("torch", "transformers")),
     Part("bf16", 110, 50),
     Part("sparse", 110, 50),

@@ -16,11 +16,13 @@ DIM = 128
 def attention(s: Setting, shape: dict[str, int]) -> None:
     """One row for each context length; heads have 128 dimensions."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    for context in s.contexts:
-        s.add("kernel", kernel_row(s, context, heads, kv_heads))
+    for batch in (16, 64, 256):
+        for context in s.contexts:
+            if batch * context <= 2**20:  # 4 GiB of keys and values
+                s.add("kernel", kernel_row(s, context, heads, kv_heads, batch))
 
 
-def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
+def kernel_row(s: Setting, context: int, heads: int, kv_heads: int, batch: int) -> Row:
     """One layer's decode attention on random keys, dense and sparse, both from CUDA graphs."""
     import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
 
@@ -54,7 +56,7 @@ def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
         )
 
     torch.manual_seed(context)
-    pages, size, batch = context // s.rule.block_size, s.rule.block_size, s.batch
+    pages, size = context // s.rule.block_size, s.rule.block_size
     kv = torch.randn(
         batch * pages + 1, kv_heads, size, 2 * DIM, device="cuda", dtype=torch.bfloat16
     )
@@ -62,7 +64,8 @@ def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
     lens = torch.randint(context // 2, context + 1, (batch,), device="cuda", dtype=torch.int32)
     query = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     summaries = page_summaries(kv[..., :DIM]).to(kv.dtype)
-    rows, _ = rows_gpu.decode_rows(s.rule, lens, table, pages)
+    buffers = rows_gpu.DecodeBuffers(s.rule, batch, pages, "cuda")
+    rows, _ = buffers.fill(lens, table)
     out, dense_out = torch.empty_like(query), torch.empty_like(query)
     start = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
     k, v = kv.transpose(1, 2).split(DIM, dim=-1)
@@ -70,13 +73,21 @@ def kernel_row(s: Setting, context: int, heads: int, kv_heads: int) -> Row:
     def sparse() -> None:
         rows_gpu.attend_rows(query, kv, summaries, table, rows, out, flash, select_blocks)
 
-    sparse()
+    graph = captured(sparse)
+    # the graph must follow what changes in the memory of its capture
+    lens.copy_(torch.randint(1, context + 1, (batch,), device="cuda", dtype=torch.int32))
+    query.normal_()
+    buffers.fill(lens, table)
+    graph.replay()
+    replayed = float((out.float() - plain_torch(query, kv, summaries, table, rows)).abs().max())
     chosen = select_blocks(query, summaries, table, rows, 0, batch)
     same = chosen == rows_gpu.kept_blocks(query, summaries, table, rows, 0, batch)
     dense_ms = milliseconds(lambda: flash(query, k, v, dense_out, start, lens, table, 1, context))
     sparse_ms = milliseconds(sparse)
     return {
+        "batch": batch,
         "context": context,
+        "max error of a replay with other lengths": replayed,
         "dense ms": dense_ms,
         "sparse ms": sparse_ms,
         "of it selection ms": milliseconds(
@@ -110,12 +121,7 @@ def plain_torch(query: Any, kv: Any, summaries: Any, table: Any, rows: Any) -> A
 
 def milliseconds(run: Callable[[], Any], repeats: int = 50) -> float:
     """Mean time of `run`, replayed from a CUDA graph."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = captured(run)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
     start.record()
@@ -124,6 +130,67 @@ def milliseconds(run: Callable[[], Any], repeats: int = 50) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """`run` as a CUDA graph."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def varlen(s: Setting, shape: dict[str, int]) -> None:
+    """One layer over packed sequences of unequal lengths: outputs and gradients against SDPA."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from rlcore.attention.varlen import Sequences, _attend
+
+    torch.manual_seed(0)
+    lengths = [4096, 17, 1, 2048, 300]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    q, k, v = (
+        torch.randn(1, h, sum(lengths), DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    )
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+    weight = torch.randn(1, sum(lengths), heads, DIM, device="cuda")
+    found = []
+    for packed in (True, False):
+        begun = time.monotonic()
+        if packed:
+            out = _attend(None, q, k, v, None, sequences=Sequences.of(positions))[0]
+        else:
+            parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
+            each = [
+                scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True) for one in parts
+            ]
+            out = torch.cat(each, dim=2).transpose(1, 2)
+        grads = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
+        torch.cuda.synchronize()
+        found.append(([out, *grads], time.monotonic() - begun))
+    (got, seconds), (want, _) = found
+    gaps = [float((a - b).abs().max()) for a, b in zip(got, want)]
+    names = ("output", "dq", "dk", "dv")
+    row: Row = {f"max error of {n}": g for n, g in zip(names, gaps)}
+    s.add("varlen", row | {"first call s": seconds})
+
+
+def nccl(s: Setting, shape: dict[str, int]) -> None:
+    """A communicator of one rank. vLLM's makes none then, which is said; torch's all-reduces."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    one = torch.ones(1, device="cuda")
+    dist.all_reduce(one)
+    torch.cuda.synchronize()
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    s.add("nccl", {"version": version, "sum of one rank": float(one)})
+    dist.destroy_process_group()
 
 
 def head(s: Setting, shape: dict[str, int]) -> None:

@@ -206,6 +206,31 @@ def update(s: Setting) -> None:
     s.add("update", row | ({"max |dlogp| where same": float(max(gaps))} if gaps else {}))
 
 
+MODULES = (
+    "rlcore.attention.varlen",
+    "rlcore.learner.engines.deepspeed",
+    "rlcore.weights.group",
+    "rlcore.rollout.engines.vllm.engine",
+    "rlcore.weights.vllm_transfer",
+    "rlcore.rollout.engines.vllm.sparse_rows_gpu",
+    "rlcore.rollout.engines.vllm.sparse_kernel_gpu",
+    "rlcore.rollout.engines.vllm.sparse_backend_gpu",
+)
+
+
+def imports(s: Setting) -> None:
+    """Import what GPU paths import, one by one: a row for each."""
+    import importlib
+
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+            found = "ok"
+        except Exception as e:  # whatever it is, the next one is tried
+            found = f"failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        s.add("imports", {"module": name, "found": found})
+
+
 def main() -> None:
     part, folder, shape, device, contexts, rows = sys.argv[1:]
     s = Setting(Path(folder), shape, device, tuple(map(int, contexts.split(","))), Path(rows))
@@ -213,10 +238,13 @@ def main() -> None:
         write_model(s)
     elif part == "update":
         update(s)
-    elif part in ("kernel", "head"):
+    elif part == "imports":
+        imports(s)
+    elif part in ("kernel", "head", "varlen", "nccl"):
         import kernels
 
-        (kernels.attention if part == "kernel" else kernels.head)(s, SHAPES[shape])
+        run = {"kernel": kernels.attention}.get(part) or getattr(kernels, part)
+        run(s, SHAPES[shape])
     else:
         rollout(s, part)
 
