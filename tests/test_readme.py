@@ -27,6 +27,7 @@ NEEDS = {  # further options that one option requires
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],
     "cluster=ray": ["cluster.address=head:6379"],
+    "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
     "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
     "task=file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
 }

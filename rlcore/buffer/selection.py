@@ -39,7 +39,8 @@ def judge(rewards: Sequence[float], spec: SelectionSpec, samples_per_group: int)
     sample_index."""
     if len(rewards) < min(LEAST_SAMPLES, samples_per_group):
         return Verdict(failed=TOO_FEW)
-    kept = highest(rewards, len(rewards) if spec.keep_best is None else spec.keep_best)
+    here = spec.keep_best is not None and spec.kept_by_learner is None
+    kept = highest(rewards, spec.keep_best if here and spec.keep_best else len(rewards))
     # Judged over what would be trained on: the best of a mixed group are often all equal.
     if spec.dynamic_sampling and all_equal([rewards[i] for i in kept]):
         return Verdict(evicted=FILTERED_EQUAL)

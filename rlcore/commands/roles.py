@@ -133,6 +133,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         run_seed=config.seed,
         pad_id=pad_id,
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
+        keep_by_acceptance=config.algorithm.kept_by_learner,
     )
 
 

@@ -56,6 +56,14 @@ class Scored:
                     getattr(out, name)[mb.episodes[mb.row], mb.column] = values
         return out
 
+    def rows(self, chosen: Tensor, width: int) -> Scored:
+        """Those of some episodes [B] bool, cut to the longest of them."""
+        values: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            its = getattr(self, name)
+            values[name] = None if its is None else its[chosen, :width]
+        return Scored(**values)
+
     @classmethod
     def of(cls, mb: MicroBatch, scores: TokenScores, width: int) -> Scored:
         """One micro-batch's episodes alone, [b, width]."""
@@ -79,6 +87,7 @@ class StepBatch:
     ref: Scored | None = None  # under the policy that entered the update phase
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: Scored | None = None  # under the frozen starting policy
+    metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
 
     @property
     def tokens(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from rlcore.learner.batch import StepBatch, build_batch, staleness_split
 from rlcore.learner.build import build_parts
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
+from rlcore.learner.selection import keep_accepted, selection_metrics
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import POLICY, LearnerJob, RankPlace
 from rlcore.learner.state import RankState
@@ -64,18 +65,27 @@ class LearnerRank(RankState):
         before a checkpoint, so p_new is no longer p_ref.
         """
         start = time.monotonic()
-        with_topk = self._update.topk > 0
-        device = self.engine.device
-        self._phase = [
-            build_batch(groups, with_topk=with_topk, device=device) for groups in groups_per_step
-        ]
+        self._phase = [self._batch(groups) for groups in groups_per_step]
         self._taken = 0
         self._steps = len(self._phase) if steps is None else steps
         self._fresh = first
-        for batch in self._phase:
-            batch.micro = self._micro_batches(batch.episodes)
         self._update.prepare(self._phase, first=first, steps=self._steps)
         self._ref_seconds = time.monotonic() - start
+
+    def _batch(self, groups: Sequence[Group]) -> StepBatch:
+        """The batch of some groups, in micro-batches; of those responses that are trained on."""
+        with_topk, device = self._update.topk > 0, self.engine.device
+        batch = build_batch(groups, with_topk=with_topk, device=device)
+        batch.micro = self._micro_batches(batch.episodes)
+        if self.job.keep_by_acceptance is None:
+            return batch
+        ref = self._update.score_ref(batch)
+        chosen, rows = keep_accepted(groups, batch, ref, self.job.keep_by_acceptance)
+        kept = build_batch(chosen, with_topk=with_topk, device=device)
+        kept.micro = self._micro_batches(kept.episodes)
+        kept.ref = ref.rows(rows, kept.sent.mask.shape[1])  # p_ref's pass is not made twice
+        kept.metrics = selection_metrics(batch, ref, rows, self._reduce)
+        return kept
 
     def train_step(self, step: int) -> dict[str, float]:
         """The optimizer step that turns version `step` into `step + 1`, on the phase's next batch.
@@ -93,13 +103,17 @@ class LearnerRank(RankState):
         self._taken += 1
         gradient = self._update.run(batch, step, first=first)
         what = f"optimizer step {step}"
-        metrics = gradient.metrics | take_step(
-            self.engine,
-            gradient.sums,
-            self._reduce,
-            what=what,
-            kept=gradient.kept,
-            step_scale=gradient.step_scale,
+        metrics = (
+            batch.metrics
+            | gradient.metrics
+            | take_step(
+                self.engine,
+                gradient.sums,
+                self._reduce,
+                what=what,
+                kept=gradient.kept,
+                step_scale=gradient.step_scale,
+            )
         )
         metrics |= staleness_split(batch, step, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start

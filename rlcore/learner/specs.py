@@ -182,6 +182,8 @@ class LearnerJob:
     run_seed: int
     pad_id: int
     sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it
+    # of each group, the responses of highest dense acceptance that are trained on; None: all
+    keep_by_acceptance: int | None = None
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
 
 

@@ -101,10 +101,14 @@ class Update:
         one_pass = alone and self._one_pass_suffices(phase[0])
         for batch in phase:
             batch.sent.rewards = self._shaped_rewards(batch)
-            if not one_pass:
-                batch.ref = self._score(batch, self.engine, self.topk)
+            if not one_pass and batch.ref is None:
+                batch.ref = self.score_ref(batch)
             if self.loss.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
+
+    def score_ref(self, batch: StepBatch) -> Scored:
+        """A batch's scores under the policy as it is now."""
+        return self._score(batch, self.engine, self.topk)
 
     def _one_pass_suffices(self, batch: StepBatch) -> bool:
         """Whether the p_ref of a step alone may be taken from the pass that is differentiated."""

@@ -60,6 +60,17 @@ def test_dynamic_sampling_of_one_kept_sample_is_refused():
     SelectionSpec(dynamic_sampling=True, keep_best=2).check("algorithm")
 
 
+def test_what_the_learner_chooses_by_acceptance_leaves_the_buffer_whole():
+    by_learner = {"keep_best": 2, "keep_best_by": "acceptance"}
+    assert kept(one([0.0, 1.0, 0.5, 1.0], **by_learner)) == [0, 1, 2, 3]
+    spec = SelectionSpec(**by_learner)
+    assert spec.kept_by_learner == 2 and SelectionSpec(keep_best=2).kept_by_learner is None
+    with pytest.raises(UserError, match="dynamic_sampling=true"):
+        SelectionSpec(dynamic_sampling=True, **by_learner).check("algorithm")
+    with pytest.raises(UserError, match=r"set algorithm\.keep_best"):
+        SelectionSpec(keep_best_by="acceptance").check("algorithm")
+
+
 def test_oversampling_keeps_the_best_and_frees_the_rest():
     buffer = one([0.0, 1.0, 0.5, 1.0], keep_best=2)
     size = len(sample(0, 0)[0])

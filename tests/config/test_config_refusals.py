@@ -96,6 +96,11 @@ REFUSED = [  # words; parts that the sentence must hold
     (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
     (["checkpoint.keep_best=reward/mean"], ["checkpoint.keep_best=reward/mean", "eval/digits/"]),
     (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
+    (["algorithm.keep_best_by=acceptance"], ["keep_best_by=acceptance", "algorithm.keep_best"]),
+    (
+        ["algorithm=dapo", "algorithm.keep_best=4", "algorithm.keep_best_by=acceptance"],
+        ["algorithm.dynamic_sampling=true", "algorithm.keep_best_by=acceptance"],
+    ),
     (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
     (
         ["rollout.samples_per_prompt=1"],

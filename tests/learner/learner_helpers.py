@@ -61,6 +61,7 @@ def make_job(
     sparse: Any = None,
     frozen_path: str | None = None,
     temperature: float = 0.8,
+    keep_by_acceptance: int | None = None,
     **settings: Any,
 ) -> LearnerJob:
     """A job on a small model. `settings` are those of `learner` and `algorithm`, by name."""
@@ -78,6 +79,7 @@ def make_job(
         pad_id=0,
         sparse=sparse,
         frozen_path=frozen_path,
+        keep_by_acceptance=keep_by_acceptance,
     )
 
 

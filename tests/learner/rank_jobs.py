@@ -389,3 +389,26 @@ def bfloat16(
             ),
         )
     return out
+
+
+def kept_by_acceptance(rank: int, world: int, port: int, model: str) -> list[dict[str, float]]:
+    """A step on the two most accepted of each three, on the same two chosen by hand, and on all."""
+    options: dict[str, Any] = {"corrections": {"tis": {}}, "temperature": 1.0}
+    rows = []
+    for how in ("chosen", "by hand", "all"):
+        keep = 2 if how == "chosen" else None
+        one = learner(rank, world, port, model, keep_by_acceptance=keep, **options)
+        groups = make_groups(4)
+        if how == "by hand":
+            for g in groups:
+                parts = [e.parts[0] for e in g.episodes]
+                logp = one.score([TokenSequence(t.token_ids, t.sampled) for t in parts])
+                share = [
+                    float(np.minimum(1.0, np.exp(ref - t.logp_inf)).mean())
+                    for ref, t in zip(logp, parts)
+                ]
+                best = sorted(sorted(range(3), key=lambda i: -share[i])[:2])
+                g.episodes = [g.episodes[i] for i in best]
+        one.begin_phase([groups])
+        rows.append(one.train_step(0))
+    return rows

@@ -36,6 +36,7 @@ def test_micro_batches_stages_and_ranks_give_one_gradient(model):
 
 
 VARIANTS = {
+    "accepted": {"keep_by_acceptance": 2, "corrections": {"ais": {}}, "zero_stage": 1},
     "none": {},
     "vcpo": {"corrections": {"vcpo": {}, "tis": {}}, "zero_stage": 1},
     "jackpot_new": {"corrections": {"jackpot": {"target": "new"}}, "zero_stage": 2},
@@ -104,6 +105,15 @@ def test_each_rank_reads_the_part_of_a_state_that_it_holds(model, tmp_path):
         assert first + second == whole
         assert max(first, second) < 0.55 * whole
     assert [rank[0] for rank in ranks] == [(whole, whole)] * 2  # stage 0 partitions nothing
+
+
+def test_the_most_accepted_responses_are_trained_on_as_if_they_were_all(model):
+    chosen, by_hand, all_of_them = on_ranks(1, jobs.kept_by_acceptance, model)[0]
+    for key in ("grad_norm", "loss/policy", "train/tokens", "correction/weight_mean"):
+        assert chosen[key] == pytest.approx(by_hand[key], rel=1e-5), key
+    assert chosen["train/sequences"] == 8 and all_of_them["train/sequences"] == 12
+    assert chosen["train/acceptance_kept_mean"] > chosen["train/acceptance_mean"]
+    assert abs(chosen["grad_norm"] - all_of_them["grad_norm"]) > 1e-4
 
 
 @pytest.mark.parametrize("world", [1, 2])
