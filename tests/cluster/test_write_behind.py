@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from rlcore.cluster.actors.learner import LearnerActor
+from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import RaySpec
 from rlcore.cluster.write_behind import WriteBehind
 from rlcore.errors import DeadlineExceeded
 from rlcore.files import replace_file
 from rlcore.learner.state_files import StateWriter, read_index, stored
+from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.weights.specs import TransportSpec
 
 
 class Rank:
@@ -36,7 +40,8 @@ class Rank:
 
 @pytest.fixture
 def learner():
-    actor = LearnerActor(None, None)
+    specs = (RaySpec(), ScheduleSpec(), SupervisionSpec(), TransportSpec())
+    actor = LearnerActor(None, Hosting(*specs, weights_folder="", own_nodes=False))
     actor.rank = Rank()
     yield actor
     actor.rank.free.set()
