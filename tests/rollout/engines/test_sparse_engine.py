@@ -25,6 +25,7 @@ from rlcore.rollout.registry import start_engine
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request
+from rlcore.weights.stream import whole
 
 folder, rule, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 actor = ActorSpec(kind="sparse", sparse=rule, max_num_seqs=8, kv_cache_gib=0.1)
