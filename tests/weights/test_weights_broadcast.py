@@ -118,6 +118,7 @@ class Fleet:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
+            process.join(30)  # no zombie stays for tests that list their children
 
 
 @pytest.fixture
