@@ -92,6 +92,7 @@ def test_micro_batches_and_ranks_change_nothing(loss: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("loss", LOSS_SETTINGS)
 def test_every_cell_in_every_layout(loss: str) -> None:
     for cell in accepted(loss, ESTIMATORS, reverse=True):
