@@ -28,6 +28,7 @@ import numpy as np
 if TYPE_CHECKING:  # rooms in plain Python must not need torch
     import torch
 
+POLICY = "policy"  # the policy's own weights, among the sets that are published
 ScoreStatus = Literal["ok", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]

@@ -27,7 +27,7 @@ class DenseSpans:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseRows:
+class PlannedRows:
     """Tokens that attend by the rule, one row each: Ns tokens, ascending, those of a request
     adjacent."""
 
@@ -48,7 +48,7 @@ class StepPlan:
     """Which tokens attend densely, which by the rule, and which pages this step completes."""
 
     dense: DenseSpans | None
-    sparse: SparseRows | None
+    sparse: PlannedRows | None
     done_requests: torch.Tensor  # [C] int64, request of each page whose last key this step writes
     done_pages: torch.Tensor  # [C] int64, that page's place in its sequence
 
@@ -109,7 +109,7 @@ def _sparse_rows(
     computed: torch.Tensor,
     count: torch.Tensor,
     dense_count: torch.Tensor,
-) -> SparseRows | None:
+) -> PlannedRows | None:
     rows = count - dense_count
     if not int(rows.sum()):
         return None
@@ -124,7 +124,7 @@ def _sparse_rows(
         (r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n
     ]
     whole = not int(dense_count.sum())
-    return SparseRows(
+    return PlannedRows(
         None if whole else tokens,
         requests,
         pages,

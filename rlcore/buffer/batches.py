@@ -8,7 +8,7 @@ of the phase that use it again, and its groups leave at the commit of the last o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rlcore.buffer.admission import Candidate, StalenessBound
 from rlcore.buffer.capacity import KEY, MIB, groups_that_fit
@@ -130,13 +130,22 @@ class Batches:
 
     def resume(self) -> None:
         """After a restore: put back what was not committed, and evict what can no longer be trained
-        on in time."""
+        on in time, also out of batches that were chosen by another bound."""
         if self.taken:
             self.rollback(min(self.taken))
         size = self.bound.groups_per_step  # batches of another size are chosen anew
-        self.pinned = {step: ids for step, ids in self.pinned.items() if len(ids) == size}
+        self.pinned = {
+            step: ids
+            for step, ids in self.pinned.items()
+            if len(ids) == size and self._in_time(ids, self.bound.phases.first(step))
+        }
         for group_id in self.bound.excess(self.waiting(), self._horizon):
             self._live.evict_stale(self._live.entries[group_id])
+
+    def _in_time(self, ids: Sequence[int], first: int) -> bool:
+        """Whether these groups may be trained on first at `first`, or have been already."""
+        admitted = (self._live.entries[i].admitted_version for i in ids)
+        return first < self.next_step or all(first <= self.bound.deadline(a) for a in admitted)
 
     def expire(self) -> None:
         """The hard cap of orders that may pass a group over: evict those past their deadline."""

@@ -36,6 +36,10 @@ class Phases:
         """The first step after that phase."""
         return self.start(step) + self.steps
 
+    def first(self, step: int) -> int:
+        """The step of the phase that trains on the batch of `step` first."""
+        return self.start(step) + step % self.steps % self.batches
+
     def again(self, step: int) -> range:
         """The later steps of the phase that train on the batch of `step` again."""
         return range(step + self.batches, self.end(step), self.batches)

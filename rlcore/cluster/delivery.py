@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlcore.rollout.answers import make_answer
+from rlcore.rollout.answers import read_answer
 from rlcore.serialization import dump_trajectory
 from rlcore.types import Answer, Trajectory
 
@@ -75,4 +75,4 @@ class Delivery:
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
-        return make_answer(t, self._decode, self._stop, prompt=prompt)
+        return read_answer(t, self._decode, self._stop, prompt=prompt)

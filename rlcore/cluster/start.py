@@ -24,7 +24,8 @@ from rlcore.cluster.placement import actor_class, beside_driver, bound_to, rende
 from rlcore.cluster.ray_cluster import joined_address
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, RankPlace
-from rlcore.loop.clients import POLICY, Spawn, Spawned
+from rlcore.loop.clients import Spawn, Spawned
+from rlcore.types import POLICY
 
 CALL_THREADS = 8  # of actors whose calls only queue work or read state
 

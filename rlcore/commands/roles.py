@@ -9,10 +9,10 @@ from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.specs import TisSpec
 from rlcore.learner.specs import SPARSE_COPY, LearnerJob
-from rlcore.loop.clients import POLICY
 from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.types import POLICY
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too

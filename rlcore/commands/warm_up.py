@@ -17,11 +17,11 @@ from rlcore.commands.preflight import Prepared
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.clients import POLICY
 from rlcore.loop.prompts import PromptSource
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
+from rlcore.types import POLICY
 
 NOTED_EVERY = 20  # steps
 Note = Callable[[str], None]

@@ -19,12 +19,12 @@ from rlcore.learner.build import build_parts
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
 from rlcore.learner.selection import keep_accepted, selection_metrics
 from rlcore.learner.sequences import TokenSequence
-from rlcore.learner.specs import POLICY, LearnerJob, RankPlace
+from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
 from rlcore.learner.steps import take_step
 from rlcore.learner.supervised import cross_entropy
 from rlcore.seeding import derive_seed
-from rlcore.types import Group
+from rlcore.types import POLICY, Group
 
 
 class LearnerRank(RankState):

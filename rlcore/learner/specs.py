@@ -12,8 +12,7 @@ from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import SamplingSpec
 
-POLICY = "policy"  # the policy's own weights, among the sets that are published
-SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among them
+SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from rlcore.learner.export import export_model
 from rlcore.learner.policy import DTYPES
 from rlcore.learner.protocols import Companion, Schedule, TrainEngine
-from rlcore.learner.specs import POLICY, LearnerJob
+from rlcore.learner.specs import LearnerJob
+from rlcore.types import POLICY
 
 
 class RankState:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from rlcore.types import OnPublish, Request, WeightManifest
 
-POLICY = "policy"  # the policy's own weights, among the sets of a publication
 Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samples not arrived)
 
 

@@ -64,6 +64,7 @@ class Controller:
         self._resume_phase_from = resumed_from if plan.within_phase(self.progress) else None
         self.progress.phase_batches = plan.phases.batches
         self.progress.phase_epochs = plan.phases.epochs
+        self.progress.max_staleness = plan.schedule.max_staleness
         self._evaluated: dict[str, float] = {}  # results for the next row
 
     def request_stop(self) -> None:

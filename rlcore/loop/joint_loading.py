@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
-from rlcore.loop.clients import POLICY, ActorClient, Publication
+from rlcore.loop.clients import ActorClient, Publication
 from rlcore.loop.loading import Ask
 from rlcore.loop.members import Member, Process, Roster
-from rlcore.types import OnPublish
+from rlcore.types import POLICY, OnPublish
 
 Send = Callable[[Publication, Sequence[ActorClient]], Awaitable[None]]  # LearnerClient.send
 Party = tuple[Member, Process]

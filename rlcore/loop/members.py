@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlcore.loop.clients import POLICY, ActorClient, Spawn
-from rlcore.types import Request
+from rlcore.loop.clients import ActorClient, Spawn
+from rlcore.types import POLICY, Request
 
 Purpose = Literal["all", "training", "evaluation"]
 Held = dict[int, list[Request]]  # group id -> requests of it

@@ -54,8 +54,12 @@ class Plan:
         return step % self.schedule.publish_period == 0 or step == self.steps
 
     def check_resume(self, progress: Progress) -> None:
-        """Raises UserError for epochs that a checkpoint's run cannot go on with: its batches and
-        the groups that it has admitted are counted by them."""
+        """Raises UserError for a schedule that a checkpoint's run cannot go on with.
+
+        Its batches and the groups that it has admitted are counted by its epochs. The rest of a
+        phase trains on groups that were chosen by the staleness bound of before; and a synchronous
+        run publishes the phase's first weights again, which groups in flight may be newer than.
+        """
         before, now = Phases(progress.phase_batches, progress.phase_epochs), self.phases
         if progress.step and before != now and max(before.epochs, now.epochs) > 1:
             raise UserError(
@@ -63,6 +67,14 @@ class Plan:
                 "(schedule.steps_per_phase) is not what the run has had up to step "
                 f"{progress.step}: resume with epochs={before.epochs} and "
                 f"steps_per_phase={before.batches}, or start another run_dir."
+            )
+
+        eta = self.schedule.max_staleness
+        if eta < progress.max_staleness and self.within_phase(progress):
+            raise UserError(
+                f"schedule.max_staleness={eta} cannot begin at step {progress.step}, within an "
+                f"update phase that was begun with {progress.max_staleness}: resume with at least "
+                f"{progress.max_staleness} up to step {before.end(progress.step)}."
             )
 
     def within_phase(self, progress: Progress) -> bool:
@@ -81,6 +93,7 @@ class Progress:
     phase_version: int = 0  # version at the start of the update phase: p_ref of a longer phase
     phase_batches: int = 1  # M and E of these phases
     phase_epochs: int = 1
+    max_staleness: int = 0  # eta of these phases
     in_phase: bool | None = None  # the next step is within a phase; None: as the plan's phases say
     evaluated: int = -1  # last step whose evaluation was started
     seconds: float = 0.0  # of training, over all sessions

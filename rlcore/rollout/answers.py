@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rlcore.types import Answer, Trajectory
 
 
-def make_answer(
+def read_answer(
     trajectory: Trajectory,
     decode: Callable[[Sequence[int]], str],
     stop: Sequence[str],

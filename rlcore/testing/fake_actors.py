@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 from rlcore.loop.clients import ActorClient, Spawned
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
-from rlcore.rollout.answers import make_answer
+from rlcore.rollout.answers import read_answer
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.clock import After
 from rlcore.testing.fakes import FakeBuffer, FakeScorer
@@ -163,7 +163,7 @@ class FakeActor(ActorClient):
     async def _deliver(self, trajectory: Trajectory) -> None:
         if trajectory.purpose == "train":
             await self._buffer.add_records([dump_trajectory(trajectory)])
-        self._scorer.submit([make_answer(trajectory, lambda ids: "7" * len(ids), ())])
+        self._scorer.submit([read_answer(trajectory, lambda ids: "7" * len(ids), ())])
         self._undelivered.discard(trajectory.request_id)
 
     # ---- the client ------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from rlcore.cluster.readable import readable, verdict
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.interfaces import Reporter
 from rlcore.loop.clients import (
-    POLICY,
     ActorClient,
     Batch,
     BufferClient,
@@ -27,7 +26,7 @@ from rlcore.loop.clients import (
     ScorerClient,
 )
 from rlcore.serialization import read_header
-from rlcore.types import Answer, Score, WeightManifest
+from rlcore.types import POLICY, Answer, Score, WeightManifest
 
 Reward = Callable[[Answer], float | None]  # None: the grader raises
 

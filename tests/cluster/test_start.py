@@ -9,10 +9,10 @@ from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import UserError
 from rlcore.learner.specs import LearnerJob, LearnerSpec
-from rlcore.loop.clients import POLICY
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.testing.records import make_sampling
+from rlcore.types import POLICY
 from rlcore.weights.specs import TransportSpec
 
 

@@ -10,7 +10,7 @@ from learner_helpers import make_groups
 from rank_jobs import RECORDING, learner, share, state
 
 from rlcore.learner.sequences import TokenSequence
-from rlcore.learner.specs import POLICY
+from rlcore.types import POLICY
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 PAIRS = [([3, 4, 5], [6, 7, 8, 1]), ([9, 3], [4, 1])]

@@ -16,8 +16,7 @@ from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import pack
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
-from rlcore.learner.specs import POLICY
-from rlcore.types import Group
+from rlcore.types import POLICY, Group
 
 JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
 RECORDING = "rank_jobs:RecordingEngine"

@@ -1,13 +1,13 @@
 import pytest
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.loop.clients import POLICY, Publication
+from rlcore.loop.clients import Publication
 from rlcore.loop.evaluation import evaluate_alone, summarise
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import Speed
 from rlcore.testing.simulation import Scenario, Simulation, simulate
-from rlcore.types import WeightManifest
+from rlcore.types import POLICY, WeightManifest
 
 
 def _verdict(prompt, correct, status="ok"):

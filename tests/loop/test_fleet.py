@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from rlcore.errors import StageError, UserError
-from rlcore.loop.clients import POLICY, Publication
+from rlcore.loop.clients import Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
 from rlcore.testing.records import make_sampling
-from rlcore.types import Request, WeightManifest
+from rlcore.types import POLICY, Request, WeightManifest
 
 
 class World:

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from rlcore.errors import RoleLost
-from rlcore.loop.clients import POLICY, Publication
+from rlcore.loop.clients import Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
@@ -14,7 +14,7 @@ from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
 from rlcore.testing.fakes import FakeLearner
 from rlcore.testing.simulation import Scenario, simulate
-from rlcore.types import WeightManifest
+from rlcore.types import POLICY, WeightManifest
 
 LIMITS = (
     ScheduleSpec(publish_timeout_s=5),

@@ -158,6 +158,26 @@ def test_other_epochs_than_the_checkpoints_are_refused_in_a_sentence(changes, tm
         simulate(Scenario(schedule(start, **changes)), tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "eta", "within", "end"), [("eta_1", 0, 5, 8), ("eta_3", 0, 4, 6), ("eta_3", 1, 4, 6)]
+)
+def test_a_lower_bound_cannot_begin_within_a_phase_and_is_kept_from_its_end(
+    name, eta, within, end, tmp_path
+):
+    lower = Scenario(schedule(name, max_staleness=eta))
+    simulate(Scenario(schedule(name)), tmp_path, stop_after(within))
+    said = rf"^schedule\.max_staleness={eta} .* step {within}.* up to step {end}\.$"
+    with pytest.raises(UserError, match=said):
+        simulate(lower, tmp_path, resume=True)
+    simulate(Scenario(schedule(name)), tmp_path, stop_after(end), resume=True)
+    again = simulate(lower, tmp_path, resume=True)
+    assert again.progress.step == 24
+    # also in the batches that were fetched ahead when the run was stopped
+    cap = StalenessBound.of(lower.schedule).cap
+    taken = [row for row in again.reporter.rows if row["step"] > end]
+    assert len(taken) == 24 - end and all(row["staleness/max"] <= cap for row in taken)
+
+
 def test_another_number_of_batches_a_phase_goes_on_where_there_is_one_epoch(tmp_path):
     simulate(Scenario(schedule("eta_3")), tmp_path, stop_after(4))
     changed = simulate(Scenario(schedule("eta_3", steps_per_phase=2)), tmp_path, resume=True)

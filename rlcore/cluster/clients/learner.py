@@ -13,7 +13,8 @@ from rlcore.cluster.clients.rollout import RayRolloutActor
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.receivers import RayReceivers
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.clients import POLICY, ActorClient, Batch, LearnerClient, Publication
+from rlcore.loop.clients import ActorClient, Batch, LearnerClient, Publication
+from rlcore.types import POLICY
 
 ANSWER_S = 5.0  # beyond its own deadline, for a rank to report that it has passed
 # What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">

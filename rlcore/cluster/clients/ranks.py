@@ -10,7 +10,7 @@ import ray
 
 from rlcore.cluster.calls import LOST_RANK_GRACE_S, call, get
 from rlcore.errors import DeadlineExceeded, RoleLost
-from rlcore.loop.clients import POLICY
+from rlcore.types import POLICY
 
 Ask = Callable[[Any], Any]  # an actor handle -> the reference of a call
 KEY = "schedule.step_timeout_s"

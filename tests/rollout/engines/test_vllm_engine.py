@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rlcore.errors import UserError
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.answers import make_answer
+from rlcore.rollout.answers import read_answer
 from rlcore.rollout.engines.vllm.quantization import quantization_options
 from rlcore.rollout.registry import start_engine
 from rlcore.rollout.specs import ActorSpec
@@ -116,7 +116,7 @@ def test_stop_string_ends_where_it_is_spelled_and_keeps_its_tokens(engine, model
     tokenizer = load_tokenizer(model_a.path)
 
     def text_of(t, stop=()):
-        return make_answer(
+        return read_answer(
             t, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), stop
         ).text
 

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from rlcore.attention.block_topk import group_queries, page_summaries, select_pages
-from rlcore.attention.step_plan import DenseSpans, SparseRows, StepPlan
+from rlcore.attention.step_plan import DenseSpans, PlannedRows, StepPlan
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.sparse_metadata_cpu import KernelRows, SparseCPUMetadata
 
@@ -130,7 +130,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         md: SparseCPUMetadata,
-        rows: SparseRows,
+        rows: PlannedRows,
         output: torch.Tensor,
     ) -> None:
         if md.sparse_rows is None:
@@ -152,7 +152,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
             output.index_copy_(0, rows.tokens, out)
 
     def _select(
-        self, query: torch.Tensor, block_table: torch.Tensor, rows: SparseRows
+        self, query: torch.Tensor, block_table: torch.Tensor, rows: PlannedRows
     ) -> torch.Tensor:
         """Kept pages of every row and KV head: query [n, kv_heads, D] -> block * kv_heads [n,
         kv_heads, width]."""
@@ -171,7 +171,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         return chosen.mul_(heads)
 
     def _decode_scores(
-        self, query: torch.Tensor, table: torch.Tensor, rows: SparseRows
+        self, query: torch.Tensor, table: torch.Tensor, rows: PlannedRows
     ) -> torch.Tensor | None:
         """All rows at once if each is its request's only one and the gathered summaries are small;
         otherwise None."""
@@ -185,7 +185,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         return torch.bmm(query.reshape(n * heads, 1, dim), found.transpose(1, 2)).view(n, heads, -1)
 
     def _span_scores(
-        self, query: torch.Tensor, table: torch.Tensor, rows: SparseRows, a: int, z: int
+        self, query: torch.Tensor, table: torch.Tensor, rows: PlannedRows, a: int, z: int
     ) -> torch.Tensor:
         """Scores of rows a..z-1, request by request so that each gathers its pages once: [z - a,
         kv_heads, max_pages]."""
