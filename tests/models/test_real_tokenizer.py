@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer, padding
 from rlcore.rollout.stop_text import StopWatcher
 
+pytestmark = pytest.mark.processes  # the model is made by pip once
+
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2):
