@@ -20,7 +20,7 @@ quickstart: venv  ## train a model with RL on two CPU cores, in about five minut
 test: venv lint  ## lint, import rules, types, and every test that is not marked slow
 	$(PY) -m pytest
 
-test-fast: venv  ## the tests that start no process: under three minutes, for every edit
+test-fast: venv  ## the tests that start no process: about four minutes, for every edit
 	$(PY) -m pytest -m "$(NO_PROCESS)"
 
 test-slow: venv  ## the tests marked slow
