@@ -16,9 +16,10 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     whole = merge(parts)                    # over ranks: torch.distributed.all_reduce(whole)
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
-likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, and `mismatch_accumulate` with
-`mismatch_values`. Nothing waits for a device, except what returns Python numbers: `ais`,
-`obrs_calibrate` and `mismatch_values`. In the one-call forms `reduce` sums over ranks.
+likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
+`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`. Nothing waits for a device,
+except what returns Python numbers: `ais`, `obrs_calibrate`, `mismatch_values` and `sequence_ess`.
+In the one-call forms `reduce` sums over ranks.
 """
 
 from collections.abc import Iterable
@@ -49,6 +50,11 @@ from rlcore.corrections.formulas.obrs import (
 from rlcore.corrections.formulas.ratios import mis, tis, veto
 from rlcore.corrections.formulas.safe_set import safe_set_logprobs
 from rlcore.corrections.formulas.sequence_mask import opsm
+from rlcore.corrections.formulas.step_size import (
+    sequence_ess,
+    sequence_ess_accumulate,
+    vcpo_scale,
+)
 from rlcore.corrections.specs import JackpotSpec
 from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
 
@@ -88,7 +94,10 @@ __all__ = [
     "rapid_advantages",
     "safe_set_logprobs",
     "sampled_kl",
+    "sequence_ess",
+    "sequence_ess_accumulate",
     "tis",
     "token_uniforms",
+    "vcpo_scale",
     "veto",
 ]

@@ -40,7 +40,8 @@ are those of the whole distribution, so this is the limit of large batches. The 
   p_new/p_ref (the token is then p_new's) and else p_new;
 - with `dvp`: the same policies, each constrained to its safe set;
 - the KL: at the states that the actor visits, the token from p_new (`k1`, `k2`: the reverse KL,
-  `k3`: the forward KL, `full`: a sum over the vocabulary).
+  `k3`: the forward KL, `full`: a sum over the vocabulary, at the states of the tokens that a
+  rejection keeps).
 
 An entry is the length of the difference relative to the reference's. 0: below {exact:g}. Any other
 entry has its causes among those named beside it, which are declared on the methods (`biases`, and

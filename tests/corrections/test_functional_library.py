@@ -55,6 +55,18 @@ def test_ais_of_micro_batches_is_ais_of_the_batch(cut: list[Any]) -> None:
     assert 0 < expected["alpha"] < 1
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=["whole", "uneven", "eight"])
+def test_the_step_size_of_micro_batches_is_that_of_the_batch(cut: list[Any]) -> None:
+    s = step_of()
+    logs = torch.where(s.mask != 0, s.logp_new - s.logp_inf, 0.0).double()
+    w = logs.sum(-1).clamp(-20, 20).exp()[s.mask.any(-1)]
+    share = float(w.sum() ** 2 / (len(w) * (w * w).sum()))
+    parts = [rows(s, list(part)) for part in cut]
+    statistics = F.merge(F.sequence_ess_accumulate(p.logp_new, p.logp_inf, p.mask) for p in parts)
+    assert F.vcpo_scale(F.sequence_ess(statistics)) == pytest.approx(share**0.5, rel=1e-6)
+    assert share < 0.9
+
+
 def test_ais_in_two_phases_on_next_to_nothing() -> None:
     s = step_of()
     for mask in (
