@@ -33,4 +33,8 @@ rm -f /tmp/rlcore-pip.$$
 "${pip[@]}" -r requirements/dev.lock 2> >(grep -v "^WARNING: Location" >&2)
 if [ -n "$flash" ]; then "${pip[@]}" --no-build-isolation flash-attn==2.8.3; fi
 "${pip[@]}" --no-build-isolation -e .
+if [ "$profile" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
+  echo "rlcore: the $torch that pip found is no CUDA build: remove .venv, set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for CUDA, and run again" >&2
+  exit 2
+fi
 echo "$profile$flash-$stamp" > .venv/.rlcore-stamp
