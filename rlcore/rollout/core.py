@@ -48,3 +48,7 @@ class DecodeCore(Protocol):
 
     def step(self) -> Iterable[Output]:
         """One step. Raises RuntimeError if a request failed or the model is lost."""
+
+    def settle(self) -> Iterable[Output]:
+        """What steps that were begun have yet to give, without beginning another; nothing is in
+        flight then. Raises as `step` does."""

@@ -7,7 +7,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,7 +43,8 @@ class RequestBook:
         self._salted = salted
         self.version = job.version  # samples now
         self.active: dict[str, Draw] = {}  # request id -> draw, in order of admission
-        self.step_tokens = 0  # response tokens sampled by the last step
+        self.step_tokens = 0  # response tokens that the last step gave
+        self._settled_tokens = 0  # given by `settle`, counted with the next step
         self._decode_s = 0.0  # a clock that runs during steps only
         self._held: list[Draw] = []  # not started, waiting for a drain to end
         self._draining = False
@@ -158,10 +159,25 @@ class RequestBook:
 
         Raises RuntimeError if the core failed a request.
         """
+        done = self._take(self._core.step)
+        self.step_tokens += self._settled_tokens
+        self._settled_tokens = 0
+        return done
+
+    def settle(self) -> list[Trajectory]:
+        """Take what the core's steps have yet to give; the trajectories that finished with it.
+
+        Until then tokens may be on their way that the current version sampled.
+        """
+        done = self._take(self._core.settle)
+        self._settled_tokens += self.step_tokens
+        return done
+
+    def _take(self, run: Callable[[], Iterable[Output]]) -> list[Trajectory]:
         done = []
         self.step_tokens = 0
         begun, since = time.monotonic(), self._decode_s
-        outputs = list(self._core.step())
+        outputs = list(run())
         self._decode_s += time.monotonic() - begun
         for out in outputs:
             draw = self.active.get(out.request_id)

@@ -74,6 +74,16 @@ class ActorSpec(RoundingSpec):
     enforce_eager: bool | None = setting(
         None, "false: compile and capture graphs, which takes minutes at the start; null: on GPUs"
     )
+    second_runner: bool | None = setting(
+        None,
+        "vLLM's second model runner, whose seeds cost no loop over requests; null: on GPUs, unless "
+        "logit_noise is set",
+    )
+    async_scheduling: bool | None = setting(
+        None,
+        "schedule a step before the tokens of the one before are read; null: on GPUs, unless "
+        "logit_noise is set",
+    )
     prefix_caching: bool = setting(True, "share the keys and values of equal prefixes")
     kv_on_update: Literal["recompute", "keep"] = setting(
         "recompute", "in flight: keep leaves stale KV"
@@ -93,6 +103,20 @@ class ActorSpec(RoundingSpec):
     def eager(self) -> bool:
         """`enforce_eager` with null resolved."""
         return self.on_cpu if self.enforce_eager is None else self.enforce_eager
+
+    @property
+    def on_second_runner(self) -> bool:
+        """`second_runner` with null resolved."""
+        if self.second_runner is None:
+            return not self.on_cpu and not self.logit_noise
+        return self.second_runner
+
+    @property
+    def schedules_ahead(self) -> bool:
+        """`async_scheduling` with null resolved."""
+        if self.async_scheduling is None:
+            return not self.on_cpu and not self.logit_noise
+        return self.async_scheduling
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -119,6 +143,7 @@ class ActorSpec(RoundingSpec):
     def check(self, key: str) -> None:
         _check_sparse(self, key)
         _check_precision(self, key)
+        _check_runner(self, key)
         refuse(
             self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
             f"{key}.draft_path={self.draft_path} and {key}.draft_fresh do not go with "
@@ -148,6 +173,23 @@ def _check_sparse(actor: ActorSpec, key: str) -> None:
         f"{key}.tensor_parallel={actor.tensor_parallel} does not go with {key}.kind=sparse, whose "
         f"attention lives in one process: use 1 and raise {key}.count.",
     )
+
+
+def _check_runner(actor: ActorSpec, key: str) -> None:
+    for name, wanted, why in (
+        ("second_runner", actor.second_runner, "the second runner's kernels are written for GPUs"),
+        ("async_scheduling", actor.async_scheduling, "vLLM schedules ahead on GPUs only"),
+    ):
+        refuse(
+            bool(wanted) and actor.on_cpu,
+            f"{key}.{name}=true does not go with {key}.num_gpus=0: {why}, so leave it null or set "
+            f"{key}.num_gpus=1.",
+        )
+        refuse(
+            bool(wanted) and actor.logit_noise > 0,
+            f"{key}.{name}=true does not go with {key}.logit_noise={actor.logit_noise:g}: the "
+            "noise is drawn from the tokens that the first runner has read, so leave it null.",
+        )
 
 
 def _check_precision(actor: ActorSpec, key: str) -> None:

@@ -54,6 +54,9 @@ class FakeCore(DecodeCore):
             rows = None if request.sampling.logprobs_k < 0 else (ids, logp)
             yield Output(request.request_id, [token], rows, "length" if done else None)
 
+    def settle(self) -> Iterable[Output]:
+        return ()
+
 
 class FakeEngine(RolloutEngine):
     """An engine over `FakeCore`. `loading`: set it to let `update_weights` go on."""

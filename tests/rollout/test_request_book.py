@@ -7,6 +7,7 @@ import pytest
 from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.rollout.core import Output
 from rlcore.rollout.request_book import RequestBook
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import Trajectory
@@ -232,3 +233,44 @@ def test_only_decoding_counts_towards_a_requests_time(book, core, monkeypatch):
     book.decode()
     assert book.decoding_s()["train:0:0"] == 30.0
     assert len(drain(book)) == 6 and book.decoding_s() == {}
+
+
+class AheadCore(FakeCore):
+    """Gives with each step what the step before sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[Output] = []
+
+    def step(self) -> list[Output]:
+        given, self.under_way = self.under_way, list(super().step())
+        return given
+
+    def settle(self) -> list[Output]:
+        given, self.under_way = self.under_way, []
+        return given
+
+
+def test_tokens_under_way_carry_the_version_that_sampled_them():
+    core = AheadCore()
+    book = make_book(core)
+    book.add(ask(2, max_new_tokens=4))
+    for _ in range(3):
+        assert book.decode() == []
+    assert book.settle() == [] and core.under_way == []
+    book.set_version(1)
+    done = drain(book)
+    assert [t.token_version.tolist() for t in done] == [[0, 0, 0, 1]] * 2
+
+
+def test_tokens_of_a_settled_step_count_with_the_next_one():
+    core = AheadCore()
+    book = make_book(core)
+    book.add(ask(2, max_new_tokens=3))
+    counts = []
+    book.decode()
+    book.settle()
+    while book.unfinished():
+        book.decode()
+        counts.append(book.step_tokens)
+    assert sum(counts) == 6 and counts[0] == 2

@@ -136,6 +136,11 @@ def test_keep_leaves_old_keys_and_values_to_running_requests_only(
         np.abs(t.logp_inf - model_b.sampled(t))[t.token_version == 1].max() for t in spanning
     )
     assert stale > 1e-2  # neither policy: that is what keeping means
+    # the first one after the switch too: none that the old weights sampled carries the new version
+    first = [
+        np.abs(t.logp_inf - model_a.sampled(t))[(t.token_version == 1).argmax()] for t in spanning
+    ]
+    assert np.median(first) > 1e-2
     fresh = [t for t in trajectories if set(t.token_version) == {1}]
     assert len(fresh) >= 8
     for t in fresh:

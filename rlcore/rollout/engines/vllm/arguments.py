@@ -38,7 +38,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         distributed_executor_backend="uni" if actor.tensor_parallel == 1 else "mp",
         logprobs_mode="processed_logprobs",
         generation_config="vllm",  # the folder's own would change what is sampled
-        async_scheduling=False,
+        async_scheduling=actor.schedules_ahead,
         disable_log_stats=True,
         worker_extension_cls=f"{WorkerSide.__module__}.{WorkerSide.__name__}",
         seed=0,  # requests have seeds of their own

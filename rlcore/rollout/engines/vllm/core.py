@@ -7,11 +7,14 @@ objects, which costs more than computing them (see benchmarks/rollout_logprobs.p
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -41,6 +44,10 @@ class VllmCore(DecodeCore):
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._params: dict[SamplingSpec, SamplingParams] = {}
+        # A step that is under way when a request is dropped still gives a token for its name. The
+        # request may come back meanwhile: so vLLM gets a name that no other one ever had.
+        self._names: dict[str, str] = {}  # request id -> vLLM's name for it
+        self._count = itertools.count()
         self.rpc("rl_plain_gather")
 
     def add(self, request: CoreRequest) -> None:
@@ -53,14 +60,16 @@ class VllmCore(DecodeCore):
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.token_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
+        name = f"{request.request_id}/{next(self._count)}"
         core_request = self._llm.input_processor.process_inputs(
-            request.request_id,
+            name,
             prompt,  # type: ignore[arg-type]
             params,
             supported_tasks=self._tasks,
         )
-        core_request.external_req_id = request.request_id
+        core_request.external_req_id = name
         self._core.add_request(core_request)
+        self._names[request.request_id] = name
 
     def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
         """A template per kind of request; vLLM copies it when a request is queued."""
@@ -78,18 +87,37 @@ class VllmCore(DecodeCore):
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests that are queued or running."""
-        self._core.abort_requests(request_ids)
+        names = (self._names.pop(i, None) for i in request_ids)
+        self._core.abort_requests([n for n in names if n is not None])
 
     def step(self) -> Iterable[Output]:
         """One engine step. Raises RuntimeError if vLLM failed a request or lost a rank."""
         for out in self._outputs():
-            if out.finish_reason is not None and out.finish_reason not in _FINISH:
-                raise RuntimeError(
-                    f"vLLM ended {out.request_id} with {out.finish_reason.name}: {out.stop_reason}"
-                )
+            request_id = out.request_id.rpartition("/")[0]
+            if self._names.get(request_id) != out.request_id:
+                continue  # dropped while the step was under way
+            if out.finish_reason is not None:
+                del self._names[request_id]
+                if out.finish_reason not in _FINISH:
+                    raise RuntimeError(
+                        f"vLLM ended {request_id} with {out.finish_reason.name}: {out.stop_reason}"
+                    )
             rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
             finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
-            yield Output(out.request_id, out.new_token_ids, rows, finish)
+            yield Output(request_id, out.new_token_ids, rows, finish)
+
+    def settle(self) -> Iterable[Output]:
+        """With asynchronous scheduling a step is under way between two calls of `step`: what it
+        gives, without another being scheduled. Raises as `step` does."""
+        engine: Any = self._core.engine_core  # type: ignore[attr-defined]
+        if engine.batch_queue is None:
+            return
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while any(s.total_num_scheduled_tokens for _, s, _ in engine.batch_queue):
+                yield from self.step()
+        finally:
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _outputs(self) -> list[Any]:
         try:
@@ -131,6 +159,18 @@ class VllmCore(DecodeCore):
 
 
 def _start(job: EngineJob, vocab: int) -> LLMEngine:
+    """The engine, on the model runner that its actor asks for."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(job.actor.on_second_runner))
+    llm = _start_with_attention(job, vocab)
+    if llm.vllm_config.use_v2_model_runner != job.actor.on_second_runner:
+        raise RuntimeError(
+            "vLLM keeps the model runner of the first engine of a process: start an engine on "
+            f"{'the second' if job.actor.on_second_runner else 'the first'} in another process"
+        )
+    return llm
+
+
+def _start_with_attention(job: EngineJob, vocab: int) -> LLMEngine:
     """The engine; a sparse rule replaces the platform's attention backend first."""
     args = engine_args(job, vocab)
     if job.actor.sparse is None:

@@ -44,7 +44,7 @@ class VllmEngine(RolloutEngine):
             # Blocks of older weights stay cached then: new requests must not reuse them.
             salted=self._keep_kv,
         )
-        self._ready: list[Trajectory] = []  # finished during a blocking drain
+        self._ready: list[Trajectory] = []  # finished by an update
         self._warm_up(job.logprobs_k)
         gc.collect()
         # Loaded modules live as long as the process: no need to scan them during generation.
@@ -71,8 +71,9 @@ class VllmEngine(RolloutEngine):
         return self._book.cut(request_ids)
 
     def unfinished(self) -> int:
-        """Requests queued, running or held back by a drain."""
-        return self._book.unfinished()
+        """Requests queued, running, held back by a drain, or finished by an update and not yet
+        given by `step`."""
+        return self._book.unfinished() + len(self._ready)
 
     def running(self) -> int:
         """Requests in the current batch."""
@@ -120,15 +121,18 @@ class VllmEngine(RolloutEngine):
         go on, see `kv_on_update`. Raises ValueError, the old weights untouched, for a set that is
         not the model's or a version that goes back.
         """
-        if version < self.version and self.unfinished():
+        if version < self.version and self._book.unfinished():
             raise ValueError(
                 f"version {version} is older than {self.version} while requests are unfinished"
             )
         self._weights.check(weights.shapes)
+        # Tokens that scheduled steps have yet to give are the old weights'.
+        self._ready += self._book.settle()
         if on_publish == "finish":
             self._book.begin_drain()
             while self._book.active:
                 self._ready += self._book.decode()
+            self._ready += self._book.settle()
             self._switch(version, weights, running=False)
             self._book.end_drain()
         elif on_publish == "abort":
@@ -156,6 +160,7 @@ class VllmEngine(RolloutEngine):
 
     def set_version(self, version: int) -> None:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
+        self._ready += self._book.settle()
         self._book.set_version(version)
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:

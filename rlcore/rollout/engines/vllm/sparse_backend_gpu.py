@@ -7,7 +7,7 @@ UNPROVEN: written against vLLM's source and type-checked; not yet run on a GPU.
     engine = ...                     # with block_size=rule.block_size
     bind(worker.model_runner)        # once it has started
 
-It needs the V1 model runner. The cache is asked for head-major ([blocks, kv_heads, block_size, 2 *
+The cache is asked for head-major ([blocks, kv_heads, block_size, 2 *
 head_dim]), so that block and head are adjacent and the pages kept for a KV head are a row of
 FlashAttention's block table over `blocks * kv_heads` one-headed blocks.
 
@@ -125,11 +125,12 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
     def _plan_on_host(self, common: CommonAttentionMetadata) -> StepPlan:
         """Upper bounds of the lengths are exact as long as there is no speculative decoding."""
         if common.seq_lens_cpu_upper_bound is None:
-            raise RuntimeError(
-                "vLLM has no lengths on the host: sparse attention needs the V1 model runner"
-            )
+            raise RuntimeError("sparse attention needs lengths on the host, and vLLM gave none")
         return self.plan(
-            common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound, common.num_reqs
+            common.query_start_loc_cpu,
+            common.seq_lens_cpu_upper_bound,
+            common.num_reqs,
+            getattr(common, "req_idx", None),  # vLLM 0.26 has no such field
         )
 
 

@@ -51,7 +51,9 @@ class SparseCPUBuilder(StepPlanner, CPUAttentionMetadataBuilder):
         md = SparseCPUMetadata(**vars(stock))
         if self.rule.dense_positions >= self.vllm_config.model_config.max_model_len:
             return md  # nothing is ever sparse
-        md.plan = self.plan(common.query_start_loc, common.seq_lens, common.num_reqs)
+        md.plan = self.plan(
+            common.query_start_loc, common.seq_lens, common.num_reqs, common.req_idx
+        )
         if md.plan.sparse is None:
             return md
         if (dense := md.plan.dense) is not None:

@@ -3,6 +3,7 @@ backends share. Imports no vLLM."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rlcore.attention.specs import SparseSpec
@@ -51,17 +52,23 @@ class StepPlanner:
             wanted = f"actor.sparse.block_size={self.rule.block_size}"
             raise UserError(f"{wanted} does not match the engine's pages of {block_size} tokens.")
 
-    def plan(self, query_start: torch.Tensor, seq_lens: torch.Tensor, requests: int) -> StepPlan:
+    def plan(
+        self,
+        query_start: torch.Tensor,
+        seq_lens: torch.Tensor,
+        requests: int,
+        slots: np.ndarray | None = None,
+    ) -> StepPlan:
         """`plan_step` of the first `requests` rows.
 
-        query_start [> requests] and seq_lens [>= requests] are on the host.
+        query_start [> requests] and seq_lens [>= requests] are on the host; `slots` as for
+        `PromptLengths`. Before `bind` has run all tokens count as prompts: vLLM warms up with
+        requests of its own.
         """
         prompts = None
         if not self.rule.sparse_prompt:
             if self.prompt_lengths is None:
-                raise RuntimeError(
-                    "sparse_prompt=false: bind(model_runner) was not called after the engine "
-                    "started"
-                )
-            prompts = self.prompt_lengths(requests)
+                prompts = seq_lens[:requests]
+            else:
+                prompts = self.prompt_lengths(requests, slots)
         return plan_step(self.rule, query_start[: requests + 1], seq_lens[:requests], prompts)

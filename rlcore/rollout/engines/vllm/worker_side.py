@@ -25,8 +25,10 @@ class WorkerSide(WeightExtension):
     weight_transfer_engine: Any
 
     def rl_plain_gather(self) -> None:
-        """Sample without the ranks of the sampled tokens."""
-        self.model_runner.sampler.gather_logprobs = _gather_logprobs
+        """Sample without the ranks of the sampled tokens. The second runner's sampler has no such
+        step: it counts ranks in a kernel of its own."""
+        if hasattr(self.model_runner.sampler, "gather_logprobs"):
+            self.model_runner.sampler.gather_logprobs = _gather_logprobs
 
     def rl_expect(self, keep: list[str]) -> None:
         """vLLM's receiver gets a set next. `keep`: weights to prove afterwards."""
