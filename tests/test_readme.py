@@ -11,7 +11,13 @@ from rlcore.commands.scale import parse
 from rlcore.config.compose import load
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ["README.md", "docs/ARCHITECTURE.md", "docs/CONTRIBUTING.md", "docs/faults.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/ARCHITECTURE.md",
+    "docs/CONTRIBUTING.md",
+    "docs/faults.md",
+    "docs/mixtures.md",
+]
 PLACES = {
     "NAME": "quickstart",
     "key=value": "seed=1",
@@ -29,6 +35,7 @@ NEEDS = {  # further options that one option requires
     "cluster=ray": ["cluster.address=head:6379"],
     "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
     "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
+    "task.digits.weight=3": ["task=[digits,arithmetic]"],
     "task=file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
 }
 

@@ -16,7 +16,7 @@ from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.live import LiveGroups
 from rlcore.buffer.sampling import Sampler
-from rlcore.buffer.specs import BatchingSpec
+from rlcore.buffer.specs import BatchingSpec, TaskShare
 from rlcore.errors import UserError
 
 
@@ -30,13 +30,13 @@ class Batches:
         *,
         max_bytes: int,
         run_seed: int,
-        task_weights: Mapping[str, float] | None,
+        tasks: Mapping[str, TaskShare] | None,
     ) -> None:
         self._live = live
         self._max_bytes = max_bytes
         self._max_uses = batching.max_uses
         self.bound = StalenessBound.of(batching)
-        self.sampler = Sampler(self.bound, batching, run_seed, task_weights)
+        self.sampler = Sampler(self.bound, batching, run_seed, tasks)
         self.next_step = 0
         self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
         # rolled back step, or one of a later epoch -> ids it must get

@@ -71,8 +71,11 @@ class Intake:
         self._check_asked(name, score.group_id, score.sample_index)
 
     def _check_asked(self, name: str, group_id: int, sample_index: int) -> None:
-        known = self._live.ledger.known(group_id)
-        if not known or not 0 <= sample_index < self._live.samples_per_group:
+        live = self._live
+        known, entry = live.ledger.known(group_id), live.entries.get(group_id)
+        # of a departed group the task is not known any more
+        n = live.most_samples if entry is None else live.samples(entry)
+        if not known or not 0 <= sample_index < n:
             raise ValueError(f"{name} was never asked for")
 
     def _add_record(self, header: RecordHeader, record: bytes) -> None:
@@ -111,7 +114,7 @@ class Intake:
         entry.samples[sample_index] = sample
         self._live.bytes += entry.size - before
         self._count(entry.prompt_id, sample)
-        if len(entry.samples) == self._live.samples_per_group:
+        if len(entry.samples) == self._live.samples(entry):
             self._complete(entry)
 
     def _count(self, prompt_id: str, sample: ArrivedSample) -> None:
@@ -125,8 +128,8 @@ class Intake:
 
     def resume(self) -> None:
         """After a restore with fewer samples a group: finish the groups that have that many."""
-        n = self._live.samples_per_group
         for entry in [e for e in self._live.entries.values() if not e.finished]:
+            n = self._live.samples(entry)
             if len(entry.samples) >= n:
                 before = entry.size
                 entry.samples = dict(sorted(entry.samples.items())[:n])
@@ -138,7 +141,9 @@ class Intake:
         live = self._live
         usable = entry.usable()
         rewards = [s.score.reward for s in usable if s.score.reward is not None]
-        verdict = judge(rewards, self._selection, live.samples_per_group)
+        verdict = judge(rewards, self._selection, live.samples(entry))
+        if rewards and not verdict.failed:
+            live.accounts.judged(entry.task, filtered=bool(verdict.evicted), reward=rewards[0])
         if verdict.failed:
             return live.fail(entry, verdict.failed)
         if verdict.evicted:

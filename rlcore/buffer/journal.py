@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -60,6 +59,7 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "learner": live.learner,
         "completed_bytes": list(live.completed_bytes),
         "ledger": live.ledger.state(),
+        "tasks": live.accounts.state(),
         "groups": [e.state() for e in entries],
         "duplicates": intake.duplicates,
         "late": intake.late,
@@ -67,6 +67,7 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "arrivals": asdict(intake.totals),
         "next_step": batches.next_step,
         "drawn": dict(batches.sampler.drawn),
+        "weights": batches.sampler.weights,
         "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
         "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
     }
@@ -87,6 +88,8 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     live.learner = state["learner"]
     live.completed_bytes = (state["completed_bytes"][0], state["completed_bytes"][1])
     live.ledger = Ledger.from_state(state["ledger"])
+    # one of an earlier version of this program counts by task from now on
+    live.accounts.restore(state.get("tasks", {}))
     entries = [Entry.from_state(fields, records, scores) for fields in state["groups"]]
     live.entries = {e.group_id: e for e in entries}
     live.bytes = sum(e.size for e in entries)
@@ -95,7 +98,8 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     intake.failed_score = state["failed_score"]
     intake.totals = ArrivalTotals(**state["arrivals"])
     batches.next_step = state["next_step"]
-    batches.sampler.drawn = Counter(state["drawn"])
+    # A journal of before there were several tasks has no weights, which is what one task has.
+    batches.sampler.restore(state["drawn"], state.get("weights"))
     batches.taken = {int(step): list(ids) for step, ids in state["taken"].items()}
     batches.pinned = {int(step): list(ids) for step, ids in state["pinned"].items()}
     live.check()

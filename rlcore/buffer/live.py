@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from rlcore.buffer.accounts import TaskAccounts
 from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import Ledger, LedgerError
+from rlcore.buffer.specs import TaskShare
 
 STALE = "stale"
 
@@ -17,14 +19,34 @@ class LiveGroups:
     `published`: the version that every actor serves. `learner`: optimizer steps done.
     """
 
-    def __init__(self, samples_per_group: int) -> None:
-        self.samples_per_group = samples_per_group
+    def __init__(
+        self, samples_per_group: int, tasks: Mapping[str, TaskShare] | None = None
+    ) -> None:
+        """`tasks`: whose groups have a size of their own, by the first part of a prompt id."""
+        self._samples_per_group = samples_per_group
+        self._tasks = dict(tasks or {})
         self.ledger = Ledger()
+        self.accounts = TaskAccounts()
         self.entries: dict[int, Entry] = {}
         self.bytes = 0
         self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
         self.published = 0
         self.learner = 0
+
+    def samples(self, entry: Entry) -> int:
+        """Samples that a group has when it is complete."""
+        share = self._tasks.get(entry.task)
+        return self._samples_per_group if share is None else share.samples
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Labels of several training tasks; empty in a run with one."""
+        return tuple(self._tasks)
+
+    @property
+    def most_samples(self) -> int:
+        """Of the largest groups."""
+        return max([self._samples_per_group, *(t.samples for t in self._tasks.values())])
 
     def admit(self, prompt_id: str) -> int:
         """Open one group at the published version; its id."""
@@ -44,18 +66,19 @@ class LiveGroups:
             chosen = list(self.entries.values())
         else:
             chosen = [self.entries[i] for i in sorted(set(group_ids)) if i in self.entries]
-        n = self.samples_per_group
-        return {e.group_id: (e.prompt_id, e.missing(n)) for e in chosen if not e.finished}
+        return {
+            e.group_id: (e.prompt_id, e.missing(self.samples(e))) for e in chosen if not e.finished
+        }
 
     def consume(self, entry: Entry) -> None:
         """The group was trained on for the last time."""
         self.ledger.consume(entry.group_id, entry.last_step)
-        self._drop(entry)
+        self._drop(entry, None)
 
     def evict(self, entry: Entry, reason: str) -> None:
         """Give up a group that has no fault."""
         self.ledger.evict(entry.group_id, reason)
-        self._drop(entry)
+        self._drop(entry, reason)
 
     def evict_stale(self, entry: Entry) -> None:
         """Evict a group that is too old; one that was already trained on leaves as consumed."""
@@ -67,9 +90,10 @@ class LiveGroups:
     def fail(self, entry: Entry, reason: str) -> None:
         """Give up a group that could not be finished."""
         self.ledger.fail(entry.group_id, reason)
-        self._drop(entry)
+        self._drop(entry, reason)
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: Entry, reason: str | None) -> None:
+        self.accounts.departed(entry.task, reason)
         self.bytes -= entry.size
         del self.entries[entry.group_id]
 

@@ -19,6 +19,7 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
         "buffer/late": float(intake.late),
         **intake.totals.metrics(),
         **live.ledger.metrics(),
+        **(live.accounts.metrics() if live.tasks else {}),
     }
 
 
@@ -33,7 +34,7 @@ def waiting_for(buffer: ReplayBuffer, step: int) -> str:
     for group_id, (prompt_id, missing) in list(buffer.in_flight().items())[:1]:
         line += (
             f"; the oldest in flight is group {group_id} ({prompt_id}), with {len(missing)} of "
-            f"{buffer.live.samples_per_group} samples missing"
+            f"{buffer.live.samples(buffer.live.entries[group_id])} samples missing"
         )
     failed, sentence = failed_scores(buffer)
     return f"{line}; {sentence}" if failed else line

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlcore.buffer.admission import Candidate, StalenessBound
-from rlcore.buffer.specs import BatchingSpec
+from rlcore.buffer.specs import BatchingSpec, TaskShare
 from rlcore.seeding import derive_seed
 
 # A task without a weight is used only when no other task has groups waiting.
@@ -25,8 +25,8 @@ class Sampler:
     """Draws batches of G groups. `drawn` (groups per task so far) is its only state and part of a
     checkpoint.
 
-    task_weights: shares by task, the part of prompt_id before the first "/"; None: equal; a task
-    not named comes last. Raises ValueError for a weight that is not positive.
+    tasks: shares by task, the part of prompt_id before the first "/"; None: equal; a task that is
+    not named, or has the weight 0, comes last. Raises ValueError for a negative weight.
     """
 
     def __init__(
@@ -34,14 +34,15 @@ class Sampler:
         bound: StalenessBound,
         batching: BatchingSpec,
         run_seed: int,
-        task_weights: Mapping[str, float] | None,
+        tasks: Mapping[str, TaskShare] | None,
     ) -> None:
-        if task_weights is not None and not all(w > 0 for w in task_weights.values()):
-            raise ValueError(f"task weights must be positive: {dict(task_weights)}")
+        weights = None if tasks is None else {name: t.weight for name, t in tasks.items()}
+        if weights is not None and any(w < 0 for w in weights.values()):
+            raise ValueError(f"weights of tasks must not be negative: {weights}")
         self._bound = bound
         self._order = batching.sampling
         self._run_seed = run_seed
-        self._task_weights = dict(task_weights) if task_weights is not None else None
+        self.weights = weights
         self.drawn: Counter[str] = Counter()
 
     @property
@@ -67,6 +68,11 @@ class Sampler:
         """Count a taken batch towards the shares of its tasks; sign -1 takes it back."""
         for task in tasks:
             self.drawn[task] += sign
+
+    def restore(self, drawn: Mapping[str, int], weights: Mapping[str, float] | None) -> None:
+        """Continue from a checkpoint. Under other weights than before (`weights`), shares are
+        counted anew: else a task would first make up for what it had not been due."""
+        self.drawn = Counter(drawn if weights == self.weights else {})
 
     def _uniform(self, pool: Sequence[Candidate], step: int) -> list[int]:
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_draw", step))
@@ -95,4 +101,4 @@ class Sampler:
         return sorted(batch)
 
     def _weight(self, task: str) -> float:
-        return 1.0 if self._task_weights is None else self._task_weights.get(task, UNNAMED_WEIGHT)
+        return 1.0 if self.weights is None else self.weights.get(task) or UNNAMED_WEIGHT

@@ -129,11 +129,25 @@ class BatchingSpec(Spec):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TaskShare:
+    """What the buffer knows of one of several training tasks. Example: TaskShare(8, 2.0)"""
+
+    samples: int  # of a group
+    weight: float = 1.0  # of sampling=by_task; 0: only when no other task has groups waiting
+
+
 class SelectionSpec(Spec):
     """Which samples of a finished group are trained on."""
 
     dynamic_sampling: bool = setting(
         False, "groups with all-equal rewards are filtered and replaced"
+    )
+    filter_limit: int = setting(
+        1000,
+        "dynamic_sampling: a task of which so many groups in a row are filtered ends the run",
+        unit="groups",
+        gt=0,
     )
     keep_best: int | None = setting(
         None, "oversampling: train on the n best samples of each group", gt=0

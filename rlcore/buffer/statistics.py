@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlcore.buffer.entry import ArrivedSample, Entry
@@ -44,6 +44,34 @@ class ArrivalTotals:
                 max(0.0, self.reward_squares / self.scored - mean**2)
             )
         return metrics
+
+
+def task_metrics(entries: Iterable[Entry], tasks: Sequence[str]) -> dict[str, float]:
+    """The same by task, for a run with several: `task/<task>/...`. Of a task that the batch has no
+    groups of, only their number."""
+    groups = list(entries)
+    metrics: dict[str, float] = {}
+    for task in tasks:
+        own = [e for e in groups if e.task == task]
+        metrics[f"task/{task}/groups"] = float(len(own))
+        if own:
+            of_batch = batch_metrics(own)
+            named = {_TASK_NAMES.get(name, name): value for name, value in of_batch.items()}
+            metrics |= {f"task/{task}/{name}": value for name, value in named.items()}
+            metrics[f"task/{task}/token_share"] = sum(e.tokens for e in own) / max(
+                1, sum(e.tokens for e in groups)
+            )
+    return metrics
+
+
+_TASK_NAMES = {
+    "reward/mean": "reward_mean",
+    "reward/std": "reward_std",
+    "reward/kept_mean": "reward_kept_mean",
+    "response_length/mean": "response_length_mean",
+    "response_length/max": "response_length_max",
+    "response_length/truncated_share": "truncated_share",
+}
 
 
 def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:

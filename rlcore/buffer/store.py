@@ -8,6 +8,7 @@ reports a group as `lost`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ from rlcore.buffer.entry import Entry
 from rlcore.buffer.intake import Intake
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.live import LiveGroups
-from rlcore.buffer.specs import BatchingSpec, SelectionSpec
-from rlcore.buffer.statistics import batch_metrics
+from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
+from rlcore.buffer.statistics import batch_metrics, task_metrics
 from rlcore.seeding import derive_seed
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
@@ -42,11 +43,10 @@ class ReplayBuffer:
 
     samples_per_group n: a group is complete when n samples have arrived. max_bytes: bytes of
     records above which nothing is admitted. keep_samples: samples of a batch that `peek` can show.
-    task_weights: shares of sampling=by_task, by task (the part of a prompt id before the first
-    "/"); None: equal.
+    tasks: group sizes and shares of several tasks, by the part of a prompt id before the first "/";
+    None: a run with one.
     """
 
-    # Seven parameters: the weights come from a mixture of tasks, which no specification holds yet.
     def __init__(
         self,
         batching: BatchingSpec,
@@ -56,18 +56,19 @@ class ReplayBuffer:
         max_bytes: int,
         run_seed: int,
         keep_samples: int,
-        task_weights: Mapping[str, float] | None = None,
+        tasks: Mapping[str, TaskShare] | None = None,
     ) -> None:
         self._run_seed = run_seed
         self._keep_samples = keep_samples
-        self.live = LiveGroups(samples_per_group)
+        self._filter_limit = selection.filter_limit
+        self.live = LiveGroups(samples_per_group, tasks)
         self.intake = Intake(self.live, selection)
         self.batches = Batches(
             self.live,
             batching,
             max_bytes=max_bytes,
             run_seed=run_seed,
-            task_weights=task_weights,
+            tasks=tasks,
         )
         self._peeks: dict[int, list[StoredEpisode]] = {}
 
@@ -93,14 +94,17 @@ class ReplayBuffer:
 
         total: groups of the whole run. all_done: 0 while anything is in flight, since synchronous
         schedules admit in whole waves, so that which samples share an engine step never depends on
-        timing. Raises UserError if max_bytes is too small for a phase.
+        timing. Raises UserError if max_bytes is too small for a phase, or if dynamic sampling has
+        filtered all of a task for too long.
         """
         if all_done and self.live.unfinished():
             return 0
         room = self.batches.room()
-        if total is None:
-            return room
-        return max(0, min(room, total - self.ledger.consumed - len(self.ledger.live)))
+        if total is not None:
+            room = max(0, min(room, total - self.ledger.consumed - len(self.ledger.live)))
+        if room:
+            self.live.accounts.check(self._filter_limit)
+        return room
 
     def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         """Open one group for each of the first of these prompts that there is room for; their ids,
@@ -162,7 +166,8 @@ class ReplayBuffer:
         entries = self.batches.take(step)
         if entries is None:
             raise ValueError(f"buffer: the batch of step {step} was asked for before it was ready")
-        taken = TakenBatch([(e.group_id, e.tokens) for e in entries], batch_metrics(entries))
+        metrics = batch_metrics(entries) | task_metrics(entries, self.live.tasks)
+        taken = TakenBatch([(e.group_id, e.tokens) for e in entries], metrics)
         self._remember(step, entries)
         self.batches.expire()
         return taken
@@ -192,8 +197,19 @@ class ReplayBuffer:
         if self._peeks and step != self.batches.bound.phases.start(step):
             return
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_peek", step))
-        shown = generator.permutation(len(entries))[: self._keep_samples].tolist()
-        samples = [s for i in shown for s in entries[i].kept()[:1]]
+        order = [entries[i] for i in generator.permutation(len(entries)).tolist()]
+        shown = _in_turn(order)[: self._keep_samples]
+        samples = [s for entry in shown for s in entry.kept()[:1]]
         self._peeks[step] = [StoredEpisode(s.score, s.records) for s in samples]
         for old in sorted(self._peeks)[:-PEEK_PHASES]:
             del self._peeks[old]
+
+
+def _in_turn(entries: Sequence[Entry]) -> list[Entry]:
+    """The first group of each task, then the second of each, and so on."""
+    places: Counter[str] = Counter()
+    keyed = []
+    for entry in entries:
+        keyed.append((places[entry.task], entry))
+        places[entry.task] += 1
+    return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]

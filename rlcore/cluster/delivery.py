@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlcore.rollout.answers import read_answer
+from rlcore.rollout.answers import StopStrings, read_answer
 from rlcore.serialization import dump_trajectory
 from rlcore.types import Answer, Trajectory
 
@@ -27,13 +27,13 @@ class Delivery:
     graders alone, with the text of their prompt."""
 
     def __init__(
-        self, outlets: Outlets, decode: Callable[[Sequence[int]], str], stop: Sequence[str]
+        self, outlets: Outlets, decode: Callable[[Sequence[int]], str], stop: StopStrings
     ) -> None:
         """`decode`: token ids to text. `stop`: strings that text is cut before."""
         self.error: BaseException | None = None  # what ended the thread
         self._outlets = outlets
         self._decode = decode
-        self._stop = tuple(stop)
+        self._stop = stop
         self._queue: queue.SimpleQueue[list[Trajectory] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
@@ -75,4 +75,4 @@ class Delivery:
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
-        return read_answer(t, self._decode, self._stop, prompt=prompt)
+        return read_answer(t, self._decode, self._stop.of(t.prompt_id), prompt=prompt)

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlcore.buffer.specs import BatchingSpec, SelectionSpec
+from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.cluster.specs import RaySpec
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.rollout.answers import StopStrings
 from rlcore.rollout.specs import EngineJob
-from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
+from rlcore.tasks.graders import GraderPool
 from rlcore.weights.specs import TransportSpec
 
 
@@ -36,14 +37,14 @@ class BufferJob:
     max_bytes: int
     run_seed: int
     keep_samples: int
+    tasks: Mapping[str, TaskShare] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScorerJob:
     """Arguments of the graders' process."""
 
-    tasks: Mapping[str, EvalTaskSpec]  # by label: the training task and every evaluation task
-    grading: GradingSpec
+    pools: tuple[GraderPool, ...]  # one a training task; the first has the evaluation tasks too
     evaluation: EvaluationSpec  # whose deadline its answers to evaluations have
     tokenizer_path: str  # for readable samples
 
@@ -54,4 +55,4 @@ class RolloutJob:
 
     engine: EngineJob  # actor_id is that of the process
     tokenizer_path: str  # for the text that graders are given
-    stop: tuple[str, ...]  # strings that text is cut before
+    stop: StopStrings  # that text is cut before

@@ -13,11 +13,13 @@ from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
 from rlcore.commands.warm_up import kept_model
 from rlcore.config.schema import RunConfig
+from rlcore.config.task_checks import mixed
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.spec import Spec, refuse
+from rlcore.tasks.specs import MixedTaskSpec
 
 MIB = 2**20
 
@@ -31,7 +33,7 @@ def dry_run(config: RunConfig) -> int:
     prepared = prepare(config)
     refuse_another_run(config)
     _check_writable(Path(config.run_dir))
-    start = _start(config)
+    start = _start(config, prepared)
     _check_places(config, prepared)
     print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
     for title, lines in _sections(config, prepared, start):
@@ -49,7 +51,7 @@ def _check_writable(folder: Path) -> None:
     )
 
 
-def _start(config: RunConfig) -> str:
+def _start(config: RunConfig, prepared: Prepared) -> str:
     """Where the run would begin. Raises UserError for records that it could not continue."""
     folder = Path(config.run_dir)
     rows = read_rows(folder / "metrics.jsonl")
@@ -65,7 +67,9 @@ def _start(config: RunConfig) -> str:
             "go on from: restore one of them, or choose another run_dir to begin anew.",
         )
         return "new"
-    progress = Progress(**checkpoint.state_of(found)["progress"])
+    state = checkpoint.state_of(found)
+    prepared.prompts.restore(state["prompts"])
+    progress = Progress(**state["progress"])
     roles.plan(config).check_resume(progress)
     step = progress.step
     last = int(rows[-1]["step"] or 0) if rows else step
@@ -148,14 +152,27 @@ def _model(config: RunConfig, prepared: Prepared) -> str:
 
 
 def _tasks(config: RunConfig) -> list[str]:
-    spec, tasks = config.evaluation, {config.task.label: config.task, **config.evaluation.tasks}
+    spec, tasks = config.evaluation, {**config.tasks, **config.evaluation.tasks}
     how = f"mean@{spec.samples}" + (" and greedy" if spec.greedy else "")
     when = f"every {spec.every} steps and at the end" if spec.every else "at the end"
     times = f"{'at the start, ' if spec.at_start else ''}{when}"
     return [
-        f"training on {config.task.name}, {_count(config.task.grader_processes, 'grader')}",
+        *(_trained(config, label) for label in config.tasks),
         f"evaluated {times} on {', '.join(tasks)}: {spec.prompts} prompts each, {how}",
     ]
+
+
+def _trained(config: RunConfig, label: str) -> str:
+    spec = config.tasks[label]
+    line = f"training on {spec.name}, {_count(spec.grader_processes, 'grader')}"
+    if not isinstance(spec, MixedTaskSpec):
+        return line
+    total = sum(task.weight for task in mixed(config).values())
+    rollout = config.rollout_of(label)
+    return (
+        f"{label}: {spec.weight / total:.0%} of the prompts, {line}, "
+        f"{_count(rollout.samples_per_prompt, 'sample')} of up to {rollout.max_new_tokens} tokens"
+    )
 
 
 def _actors(config: RunConfig) -> list[str]:

@@ -11,12 +11,15 @@ from rlcore.buffer.capacity import check_capacity
 from rlcore.commands.model_checks import check_models
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
-from rlcore.corrections.pipeline import build
+from rlcore.config.task_checks import mixed
+from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.loop.prompts import HeldOutRequests, PromptSource, RequestMaker
+from rlcore.loop.mixture import Mixture, task_seed
+from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt, load_tokenizer, padding
+from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
 from rlcore.tasks import make_task
 from rlcore.tasks.specs import EvalTaskSpec
@@ -29,10 +32,11 @@ ALL = 1 << 20  # more rows than are ever checked before a run
 class Prepared:
     """What the composition root needs besides the configuration."""
 
-    prompts: PromptSource
+    prompts: Prompts
     requests: RequestMaker
     heldout: HeldOutRequests
     tokenizer: Any
+    alphabet: str | None  # characters of the training tasks; None: natural text
 
     @property
     def pad_id(self) -> int:
@@ -48,27 +52,63 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """
     # First: what it imports may be what the later checks need.
     load_own(config)
-    task = make_task(config.task.name, dict(config.task.args), label=config.task.label)
-    tokenizer = _tokenizer(config, task)
+    tasks = {
+        label: make_task(spec.name, dict(spec.args), label=label, key=config.task_key(label))
+        for label, spec in config.tasks.items()
+    }
+    alphabet = _alphabet(tasks)
+    tokenizer = _tokenizer(config, tasks)
     check_models(config, tokenizer)
-    _check_deadline(config, "task", task)
-    train = _source(config, config.task, task, tokenizer)
+    train = _training_sources(config, tasks, tokenizer)
     if trains:
-        _check_train(config, train)
-        _check_buffer(config)
-    heldout = {config.task.label: train, **_evaluation_sources(config, tokenizer)}
+        for label, source in train.items():
+            _check_train(config, label, source)
+            _check_buffer(config, label)
+    heldout = {**train, **_evaluation_sources(config, tokenizer)}
     if evaluates:
         heldout = _checked_heldout(config, heldout, trains)
+    prompts = _prompts(config, train)
     # Corrections may change what actors sample from (DVP), so requests are made after them.
     pipeline = build(config.correction.chosen(), config.seed, config.algorithm)
-    sampling = pipeline.constrain_sampling(config.rollout.sampling())
-    samples, seed = config.rollout.samples_per_prompt, config.seed
+    asked = {label: _asked(config.rollout_of(label), pipeline) for label in config.tasks}
+    usual, seed = _asked(config.rollout, pipeline), config.seed
     return Prepared(
-        train,
-        RequestMaker(train, sampling=sampling, samples=samples, run_seed=seed),
-        HeldOutRequests(heldout, sampling=sampling, run_seed=seed),
+        prompts,
+        RequestMaker(
+            prompts,
+            sampling=usual.sampling,
+            samples=usual.samples,
+            run_seed=seed,
+            tasks=asked,
+        ),
+        HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
+        alphabet,
     )
+
+
+def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> Asked:
+    return Asked(pipeline.constrain_sampling(rollout.sampling()), rollout.samples_per_prompt)
+
+
+def _training_sources(
+    config: RunConfig, tasks: Mapping[str, Task], tokenizer: Any
+) -> dict[str, PromptSource]:
+    """Prompts of the tasks that are trained on, by label."""
+    sources = {}
+    for label, task in tasks.items():
+        spec, key = config.tasks[label], config.task_key(label)
+        _check_deadline(key, task, key, spec.grade_timeout_s)
+        seed = task_seed(config.seed, label) if config.mixed else config.seed
+        sources[label] = _source(config, label, spec, task, tokenizer, seed)
+    return sources
+
+
+def _prompts(config: RunConfig, sources: Mapping[str, PromptSource]) -> Prompts:
+    if not config.mixed:
+        return next(iter(sources.values()))
+    weights = {label: spec.weight for label, spec in mixed(config).items()}
+    return Mixture(sources, weights, run_seed=config.seed)
 
 
 def open_run_dir(config: RunConfig) -> Path:
@@ -98,24 +138,41 @@ def refuse_another_run(config: RunConfig) -> None:
     )
 
 
-def _tokenizer(config: RunConfig, task: Task) -> Any:
+def _alphabet(tasks: Mapping[str, Task]) -> str | None:
+    """The characters of all tasks; None where one of them is natural text."""
+    found = [task.alphabet() for task in tasks.values()]
+    if len(found) == 1 or any(alphabet is None for alphabet in found):
+        return None if any(alphabet is None for alphabet in found) else found[0]
+    return "".join(sorted({c for alphabet in found for c in alphabet or ""}))
+
+
+def _tokenizer(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
     """The model folder's tokenizer, or the one that a fresh model will have."""
     if config.model.path is not None:
         return load_tokenizer(config.model.path)
-    alphabet = task.alphabet()
-    if alphabet is None:
-        raise UserError(
-            f"model.path=null cannot go with task.name={config.task.name}: a fresh model's "
-            "tokenizer is built from the task's alphabet and this task is natural text; set "
-            "model.path to a local Hugging Face folder."
-        )
-    return build_char_tokenizer(alphabet)
+    for label, task in tasks.items():
+        if task.alphabet() is None:
+            raise UserError(
+                f"model.path=null cannot go with {config.task_key(label)}.name="
+                f"{config.tasks[label].name}: a fresh model's tokenizer is built from the task's "
+                "alphabet and this task is natural text; set model.path to a local Hugging Face "
+                "folder."
+            )
+    return build_char_tokenizer(_alphabet(tasks) or "")
 
 
-def _source(config: RunConfig, spec: EvalTaskSpec, task: Task, tokenizer: Any) -> PromptSource:
+def _source(
+    config: RunConfig,
+    label: str,
+    spec: EvalTaskSpec,
+    task: Task,
+    tokenizer: Any,
+    run_seed: int,
+) -> PromptSource:
     model = config.model
+    rollout = config.rollout_of(label) if label in config.tasks else config.rollout
     # A response must always fit behind its prompt.
-    room = model.max_len - config.rollout.max_new_tokens
+    room = model.max_len - rollout.max_new_tokens
 
     def encode(text: str) -> list[int]:
         return encode_prompt(
@@ -123,7 +180,7 @@ def _source(config: RunConfig, spec: EvalTaskSpec, task: Task, tokenizer: Any) -
         )
 
     longest = min(room, spec.max_prompt_tokens or room)
-    return PromptSource(task, encode, run_seed=config.seed, max_prompt_tokens=longest)
+    return PromptSource(task, encode, run_seed=run_seed, max_prompt_tokens=longest)
 
 
 def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSource]:
@@ -132,41 +189,45 @@ def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSo
     for label, spec in config.evaluation.tasks.items():
         key = f"evaluation.tasks.{label}"
         task = make_task(spec.name, dict(spec.args), label=label, key=key)
-        _check_deadline(config, key, task)
-        sources[label] = _source(config, spec, task, tokenizer)
+        graded_as = config.task_key(next(iter(config.tasks)))
+        _check_deadline(key, task, graded_as, config.grading.grade_timeout_s)
+        sources[label] = _source(config, label, spec, task, tokenizer, config.seed)
     return sources
 
 
-def _check_deadline(config: RunConfig, key: str, task: Task) -> None:
+def _check_deadline(key: str, task: Task, graded_as: str, limit: float) -> None:
     """A task that stops the programs it judges must do so within the deadline of grading, or an
-    endless program looks like a hung grader."""
-    own, limit = getattr(task, "timeout_s", None), config.task.grade_timeout_s
+    endless program looks like a hung grader. `graded_as`: the key of that deadline's task."""
+    own = getattr(task, "timeout_s", None)
     if own is not None and own >= limit:
         raise UserError(
-            f"{key}.args.timeout_s={own:g} is not below task.grade_timeout_s={limit:g}: every "
-            "endless program would be a failed score instead of a wrong answer; lower the first or "
-            "raise the second."
+            f"{key}.args.timeout_s={own:g} is not below {graded_as}.grade_timeout_s={limit:g}: "
+            "every endless program would be a failed score instead of a wrong answer; lower the "
+            "first or raise the second."
         )
 
 
-def _check_train(config: RunConfig, prompts: PromptSource) -> None:
+def _check_train(config: RunConfig, label: str, prompts: PromptSource) -> None:
+    key = config.task_key(label)
     refuse(
         prompts.task.size("train") == 0,
-        f"task.name={config.task.name} has no problems to train on: name a file of them with "
-        "task.args.train_path.",
+        f"{key}.name={config.tasks[label].name} has no problems to train on: name a file of them "
+        f"with {key}.args.train_path.",
     )
     prompts.check("train", ALL)
 
 
-def _check_buffer(config: RunConfig) -> None:
-    """Refuse a cluster.buffer_mib that the groups of one update phase would exceed."""
+def _check_buffer(config: RunConfig, label: str) -> None:
+    """Refuse a cluster.buffer_mib that the groups of one update phase would exceed, were all of
+    them of this task."""
+    rollout = config.rollout_of(label)
     check_capacity(
         config.cluster.buffer_mib << 20,
         config.schedule,
-        samples_per_group=config.rollout.samples_per_prompt,
+        samples_per_group=rollout.samples_per_prompt,
         max_len=config.model.max_len,
-        max_new_tokens=config.rollout.max_new_tokens,
-        logprobs_k=config.rollout.logprobs_k,
+        max_new_tokens=rollout.max_new_tokens,
+        logprobs_k=rollout.logprobs_k,
     )
 
 
@@ -175,7 +236,7 @@ def _checked_heldout(
 ) -> dict[str, PromptSource]:
     """The sources that have held-out problems. All must, except where a run trains without
     evaluations."""
-    spec, own = config.evaluation, config.task.label
+    spec = config.evaluation
     # The evaluation at the end is then left out as well.
     optional = trains and spec.every == 0 and not spec.at_start
     found = {}
@@ -183,15 +244,16 @@ def _checked_heldout(
         if prompts.task.size("heldout") != 0:
             prompts.check("heldout", spec.prompts)
             found[label] = prompts
-        elif label != own:
+        elif label not in config.tasks:
             key = f"evaluation.tasks.{label}"
             raise UserError(
                 f"{key}.name={spec.tasks[label].name} {_NO_HELDOUT} with {key}.args.heldout_path."
             )
         elif not optional:
+            key = config.task_key(label)
             without = ", or train without: evaluation.every=0 evaluation.at_start=false"
             raise UserError(
-                f"task.name={config.task.name} {_NO_HELDOUT} with task.args.heldout_path"
+                f"{key}.name={config.tasks[label].name} {_NO_HELDOUT} with {key}.args.heldout_path"
                 f"{without if trains else ''}."
             )
     return found

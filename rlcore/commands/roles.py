@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.buffer.specs import TaskShare
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.config.schema import RunConfig
+from rlcore.config.task_checks import mixed
 from rlcore.corrections.specs import TisSpec
 from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
+from rlcore.rollout.answers import StopStrings
 from rlcore.rollout.specs import ActorSpec, EngineJob
-from rlcore.types import POLICY
+from rlcore.tasks.graders import GraderPool
+from rlcore.types import POLICY, SamplingSpec
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
@@ -80,16 +85,32 @@ def buffer_job(config: RunConfig) -> BufferJob:
         max_bytes=config.cluster.buffer_mib << 20,
         run_seed=config.seed,
         keep_samples=max(MIN_KEPT_SAMPLES, config.logging.samples_per_step),
+        tasks=_shares(config),
     )
+
+
+def _shares(config: RunConfig) -> dict[str, TaskShare] | None:
+    """What the buffer knows of several tasks."""
+    tasks = mixed(config)
+    return {
+        label: TaskShare(config.rollout_of(label).samples_per_prompt, spec.weight)
+        for label, spec in tasks.items()
+    } or None
 
 
 def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
     return ScorerJob(
-        tasks={config.task.label: config.task, **config.evaluation.tasks},
-        grading=config.task,
+        pools=_pools(config),
         evaluation=config.evaluation,
         tokenizer_path=model_path,
     )
+
+
+def _pools(config: RunConfig) -> tuple[GraderPool, ...]:
+    first, *rest = config.tasks
+    own = {label: GraderPool({label: spec}, spec) for label, spec in config.tasks.items()}
+    evaluated = {first: config.tasks[first], **config.evaluation.tasks}
+    return (GraderPool(evaluated, config.grading), *(own[label] for label in rest))
 
 
 def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str) -> RolloutJob:
@@ -103,7 +124,12 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         policy_path=model_path if actor.draft_path else None,
         transfer=_engine_transfer(config),
     )
-    return RolloutJob(engine, tokenizer_path=model_path, stop=config.rollout.stop)
+    return RolloutJob(engine, tokenizer_path=model_path, stop=_stop(config))
+
+
+def _stop(config: RunConfig) -> StopStrings:
+    own = {label: config.rollout_of(label).stop for label in config.tasks}
+    return StopStrings(config.rollout.stop, own)
 
 
 def _engine_transfer(config: RunConfig) -> Literal["nccl", "ipc"] | None:
@@ -128,13 +154,19 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         learner=config.learner,
         objective=config.algorithm,
         corrections=config.correction.chosen(),
-        sampling=config.rollout.sampling(),
+        sampling=_longest_sampling(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
     )
+
+
+def _longest_sampling(config: RunConfig) -> SamplingSpec:
+    """`rollout` with the longest response of any task, which the learner divides by."""
+    longest = max(config.rollout_of(label).max_new_tokens for label in config.tasks)
+    return replace(config.rollout.sampling(), max_new_tokens=longest)
 
 
 def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
@@ -151,7 +183,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         objective=config.algorithm.model_copy(update=kl),
         # The actors are the draft itself, so that only its age is to be corrected.
         corrections={"tis": TisSpec()},
-        sampling=config.rollout.sampling(),
+        sampling=_longest_sampling(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,

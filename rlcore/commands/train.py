@@ -126,7 +126,7 @@ def _recovering(run: Run) -> Progress:
         # What was lost may take a while to come back.
         resume, patience_s = True, spec.start_timeout_s
         # A start without a checkpoint begins with the first prompt again.
-        run.prepared.prompts.restore({"cursor": 0})
+        run.prepared.prompts.begin_anew()
 
 
 def _start_point(run: Run) -> Start:
@@ -140,6 +140,7 @@ def _start_point(run: Run) -> Start:
     state = checkpoint.state_of(found)
     progress = Progress(**state["progress"])
     roles.plan(run.config).check_resume(progress)
+    run.prepared.prompts.restore(state["prompts"])  # refuses another mixture
     return Start(found, state, progress)
 
 

@@ -15,9 +15,10 @@ from rlcore.cluster.start import start_learners, wait_started
 from rlcore.commands import roles
 from rlcore.commands.preflight import Prepared
 from rlcore.config.schema import RunConfig
+from rlcore.config.task_checks import mixed
 from rlcore.errors import UserError
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.prompts import PromptSource
+from rlcore.loop.prompts import Prompts
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
@@ -58,12 +59,12 @@ def kept_model(config: RunConfig) -> str | None:
 
 def _kept_at(config: RunConfig) -> Path:
     root = Path((config.model.warmup or WarmUpSpec()).cache_dir).absolute()
-    return root / f"{config.task.label}-{_fingerprint(config)}"
+    return root / f"{'+'.join(config.tasks)}-{_fingerprint(config)}"
 
 
 def fresh_model(config: RunConfig, prepared: Prepared, folder: Path) -> Path:
     """Write the run's model of random weights."""
-    alphabet = prepared.prompts.task.alphabet()
+    alphabet = prepared.alphabet
     assert config.model.fresh is not None and alphabet is not None
     seed = derive_seed(config.seed, "fresh-model")
     return build_fresh_model(
@@ -119,12 +120,13 @@ def supervise(
         learner.kill()
 
 
-def example(source: PromptSource, tokenizer: Any) -> TokenSequence:
+def example(prompts: Prompts, tokenizer: Any) -> TokenSequence:
     """Prompt and worked answer, with end of sequence, of the next training item.
 
     Raises UserError if it has no worked answer.
     """
-    item = source.next()
+    item = prompts.next()
+    source = prompts.source(item.prompt_id)
     answer = source.task.worked_answer(item)
     if answer is None:
         raise UserError(
@@ -164,9 +166,14 @@ def _fingerprint(config: RunConfig) -> str:
         "model": model.fresh.model_dump(),
         "max_len": model.max_len,
         "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
-        "task": [config.task.name, config.task.args],
+        "task": _tasks(config),
         "seed": config.seed,
         "format": 1,  # raised when equal settings begin to mean another model
     }
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _tasks(config: RunConfig) -> list[Any]:
+    tasks = [[label, spec.name, spec.args, spec.weight] for label, spec in mixed(config).items()]
+    return tasks or [part for s in config.tasks.values() for part in (s.name, s.args)]

@@ -11,6 +11,7 @@ from typing import Literal
 
 from rlcore.config.names import check_names
 from rlcore.config.schema import AlgorithmSection, RunConfig
+from rlcore.config.task_checks import TASK_RULES
 from rlcore.corrections.specs import DvpSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
@@ -24,13 +25,8 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def _lengths(c: RunConfig) -> None:
+def _step_sizes(c: RunConfig) -> None:
     max_len = c.model.max_len
-    refuse(
-        c.rollout.max_new_tokens >= max_len,
-        f"rollout.max_new_tokens={c.rollout.max_new_tokens} leaves no room for a prompt: it must "
-        f"stay below model.max_len={max_len}.",
-    )
     for label, actor in c.actor.items():
         tokens = actor.max_batched_tokens
         refuse(
@@ -156,27 +152,7 @@ def _whole_corrections(c: RunConfig) -> None:
         )
 
 
-def _groups(c: RunConfig) -> None:
-    a, n = c.algorithm, c.rollout.samples_per_prompt
-    refuse(
-        a.keep_best is not None and a.keep_best >= n,
-        f"algorithm.keep_best={a.keep_best} keeps everything: it must be below "
-        f"rollout.samples_per_prompt={n}.",
-    )
-    key = "rollout.samples_per_prompt" if a.keep_best is None else "algorithm.keep_best"
-    kept = n if a.keep_best is None else a.keep_best
-    refuse(
-        # A group of one has an advantage of zero: nothing would be learnt, silently.
-        advantage_class(a.advantage).compares_group and kept < 2,
-        f"algorithm.advantage={a.advantage} compares the samples of a group, and {key}={kept} "
-        "leaves one: use 2 or more, or algorithm.advantage=reinforce.",
-    )
-    # The buffer can, for mixtures of tasks to come.
-    refuse(
-        c.schedule.sampling == "by_task",
-        "schedule.sampling=by_task shares the batch between training tasks, and a run has one: "
-        "choose one of: fifo, uniform.",
-    )
+def _ranks(c: RunConfig) -> None:
     refuse(
         c.learner.ranks > c.schedule.groups_per_step,
         f"learner.ranks={c.learner.ranks} leaves ranks without data: a group is never split, so "
@@ -299,22 +275,6 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
     )
 
 
-def _evaluation(c: RunConfig) -> None:
-    refuse(
-        c.task.name in c.evaluation.tasks,
-        f"evaluation.tasks.{c.task.name} repeats the training task, which is evaluated anyway: "
-        "give it another label.",
-    )
-    # A wrong name would only show after the first evaluation, perhaps hours later.
-    best = c.checkpoint.keep_best
-    starts = [f"eval/{label}/" for label in (c.task.label, *c.evaluation.tasks)]
-    refuse(
-        best is not None and not best.startswith(tuple(starts)),
-        f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with "
-        f"{' or '.join(starts)}.",
-    )
-
-
 def _dvp(c: RunConfig) -> DvpSpec | None:
     found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
     return next(found, None)
@@ -326,15 +286,15 @@ def _shown(c: RunConfig) -> str:
 
 RULES = (
     check_names,
-    _lengths,
+    *TASK_RULES,
+    _step_sizes,
     _truncation,
     _corrections,
     _epochs,
     _losses,
     _whole_corrections,
-    _groups,
+    _ranks,
     _drafts,
     _sparse_learning,
     _transport,
-    _evaluation,
 )

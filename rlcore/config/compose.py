@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlcore.config import mixture
 from rlcore.config.checks import check
 from rlcore.config.groups import LABELLED, Overrides, groups, hydra_word, parse, roots
 from rlcore.config.paths import absolute
@@ -53,7 +54,9 @@ def to_yaml(config: RunConfig) -> str:
 
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
     folders = roots(config_dir)
-    selected = [hydra_word(o) for o in words.selections]
+    tasks = mixture.selected(words.selections)
+    plain = [o for o in words.selections if not mixture.names_several(o)]
+    selected = [hydra_word(o) for o in plain]
     further = ",".join(f"file://{folder}" for folder in folders[1:])
     overrides = [*selected, *([f"hydra.searchpath=[{further}]"] if further else [])]
     try:
@@ -78,6 +81,10 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
             if part.package == group and part.config_path
         ]
         _keep_selected(cfg, group, [files[group][option] for option in options])
+    if "task" in words.selected() and not tasks:
+        mixture.keep_one(cfg.get("task"))
+    if tasks:
+        cfg["task"] = mixture.composed(cfg.get("task"), {t: files["task"][t] for t in tasks})
     _lay_over(cfg, words.values)
     return cfg
 
@@ -128,6 +135,7 @@ def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) ->
 def _lay_over(cfg: DictConfig, values: Iterable[Override]) -> None:
     # Of the selection: a label that a word adds must not make the next word's typing error valid.
     labels = {group: list(cfg.get(group) or {}) for group in LABELLED}
+    labels |= mixture.labels(cfg)
     for override in values:
         word = override.input_line
         _require_label(override, labels)
@@ -144,7 +152,9 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override]) -> None:
 def _require_label(override: Override, labels: dict[str, list[str]]) -> None:
     """A key below a label that the run does not select is more likely a mistake than a new one."""
     group, *rest = override.key_or_group.split(".")
-    if group not in LABELLED or len(rest) < 2 or override.is_add():
+    if group == "task" and group in labels:
+        mixture.require_label(override, labels[group])
+    if group not in labels or len(rest) < 2 or override.is_add():
         return
     refuse(
         rest[0] not in labels[group],

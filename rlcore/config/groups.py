@@ -17,6 +17,8 @@ from rlcore.errors import UserError
 SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 # Groups whose files each fill a key of their own, so that several can be chosen.
 LABELLED = ("actor", "correction")
+# Groups of which a run may choose several. A single task keeps its settings directly in `task`.
+LISTED = (*LABELLED, "task")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def group_key(override: Override) -> str:
 
 
 def hydra_word(override: Override) -> str:
-    """A selection in the form that Hydra composes from."""
+    """A selection in the form that Hydra composes from; not of several tasks."""
     chosen = override.value()
     if override.key_or_group in LABELLED and not isinstance(chosen, list) and not override.package:
         chosen = [chosen]  # one of a group that holds a list
@@ -128,13 +130,27 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
             f"~{group} cannot be removed from a run: choose one of {', '.join(options)}."
         )
     chosen, shown = override.value(), override.get_value_string()
-    if isinstance(chosen, list) and override.key_or_group not in LABELLED:
+    if isinstance(chosen, list) and group not in LISTED:
+        *first, last = LISTED
         raise UserError(
-            f"{group}={shown} names several: only {' and '.join(LABELLED)} take a list."
+            f"{group}={shown} names several: only {', '.join(first)} and {last} take a list."
         )
+    if group == "task" and isinstance(chosen, list):
+        _require_tasks(chosen, shown)
     for option in chosen if isinstance(chosen, list) else [chosen]:
         # experiment=null takes back one that a user's own config.yaml selects
         if option is None and override.key_or_group == "experiment":
             continue
         if not isinstance(option, str) or option not in options:
             raise UserError.choice(group, shown, options, closest(str(option), options))
+
+
+def _require_tasks(chosen: list[Any], shown: str) -> None:
+    if not chosen:
+        raise UserError("task=[] names no task: choose at least one.")
+    for option in chosen:
+        if chosen.count(option) > 1:
+            raise UserError(
+                f"task={shown} names {option} twice: give the second a label of its own, "
+                f"'+task.LABEL={{name: {option}, args: {{...}}}}'."
+            )

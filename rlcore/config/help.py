@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rlcore.config.groups import LABELLED, groups
+from rlcore.config.groups import LISTED, groups
 from rlcore.config.names import registered
 from rlcore.config.schema import RunConfig
-from rlcore.config.sentences import section
+from rlcore.config.sentences import sections
 
 USAGE = """Usage: rlcore train [experiment=NAME] run_dir=DIR [group=option ...] [key=value ...]
        rlcore train run_dir=DIR resume=auto [key=value ...]
@@ -28,7 +28,8 @@ def text(config_dir: str | Path | None = None) -> str:
     """The whole help, ready to print."""
     found = groups(config_dir)
     options = {name: files for name, files in sorted(found.items()) if name != "experiment"}
-    lists = " and ".join(LABELLED)
+    *first, last = LISTED
+    lists = f"{', '.join(first)} and {last}"
     lines = [
         USAGE,
         f"Groups, group=option ({lists} also take a list, e.g. correction=[dvp,mis,veto]):",
@@ -61,10 +62,10 @@ def _about(file: Path) -> str:
 
 def _keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, info in model.model_fields.items():
-        inner, labelled = section(info.annotation)
-        if inner is not None:
+        found = list(sections(info.annotation))
+        for inner, labelled in found:
             yield from _keys(inner, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
-        else:
+        if not found:
             key = f"{prefix}{name}"
             # Their type is a string, since a user's own name may stand there.
             names = registered(key)

@@ -30,7 +30,11 @@ def absolute(config: RunConfig) -> RunConfig:
         "correction": _corrections(config.correction),
         "algorithm": algorithm.model_copy(update=names),
         "learner": learner.model_copy(update={"engine": _code(learner.engine)}),
-        "task": _task(config.task),
+        "task": (
+            {label: _task(task) for label, task in config.task.items()}
+            if isinstance(config.task, dict)
+            else _task(config.task)
+        ),
         "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
     }
     return config.model_copy(update=update)

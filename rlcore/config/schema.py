@@ -7,7 +7,10 @@ that it declared: `cluster` is a `RaySpec` to the cluster and a `SupervisionSpec
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
 
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.specs import RaySpec
@@ -20,7 +23,7 @@ from rlcore.models.specs import ModelSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import Spec, setting
-from rlcore.tasks.specs import TaskSpec
+from rlcore.tasks.specs import GradingSpec, MixedTaskSpec, TaskSpec
 from rlcore.weights.specs import TransportSpec
 
 
@@ -46,6 +49,23 @@ class ClusterSection(Section, TransportSpec, SupervisionSpec, RaySpec):
     launch: LaunchSpec = LaunchSpec()
 
 
+def task_form(value: Any) -> Literal["one", "several"]:
+    """Whether `task` holds the keys of one task, or tasks by label."""
+    if isinstance(value, Mapping) and value and not set(value) & set(TaskSpec.model_fields):
+        return "several"
+    return "one"
+
+
+TaskSection = Annotated[
+    Annotated[TaskSpec, Tag("one")] | Annotated[dict[str, MixedTaskSpec], Tag("several")],
+    Discriminator(task_form),
+]
+
+
+# Settings of `rollout` that a task of several may have of its own.
+OWN_ROLLOUT = ("samples_per_prompt", "max_new_tokens", "stop")
+
+
 class RunConfig(Spec):
     """Every setting of a run."""
 
@@ -58,7 +78,7 @@ class RunConfig(Spec):
         "never", "auto: continue from the newest valid checkpoint in run_dir"
     )
     model: ModelSpec
-    task: TaskSpec
+    task: TaskSection = setting(meaning="one task, or several by label")
     actor: dict[str, ActorSpec] = setting(
         min_length=1, meaning="by label; several make a mixed fleet"
     )
@@ -71,3 +91,33 @@ class RunConfig(Spec):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()
+
+    @property
+    def tasks(self) -> dict[str, TaskSpec]:
+        """The tasks that are trained on, by label."""
+        if isinstance(self.task, TaskSpec):
+            return {self.task.label: self.task}
+        return dict(self.task)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether `task` holds tasks by label, be it a single one."""
+        return not isinstance(self.task, TaskSpec)
+
+    def task_key(self, label: str) -> str:
+        """The key of a training task's settings."""
+        return f"task.{label}" if self.mixed else "task"
+
+    @property
+    def grading(self) -> GradingSpec:
+        """How tasks that are only evaluated are graded: as the first training task."""
+        return next(iter(self.tasks.values()))
+
+    def rollout_of(self, label: str) -> RolloutSpec:
+        """`rollout` as it is for a training task."""
+        spec = self.tasks[label]
+        if not isinstance(spec, MixedTaskSpec):
+            return self.rollout
+        own = {name: getattr(spec, name) for name in OWN_ROLLOUT}
+        given = {name: value for name, value in own.items() if value is not None}
+        return self.rollout.model_copy(update=given)

@@ -65,26 +65,30 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the schema; LABEL stands for a name that the user chooses."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner, labelled = section(info.annotation)
-        if inner is None:
-            yield key
-        else:
+        found = list(sections(info.annotation))
+        for inner, labelled in found:
             yield from keys(inner, f"{key}.LABEL." if labelled else f"{key}.")
+        if not found:
+            yield key
+
+
+def sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+    """(model that a field's annotation holds, whether the field maps labels to it), of each form
+    that the field may have; nothing for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, CorrectionList):
+        yield shipped(), False
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, False
+    else:
+        labelled = get_origin(annotation) is dict
+        for arg in get_args(annotation)[1:] if labelled else get_args(annotation):
+            for inner, nested in sections(arg):
+                yield inner, labelled or nested
 
 
 def section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(model that a field's annotation holds or None, whether the field maps labels to it)."""
-    if isinstance(annotation, type) and issubclass(annotation, CorrectionList):
-        return shipped(), False
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    args = get_args(annotation)
-    labelled = get_origin(annotation) is dict
-    for arg in args[1:] if labelled else args:
-        inner, nested = section(arg)
-        if inner is not None:
-            return inner, labelled or nested
-    return None, False
+    """The first of `sections`, or (None, False)."""
+    return next(sections(annotation), (None, False))
 
 
 def _sentence(errors: list[ErrorDetails]) -> str:
@@ -95,7 +99,10 @@ def _sentence(errors: list[ErrorDetails]) -> str:
 
 
 def _key(error: ErrorDetails) -> str:
-    return ".".join(str(part) for part in error["loc"])
+    place = [str(part) for part in error["loc"]]
+    if place[:1] == ["task"]:
+        place[1:2] = []  # pydantic's name of the form of `task`
+    return ".".join(place)
 
 
 def _one(error: ErrorDetails) -> str:
@@ -137,12 +144,14 @@ def _keys_under(parent: str) -> list[str]:
     parts = parent.split(".") if parent else []
     while parts:
         field = model.model_fields.get(parts.pop(0))
-        inner, labelled = section(field.annotation) if field is not None else (None, False)
+        forms = list(sections(field.annotation)) if field is not None else []
+        if not forms:
+            return []
+        model, labelled = forms[0]
+        if parts and parts[0] not in model.model_fields:
+            model, labelled = forms[-1]
         if labelled and parts:
             parts.pop(0)  # the label
-        if inner is None:
-            return []
-        model = inner
     return list(model.model_fields)
 
 

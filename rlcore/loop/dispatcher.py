@@ -51,12 +51,13 @@ class Dispatcher:
         """Admit up to `room` of the next prompts: as many as fit when the buffer is asked."""
         if not room:
             return
-        prompts = self._requests.prompts
+        requests, prompts = self._requests, self._requests.prompts
         prompt_ids = [item.prompt_id for item in prompts.peek(room)]
         ids = await self._buffer.admit(prompt_ids)
         prompts.advance(len(ids))
-        everything = tuple(range(self._requests.samples))
-        self.groups.assign({g: (p, everything) for g, p in zip(ids, prompt_ids)})
+        self.groups.assign(
+            {g: (p, tuple(range(requests.asked(p).samples))) for g, p in zip(ids, prompt_ids)}
+        )
 
     async def watch_fleet(self) -> None:
         """Heartbeats of the rollout actors, the number asked for, and the work of those that

@@ -52,14 +52,7 @@ class Evaluator:
         self._fleet = fleet
         self._scorer = scorer
         self._on_samples = on_samples
-        # logprobs_k=-1: nothing reads the log-probs of an evaluation
-        greedy = replace(
-            requests.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, logprobs_k=-1
-        )
-        sampled = replace(requests.sampling, temperature=spec.temperature, logprobs_k=-1)
-        self._modes: dict[str, tuple[SamplingSpec, int]] = {"sampled": (sampled, spec.samples)}
-        if spec.greedy:
-            self._modes["greedy"] = (greedy, 1)
+        self._samples = {"sampled": spec.samples} | ({"greedy": 1} if spec.greedy else {})
         self._pending: _Pending | None = None
 
     def wants(self, step: int, last_step: int) -> bool:
@@ -82,8 +75,8 @@ class Evaluator:
         pending = _Pending(version, now(), {}, {})
         for label in self._requests.sources:
             count = self._requests.count(label, self._spec.prompts)
-            for mode, (sampling, n) in self._modes.items():
-                purpose = pending.purpose(label, mode)
+            for mode, n in self._samples.items():
+                purpose, sampling = pending.purpose(label, mode), self._sampling(label, mode)
                 pending.expected[label, mode] = n * count
                 for index in range(count):
                     group_id = -1 - len(pending.groups)
@@ -92,6 +85,14 @@ class Evaluator:
                     )
         self._pending = pending
         self._fleet.assignments.assign(pending.groups)
+
+    def _sampling(self, label: str, mode: str) -> SamplingSpec:
+        """As in training, at the temperature of the mode; greedy answers without truncation."""
+        # logprobs_k=-1: nothing reads the log-probs of an evaluation
+        training = replace(self._requests.sampling(label), logprobs_k=-1)
+        if mode == "greedy":
+            return replace(training, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        return replace(training, temperature=self._spec.temperature)
 
     async def collect(self, *, wait: bool) -> dict[str, float]:
         """The metrics of the pending evaluation if it is complete (or `wait`), else nothing.
@@ -115,7 +116,7 @@ class Evaluator:
         versions: set[int] = set()
         for label, mode in pending.expected:
             verdicts = pending.verdicts[pending.purpose(label, mode)]
-            results.update(summarise(label, mode, verdicts, self._modes[mode][1]))
+            results.update(summarise(label, mode, verdicts, self._samples[mode]))
             versions.update(version for v in verdicts for version in v["versions"])
             shown = sorted(verdicts, key=lambda v: v["prompt_id"])[:SHOWN]
             self._on_samples(pending.version, f"{label}/{mode}", shown)

@@ -6,7 +6,8 @@ Seeds depend on (run seed, group or prompt, sample) alone, never on timing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +34,10 @@ class PromptSource:
         self._encode = encode
         self._seed = run_seed
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
+
+    def source(self, prompt_id: str) -> PromptSource:
+        """Where a prompt comes from: one task has one source."""
+        return self
 
     def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> PromptSource:
         """A separate source over the same task and tokenizer, from the beginning."""
@@ -89,44 +94,113 @@ class PromptSource:
         return {"cursor": self.cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`. Raises UserError for the state of several tasks."""
+        if "tasks" in state:
+            labels = ",".join(state["tasks"])
+            raise UserError(
+                f"task={self.task.name} cannot continue a run with task=[{labels}]: resume with "
+                "these tasks (a weight of 0 ends the prompts of one), or start another run_dir."
+            )
         self.cursor = int(state["cursor"])
+
+    def begin_anew(self) -> None:
+        """Return to the first prompt."""
+        self.cursor = 0
+
+
+class Prompts(Protocol):
+    """What a run draws its training prompts from: `PromptSource`, or `loop.mixture.Mixture`."""
+
+    def peek(self, count: int) -> list[Item]:
+        """The next `count` items; nothing moves."""
+
+    def advance(self, count: int) -> None:
+        """Move on over `count` items."""
+
+    def source(self, prompt_id: str) -> PromptSource:
+        """The source of the task that a prompt is of."""
+
+    def next(self) -> Item:
+        """The next item; moves on."""
+
+    def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> Prompts:
+        """The same tasks, from the beginning."""
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises UserError for one of other tasks."""
+
+    def begin_anew(self) -> None:
+        """Return to the first prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for of each prompt of a task."""
+
+    sampling: SamplingSpec
+    samples: int
 
 
 class RequestMaker:
     """Builds the n requests of a training group."""
 
     def __init__(
-        self, prompts: PromptSource, *, sampling: SamplingSpec, samples: int, run_seed: int
+        self,
+        prompts: Prompts,
+        *,
+        sampling: SamplingSpec,
+        samples: int,
+        run_seed: int,
+        tasks: Mapping[str, Asked] | None = None,
     ) -> None:
+        """`tasks`: what is asked for instead of `sampling` and `samples`, by task."""
         self.prompts = prompts
-        self.sampling = sampling
-        self.samples = samples
-        self.run_seed = run_seed
+        self._usual = Asked(sampling, samples)
+        self._tasks = dict(tasks or {})
+        self._run_seed = run_seed
+
+    def asked(self, prompt_id: str) -> Asked:
+        """What is asked for of a prompt."""
+        return self._tasks.get(prompt_id.partition("/")[0], self._usual)
 
     def group(self, group_id: int, prompt_id: str) -> list[Request]:
         """One request per sample. Seeds depend on the admission, so a repeated prompt gets new
         samples."""
         split, index = split_and_index(prompt_id)
-        ids = self.prompts.encode(self.prompts.task.item(split, index))
+        source, asked = self.prompts.source(prompt_id), self.asked(prompt_id)
+        ids = source.encode(source.task.item(split, index))
 
         def request(i: int) -> Request:
-            seed = derive_seed(self.run_seed, "sample", group_id, i)
-            return Request(group_id, i, prompt_id, ids, self.sampling, seed)
+            seed = derive_seed(self._run_seed, "sample", group_id, i)
+            return Request(group_id, i, prompt_id, ids, asked.sampling, seed)
 
-        return [request(i) for i in range(self.samples)]
+        return [request(i) for i in range(asked.samples)]
 
 
 class HeldOutRequests:
     """Builds the requests of evaluations: held-out prompts of one or several tasks, by label."""
 
     def __init__(
-        self, sources: Mapping[str, PromptSource], *, sampling: SamplingSpec, run_seed: int
+        self,
+        sources: Mapping[str, PromptSource],
+        *,
+        sampling: SamplingSpec,
+        run_seed: int,
+        tasks: Mapping[str, Asked] | None = None,
     ) -> None:
-        """`sampling`: that of training, which evaluations change."""
+        """`sampling`: that of training, which evaluations change. `tasks`: that of single ones."""
         self.sources = dict(sources)
-        self.sampling = sampling
+        self._sampling = sampling
+        self._tasks = dict(tasks or {})
         self.run_seed = run_seed
+
+    def sampling(self, label: str) -> SamplingSpec:
+        """How a task is sampled in training."""
+        asked = self._tasks.get(label)
+        return self._sampling if asked is None else asked.sampling
 
     def count(self, label: str, limit: int) -> int:
         """Held-out prompts of a task, at most `limit`."""

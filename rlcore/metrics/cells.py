@@ -60,11 +60,27 @@ def _failed_scores(row: Row) -> str | None:
     return f"{number(errors or 0)} errors, {number(timeouts or 0)} timeouts"
 
 
+def tasks(row: Row) -> dict[str, dict[str, float | int | None]]:
+    """Figures of the training tasks of a row, by task; nothing for a run with one."""
+    found: dict[str, dict[str, float | int | None]] = {}
+    for name, value in row.items():
+        if name.startswith("task/"):
+            _, task, figure = name.split("/", 2)
+            found.setdefault(task, {})[figure] = value
+    return found
+
+
+def _rewards_by_task(row: Row) -> str | None:
+    means = {task: its["reward_mean"] for task, its in tasks(row).items() if "reward_mean" in its}
+    return ", ".join(f"{task} {number(mean)}" for task, mean in means.items()) or None
+
+
 _LENGTHS = ("response_length/mean", "response_length/truncated_share")
 _RATES = ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s")
 
 CELLS = (
     Cell("reward", _pair("reward/mean", "reward/std", "{} ± {}")),
+    Cell("reward by task", _rewards_by_task),
     Cell("response length", _pair(*_LENGTHS, "{} tokens, {} cut off")),
     Cell("staleness", _pair("staleness/mean", "staleness/max", "mean {}, max {} steps")),
     Cell("mismatch", _pair("mismatch/kl_k3", "mismatch/ess", "KL {} nats, ESS {}")),

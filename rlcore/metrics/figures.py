@@ -40,6 +40,9 @@ def _each(template: str, *values: str) -> tuple[str, ...]:
 
 CHARTS = (
     Chart("Reward", ("reward/mean", "reward/kept_mean", "reward_parts/<part>")),
+    Chart("Reward by task", ("task/<task>/reward_mean",)),
+    Chart("Groups of the batch by task", ("task/<task>/groups",), stacked=True),
+    Chart("Tokens by task", ("task/<task>/token_share",), stacked=True),
     Chart("Held-out accuracy", _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>")),
     Chart("Response length", ("response_length/mean", "response_length/max")),
     Chart("Staleness", _each("staleness/{}", "mean", "max", "in_flight_mean", "in_buffer_mean")),

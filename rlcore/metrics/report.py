@@ -15,6 +15,7 @@ from plotly.offline import get_plotlyjs
 
 from rlcore.errors import UserError
 from rlcore.files import replace_file
+from rlcore.metrics.cells import tasks as tasks_of
 from rlcore.metrics.figures import figures
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
@@ -120,11 +121,33 @@ def _last(rows: Iterable[Row], name: str) -> str:
 
 
 def _section(run: Run) -> str:
+    tasks = _task_table(run)
     samples = [
         f"<h3>Samples: {escape(name)}</h3>{_sample_table(records)}" for name, records in run.samples
     ]
     config = f"<summary>Configuration</summary><pre>{escape(run.config)}</pre>"
-    return f"<h2>{escape(run.name)}</h2>{''.join(samples)}<details>{config}</details>"
+    shown = f"{tasks}{''.join(samples)}<details>{config}</details>"
+    return f"<h2>{escape(run.name)}</h2>{shown}"
+
+
+def _task_table(run: Run) -> str:
+    """The training tasks of a run with several, each with its newest figures."""
+    found: dict[str, dict[str, str]] = {}
+    for row in run.rows:
+        for task, its in tasks_of(row).items():
+            shown = {name: f"{value:.4g}" for name, value in its.items() if value is not None}
+            found.setdefault(task, {}).update(shown)
+    if not found:
+        return ""
+    columns = list(dict.fromkeys(name for its in found.values() for name in its))
+    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
+    lines = "".join(
+        f"<tr><td>{escape(task)}</td>"
+        + "".join(f"<td>{escape(its.get(c, ''))}</td>" for c in columns)
+        + "</tr>"
+        for task, its in found.items()
+    )
+    return f"<h3>Tasks</h3><table><tr><th>task</th>{head}</tr>{lines}</table>"
 
 
 def _sample_table(records: Sequence[dict[str, Any]]) -> str:

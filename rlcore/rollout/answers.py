@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rlcore.types import Answer, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class StopStrings:
+    """What ends a response, by task: the first part of a prompt id.
+
+    Example: StopStrings(("\n",), {"gsm8k": ("####",)})
+    """
+
+    usual: tuple[str, ...] = ()
+    tasks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of(self, prompt_id: str) -> tuple[str, ...]:
+        """The strings of a prompt's task."""
+        return self.tasks.get(prompt_id.partition("/")[0], self.usual)
 
 
 def read_answer(

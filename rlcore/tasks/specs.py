@@ -34,4 +34,22 @@ class GradingSpec(Spec):
 
 
 class TaskSpec(EvalTaskSpec, GradingSpec):
-    """The task that is trained on."""
+    """A task that is trained on."""
+
+
+class MixedTaskSpec(TaskSpec):
+    """One task of several, `task.LABEL`; where a setting is null, the run's own holds.
+
+    Its label is the key, which is also the first part of its prompt ids.
+    """
+
+    weight: float = setting(
+        1.0, "its share of the prompts, relative to the other tasks'; 0: no more are drawn", ge=0
+    )
+    samples_per_prompt: int | None = setting(
+        None, "group size; null: rollout.samples_per_prompt", gt=0
+    )
+    max_new_tokens: int | None = setting(
+        None, "longest response; null: rollout.max_new_tokens", unit="tokens", gt=0
+    )
+    stop: tuple[str, ...] | None = setting(None, "strings that end a response; null: rollout.stop")

@@ -4,13 +4,13 @@ controller."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rlcore.buffer import journal
-from rlcore.buffer.specs import SelectionSpec
+from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.cluster.jobs import BufferJob
 from rlcore.interfaces import Reporter, Split
 from rlcore.loop import checkpoint
@@ -19,9 +19,10 @@ from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
+from rlcore.loop.mixture import Mixture
 from rlcore.loop.parts import Parts
 from rlcore.loop.plan import Plan, Progress
-from rlcore.loop.prompts import HeldOutRequests, PromptSource, RequestMaker
+from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
 from rlcore.loop.saver import Saver
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.testing.clock import run_simulated
@@ -41,18 +42,17 @@ Events = Callable[["Simulation"], Coroutine[Any, Any, None]]  # what happens bes
 
 
 class CountingTask:
-    """Problem i is the number i; as many held-out problems as asked for."""
+    """Problem i is the number i; as many problems as asked for, or endlessly many to train on."""
 
-    name = "digits"
-
-    def __init__(self, heldout: int = 4) -> None:
-        self._heldout = heldout
+    def __init__(self, name: str = "digits", *, train: int | None = None, heldout: int = 4) -> None:
+        self.name = name
+        self._sizes: dict[Split, int | None] = {"train": train, "heldout": heldout}
 
     def size(self, split: Split) -> int | None:
-        return None if split == "train" else self._heldout
+        return self._sizes[split]
 
     def item(self, split: Split, index: int) -> Item:
-        return Item(f"digits/{split}/{index}", str(index), str(index))
+        return Item(f"{self.name}/{split}/{index}", str(index), str(index))
 
     def grade(self, item: Item, response: str) -> Grade:
         return Grade(1.0)
@@ -95,6 +95,9 @@ class Scenario:
     tokens: Callable[[Request], int] = _ten_tokens  # that a request samples
     reward: Reward = _by_sample
     sampling: SamplingSpec = field(default_factory=make_sampling)
+    # several tasks by label: their group sizes and weights
+    tasks: Mapping[str, TaskShare] = field(default_factory=dict)
+    problems: int | None = None  # of each task; None: endlessly many
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -131,6 +134,7 @@ class Simulation:
             max_bytes=scenario.max_bytes,
             run_seed=0,
             keep_samples=8,
+            tasks=scenario.tasks or None,
         )
         self.buffer = FakeBuffer(job)
         self.learner = FakeLearner(self.buffer, step_s=scenario.learn_s)
@@ -138,7 +142,12 @@ class Simulation:
         self.watch = FakeWatch(
             self.buffer, self.scorer, heartbeat_s=scenario.supervision.heartbeat_s
         )
-        self.prompts = PromptSource(CountingTask(), self._encode, run_seed=0, max_prompt_tokens=16)
+        labels = list(scenario.tasks) or ["digits"]
+        self.sources = {label: self._source(label, scenario.problems) for label in labels}
+        self.prompts: Prompts = self.sources[labels[0]]
+        if scenario.tasks:
+            weights = {label: share.weight for label, share in scenario.tasks.items()}
+            self.prompts = Mixture(self.sources, weights, run_seed=0)
         self.fleet = Fleet(
             [ActorPool("bf16", self._spawn, scenario.actors)],
             scenario.schedule,
@@ -149,8 +158,11 @@ class Simulation:
         self.parts = self._parts()
 
     @staticmethod
-    def _encode(text: str) -> list[int]:
-        return [1 + int(c) for c in text]
+    def _source(label: str, problems: int | None) -> PromptSource:
+        task = CountingTask(label, train=problems)
+        return PromptSource(
+            task, lambda text: [1 + int(c) for c in text], run_seed=0, max_prompt_tokens=16
+        )
 
     def _spawn(self, name: str) -> Spawned:
         scenario = self.scenario
@@ -168,10 +180,12 @@ class Simulation:
 
     def _parts(self) -> Parts:
         scenario, reporter = self.scenario, self.reporter
+        sampling = scenario.sampling
+        asked = {label: Asked(sampling, s.samples) for label, s in scenario.tasks.items()}
         requests = RequestMaker(
-            self.prompts, sampling=scenario.sampling, samples=scenario.samples, run_seed=0
+            self.prompts, sampling=sampling, samples=scenario.samples, run_seed=0, tasks=asked
         )
-        heldout = HeldOutRequests({"digits": self.prompts}, sampling=scenario.sampling, run_seed=0)
+        heldout = HeldOutRequests(self.sources, sampling=sampling, run_seed=0)
         evaluator = Evaluator(
             scenario.evaluation, heldout, self.fleet, self.scorer, reporter.evaluation_samples
         )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlcore.buffer import reports
 from rlcore.buffer.selection import highest
-from rlcore.buffer.specs import SelectionSpec
+from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
 
 
@@ -105,7 +105,11 @@ def test_a_group_of_one_sample_is_enough_where_groups_have_one():
 
 def test_by_task_shares_follow_the_weights_whatever_the_mix_of_arrivals():
     buffer = make_buffer(
-        4, 1, max_staleness=9, sampling="by_task", task_weights={"a": 3.0, "b": 1.0}
+        4,
+        1,
+        max_staleness=9,
+        sampling="by_task",
+        tasks={"a": TaskShare(1, 3.0), "b": TaskShare(1, 1.0)},
     )
     drawn = []
     for step in range(5):
@@ -119,9 +123,9 @@ def test_by_task_shares_follow_the_weights_whatever_the_mix_of_arrivals():
     assert drawn.count("a") == 15 and drawn.count("b") == 5
 
 
-def test_weights_of_tasks_are_positive():
-    with pytest.raises(ValueError, match="task weights must be positive"):
-        make_buffer(sampling="by_task", task_weights={"a": 0.0})
+def test_weights_of_tasks_are_not_negative():
+    with pytest.raises(ValueError, match="weights of tasks must not be negative"):
+        make_buffer(sampling="by_task", tasks={"a": TaskShare(1, -1.0)})
 
 
 def test_by_task_waits_for_a_task_in_flight_and_goes_on_without_an_absent_one():

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from rlcore.cluster.delivery import Delivery, Outlets
+from rlcore.rollout.answers import StopStrings
 from rlcore.serialization import load_trajectory
 from rlcore.testing.records import make_trajectory
 
@@ -17,7 +18,7 @@ class Sent:
         outlets = Outlets(
             records or self.records.extend, self.answers.extend, self.delivered.extend
         )
-        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), stop)
+        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), StopStrings(stop))
 
 
 def test_training_records_go_to_the_buffer_and_text_to_the_graders():

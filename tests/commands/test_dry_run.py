@@ -77,7 +77,9 @@ def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
         for part in checkpoint.PARTS:
             (folder / part).parent.mkdir()
             (folder / part).write_text("{}")
-        (folder / checkpoint.STATE).write_text(json.dumps({"progress": {"step": 7}}))
+        (folder / checkpoint.STATE).write_text(
+            json.dumps({"progress": {"step": 7}, "prompts": {"cursor": 70}})
+        )
     before = sorted(tmp_path.rglob("*"))
     assert "continues from step_000007" in printed(capsys, "run_dir=x", "resume=auto")
     (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -194,7 +194,38 @@ def test_under_dvp_the_actors_keep_to_the_learner_s_safe_set(tmp_path):
     words = ["experiment=quickstart", f"run_dir={tmp_path}", "correction=[dvp]"]
     requests = prepare(load(words)).requests.group(0, "digits/train/0")
     assert requests and all(r.sampling.min_p == math.exp(-13.0) for r in requests)
-    assert prepare(load([*words, "correction.dvp.rho=0.01"])).requests.sampling.min_p == 0.01
+    looser = prepare(load([*words, "correction.dvp.rho=0.01"])).requests
+    assert looser.asked("digits/train/0").sampling.min_p == 0.01
+
+
+def test_each_of_several_tasks_is_asked_for_in_its_own_way(tmp_path):
+    words = ["experiment=quickstart", f"run_dir={tmp_path}", "task=[digits,arithmetic]"]
+    own = ["task.arithmetic.samples_per_prompt=3", "task.arithmetic.max_new_tokens=9"]
+    found = prepare(load([*words, *own, "task.arithmetic.stop=['.']", "task.digits.weight=0"]))
+    assert {item.prompt_id.split("/")[0] for item in found.prompts.peek(8)} == {"arithmetic"}
+    (sums, *_), digits = (
+        found.requests.group(i, f"{label}/train/0")
+        for i, label in enumerate(("arithmetic", "digits"))
+    )
+    assert len(found.requests.group(0, "arithmetic/train/0")) == 3 and len(digits) == 8
+    assert (sums.sampling.max_new_tokens, sums.sampling.stop) == (9, (".",))
+    assert digits[0].sampling.max_new_tokens == 16
+    assert found.heldout.sampling("arithmetic").max_new_tokens == 9
+    assert found.tokenizer.encode("12+34=56")  # the alphabet of both
+
+
+def test_each_of_several_tasks_must_have_what_a_single_one_must(model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "q", "answer": "#### 1"}) + "\n")
+    gsm8k = ["task=[digits,gsm8k]", "model.max_len=64", "rollout.max_new_tokens=32"]
+    with pytest.raises(UserError, match=r"task\.gsm8k\.name=gsm8k has no problems to train on"):
+        prepared(model, *gsm8k, f"task.gsm8k.args={{train_path: null, heldout_path: {rows}}}")
+    with pytest.raises(UserError, match=r"task\.gsm8k\.name=gsm8k has no held-out problems"):
+        prepared(model, *gsm8k, f"task.gsm8k.args.train_path={rows}")
+    with pytest.raises(UserError, match=r"task\.digits\.args\.op=turn"):
+        prepared(model, "task=[digits]", "task.digits.args.op=turn")
+    with pytest.raises(UserError, match=r"task\.gsm8k\.name=gsm8k: a fresh model's"):
+        prepare(load([f"run_dir={tmp_path}", *gsm8k, f"task.gsm8k.args.train_path={rows}"]))
 
 
 def test_a_program_must_end_before_its_grading_does(model, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rlcore.buffer.specs import TaskShare
 from rlcore.commands import roles
 from rlcore.config.compose import load
 from rlcore.corrections.specs import TisSpec
@@ -19,18 +20,40 @@ def described(*words):
 
 def test_a_graders_limits_are_those_of_its_task():
     config = run("task.grade_timeout_s=3", "task.grader_memory_mib=512", "task.grader_processes=2")
-    grading = roles.scorer_job(config, "model").grading
+    (pool,) = roles.scorer_job(config, "model").pools
+    grading = pool.grading
     limits = (grading.grade_timeout_s, grading.grader_memory_mib, grading.grader_processes)
     assert limits == (3.0, 512, 2)
 
 
 def test_graders_know_every_task_by_its_label():
     config = run("task@evaluation.tasks.sums=arithmetic")
-    tasks = roles.scorer_job(config, "model").tasks
-    assert {label: task.name for label, task in tasks.items()} == {
+    (pool,) = roles.scorer_job(config, "model").pools
+    assert {label: task.name for label, task in pool.tasks.items()} == {
         "digits": "digits",
         "sums": "arithmetic",
     }
+
+
+def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_its_own():
+    config = run(
+        *("task=[digits,arithmetic]", "task@evaluation.tasks.more=countdown"),
+        *("task.digits.grade_timeout_s=3", "task.arithmetic.grader_processes=2"),
+        *("task.digits.samples_per_prompt=4", "task.digits.weight=3", "task.digits.stop=[x]"),
+        *("rollout.stop=[y]", "task.arithmetic.max_new_tokens=70"),
+    )
+    first, second = roles.scorer_job(config, "model").pools
+    assert (list(first.tasks), first.grading.grade_timeout_s) == (["digits", "more"], 3.0)
+    assert (list(second.tasks), second.grading.grader_processes) == (["arithmetic"], 2)
+    assert roles.buffer_job(config).tasks == {
+        "digits": TaskShare(4, 3.0),
+        "arithmetic": TaskShare(8, 1.0),
+    }
+    stop = roles.rollout_job(config, "bf16", config.actor["bf16"], "model").stop
+    found = [stop.of(f"{label}/heldout/0") for label in ("digits", "arithmetic", "more")]
+    assert found == [("x",), ("y",), ("y",)]
+    # a constant that the learner may divide by: the longest response of any task
+    assert roles.policy_job(config, "model", 0).sampling.max_new_tokens == 70
 
 
 def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():

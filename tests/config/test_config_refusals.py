@@ -11,7 +11,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, smollm2, tiny"]),
     (["experiment=nope"], ["experiment=nope", "quickstart"]),
-    (["model=[tiny,small]"], ["model=[tiny,small]", "only actor and correction take a list"]),
+    (["model=[tiny,small]"], ["model=[tiny,small]", "only actor, correction and task take a list"]),
     (["correction=dvp,mis"], ["correction=[dvp,mis]"]),
     (["actor={a:1}"], ["actor={a:1}", "bf16, draft, fp8, sparse"]),
     (["~model"], ["~model", "path, small, smollm2, tiny"]),

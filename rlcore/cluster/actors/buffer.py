@@ -32,6 +32,7 @@ class BufferActor:
             max_bytes=job.max_bytes,
             run_seed=job.run_seed,
             keep_samples=job.keep_samples,
+            tasks=job.tasks,
         )
         return os.getpid()
 

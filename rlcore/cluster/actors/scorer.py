@@ -33,11 +33,11 @@ class ScorerActor:
 
     def start(self) -> int:
         from rlcore.models.text import decode_response, load_tokenizer
-        from rlcore.tasks.scoring import Scorer
+        from rlcore.tasks.graders import Graders
 
         tokenizer = load_tokenizer(self._job.tokenizer_path)
         self._decode = lambda ids: decode_response(tokenizer, ids)
-        self.scorer = Scorer(self._job.tasks, self._job.grading, on_scored=self._scored)
+        self.scorer = Graders(self._job.pools, on_scored=self._scored)
         return os.getpid()
 
     def pid(self) -> int:

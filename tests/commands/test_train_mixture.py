@@ -1,0 +1,50 @@
+"""A whole run with two tasks, by the command of docs/mixtures.md, and its exact resume."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import rows, without_times
+
+pytestmark = pytest.mark.cluster
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "mixtures.md"
+
+
+def documented():
+    """The words of the page's first command, but its run_dir."""
+    block = re.search(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
+    words = shlex.split(block.replace("\\\n", " "))
+    assert words[:2] == ["rlcore", "train"]
+    return [w for w in words[1:] if not w.startswith("run_dir=")]
+
+
+def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
+    # of `small`, what is about a single task is not this run's
+    settings = [w for w in small if not w.startswith(("task.", "experiment="))]
+    words = [*documented(), *settings, "schedule=on_policy", "task.arithmetic.args.max_digits=1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    first = command(*words, f"run_dir={whole}", "schedule.steps=4")
+    assert first.wait() == 0, first.text[-3000:]
+    second = command(*words, f"run_dir={parts}", "schedule.steps=2")
+    assert second.wait() == 0, second.text[-3000:]
+    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
+    assert third.wait() == 0, third.text[-3000:]
+    assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
+    for row in rows(whole):
+        assert row["task/digits/groups"] + row["task/arithmetic/groups"] == 8
+        assert row["train/sequences"] == 4 * 8 and row["grad_norm"] > 0
+        assert row["task/arithmetic/response_length_max"] <= 8
+    last = rows(whole)[-1]
+    assert last["task/digits/consumed"] > last["task/arithmetic/consumed"] > 0
+    assert {"eval/digits/greedy", "eval/arithmetic/greedy"} <= last.keys()
+    shown = (whole / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert {json.loads(line)["prompt_id"].split("/")[0] for line in shown} == {
+        "digits",
+        "arithmetic",
+    }
+    report = (whole / "report.html").read_text()
+    assert "<h3>Tasks</h3>" in report and "Reward by task" in report
+    refused = command("train", f"run_dir={parts}", "resume=auto", "task=digits", "schedule.steps=5")
+    assert refused.wait() == 2 and "task=digits cannot continue a run with" in refused.text
