@@ -24,6 +24,7 @@ MANY_PARAMETERS = {
     "rollout/engines/vllm/sparse_layer_cpu.py: SparseCPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_rows_gpu.py: Flash.__call__": "FlashAttention's own",
     "rollout/engines/vllm/sparse_kernel_gpu.py: _select_kernel": "a Triton kernel: no records",
+    "rollout/engines/vllm/sparse_kernel_gpu.py: _summarise_kernel": "a Triton kernel: no records",
     "tasks/code.py: CodeTask.__init__": "a task's parameters are its settings, task.args",
     "tasks/countdown.py: Countdown.__init__": "a task's parameters are its settings, task.args",
 }

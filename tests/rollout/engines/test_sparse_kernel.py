@@ -14,8 +14,10 @@ CHECK = """
 import itertools
 import torch
 from rlcore.attention.specs import SparseSpec
-from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks
-from rlcore.rollout.engines.vllm.sparse_rows_gpu import Rows, decode_rows, kept_blocks
+from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks, summarise_blocks
+from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
+    Rows, decode_rows, kept_blocks, summarise_pages
+)
 
 gen = torch.Generator().manual_seed(5)
 BS, N = 16, 75  # pages: no power of two
@@ -45,6 +47,15 @@ for rule, (heads, kv, dim), tied, dtype in itertools.product(
     got = select_blocks(query[1:3], summaries, table, some, 1, 3)
     for r, keep in enumerate(some.budget[1:].tolist()):
         assert torch.equal(got[r, :, :keep], want[r, :, :keep])
+for size, dim, dtype in itertools.product((16, 32, 48), (24, 32), (torch.float32, torch.bfloat16)):
+    # head-major, as vLLM lays a cache out, with more than this layer in a block
+    kv = torch.randn(9, 2, 3, size, 2 * dim, generator=gen).to(dtype)[:, 1]
+    blocks = torch.tensor([0, 7, 2, 0, 5])
+    got, want = (torch.full((9, 3, dim), float("nan"), dtype=dtype) for _ in range(2))
+    summarise_pages(kv, want, blocks[blocks > 0])
+    summarise_blocks(kv, got, blocks if size != 48 else blocks[blocks > 0])
+    assert torch.equal(got.float().nan_to_num(99.0), want.float().nan_to_num(99.0)), (size, dtype)
+    assert int(got.isnan().all(-1).sum()) == 6 * 3
 print("equal")
 """
 

@@ -137,7 +137,16 @@ def test_padding_rows_of_a_captured_step_keep_nothing():
     rule = SparseSpec(block_size=BS, blocks=3)
     table = torch.zeros(3, PAGES, dtype=torch.int32)
     rows, summarise = decode_rows(rule, torch.tensor([30, 0, 0], dtype=torch.int32), table, PAGES)
-    assert rows.kept_len.tolist() == [10, 0, 0] and rows.width == 3 and summarise.shape == (3,)
+    assert rows.kept_len.tolist() == [10, 0, 0] and rows.width == 3
+    assert summarise.tolist() == [0, 0, 0]
+
+
+def test_a_step_summarises_the_pages_that_it_completes():
+    rule = SparseSpec(block_size=BS, blocks=3)
+    table = torch.arange(1, 1 + 4 * PAGES, dtype=torch.int32).view(4, PAGES)
+    lens = torch.tensor([BS, BS + 1, 3 * BS - 1, 5 * BS], dtype=torch.int32)
+    _, summarise = decode_rows(rule, lens, table, PAGES)
+    assert summarise.tolist() == [int(table[0, 0]), 0, 0, int(table[3, 4])]
 
 
 def _halves(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

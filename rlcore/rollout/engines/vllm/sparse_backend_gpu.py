@@ -13,8 +13,10 @@ FlashAttention's block table over `blocks * kv_heads` one-headed blocks.
 
 A decode step has fixed shapes, no synchronisation and no host data, so it can be captured in a CUDA
 graph: what changes from step to step is written into memory whose address stays
-(`sparse_rows_gpu.DecodeBuffers`). Each step summarises the page that every request is writing.
-Steps with several tokens a request are planned on the host and run eagerly. With
+(`sparse_rows_gpu.DecodeBuffers`). A page is summarised by the step that completes it. Steps with
+several tokens a request are planned on the host and run eagerly: each token is a row with pages of
+its own, also in prompts and recomputed prefixes, since the learner's forward attends by the rule
+there and a dense prefill would give other keys and values from the second layer on. With
 `sparse_prompt=False` attention is not captured: a captured decode step cannot tell the one prompt
 token that the prefix cache leaves over, which attends densely, from a response token.
 """
@@ -46,7 +48,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import StepPlan
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.prompt_lengths import bind_prompt_lengths
-from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks
+from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks, summarise_blocks
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
     Dense,
@@ -54,7 +56,6 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     attend_dense,
     attend_rows,
     mixed_rows,
-    summarise_pages,
 )
 from rlcore.rollout.engines.vllm.sparse_rule import StepPlanner, installed_rule, set_rule
 
@@ -79,7 +80,7 @@ class SparseGPUMetadata(FlashAttentionMetadata):
 
     rows: Rows | None = None
     dense: Dense | None = None
-    # [C] int64, physical blocks; None: the budget covers every context
+    # [C] int64, physical blocks, 0 for none; None: the budget covers every context
     summarise: torch.Tensor | None = None
 
 
@@ -178,7 +179,7 @@ class SparseGPUImpl(FlashAttentionImpl):
             )
         if len(self.summaries) != len(kv_cache):
             self._make_summaries(kv_cache)
-        summarise_pages(kv_cache, self.summaries, md.summarise)
+        summarise_blocks(kv_cache, self.summaries, md.summarise)
         if md.rows is None:
             return super().forward(
                 layer, query, key, value, kv_cache, md, output, output_scale, output_block_scale

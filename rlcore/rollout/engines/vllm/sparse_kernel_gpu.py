@@ -1,8 +1,10 @@
-"""Selection of block top-k attention as one Triton kernel: a program for each (row, KV head) scores
-the pages, keeps the best and writes their block table.
+"""Block top-k attention as two Triton kernels, each with a program for each (row, KV head). One
+scores the pages, keeps the best and writes their block table; the other summarises the page that a
+row's token completes, and reads nothing for all other rows.
 
-UNPROVEN on GPUs; under Triton's interpreter it equals `sparse_rows_gpu.kept_blocks`, the shared
-rule in plain torch. triton is imported directly: vLLM's CPU build puts a placeholder in its place.
+UNPROVEN on GPUs; under Triton's interpreter they equal `sparse_rows_gpu.kept_blocks` and
+`summarise_pages`, the shared rule in plain torch, to the bit. triton is imported directly: vLLM's
+CPU build puts a placeholder in its place.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlcore.rollout.engines.vllm.sparse_rows_gpu import Rows
+from rlcore.rollout.engines.vllm.sparse_rows_gpu import Rows, summarise_pages
 
 TILE = 32  # pages scored at one time
 
@@ -125,3 +127,60 @@ def select_blocks(
         TILE=TILE,
     )
     return out
+
+
+# As above.
+@triton.jit
+def _summarise_kernel(
+    keys,
+    summaries,
+    blocks,
+    block_stride,
+    head_stride,
+    key_stride,
+    heads,
+    dim,
+    SIZE: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """keys [blocks, heads, SIZE, >= dim], blocks [n] -> summaries [blocks, heads, dim] of those
+    blocks, 0 left out. SIZE is 2 ** HALVINGS."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    head = tl.program_id(1)
+    if block > 0:
+        d = tl.arange(0, DIM)
+        at = keys + block * block_stride + head * head_stride
+        at += tl.arange(0, SIZE)[:, None] * key_stride + d[None, :]
+        total = tl.load(at, mask=(d < dim)[None, :], other=0.0).to(tl.float32)
+        # the order of `block_topk.tree_sum`: the first half plus the second, until one is left
+        for i in tl.static_range(HALVINGS):
+            total = tl.sum(tl.reshape(total, [2, SIZE >> (i + 1), DIM]), 0)
+        mean = tl.reshape(total, [DIM]) / SIZE
+        to = summaries + (block * heads + head) * dim + d
+        if summaries.dtype.element_ty == tl.bfloat16:
+            # To nearest, ties to even, by hand: the interpreter's own cast cuts the bits off.
+            bits = mean.to(tl.int32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+            mean = bits.to(tl.float32, bitcast=True)
+        tl.store(to, mean.to(summaries.dtype.element_ty), mask=d < dim)
+
+
+def summarise_blocks(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
+    """`sparse_rows_gpu.summarise_pages` of those blocks that are not 0. A page size that is no
+    power of two goes the plain way."""
+    size, (_, heads, dim) = kv_cache.shape[2], summaries.shape
+    if size & (size - 1):
+        summarise_pages(kv_cache, summaries, blocks)
+    elif len(blocks):
+        _summarise_kernel[(len(blocks), heads)](
+            kv_cache,
+            summaries,
+            blocks,
+            *kv_cache.stride()[:3],
+            heads,
+            dim,
+            SIZE=size,
+            HALVINGS=size.bit_length() - 1,
+            DIM=triton.next_power_of_2(dim),
+        )

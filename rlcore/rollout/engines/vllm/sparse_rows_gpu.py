@@ -85,10 +85,11 @@ class Select(Protocol):
 def decode_rows(
     rule: SparseSpec, seq_lens: torch.Tensor, block_table: torch.Tensor, max_pages: int
 ) -> tuple[Rows, torch.Tensor]:
-    """The rows of a step with one token a request, and the physical block each is writing [R].
+    """The rows of a step with one token a request, and the physical block that each fills [R].
 
-    Fixed shapes, device only, so that it can be captured. Padding rows have length 0: one page,
-    nothing kept.
+    That is 0, which vLLM gives to no request, for a row whose token does not complete its page:
+    only complete pages are ever scored. Fixed shapes, device only, so that it can be captured.
+    Padding rows have length 0: one page, nothing kept.
     """
     bs = rule.block_size
     seq = seq_lens.long()
@@ -97,7 +98,8 @@ def decode_rows(
     budget = page_budget(rule, pages)
     kept = torch.where(seq > 0, (budget - 1) * bs + last % bs + 1, 0)
     rows = Rows(None, None, pages, budget, kept.int(), max_pages, rule.max_budget(max_pages))
-    return rows, block_table.gather(1, (pages - 1)[:, None])[:, 0].long()
+    own = block_table.gather(1, (pages - 1)[:, None])[:, 0].long()
+    return rows, torch.where((seq > 0) & (seq % bs == 0), own, 0)
 
 
 class DecodeBuffers:
@@ -113,21 +115,21 @@ class DecodeBuffers:
         self._pages = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._budget = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._kept = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._writing = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._filled = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
     def fill(self, seq_lens: torch.Tensor, block_table: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """`decode_rows` of this step, in the buffers.
 
         Rows beyond the step's become padding: a graph captured with more rows than the step has
-        requests keeps nothing for them, and summarises block 0, which vLLM gives to no request.
+        requests keeps nothing for them, and they fill no page.
         """
-        rows, writing = decode_rows(self._rule, seq_lens, block_table, self._max_pages)
+        rows, filled = decode_rows(self._rule, seq_lens, block_table, self._max_pages)
         n = len(rows.pages)
         for buffer, value, padding in (
             (self._pages, rows.pages, 1),
             (self._budget, rows.budget, 1),
             (self._kept, rows.kept_len, 0),
-            (self._writing, writing, 0),
+            (self._filled, filled, 0),
         ):
             buffer[:n].copy_(value)
             buffer[n:].fill_(padding)
@@ -140,7 +142,7 @@ class DecodeBuffers:
             rows.max_pages,
             rows.width,
         )
-        return held, self._writing[:n]
+        return held, self._filled[:n]
 
 
 def mixed_rows(
@@ -170,8 +172,11 @@ def mixed_rows(
 
 
 def summarise_pages(kv_cache: torch.Tensor, summaries: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Write the mean keys of physical pages into summaries [blocks, kv_heads, D], in their dtype.
-    blocks [C] int64."""
+    """Write the mean keys of physical pages into summaries [blocks, kv_heads, D], in their dtype:
+    the cache's, to which the learner rounds them too.
+
+    blocks [C] int64; what is written for block 0 is never read.
+    """
     keys = kv_cache[..., : summaries.shape[-1]].index_select(0, blocks)
     summaries.index_copy_(0, blocks, page_summaries(keys).to(summaries.dtype))
 
