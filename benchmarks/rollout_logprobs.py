@@ -1,6 +1,7 @@
-"""Throughput cost of storing the top 20 log-probs of every token, for an engine with a tiny model.
+"""Throughput cost of storing the top 20 log-probs of every token, for an engine with a tiny model
+or with a given one.
 
-    python benchmarks/rollout_logprobs.py [--rounds 5] [--tokens 64]
+    python benchmarks/rollout_logprobs.py [--model FOLDER] [--rounds 5] [--tokens 64]
 
 Prints tokens per second at k = -1 (no log-probs), 0 (the sampled token's) and 20 for several batch
 sizes, and the throughput lost against k = -1. Settings alternate, and the best round of each
@@ -78,10 +79,13 @@ def measure(folder: str, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a Hugging Face folder; by default a tiny model is made")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="length limit of a response")
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512])
     args = parser.parse_args()
+    if args.model is not None:
+        return measure(args.model, args)
     with tempfile.TemporaryDirectory() as folder:
         build_fresh_model(folder, ALPHABET, FreshModelSpec(), seed=0, max_len=MAX_LEN)
         measure(folder, args)
