@@ -32,6 +32,7 @@ NEEDS = {  # further options that one option requires
     "correction=[dppo]": ["algorithm=dppo"],
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],
+    "learner.distill.lora.publish=adapter": ["actor=sparse"],
     "cluster=ray": ["cluster.address=head:6379"],
     "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
     "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],

@@ -84,9 +84,8 @@ def start_learners(
     """
     groups, started = [], []
     for name, job in jobs.items():
-        group = RankGroup(
-            name, _spawn_ranks(hosting, buffer, job), timeout_s=hosting.schedule.step_timeout_s
-        )
+        handles = _spawn_ranks(hosting, buffer, job, name)
+        group = RankGroup(name, handles, timeout_s=hosting.schedule.step_timeout_s)
         place = rendezvous(
             group.handles,
             port=job.learner.port if name == POLICY else 0,
@@ -100,7 +99,9 @@ def start_learners(
     return RayLearner(groups, started, hosting, wire_dtype=wire_dtype)
 
 
-def _spawn_ranks(hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob) -> list[Any]:
+def _spawn_ranks(
+    hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob, name: str
+) -> list[Any]:
     actor = actor_class(
         LearnerActor,
         num_cpus=job.learner.num_cpus,
@@ -109,7 +110,7 @@ def _spawn_ranks(hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob) ->
         concurrency_groups=LEARNER_THREADS,
     )
     handle = None if buffer is None else buffer.handle
-    return [actor.remote(handle, hosting) for _ in range(job.learner.ranks)]
+    return [actor.remote(handle, hosting, name) for _ in range(job.learner.ranks)]
 
 
 def rollout_spawner(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,8 +13,11 @@ from rlcore.interfaces import WeightTransport
 from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver, GroupSender, Join
 
 
-def make_transport(hosting: Hosting) -> WeightTransport | None:
-    """This process's end of it; None for one that is a group (`make_sender`, `make_receiver`)."""
+def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport | None:
+    """This process's end of it; None for one that is a group (`make_sender`, `make_receiver`).
+
+    `sent`: the set that a learner sends by it.
+    """
     name = hosting.transport.transport
     bucket_bytes = hosting.transport.bucket_mib << 20
     if name == "object_store":
@@ -30,7 +34,8 @@ def make_transport(hosting: Hosting) -> WeightTransport | None:
     if name == "disk":
         from rlcore.weights.disk import DiskTransport
 
-        return DiskTransport(hosting.weights_folder, bucket_bytes=bucket_bytes)
+        folder = Path(hosting.weights_folder) / sent
+        return DiskTransport(folder, bucket_bytes=bucket_bytes)
     return None
 
 

@@ -18,6 +18,7 @@ from rlcore.rollout.answers import StopStrings
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.tasks.graders import GraderPool
 from rlcore.types import POLICY, SamplingSpec
+from rlcore.weights.adapters import AdapterShape
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
@@ -123,6 +124,7 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         logprobs_k=config.rollout.logprobs_k,
         policy_path=model_path if actor.draft_path else None,
         transfer=_engine_transfer(config),
+        adapter=_adapter(config, actor),
     )
     return RolloutJob(engine, tokenizer_path=model_path, stop=_stop(config))
 
@@ -130,6 +132,16 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
 def _stop(config: RunConfig) -> StopStrings:
     own = {label: config.rollout_of(label).stop for label in config.tasks}
     return StopStrings(config.rollout.stop, own)
+
+
+def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
+    """The adapter that an actor is sent by itself, if it is."""
+    learner, weights = config.learner, actor_weights(config, actor)
+    loras = {POLICY: learner.lora, SPARSE_COPY: learner.distill.lora if learner.distill else None}
+    lora = None if weights is None else loras.get(weights)
+    if lora is None or lora.publish == "merged":
+        return None
+    return AdapterShape(lora.rank, lora.targets)
 
 
 def _engine_transfer(config: RunConfig) -> Literal["nccl", "ipc"] | None:

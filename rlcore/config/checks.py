@@ -10,6 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.names import check_names
+from rlcore.config.publication import check_adapters, check_transport
 from rlcore.config.schema import AlgorithmSection, RunConfig
 from rlcore.config.task_checks import TASK_RULES
 from rlcore.corrections.specs import DvpSpec
@@ -226,55 +227,6 @@ def _sparse_learning(c: RunConfig) -> None:
     )
 
 
-def _transport(c: RunConfig) -> None:
-    transport = c.cluster.transport
-    # A broadcast reaches every member of the group with the same tensors.
-    several = c.learner.distill is not None or any(a.kind == "draft" for a in c.actor.values())
-    refuse(
-        several and c.cluster.joined,
-        f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
-        "with weights of their own: choose object_store or disk.",
-    )
-    if transport in ("nccl", "ipc"):
-        _engine_transfer(c, transport)
-
-
-def _engine_transfer(c: RunConfig, transport: str) -> None:
-    """Engines that receive weights by themselves, from GPU to GPU."""
-    gpus = {"learner": c.learner.num_gpus} | {
-        f"actor.{label}": actor.num_gpus for label, actor in c.actor.items()
-    }
-    without = [role for role, count in gpus.items() if count == 0]
-    refuse(
-        bool(without),
-        f"cluster.transport={transport} joins GPUs, and {' and '.join(without)} "
-        f"{'has' if len(without) == 1 else 'have'} num_gpus=0: use object_store or disk.",
-    )
-    shared = [role for role, count in gpus.items() if count < 1]
-    refuse(
-        transport == "nccl" and bool(shared),
-        f"cluster.transport=nccl cannot join two processes on one GPU, and {' and '.join(shared)} "
-        "asks for a share of one (num_gpus below 1): use ipc, or num_gpus=1.",
-    )
-    refuse(
-        transport == "ipc" and len(shared) < len(gpus),
-        "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
-        "actor.*.num_gpus must be shares of one, such as 0.5 each: use nccl for GPUs of their own.",
-    )
-    foreign = [label for label, actor in c.actor.items() if actor.engine != "vllm"]
-    refuse(
-        bool(foreign),
-        f"cluster.transport={transport} is vLLM's, and actor.{''.join(foreign[:1])}.engine is "
-        "another: use object_store or disk.",
-    )
-    dtypes = sorted({actor.compute_dtype for actor in c.actor.values()})
-    refuse(
-        len(dtypes) > 1,
-        f"cluster.transport={transport} sends one set of weights in one dtype, and actors have "
-        f"{' and '.join(dtypes)}: give every actor.*.dtype the same, or use object_store.",
-    )
-
-
 def _dvp(c: RunConfig) -> DvpSpec | None:
     found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
     return next(found, None)
@@ -296,5 +248,6 @@ RULES = (
     _ranks,
     _drafts,
     _sparse_learning,
-    _transport,
+    check_adapters,
+    check_transport,
 )

@@ -1,12 +1,13 @@
 """Low-rank adapters on linear layers of a causal LM. The file that imports PEFT.
 
-The base weights are frozen; what is published and exported is W + scale * B A under W's Hugging
-Face name, so that an engine serves one plain set of tensors and nothing of an adapter can fail to
-arrive.
+The base weights are frozen; what is exported, and with publish=merged published, is W + scale * B A
+under W's Hugging Face name: an engine then serves one plain set of tensors. With publish=adapter
+the factors travel alone (`weights/adapters.py`), and the engine computes PEFT's forward,
+x W + scale * (x A) B.
 
-In bfloat16 that sum is rounded, and an update smaller than half a unit in W's last place is lost.
-So that the learner's policy is the published one, its own forward then multiplies by the same
-rounded sum. In float32 it is PEFT's, x W + scale * (x A) B.
+In bfloat16 the sum is rounded, and an update smaller than half a unit in W's last place is lost. So
+that the learner's policy is the published one, its own forward then multiplies by the same rounded
+sum where that is published. Otherwise, and in float32, it is PEFT's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import UserError
 from rlcore.learner.specs import LoraSpec
+from rlcore.weights.adapters import factor_names
 
 _ADAPTER = "default"
 _BASE = ".base_layer."
@@ -55,6 +57,8 @@ def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
             raise UserError(
                 f"{key}.targets={list(spec.targets)} names no linear layer of the model."
             ) from e
+    if spec.publish == "adapter":
+        return  # the engine computes what PEFT does
     # float32 keeps PEFT's forward: there the sum is rounded as finely as everything else
     for layer in adapted_layers(lm).values():
         base = layer.get_base_layer()
@@ -81,6 +85,14 @@ def factors(layer: LoraLayer) -> list[nn.Parameter]:
     """A [r, in] and B [out, r]."""
     linears: list[Any] = [layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]]
     return [linear.weight for linear in linears]
+
+
+def published_factors(name: str, layer: LoraLayer) -> dict[str, tuple[nn.Parameter, float]]:
+    """Names of the factors of the adapted weight `name` as they are published, and by what each is
+    multiplied before (`weights/adapters.py`)."""
+    a, b = factors(layer)
+    name_a, name_b = factor_names(name)
+    return {name_a: (a, 1.0), name_b: (b, layer.scaling[_ADAPTER])}
 
 
 def merged(weight: Tensor, layer: LoraLayer) -> Tensor:

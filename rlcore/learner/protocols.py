@@ -80,6 +80,15 @@ class TrainEngine(Protocol):
         count.
         """
 
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The same as `shapes` of what `adapter` gives. Not collective."""
+
+    def adapter(
+        self, only: Collection[str] | None = None, *, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every (name, whole copy in float32) of the adapter's factors as they are published
+        (`weights/adapters.py`); the arguments and the ranks are as of `weights`."""
+
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every (parameter name, whole float32 CPU copy) of what is trained.
 
@@ -114,6 +123,7 @@ class Companion(Protocol):
 
     name: str
     engine: TrainEngine
+    adapter_alone: bool  # published as an adapter, for engines that have the policy's set as well
 
     def step(self, batch: StepBatch, step: int, advantages: Tensor) -> dict[str, float]:
         """One optimizer step on a batch that the policy has just been trained on; metrics.

@@ -13,6 +13,7 @@ from rlcore.spec import Spec, refuse, setting
 from rlcore.types import SamplingSpec
 
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
+LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
 LrSchedule = Literal["constant", "linear", "cosine"]
 
 
@@ -25,6 +26,18 @@ class LoraSpec(Spec):
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "names of the adapted linear layers",
     )
+    publish: Literal["merged", "adapter"] = setting(
+        "merged",
+        "what actors are sent: the sum of weights and adapter, or the adapter alone, which they "
+        "compute beside their own weights (less to send, slower to decode on CPU)",
+    )
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.publish == "adapter" and self.rank > LARGEST_RANK,
+            f"{key}.publish=adapter with {key}.rank={self.rank} is beyond what vLLM serves: use at "
+            f"most rank={LARGEST_RANK}, or publish=merged.",
+        )
 
 
 class DistillSpec(Spec):

@@ -33,6 +33,22 @@ class RankState:
         """Names of the sets of weights that `published_weights` gives."""
         return (POLICY, *(companion.name for companion in self.companions))
 
+    @property
+    def over_policy(self) -> tuple[str, ...]:
+        """Those of them that are adapters on the policy's set, which an engine loads with it."""
+        return tuple(c.name for c in self.companions if c.adapter_alone)
+
+    def _is_adapter(self, name: str) -> bool:
+        lora = self.job.learner.lora
+        if name == POLICY:
+            return lora is not None and lora.publish == "adapter"
+        return name in self.over_policy
+
+    def published_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a published set, in the order in which it comes. Not collective."""
+        engine = self.engine_of(name)
+        return engine.adapter_shapes() if self._is_adapter(name) else engine.shapes()
+
     def engine_of(self, name: str) -> TrainEngine:
         """The engine of a published set. Raises KeyError for another name."""
         engines = {companion.name: companion.engine for companion in self.companions}
@@ -48,12 +64,15 @@ class RankState:
         everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by Hugging Face name in `dtype`, one at a time, adapters merged, tied ones
-        once; `only` those named, if any are. On the CPU, or `on_device`, where training must wait.
+        once, or the factors of an adapter that is published alone; `only` those named, if any are.
+        On the CPU, or `on_device`, where training must wait.
 
         `name`: one of `published`. Gives nothing on ranks other than 0, unless `everywhere`; all
         ranks must exhaust it.
         """
-        for n, w in self.engine_of(name).weights(only, on_device=on_device):
+        engine = self.engine_of(name)
+        read = engine.adapter if self._is_adapter(name) else engine.weights
+        for n, w in read(only, on_device=on_device):
             if everywhere or self.rank == 0:
                 yield n, w.to(DTYPES[dtype])
 

@@ -9,6 +9,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.models.specs import FreshModelSpec
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec
+from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import RoundingSpec
 
 
@@ -240,6 +241,8 @@ class EngineJob:
     version: int = 0  # policy version of the weights in model_path
     # how its workers receive weights by themselves; None: they are given them
     transfer: Literal["nccl", "ipc"] | None = None
+    # published by itself, over the weights in model_path; None: whole weights are published
+    adapter: AdapterShape | None = None
 
     @property
     def key(self) -> str:

@@ -2,6 +2,7 @@
 published to whom."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,62 @@ def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_pa
     assert {n for n in start if not (start[n] == merged[n]).all()} == {
         n for n in start if "_proj" in n
     }
+
+
+def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path):
+    """In flight, over gloo and the disk, through a resume: the engine has what the learner
+    differentiates."""
+    run_dir = tmp_path / "run"
+    words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
+    alone = "learner.lora={publish:adapter}"
+    _run(command, *words, alone, "cluster.transport=gloo", "schedule.steps=2")
+    more = ("resume=auto", "cluster.transport=disk", "schedule.steps=4")
+    _run(command, "train", f"run_dir={run_dir}", *more)
+    found = rows(run_dir)
+    assert len(found) == 4 and any(r["grad_norm"] > 0 for r in found)
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found)
+    assert found[-1]["eval/policy_version"] == 4
+    published = load_file(next((run_dir / "weights" / "policy").glob("*00000004*")))
+    assert published and all(".lora_" in name for name in published)
+
+
+def test_a_replaced_actor_has_the_adapter(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    words = (
+        "experiment=lora",
+        "schedule=on_policy",
+        "schedule.steps=1000",
+        "cluster.heartbeat_s=1",
+    )
+    alone = "learner.lora={publish:adapter}"
+    run = command("train", *small[1:], *words, alone, f"run_dir={run_dir}")
+    run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
+    actors = [p for p in run.descendants() if "RolloutActor" in " ".join(p.cmdline())]
+    actors[0].kill()
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(180) == 130, run.text[-3000:]
+    assert "bf16-0 is replaced" in run.text
+    found = rows(run_dir)
+    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found)
+    assert any(r["grad_norm"] > 0 for r in found[:at])
+
+
+def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(command, small, tmp_path):
+    words = ("train", *small, *SPARSE, "schedule.steps=3")
+    runs = {}
+    for publish in ("merged", "adapter"):
+        run_dir = tmp_path / publish
+        distill = f"learner.distill={{lr:1e-2,lora:{{publish:{publish}}}}}"
+        _run(command, *words, distill, f"run_dir={run_dir}", "cluster.transport=disk")
+        runs[publish] = rows(run_dir)
+        sets = {p.parent.name: set(load_file(p)) for p in (run_dir / "weights").glob("*/*0003*")}
+        assert set(sets) == {"policy", "sparse"}
+        assert sets["sparse"].isdisjoint(sets["policy"]) == (publish == "adapter")
+    for one, other in zip(runs["merged"], runs["adapter"], strict=True):
+        for key in ("mismatch/kl_k1", "distill/actor_abs_dlogp_mean", "loss/distill_kl"):
+            assert one[key] == pytest.approx(other[key], abs=1e-4)
 
 
 def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_path):

@@ -42,6 +42,22 @@ def test_a_publication_holds_every_set_of_weights():
     assert beside - alone == 4 * sizes.fresh_parameters(draft, len(TOKENIZER))
 
 
+@pytest.mark.parametrize("heads", [2, 4])
+def test_an_adapter_that_is_published_alone_is_all_that_is_sent(tmp_path, heads):
+    lora = "learner.lora={rank:4,publish:adapter}"
+    shape = ("model.fresh.kv_heads=2", f"model.fresh.heads={heads}")
+    spec = load(["run_dir=x", *shape]).model.fresh
+    folder = build_fresh_model(tmp_path / "model", ALPHABET, spec, seed=0, max_len=64)
+    shapes = sizes.read_shapes(folder)
+    adapted = [s for n, s in shapes.items() if "_proj." in n]
+    expected = 4 * sum(4 * (rows + columns) for rows, columns in adapted)
+    assert published(lora, *shape) == expected
+    assert published(lora, f"model.path={folder}") == expected
+    assert {n: shapes[n] for n in sizes.linear_shapes(spec)} == sizes.linear_shapes(spec)
+    sparse = published("actor=sparse", "learner.distill={lora:{rank:4,publish:adapter}}", *shape)
+    assert sparse == published(*shape) + expected
+
+
 def test_only_the_object_store_must_hold_it():
     def stored(*words):
         return sizes.stored_bytes(load(["run_dir=x", *words]), TOKENIZER)

@@ -6,6 +6,7 @@ from rlcore.config.compose import load
 from rlcore.errors import UserError
 
 DISTILL = "learner.distill={}"
+ADAPTER = "learner.lora={publish: adapter}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
@@ -229,6 +230,34 @@ REFUSED = [  # words; parts that the sentence must hold
         ["cluster.transport=gloo", "object_store or disk"],
     ),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
+    (
+        ["learner.lora={publish: adapter, rank: 513}"],
+        ["learner.lora.publish=adapter", "learner.lora.rank=513", "rank=512", "publish=merged"],
+    ),
+    (
+        [*GPUS, ADAPTER, "cluster.transport=nccl"],
+        ["learner.lora.publish=adapter", "cluster.transport=nccl", "object_store", "merged"],
+    ),
+    (
+        ["experiment=draft_cotrain", ADAPTER],
+        ["learner.lora.publish=adapter", "learner.draft", "publish=merged"],
+    ),
+    (
+        ["actor=[bf16,fp8]", ADAPTER],
+        ["learner.lora.publish=adapter", "actor.fp8", "quantises", "publish=merged"],
+    ),
+    (
+        [ADAPTER, "actor.bf16.rounding=int4"],
+        ["learner.lora.publish=adapter", "actor.bf16", "int4", "rounding=none"],
+    ),
+    (
+        [ADAPTER, "actor.bf16.engine=mine.py:Engine"],
+        ["learner.lora.publish=adapter", "actor.bf16.engine=mine.py:Engine", "publish=merged"],
+    ),
+    (
+        ["actor=sparse", "learner.distill={lora:{publish: adapter}}", "actor.sparse.engine=x.py:E"],
+        ["learner.distill.lora.publish=adapter", "actor.sparse.engine=x.py:E"],
+    ),
     (
         ["actor=draft", "actor.draft.draft_path=y", "evaluation.dense_actor=false"],
         ["evaluation.dense_actor=false", "actor.draft"],

@@ -56,6 +56,28 @@ def train_adapters(
     }
 
 
+def published_adapter(
+    rank: int, world: int, port: int, model: str, stage: int, dtype: str
+) -> dict[str, Any]:
+    """What is published of the same training as an adapter alone, as merged weights, and the
+    learner's own scores of each."""
+    out: dict[str, Any] = {}
+    for publish in ("adapter", "merged"):
+        lora = {**LORA, "alpha": 6.0, "publish": publish}
+        options = {"zero_stage": stage, "dtype": dtype, "lora": lora, "lr": 1e-2}
+        one = learner(rank, world, port, model, **options)
+        for s in range(2):
+            one.begin_phase([share(make_groups(5, seed=s, first_id=10 * s), rank, world)])
+            one.train_step(s)
+        weights = dict(one.published_weights(POLICY, dtype))
+        out[publish] = {name: w.float().numpy() for name, w in weights.items()}
+        out[f"{publish} shapes"] = one.published_shapes(POLICY)
+        some = list(out[f"{publish} shapes"])[1:3]
+        out[f"{publish} some"] = [n for n, _ in one.published_weights(POLICY, dtype, some)]
+        out[f"{publish} scores"] = [np.asarray(score) for score in one.score(SEQUENCES)]
+    return out
+
+
 def published_bfloat16(
     rank: int, world: int, port: int, model: str, stage: int
 ) -> dict[str, dict[str, np.ndarray] | list[np.ndarray]]:

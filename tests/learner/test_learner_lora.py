@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 from learner_helpers import on_ranks, small_model
-from lora_jobs import LORA, PAIRS, published_bfloat16, train_adapters
+from lora_jobs import LORA, PAIRS, published_adapter, published_bfloat16, train_adapters
 from safetensors.torch import load_file
 
 from rlcore.errors import UserError
+from rlcore.weights.adapters import AdapterShape, adapter_shapes, factor_names
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -62,6 +63,53 @@ def test_merged_weights_are_the_adapter_model(model, tmp_path, world, stage):
     assert saved and all(".lora_" in n for n in saved)
     assert all(np.array_equal(out["after"][n], out["resumed"][n]) for n in out["after"])
     assert out["norms"][0] == out["norms"][1]
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+def test_an_adapter_published_alone_is_what_the_merged_weights_gained(model, world, stage):
+    out = on_ranks(world, published_adapter, model, stage, "float32")[0]
+    base = load_file(f"{model}/model.safetensors")
+    adapter = AdapterShape(LORA["rank"], tuple(LORA["targets"]))
+    # what an actor works out from its model's folder alone
+    expected = adapter_shapes({n: tuple(w.shape) for n, w in base.items()}, adapter)
+    assert out["adapter shapes"] == expected
+    assert {n: w.shape for n, w in out["adapter"].items()} == expected
+    for kind in ("adapter", "merged"):
+        assert list(out[kind]) == list(out[f"{kind} shapes"])
+        assert out[f"{kind} some"] == list(out[kind])[1:3]
+    changed = 0
+    for name, merged in out["merged"].items():
+        a, b = (out["adapter"].get(n) for n in factor_names(name))
+        gained = 0.0 if a is None else b @ a
+        np.testing.assert_allclose(merged, base[name].numpy() + gained, atol=1e-6)
+        changed += a is not None and np.abs(gained).max() > 1e-3
+    assert changed == len(expected) // 2
+    for mine, other in zip(out["adapter scores"], out["merged scores"]):
+        np.testing.assert_allclose(mine, other, atol=2e-6)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
+def test_in_bfloat16_an_adapter_published_alone_is_not_rounded_into_the_weights(
+    model, world, stage
+):
+    """The learner then computes as the engine does: the product of the adapter beside that of the
+    weights."""
+    from transformers import AutoModelForCausalLM
+
+    out = on_ranks(world, published_adapter, model, stage, "bfloat16")[0]
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    factors = {n: torch.from_numpy(w).bfloat16() for n, w in out["adapter"].items()}
+    for name, layer in lm.named_modules():
+        a, b = (factors.get(n) for n in factor_names(f"{name}.weight"))
+        if a is not None:
+            layer.register_forward_hook(lambda _, args, y, a=a, b=b: y + (args[0] @ a.t() @ b.t()))
+    for (prompt, answer), theirs in zip(PAIRS, out["adapter scores"]):
+        with torch.no_grad():
+            hidden = lm.base_model(torch.tensor([[*prompt, *answer]])).last_hidden_state[0]
+            logits = (hidden @ lm.lm_head.weight.t()).float() / 0.8
+        logp = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        mine = logp.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(mine, theirs, atol=2e-2)
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])

@@ -15,7 +15,7 @@ from rlcore.cluster.write_behind import Discarded, WriteBehind
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.serialization import load_group
-from rlcore.types import Group, WeightManifest
+from rlcore.types import POLICY, Group, WeightManifest
 from rlcore.weights.group import Receivers
 
 PHASE_WEIGHTS = "phase_weights.safetensors"
@@ -26,9 +26,12 @@ LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}
 class LearnerActor:
     """One rank of a learner: the policy's, or of a companion that has ranks of its own."""
 
-    def __init__(self, buffer: Any, hosting: Hosting) -> None:
+    def __init__(self, buffer: Any, hosting: Hosting, group: str = POLICY) -> None:
+        """`group`: the name that the ranks' own model has among the published sets."""
         self._buffer = buffer
         self._hosting = hosting
+        self._group = group
+        self._transports: dict[str, Any] = {}  # name of a published set -> its own
         self._joined = hosting.transport.joined
         self._writing: list[WriteBehind] = []  # of the last `save` and of abandoned ones
         self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
@@ -36,12 +39,11 @@ class LearnerActor:
         self._phase_weights: dict[str, Any] = {}
 
     def start(self, job: LearnerJob, place: RankPlace) -> int:
-        from rlcore.cluster.transports import make_sender, make_transport
+        from rlcore.cluster.transports import make_sender
         from rlcore.learner.rank import LearnerRank
 
         self.rank = LearnerRank(job, place)
         self._run_seed = job.run_seed
-        self.transport: Any = make_transport(self._hosting)
         self.sender: Any = make_sender(self._hosting, place.rank) if self._joined else None
         return os.getpid()
 
@@ -103,9 +105,19 @@ class LearnerActor:
 
     # ---- weights ---------------------------------------------------------------------------------
 
-    def published(self) -> list[str]:
-        """Names of the sets of weights that these ranks publish."""
-        return list(self.rank.published)
+    def published(self) -> dict[str, bool]:
+        """Names of the sets of weights that these ranks publish, and whether each is an adapter on
+        the policy's set."""
+        return {name: name in self.rank.over_policy for name in self.rank.published}
+
+    def _transport(self, name: str) -> Any:
+        """Sets of one version would otherwise share a file (transport=disk)."""
+        from rlcore.cluster.transports import make_transport
+
+        if name not in self._transports:
+            called = self._group if name == POLICY else name
+            self._transports[name] = make_transport(self._hosting, called)
+        return self._transports[name]
 
     def publish(
         self, version: int, name: str, dtype: str, full: bool, resumed: str | None
@@ -121,7 +133,7 @@ class LearnerActor:
         if resumed is not None:
             self._load_phase_weights(resumed)
         read = partial(self.rank.published_weights, name, dtype)
-        shapes = self.rank.engine_of(name).shapes()
+        shapes = self.rank.published_shapes(name)
         manifest = announce(version, shapes, dtype, read, full=full, seed=self._run_seed)
         if self._joined:
             return (manifest, None) if self.rank.rank == 0 else None
@@ -129,7 +141,7 @@ class LearnerActor:
             # gathering is collective, and there is nothing to send here
             deque(read(), maxlen=0)
             return None
-        return manifest, self.transport.publish(manifest, read())
+        return manifest, self._transport(name).publish(manifest, read())
 
     def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> None:
         """Send the set that was announced to actors that have stopped for it (all ranks take part);
@@ -147,7 +159,7 @@ class LearnerActor:
     def follow(self, manifest: WeightManifest, handle: Any) -> None:
         """Take these weights as the frozen policy that KL is taken to (a draft's learner follows
         the policy)."""
-        for bucket in self.transport.receive(manifest, handle):
+        for bucket in self._transport(POLICY).receive(manifest, handle):
             self.rank.load_frozen(bucket)
 
     # ---- state -----------------------------------------------------------------------------------

@@ -86,10 +86,11 @@ class RolloutActor:
     ) -> dict[str, float]:
         """Receive, load between two engine steps, and verify arrival. Returns seconds of each
         part."""
+        from rlcore.weights.parts import receive
         from rlcore.weights.stream import announced
 
         limit = self._publish_timeout_s
-        waited = Waited(self.transport.receive(manifest, handle))
+        waited = Waited(receive(self.transport, manifest, handle))
         loading = self.worker.update_weights(
             manifest.version,
             announced(manifest, waited),

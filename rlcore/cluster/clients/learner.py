@@ -15,6 +15,7 @@ from rlcore.cluster.receivers import RayReceivers
 from rlcore.learner.sequences import TokenSequence
 from rlcore.loop.clients import ActorClient, Batch, LearnerClient, Publication
 from rlcore.types import POLICY
+from rlcore.weights.parts import InParts, together
 
 ANSWER_S = 5.0  # beyond its own deadline, for a rank to report that it has passed
 # What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">
@@ -47,7 +48,8 @@ class RayLearner(LearnerClient):
         self.starting = list(started)
         self._groups = list(groups)
         self._wire_dtype = wire_dtype
-        self._sets: dict[str, list[str]] = {}  # names of the sets that a group's ranks publish
+        # the sets that a group's ranks publish, and whether each is an adapter on the policy's
+        self._sets: dict[str, dict[str, bool]] = {}
 
     def _folders(self, folder: str | None) -> Iterator[tuple[RankGroup, str | None]]:
         """Each group with its folder of a checkpoint whose policy part is `folder`."""
@@ -131,14 +133,17 @@ class RayLearner(LearnerClient):
         if group.name not in self._sets:
             what = "reading the names of its weights"
             self._sets[group.name] = await group.call(lambda rank: rank.published.remote(), what)
-        own, sets = self._sets[group.name], {}
-        for name in own:
+        sets: dict[str, Any] = {}
+        start = resumed
+        for name, over_policy in self._sets[group.name].items():
             called = group.name if name == POLICY else name
-            # The first set's call loads the weights kept at the phase's start, of all sets.
-            start = resumed if name == own[0] else None
             sets[called] = await group.call(
                 self._publish(version, name, full, start), f"{called} weights of version {version}"
             )
+            start = None  # the first call has loaded the weights kept at the phase's start, of all
+            if over_policy:
+                parts = [sets[group.name], sets[called]]
+                sets[called] = together([manifest for manifest, _ in parts]), InParts(parts)
         return sets
 
     def _publish(self, version: int, name: str, full: bool, resumed: str | None) -> Ask:

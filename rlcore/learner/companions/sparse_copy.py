@@ -80,6 +80,7 @@ class SparseCopy(Companion):
     ) -> None:
         """`engine` holds an adapted model of the same folder as `policy`'s."""
         self.engine = engine
+        self.adapter_alone = distill.lora.publish == "adapter"
         self._job = job
         self._distill = distill
         self._policy = policy

@@ -28,7 +28,14 @@ from rlcore.learner.engines.learning_rate import RateSchedule
 from rlcore.learner.engines.zero_state import ZeroState
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
-from rlcore.learner.lora import adapted_layers, factors, is_adapter, merged, plain_name
+from rlcore.learner.lora import (
+    adapted_layers,
+    factors,
+    is_adapter,
+    merged,
+    plain_name,
+    published_factors,
+)
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
@@ -164,6 +171,26 @@ class ZeroEngine(TrainEngine):
                     yield name, whole.to("cpu", copy=True)
                 else:  # a gathered weight is freed when the next one is asked for
                     yield name, whole.clone() if self._stage == 3 else whole
+
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        found = {n: p for n, (p, _) in self._factors()}
+        return {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in found.items()}
+
+    def adapter(
+        self, only: Collection[str] | None = None, *, on_device: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        import deepspeed
+
+        for name, (p, scale) in self._factors():
+            if only is not None and name not in only:
+                continue
+            with deepspeed.zero.GatheredParameters([p], enabled=self._stage == 3):
+                scaled = p.detach().float() * scale
+            yield name, scaled if on_device else scaled.cpu()
+
+    def _factors(self) -> Iterator[tuple[str, tuple[nn.Parameter, float]]]:
+        for name, layer in self._adapted.items():
+            yield from published_factors(name, layer).items()
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._state.weights()

@@ -14,6 +14,7 @@ from rlcore.models.specs import FreshModelSpec
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request, Trajectory
+from rlcore.weights.adapters import AdapterShape
 
 ALPHABET = "0123456789abcdefghijklmnop =+-"
 SHAPE = dict(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate_size=96)
@@ -56,11 +57,23 @@ def build_model(folder: Path, seed: int, **changes: Any) -> Model:
     return Model(folder, load_file(folder / "model.safetensors"), hf)
 
 
-def make_job(model: Model, *, max_len: int = 256, logprobs_k: int = 20, **actor: Any) -> EngineJob:
+def make_job(
+    model: Model,
+    *,
+    max_len: int = 256,
+    logprobs_k: int = 20,
+    adapter: AdapterShape | None = None,
+    **actor: Any,
+) -> EngineJob:
     """The job of a small engine; `actor`: settings of `ActorSpec`."""
     settings = {"max_num_seqs": 16, "kv_cache_gib": 0.05, **actor}
     return EngineJob(
-        ActorSpec(**settings), "bf16-0", str(model.path), max_len=max_len, logprobs_k=logprobs_k
+        ActorSpec(**settings),
+        "bf16-0",
+        str(model.path),
+        max_len=max_len,
+        logprobs_k=logprobs_k,
+        adapter=adapter,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from rlcore.rollout.engines.vllm.adapter_folder import buffer_rank
 from rlcore.rollout.engines.vllm.folder_loader import LOAD_FORMAT
 from rlcore.rollout.engines.vllm.noise import NoiseProcessor
 from rlcore.rollout.engines.vllm.quantization import quantization_options
@@ -43,6 +44,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         worker_extension_cls=f"{WorkerSide.__module__}.{WorkerSide.__name__}",
         seed=0,  # requests have seeds of their own
         **_transfer_options(job),
+        **_adapter_options(job),
         **quantization_options(actor),
         **_head_options(actor),
         **_cpu_options(actor),
@@ -63,6 +65,18 @@ def _transfer_options(job: EngineJob) -> dict[str, Any]:
     if job.transfer is None:
         return {}
     return {"weight_transfer_config": WeightTransferConfig(backend=BACKENDS[job.transfer])}
+
+
+def _adapter_options(job: EngineJob) -> dict[str, Any]:
+    """Room for one adapter, which is replaced in place by every publication."""
+    if job.adapter is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": buffer_rank(job.adapter.rank),
+        "lora_target_modules": [t.rpartition(".")[2] for t in job.adapter.targets],
+    }
 
 
 def _cpu_options(actor: ActorSpec) -> dict[str, Any]:

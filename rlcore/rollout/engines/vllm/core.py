@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,6 +27,9 @@ from rlcore.rollout.engines.vllm.shared_tensors import shared_file
 from rlcore.rollout.specs import EngineJob
 from rlcore.types import FinishReason, SamplingSpec
 
+# The adapter of every request, where the job has one. vLLM reads no folder of this name: an adapter
+# is loaded before the first request, and replaced in place.
+_ADAPTER = LoRARequest("published", 1, "published")
 _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
 
 
@@ -40,6 +44,7 @@ class VllmCore(DecodeCore):
         self._ranks = job.actor.tensor_parallel
         self._temperature_scale = job.actor.temperature_scale
         self._vocab = vocab
+        self._adapter = None if job.adapter is None else _ADAPTER
         self._llm = _start(job, vocab)
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
@@ -65,6 +70,7 @@ class VllmCore(DecodeCore):
             name,
             prompt,  # type: ignore[arg-type]
             params,
+            lora_request=self._adapter,
             supported_tasks=self._tasks,
         )
         core_request.external_req_id = name
@@ -152,6 +158,12 @@ class VllmCore(DecodeCore):
             return self.rpc(method, tensors, *args)
         with shared_file(tensors) as path:
             return self.rpc("rl_with_file", method, path, *args)
+
+    def load_adapter(self, folder: str) -> None:
+        """Replace the adapter of all requests on every rank, by that of a PEFT folder."""
+        new = LoRARequest(_ADAPTER.lora_name, _ADAPTER.lora_int_id, folder, load_inplace=True)
+        if not self._llm.add_lora(new):
+            raise RuntimeError("vLLM did not load the adapter that was published")
 
     def close(self) -> None:
         """Stop the engine and free its memory."""

@@ -34,7 +34,7 @@ class VllmEngine(RolloutEngine):
         check_model(job)
         vocab = int(read_config(job.model_path)["vocab_size"])
         self.core = VllmCore(job, vocab)
-        self._weights = HeldWeights(job.model_path, self.core, job.actor)
+        self._weights = HeldWeights(job.model_path, self.core, job.actor, job.adapter)
         self._keep_kv = job.actor.kv_on_update == "keep"
         self._book = RequestBook(
             self.core,

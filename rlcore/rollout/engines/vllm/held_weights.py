@@ -11,8 +11,10 @@ import torch
 
 from rlcore.interfaces import WeightStream
 from rlcore.models.folder import read_shapes, read_weights
+from rlcore.rollout.engines.vllm.adapter_folder import adapter_folder
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.transfer import EngineTransfer
+from rlcore.weights.adapters import AdapterShape, adapter_shapes
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.rounding import round_weights
 from rlcore.weights.stream import whole
@@ -25,12 +27,20 @@ class ModelRanks(Protocol):
 
     def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any: ...
 
+    def load_adapter(self, folder: str) -> None: ...
+
 
 class HeldWeights:
     """Loads sets of weights into an engine's ranks and reports what they hold of them."""
 
-    def __init__(self, model_path: str, ranks: ModelRanks, actor: ActorSpec) -> None:
-        """`ranks` have just loaded `model_path`."""
+    def __init__(
+        self,
+        model_path: str,
+        ranks: ModelRanks,
+        actor: ActorSpec,
+        adapter: AdapterShape | None = None,
+    ) -> None:
+        """`ranks` have just loaded `model_path`. `adapter`: published over it; nothing at first."""
         self._ranks = ranks
         self._rounding = actor
         self._dtype: torch.dtype = getattr(torch, actor.compute_dtype)
@@ -42,25 +52,33 @@ class HeldWeights:
         self._to_prove: Callable[[], Mapping[str, torch.Tensor]] | None = partial(
             read_weights, model_path
         )
+        self._adapter = adapter
+        self._factors = {} if adapter is None else adapter_shapes(self._shapes, adapter)
         self._ranks.rpc("rl_check_live")
         if actor.rounding != "none":
             self.load(whole(read_weights(model_path)))
+        if adapter is not None:
+            # requests have an adapter from the first one on, and keep it through every update
+            self.load(whole({n: torch.zeros(s) for n, s in self._factors.items()}))
 
     def names(self) -> list[str]:
         """Hugging Face names of all weights, tied ones once."""
         return list(self._shapes)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ValueError, naming the weight, unless these are exactly the model's names and
-        shapes."""
-        if shapes == self._shapes:
+        """Raise ValueError, naming the weight, unless these are exactly the names and shapes of the
+        model, or of its adapter, or of both where the actor has one."""
+        expected = self._factors or self._shapes
+        if self._factors and not shapes.keys().isdisjoint(self._shapes):
+            expected = self._shapes | self._factors
+        if shapes == expected:
             return
-        for name in [*self._shapes, *shapes]:
-            if shapes.get(name) != self._shapes.get(name):
+        for name in [*expected, *shapes]:
+            if shapes.get(name) != expected.get(name):
                 raise ValueError(
                     f"weights do not fit the engine's model: {name} is "
                     f"{shapes.get(name, 'missing')}, the model has "
-                    f"{self._shapes.get(name, 'no such weight')}"
+                    f"{expected.get(name, 'no such weight')}"
                 )
 
     def load(self, weights: WeightStream) -> None:
@@ -73,14 +91,28 @@ class HeldWeights:
         self._proven = {}
         keep = self._kept_for_proof(weights.proven)
         kept: dict[str, torch.Tensor] = {}
-        self._ranks.rpc("rl_begin_load", self._quantised)
+        factors: dict[str, torch.Tensor] = {}
+        base = [n for n in weights.shapes if n not in self._factors]
+        if base:
+            self._ranks.rpc("rl_begin_load", self._quantised)
         for bucket in weights.buckets:
-            self._ranks.send("rl_load", self._served(bucket))
+            served = self._served(bucket)
+            factors |= {n: t.clone() for n, t in served.items() if n in self._factors}
+            if rest := {n: t for n, t in served.items() if n not in self._factors}:
+                self._ranks.send("rl_load", rest)
             kept |= {n: t for n, t in bucket.items() if n in keep}
-            del bucket  # freed before the next one is asked for
-        self._ranks.rpc("rl_end_load", list(weights.shapes))
+            del bucket, served, rest  # freed before the next one is asked for
+        if base:
+            self._ranks.rpc("rl_end_load", base)
+        if factors:
+            self._load_adapter(factors)
         if self._quantised:
             self._to_prove = lambda: kept
+
+    def _load_adapter(self, factors: Mapping[str, torch.Tensor]) -> None:
+        assert self._adapter is not None
+        with adapter_folder(factors, self._adapter.rank) as folder:
+            self._ranks.load_adapter(folder)
 
     def receive(self, transfer: EngineTransfer, proven: Collection[str] | None) -> None:
         """Have vLLM's workers receive a set by themselves; `proven`: what will be asked for.
@@ -136,14 +168,18 @@ class HeldWeights:
         KeyError for a name that the model lacks.
         """
         wanted = list(names)
-        if unknown := [n for n in wanted if n not in self._shapes]:
+        if unknown := [n for n in wanted if n not in self._shapes and n not in self._factors]:
             raise KeyError(f"the engine's model has no weight {unknown[0]}")
+        factors = [n for n in wanted if n in self._factors]
+        wanted = [n for n in wanted if n in self._shapes]
         quantised: dict[str, list[str]] = (
             self._ranks.rpc("rl_quantised", wanted) if self._quantised else {}
         )
         self._prove(quantised)
         plain = [n for n in wanted if n not in quantised]
         held: dict[str, int] = self._ranks.rpc("rl_checksums", self._shapes, plain)
+        if factors:
+            held |= self._ranks.rpc("rl_adapter_checksums", self._factors, factors)
         held = {
             n: self._arrived[n][0] if self._arrived.get(n, (0, 0))[1] == c else c
             for n, c in held.items()

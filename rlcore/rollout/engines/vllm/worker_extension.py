@@ -10,7 +10,7 @@ names. Its ranks are torch.distributed's default group.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from rlcore.weights.checksum import tensor_checksum
 
 DIFFERENT = -1  # no tensor's checksum
+_BASE = ".base_layer."  # between the names of an adapted layer and of its parameters
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # of a weight that is not quantised
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -53,7 +54,12 @@ class WeightExtension:
         """Load a bucket of the set."""
         model = self.model_runner.model
         given = ((n, t) for n, t in tensors.items() if n not in second_names(model))
-        self.rl_loaded |= set(model.load_weights(given))
+        self.rl_loaded |= {n.replace(_BASE, ".") for n in model.load_weights(given)}
+
+    def _adapted(self) -> Mapping[str, Any]:
+        """vLLM's adapted layers by name; none in an engine without adapters."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return {} if manager is None else manager._adapter_manager.modules
 
     @torch.no_grad()
     def rl_end_load(self, names: list[str]) -> None:
@@ -94,9 +100,16 @@ class WeightExtension:
         vLLM stops listening to the other ranks at the first exception.
         """
         model = self.model_runner.model
-        params = dict(model.named_parameters())
-        wholes = ((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
-        return {n: DIFFERENT if whole is None else tensor_checksum(whole) for n, whole in wholes}
+        params = {n.replace(_BASE, "."): p for n, p in model.named_parameters()}
+        return _checksums((n, _whole(_held(model, params, n), n, shapes[n])) for n in names)
+
+    @torch.no_grad()
+    def rl_adapter_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
+        """The same of an adapter's factors (`weights/adapters.py`), read from the buffers that the
+        layers compute with."""
+        model, layers = self.model_runner.model, self._adapted()
+        parts = ((n, _Held(_factor(model, layers, n, shapes[n]), False)) for n in names)
+        return _checksums((n, _whole(part, n, shapes[n])) for n, part in parts)
 
     def rl_quantised(self, names: list[str]) -> dict[str, list[str]]:
         """Those of `names` that vLLM holds quantised, each with all weights of its fused parameter
@@ -190,6 +203,24 @@ def _fused_name(model: Any, name: str) -> str:
     return found[0] if found else name
 
 
+def _factor(
+    model: Any, layers: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """This rank's part of one factor of the adapter. Raises KeyError for a layer without one."""
+    layer, _, factor = name.removesuffix(".weight").rpartition(".")
+    fused, parts = _siblings(model, f"{layer}.weight") or (f"{layer}.weight", [f"{layer}.weight"])
+    adapted = layers[fused.removesuffix(".weight")]
+    index = parts.index(f"{layer}.weight")
+    # [slots, 1, rank or out, in or rank]; the buffers' rank may be larger than the adapter's
+    if factor == "lora_A":
+        return adapted.lora_a_stacked[index][0, 0, : shape[0]]
+    return adapted.lora_b_stacked[index][0, 0, :, : shape[1]]
+
+
+def _checksums(wholes: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, int]:
+    return {n: DIFFERENT if whole is None else tensor_checksum(whole) for n, whole in wholes}
+
+
 class _Held(NamedTuple):
     """What this rank holds of one Hugging Face weight."""
 
@@ -206,6 +237,7 @@ def _held(model: Any, params: Mapping[str, torch.Tensor], name: str) -> _Held:
     if target not in params:
         raise KeyError(f"the engine holds no weight {target} (for {name})")
     module = model.get_submodule(target.rpartition(".")[0])
+    module = getattr(module, "base_layer", module)
     held = params[target]
     if len(parts) > 1:
         held = held.split(module.output_partition_sizes)[parts.index(name)]
