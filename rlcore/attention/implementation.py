@@ -25,23 +25,21 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from rlcore.attention.block_topk import (
-    group_queries,
-    page_budget,
-    page_mask,
-    page_summaries,
-    select_pages,
-)
+from rlcore.attention.flex import attend_blocks
+from rlcore.attention.seen import QUERY_CHUNK, pages_seen, summaries_of, tokens_seen
 from rlcore.attention.specs import SparseSpec
+from rlcore.attention.varlen import no_mask
 from rlcore.errors import UserError
 
-QUERY_CHUNK = 512  # queries whose masks exist at one time
-# transformers tries to import any name that contains "flash" as a package or kernel
+# By the dense implementation. The last two are GPUs' kernels, where block masks take the place of
+# masks over tokens. transformers tries to import any name that contains "flash".
 _NAMES = {
     "sdpa": "block_topk_sdpa",
     "eager": "block_topk_eager",
-    "flash_attention_2": "block_topk_fa2",
+    "varlen": "block_topk_flex",
+    "flash_attention_2": "block_topk_flex",
 }
+_BY_BLOCKS = _NAMES["varlen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,14 @@ class SparseRows:
 def register(dense: str = "sdpa") -> str:
     """Register with transformers and return the implementation's name.
 
-    `dense` serves forwards without `sparse_rows`. Of flash_attention_2 only the mask function is
-    used (packed rows need no mask), and it is not imported: transformers finds its kernels by the
-    implementation's name, so a forward without `sparse_rows` is then a RuntimeError. Raises
-    UserError for a dense implementation that transformers does not know.
+    `dense` serves forwards without `sparse_rows`. Beside a GPU's kernel (varlen, flash_attention_2)
+    sparse forwards are FlexAttention's (`flex.py`), and a forward without `sparse_rows` is a
+    RuntimeError. Raises UserError for another dense implementation.
     """
     if dense not in _NAMES:
         raise UserError.choice("learner.attention", dense, tuple(_NAMES))
+    name = _NAMES[dense]
+    attend_sparsely = attend_rows_by_blocks if name == _BY_BLOCKS else attend_rows
 
     # transformers calls it with these names
     def attend(
@@ -91,19 +90,20 @@ def register(dense: str = "sdpa") -> str:
             return _dense(dense)(module, query, key, value, attention_mask, **kwargs)
         if kwargs.get("sliding_window") is not None or kwargs.get("dropout"):
             raise RuntimeError("block top-k attention supports no sliding window and no dropout")
-        out = attend_rows(query, key, value, sparse_rows, kwargs.get("scaling"))
+        out = attend_sparsely(query, key, value, sparse_rows, kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register(_NAMES[dense], attend)
-    AttentionMaskInterface.register(_NAMES[dense], ALL_MASK_ATTENTION_FUNCTIONS[dense])
-    return _NAMES[dense]
+    mask = no_mask if name == _BY_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[dense]
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    return name
 
 
 def _dense(name: str) -> Any:
     """The implementation that transformers knows under `name`."""
-    if name == "flash_attention_2":
+    if _NAMES[name] == _BY_BLOCKS:
         raise RuntimeError(
-            f"{_NAMES[name]} attends sparsely only: load the model with {name} for a dense forward"
+            f"{_BY_BLOCKS} attends sparsely only: load the model with {name} for a dense forward"
         )
     return ALL_ATTENTION_FUNCTIONS[name]
 
@@ -116,21 +116,44 @@ def attend_rows(
     query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. Columns after a row's last
     token yield meaningless values and reach no other column.
     """
-    if query.shape[2] != key.shape[2]:
-        raise ValueError("block top-k attention on the learner takes whole sequences, not a cache")
+    bounds = _bounds(query, key, rows)
     if rows.cu_seqlens is None:
         return _attend(query, key, value, rows, scaling)
-    bounds = list(rows.cu_seqlens)
-    if query.shape[0] != 1 or bounds[0] != 0 or bounds[-1] != query.shape[2]:
-        raise ValueError(
-            f"packed rows: boundaries {bounds} do not cover one row of {query.shape[2]} tokens"
-        )
     parts = []
     for i, (a, b) in enumerate(pairwise(bounds)):
         prompt = None if rows.prompt_lens is None else rows.prompt_lens[i : i + 1]
         one = (query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
         parts.append(_attend(*one, SparseRows(rows.rule, prompt), scaling))
     return torch.cat(parts, dim=2)
+
+
+def attend_rows_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, rows: SparseRows, scaling: float | None = None
+) -> Tensor:
+    """The same by FlexAttention (`flex.py`), whose backward pass needs a GPU."""
+    bounds = _bounds(query, key, rows)
+    shape = (query.shape[0], len(bounds) - 1)
+    until = None
+    if not rows.rule.sparse_prompt:
+        prompts = rows.prompt_lens
+        if prompts is None or len(prompts) != shape[0] * shape[1]:
+            raise ValueError(f"{shape[0] * shape[1]} sequences need as many prompt lengths")
+        until = torch.as_tensor(list(prompts), device=query.device).view(shape)
+    return attend_blocks(query, key, value, rows.rule, bounds, until, scaling)
+
+
+def _bounds(query: Tensor, key: Tensor, rows: SparseRows) -> list[int]:
+    """Where sequences begin and end in every row; raises ValueError where rows do not fit."""
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("block top-k attention on the learner takes whole sequences, not a cache")
+    if rows.cu_seqlens is None:
+        return [0, query.shape[2]]
+    bounds = list(rows.cu_seqlens)
+    if query.shape[0] != 1 or bounds[0] != 0 or bounds[-1] != query.shape[2]:
+        raise ValueError(
+            f"packed rows: boundaries {bounds} do not cover one row of {query.shape[2]} tokens"
+        )
+    return bounds
 
 
 def _attend(
@@ -150,11 +173,11 @@ def _attend(
     if dense_end:
         q0, k0, v0 = q[:, :, :dense_end], k[:, :, :dense_end], v[:, :, :dense_end]
         parts.append(F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scaling))
-    summaries = _summaries(key, rule.block_size)
+    summaries = summaries_of(key, rule.block_size)
     for a in range(dense_end, t, QUERY_CHUNK):
         z = min(t, a + QUERY_CHUNK)
-        mask = _token_mask(query[:, :, a:z], summaries, rule, a, dense_until)
-        mask = mask.view(b * kv_heads, 1, z - a, z)
+        pages = pages_seen(query[:, :, a:z], summaries, rule, a, dense_until)
+        mask = tokens_seen(pages, rule.block_size, a).view(b * kv_heads, 1, z - a, z)
         q1, k1, v1 = q[:, :, a:z], k[:, :, :z], v[:, :, :z]
         parts.append(F.scaled_dot_product_attention(q1, k1, v1, attn_mask=mask, scale=scaling))
     return torch.cat(parts, dim=2).view(b, heads, t, d)
@@ -172,35 +195,3 @@ def _dense_prefix(
         raise ValueError(f"{b} rows need as many prompt lengths, not {prompts}")
     until = torch.as_tensor(list(prompts), device=device)
     return min(t, max(end, min(prompts))), until
-
-
-@torch.no_grad()
-def _summaries(key: Tensor, block_size: int) -> Tensor:
-    """Summaries of each row's complete pages: key [B, Hk, T, D] -> [B, Hk, T // block_size, D]."""
-    whole = key.shape[2] // block_size
-    return page_summaries(key[:, :, : whole * block_size].unflatten(2, (whole, block_size)))
-
-
-@torch.no_grad()
-def _token_mask(
-    query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
-) -> Tensor:
-    """Which keys the queries at positions `start ..` see.
-
-    query [B, H, C, D] -> [B, Hk, C, start + C] bool.
-    """
-    kv_heads, bs = summaries.shape[1], rule.block_size
-    end = start + query.shape[2]
-    position = torch.arange(start, end, device=query.device)
-    n = (end - 1) // bs + 1
-    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
-    # an incomplete last page is the own page of whoever sees it, and needs no score
-    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
-    complete = min(n, summaries.shape[2])
-    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
-    pages = position // bs + 1
-    selected = select_pages(scores, pages, page_budget(rule, pages), rule.max_budget(n))
-    seen = page_mask(selected, n).repeat_interleave(bs, dim=-1)[..., :end]
-    if dense_until is not None:
-        seen = seen | (position < dense_until[:, None])[:, None, :, None]
-    return seen & (torch.arange(end, device=query.device) <= position[:, None])

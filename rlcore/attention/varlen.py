@@ -55,11 +55,11 @@ class Sequences:
 def register_varlen() -> str:
     """Register with transformers and return the implementation's name."""
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, no_mask)
     return NAME
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def no_mask(*args: Any, **kwargs: Any) -> None:
     """Bounds separate packed sequences, and nothing attends to what follows it."""
 
 

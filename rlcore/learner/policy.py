@@ -69,8 +69,7 @@ def load_causal_lm(
 def _implementation(attention: Attention, sparse: bool) -> str:
     """Its name in transformers."""
     if sparse:
-        # what attends by the rule never attends densely, but the first positions, by SDPA
-        return register("sdpa" if attention == "varlen" else attention)
+        return register(attention)
     return register_varlen() if attention == "varlen" else attention
 
 

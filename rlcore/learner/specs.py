@@ -102,7 +102,7 @@ class LearnerSpec(OptimizerSpec):
     attention: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = setting(
         "auto",
         "auto: on GPU flash-attn where it is installed, else torch's own kernel (varlen); on CPU "
-        "sdpa",
+        "sdpa. Sparse attention: masks over tokens with sdpa, else FlexAttention's blocks",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations")
     head_chunk_tokens: int = setting(

@@ -1,0 +1,60 @@
+"""Which pages and tokens the queries of a sequence see, on the learner's side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlcore.attention.block_topk import (
+    group_queries,
+    page_budget,
+    page_mask,
+    page_summaries,
+    select_pages,
+)
+from rlcore.attention.specs import SparseSpec
+
+QUERY_CHUNK = 512  # queries whose masks over tokens exist at one time
+
+
+@torch.no_grad()
+def summaries_of(key: Tensor, block_size: int) -> Tensor:
+    """Summaries of each row's complete pages: key [B, Hk, T, D] -> [B, Hk, T // block_size, D]."""
+    whole = key.shape[2] // block_size
+    return page_summaries(key[:, :, : whole * block_size].unflatten(2, (whole, block_size)))
+
+
+@torch.no_grad()
+def pages_seen(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
+) -> Tensor:
+    """Which pages the queries at positions `start ..` see.
+
+    query [B, H, C, D], `dense_until` [B] or None -> [B, Hk, C, n] bool, n the pages before the last
+    query's end. Pages beyond a query's own may be among those of a dense query.
+    """
+    kv_heads, bs = summaries.shape[1], rule.block_size
+    end = start + query.shape[2]
+    position = torch.arange(start, end, device=query.device)
+    n = (end - 1) // bs + 1
+    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
+    # an incomplete last page is the own page of whoever sees it, and needs no score
+    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
+    complete = min(n, summaries.shape[2])
+    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
+    pages = position // bs + 1
+    selected = select_pages(scores, pages, page_budget(rule, pages), rule.max_budget(n))
+    seen = page_mask(selected, n)
+    if dense_until is not None:
+        seen = seen | (position < dense_until[:, None])[:, None, :, None]
+    return seen
+
+
+@torch.no_grad()
+def tokens_seen(pages: Tensor, block_size: int, start: int) -> Tensor:
+    """The same as tokens: pages [B, Hk, C, n] of the queries at `start ..` -> [B, Hk, C, start + C]
+    bool."""
+    end = start + pages.shape[2]
+    position = torch.arange(start, end, device=pages.device)
+    seen = pages.repeat_interleave(block_size, dim=-1)[..., :end]
+    return seen & (torch.arange(end, device=pages.device) <= position[:, None])
