@@ -11,13 +11,8 @@ from rlcore.commands.scale import parse
 from rlcore.config.compose import load
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [
-    "README.md",
-    "docs/ARCHITECTURE.md",
-    "docs/CONTRIBUTING.md",
-    "docs/faults.md",
-    "docs/mixtures.md",
-]
+PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "rewards")
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 PLACES = {
     "NAME": "quickstart",
     "key=value": "seed=1",

@@ -47,6 +47,14 @@ class RayRoleWatch(RoleWatch):
             if now != scorer:
                 scorer = now
                 await scorer_restarted()
+            for sentence in await self._scorer_notes():
+                self._note(sentence)
+
+    async def _scorer_notes(self) -> list[str]:
+        try:
+            return await self._scorer.notes()
+        except DeadlineExceeded:
+            return []  # the next heartbeat judges a process that does not answer
 
     async def _alive(self, handle: Any, who: str) -> None:
         limit, key = self._spec.hang_timeout_s, "cluster.hang_timeout_s"

@@ -12,6 +12,7 @@ from rlcore.commands import roles
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
 from rlcore.commands.warm_up import kept_model
+from rlcore.config.rewards import tasks
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.loop import checkpoint
@@ -152,13 +153,14 @@ def _model(config: RunConfig, prepared: Prepared) -> str:
 
 
 def _tasks(config: RunConfig) -> list[str]:
-    spec, tasks = config.evaluation, {**config.tasks, **config.evaluation.tasks}
+    spec, labels = config.evaluation, [*config.tasks, *config.evaluation.tasks]
     how = f"mean@{spec.samples}" + (" and greedy" if spec.greedy else "")
     when = f"every {spec.every} steps and at the end" if spec.every else "at the end"
     times = f"{'at the start, ' if spec.at_start else ''}{when}"
     return [
         *(_trained(config, label) for label in config.tasks),
-        f"evaluated {times} on {', '.join(tasks)}: {spec.prompts} prompts each, {how}",
+        *_rewards(config),
+        f"evaluated {times} on {', '.join(labels)}: {spec.prompts} prompts each, {how}",
     ]
 
 
@@ -173,6 +175,17 @@ def _trained(config: RunConfig, label: str) -> str:
         f"{label}: {spec.weight / total:.0%} of the prompts, {line}, "
         f"{_count(rollout.samples_per_prompt, 'sample')} of up to {rollout.max_new_tokens} tokens"
     )
+
+
+def _rewards(config: RunConfig) -> list[str]:
+    """Of every task whose reward is not its own grader's alone."""
+    lines = []
+    for key, task in tasks(config).items():
+        if task.weighed:
+            own = [] if task.grade_weight is None else [f"{task.grade_weight:g} x its own grader"]
+            more = [f"{r.weight:g} x {label} ({r.kind})" for label, r in task.rewards.items()]
+            lines.append(f"{key}: the reward is {' + '.join([*own, *more])}")
+    return lines
 
 
 def _actors(config: RunConfig) -> list[str]:

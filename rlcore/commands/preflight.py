@@ -9,6 +9,7 @@ from typing import Any
 
 from rlcore.buffer.capacity import check_capacity
 from rlcore.commands.model_checks import check_models
+from rlcore.commands.reward_checks import check_rewards
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
@@ -52,6 +53,8 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """
     # First: what it imports may be what the later checks need.
     load_own(config)
+    if evaluates:  # what neither trains by rewards nor evaluates has no graders
+        check_rewards(config)
     tasks = {
         label: make_task(spec.name, dict(spec.args), label=label, key=config.task_key(label))
         for label, spec in config.tasks.items()

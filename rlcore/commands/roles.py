@@ -109,9 +109,11 @@ def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
 
 def _pools(config: RunConfig) -> tuple[GraderPool, ...]:
     first, *rest = config.tasks
-    own = {label: GraderPool({label: spec}, spec) for label, spec in config.tasks.items()}
+    trained = {label: config.task_key(label) for label in config.tasks}
+    keys = trained | {label: f"evaluation.tasks.{label}" for label in config.evaluation.tasks}
     evaluated = {first: config.tasks[first], **config.evaluation.tasks}
-    return (GraderPool(evaluated, config.grading), *(own[label] for label in rest))
+    own = [GraderPool({label: config.tasks[label]}, config.tasks[label], keys) for label in rest]
+    return (GraderPool(evaluated, config.grading, keys), *own)
 
 
 def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str) -> RolloutJob:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from rlcore.config.names import check_names
 from rlcore.config.publication import check_adapters, check_transport
+from rlcore.config.rewards import check_rewards
 from rlcore.config.schema import AlgorithmSection, RunConfig
 from rlcore.config.task_checks import TASK_RULES
 from rlcore.corrections.specs import DvpSpec
@@ -250,4 +251,5 @@ RULES = (
     _sparse_learning,
     check_adapters,
     check_transport,
+    check_rewards,
 )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from rlcore.config.corrections import CorrectionList
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
+from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.specs import EvalTaskSpec
 
 AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
@@ -58,7 +59,16 @@ def _task(task: AnyTask) -> AnyTask:
             args[name] = os.path.abspath(args[name])
     if isinstance(args.get("grader"), str):
         args["grader"] = _code(args["grader"])
-    return task.model_copy(update={"name": _code(task.name), "args": args})
+    rewards = {label: _reward(reward) for label, reward in task.rewards.items()}
+    return task.model_copy(update={"name": _code(task.name), "args": args, "rewards": rewards})
+
+
+def _reward(reward: RewardSpec) -> RewardSpec:
+    classifier = reward.classifier
+    if classifier is None:
+        return reward
+    path = os.path.abspath(classifier.path)
+    return reward.model_copy(update={"classifier": classifier.model_copy(update={"path": path})})
 
 
 def _path(path: str | None) -> str | None:

@@ -4,9 +4,10 @@ so that a slow grader does not hold up the others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rlcore.tasks import parse_prompt_id
+from rlcore.tasks.rewards.weighted import WeightedScorer, make_scorer
 from rlcore.tasks.scoring import Scored, Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.types import Answer
@@ -21,18 +22,28 @@ class GraderPool:
 
     tasks: Mapping[str, EvalTaskSpec]
     grading: GradingSpec
+    # config keys of tasks by label, for the sentences of their rewards
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 class Graders:
     """A `Scorer` for each pool; answers go to the one that knows their task."""
 
-    def __init__(self, pools: Sequence[GraderPool], *, on_scored: Callable[[Scored], None]) -> None:
-        """`on_scored`: as of `Scorer`, but calls of different pools may overlap."""
-        self._scorers: list[Scorer] = []
-        self._by_label: dict[str, Scorer] = {}
+    def __init__(
+        self,
+        pools: Sequence[GraderPool],
+        *,
+        on_scored: Callable[[Scored], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """`on_scored`, `note`: as of `WeightedScorer`, but calls of different pools may overlap."""
+        self._scorers: list[Scorer | WeightedScorer] = []
+        self._by_label: dict[str, Scorer | WeightedScorer] = {}
         try:
             for pool in pools:
-                scorer = Scorer(pool.tasks, pool.grading, on_scored=on_scored)
+                scorer = make_scorer(
+                    pool.tasks, pool.grading, on_scored=on_scored, note=note, keys=pool.keys
+                )
                 self._scorers.append(scorer)
                 self._by_label |= dict.fromkeys(pool.tasks, scorer)
         except BaseException:

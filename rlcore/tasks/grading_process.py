@@ -1,5 +1,5 @@
-"""Parent side of one grading worker: start it, send items, await each verdict under a deadline,
-kill it with its children.
+"""Parent side of a worker process: start it, send items, await each verdict under a deadline, kill
+it with its children.
 
 Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray),
 and a pool's deadline is for a whole chunk. Here a verdict arrives for every item, so the item at
@@ -32,30 +32,28 @@ class WorkerDied(Exception):
     """The worker ended while it held items; the message says how."""
 
 
-class GradingProcess:
-    """One worker in a session of its own, so that whatever a grader started is killed with it.
+class WorkerProcess:
+    """One worker in a session of its own, so that whatever it started is killed with it.
 
-    Raises StageError if it does not come up within start_timeout_s.
+    module: run as `python -m MODULE <socket fd>`; answers `settings` with {"ready": true} or
+    {"fatal": sentence}. who: what it is called in messages. Raises StageError if it does not come
+    up within start_timeout_s.
     """
 
     def __init__(
-        self,
-        tasks: Mapping[str, EvalTaskSpec],
-        grading: GradingSpec,
-        *,
-        start_timeout_s: float,
+        self, module: str, settings: Mapping[str, Any], *, who: str, start_timeout_s: float
     ) -> None:
-        self._memory_mib = grading.grader_memory_mib
+        self._who = who
         self._rest = b""
         self._killed = False
-        # Whatever graders leave in the temporary folder goes with the process, however it ends.
+        # Whatever is left in the temporary folder goes with the process, however it ends.
         self._folder = tempfile.TemporaryDirectory(
             prefix="rlcore-grading-", ignore_cleanup_errors=True
         )
         self._link, theirs = socket.socketpair()
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlcore.tasks.grading_worker", str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # a grader that prints without end must not block
@@ -71,27 +69,21 @@ class GradingProcess:
         )
         theirs.close()
         try:
-            settings = {
-                "tasks": {label: [task.name, task.args] for label, task in tasks.items()},
-                "timeout_s": grading.grade_timeout_s,
-                "memory_mib": grading.grader_memory_mib,
-            }
             self._send(settings, start_timeout_s)
             hello = self.receive(start_timeout_s)
         except (WorkerDied, DeadlineExceeded) as error:
             self.close()
-            raise StageError(f"a grading process did not start: {error}") from error
+            raise StageError(f"{who} did not start: {error}") from error
         if "fatal" in hello:
             self.close()
-            raise StageError(f"a grading process did not start: {hello['fatal']}")
+            raise StageError(f"{who} did not start: {hello['fatal']}")
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def ask(self, items: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Send [(prompt id, response)]; a verdict for each, in order, is then read with
-        `receive`."""
+        """Send pairs of texts; a verdict for each, in order, is then read with `receive`."""
         self._send([list(item) for item in items], timeout_s)
 
     def _send(self, message: Any, timeout_s: float) -> None:
@@ -128,11 +120,9 @@ class GradingProcess:
     def _how_it_ended(self) -> str:
         self.kill()
         code = self._process.returncode
-        if code == EXIT_OUT_OF_MEMORY:
-            return f"the grader needed more than {self._memory_mib} MiB of memory"
         if code < 0:
-            return f"the grader's process was killed by {signal.Signals(-code).name}"
-        return f"the grader's process exited with code {code}"
+            return f"{self._who} was killed by {signal.Signals(-code).name}"
+        return f"{self._who} exited with code {code}"
 
     def kill(self) -> None:
         """End the worker and its children now. Safe to call from any thread, and twice."""
@@ -147,3 +137,33 @@ class GradingProcess:
         self.kill()
         self._link.close()
         self._folder.cleanup()
+
+
+class GradingProcess(WorkerProcess):
+    """One process of the tasks' own graders, asked with (prompt id, response)."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, EvalTaskSpec],
+        grading: GradingSpec,
+        *,
+        start_timeout_s: float,
+    ) -> None:
+        self._memory_mib = grading.grader_memory_mib
+        settings = {
+            "tasks": {label: [task.name, task.args] for label, task in tasks.items()},
+            "timeout_s": grading.grade_timeout_s,
+            "memory_mib": grading.grader_memory_mib,
+        }
+        super().__init__(
+            "rlcore.tasks.grading_worker",
+            settings,
+            who="a grading process",
+            start_timeout_s=start_timeout_s,
+        )
+
+    def _how_it_ended(self) -> str:
+        how = super()._how_it_ended()
+        if self._process.returncode == EXIT_OUT_OF_MEMORY:
+            return f"the grader needed more than {self._memory_mib} MiB of memory"
+        return how

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, refuse, setting
+from rlcore.tasks.rewards.specs import RewardSpec, check_labels
 
 
 class EvalTaskSpec(Spec):
@@ -18,6 +19,30 @@ class EvalTaskSpec(Spec):
         unit="tokens",
         gt=0,
     )
+    rewards: dict[str, RewardSpec] = setting(
+        default_factory=dict,
+        meaning="rewards that are added to that of the task's own grader, by label",
+    )
+    grade_weight: float | None = setting(
+        1.0,
+        "what the task's own grader's reward is multiplied by; 0: shown in the metrics alone; "
+        "null: it is not asked",
+    )
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        check_labels(self.rewards, key)
+        weights = [self.grade_weight, *(reward.weight for reward in self.rewards.values())]
+        refuse(
+            not any(weights),
+            f"{key}.grade_weight={'null' if self.grade_weight is None else 0} leaves no reward: "
+            f"give {key}.rewards.LABEL with a weight other than 0, or {key}.grade_weight=1.",
+        )
+
+    @property
+    def weighed(self) -> bool:
+        """Whether its reward is anything but that of its own grader."""
+        return bool(self.rewards) or self.grade_weight != 1.0
 
     @property
     def label(self) -> str:

@@ -33,6 +33,7 @@ def test_graders_know_every_task_by_its_label():
         "digits": "digits",
         "sums": "arithmetic",
     }
+    assert pool.keys == {"digits": "task", "sums": "evaluation.tasks.sums"}
 
 
 def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_its_own():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import ray
@@ -28,6 +28,7 @@ class ScorerActor:
         # requested twice may return twice
         self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
         self._lock = threading.Lock()
+        self._notes: deque[str] = deque()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self.start()  # Ray restarted this process, so it must start the scorer itself
 
@@ -37,7 +38,8 @@ class ScorerActor:
 
         tokenizer = load_tokenizer(self._job.tokenizer_path)
         self._decode = lambda ids: decode_response(tokenizer, ids)
-        self.scorer = Graders(self._job.pools, on_scored=self._scored)
+        pools, note = self._job.pools, self._notes.append
+        self.scorer = Graders(pools, on_scored=self._scored, note=note)
         return os.getpid()
 
     def pid(self) -> int:
@@ -45,6 +47,13 @@ class ScorerActor:
         stopped the scoring."""
         self.scorer.check()
         return os.getpid()
+
+    def notes(self) -> list[str]:
+        """Sentences for the user since the last call."""
+        notes = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        return notes
 
     def submit(self, answers: list[Answer]) -> None:
         """Answers from a rollout actor."""

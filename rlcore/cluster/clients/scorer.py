@@ -46,6 +46,12 @@ class RayScorer(ScorerClient):
         ref, what = self.handle.pid.remote(), f"a heartbeat of {WHO}"
         return int(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
+    async def notes(self) -> list[str]:
+        """Sentences for the user since the last call, such as of a reward that does not answer."""
+        limit, key = self._hang_timeout_s, "cluster.hang_timeout_s"
+        ref = self.handle.notes.remote()
+        return list(await call(ref, timeout_s=limit, what="notes", key=key, who=WHO))
+
     def restart(self) -> None:
         """End the process; Ray starts another one."""
         ray.kill(self.handle, no_restart=False)

@@ -1,0 +1,65 @@
+"""What a reward is asked and what it answers."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlcore.types import ScoreStatus
+
+MAX_ERROR = 300  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One sample to judge. Example: Asked("7302=", "0237", "0237")"""
+
+    question: str  # before any chat template
+    reference: str  # the problem's answer; may be ""
+    response: str  # the model's text
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one sample by one reward. Example: Verdict("ok", 0.5, {"score": 1.0})"""
+
+    status: ScoreStatus
+    value: float | None = None  # None unless status == "ok"
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str = ""  # one line
+    seconds: float = 0.0
+
+
+Tell = Callable[[Verdict], None]
+
+
+class Reward(Protocol):
+    """One reward of a task. Every sample that is submitted gets one verdict, unless the reward is
+    closed."""
+
+    def submit(self, asked: Asked, tell: Tell) -> None:
+        """Queue a sample; returns at once. `tell` is called from a thread of the reward."""
+
+    def check(self) -> None:
+        """Raise StageError if the reward has failed for good."""
+
+    def close(self) -> None:
+        """Stop at once; what was not judged is dropped."""
+
+
+class Unjudged(Exception):
+    """A sample, or all samples of a request, could not be judged; the message is one line."""
+
+    def __init__(self, message: str, status: ScoreStatus = "error") -> None:
+        super().__init__(" ".join(message.split())[:MAX_ERROR])
+        self.status: ScoreStatus = status
+
+
+def finite(value: Any, what: str) -> float:
+    """`value` as a float. Raises Unjudged for anything but a finite number."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise Unjudged(f"{what} is {value!r:.80}, not a finite number")
+    return float(value)

@@ -1,0 +1,183 @@
+"""A sequence classifier of random weights as a reward, in a process of its own."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+from rlcore.errors import StageError
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.tasks.rewards.classifier import ClassifierReward
+from rlcore.tasks.rewards.protocols import Asked
+from rlcore.tasks.rewards.specs import ClassifierSpec
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+CHAT = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}={% endfor %}"
+
+
+def folder(path, *, labels=1, pad=True, chat=True):
+    torch.manual_seed(0)
+    tokenizer = build_char_tokenizer("0123456789=?ua")
+    tokenizer.chat_template = CHAT if chat else None
+    tokenizer.save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=labels,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id if pad else None,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    return str(path), tokenizer
+
+
+def expected(path, ids):
+    """Logits of one sequence, by transformers alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+class Judged:
+    """A reward and the verdicts on what it is asked."""
+
+    def __init__(self, **settings):
+        self.reward = ClassifierReward("task.rewards.r.classifier", ClassifierSpec(**settings))
+        self.verdicts = {}
+        self.arrived = threading.Condition()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.reward.close()
+
+    def tell(self, index, verdict):
+        with self.arrived:
+            self.verdicts[index] = verdict
+            self.arrived.notify_all()
+
+    def ask(self, pairs):
+        self.verdicts = {}
+        for i, (question, response) in enumerate(pairs):
+            self.reward.submit(Asked(question, "", response), lambda v, i=i: self.tell(i, v))
+        return self.answers(len(pairs))
+
+    def answers(self, count):
+        deadline = time.monotonic() + 200
+        with self.arrived:
+            while len(self.verdicts) < count:
+                self.reward.check()
+                assert time.monotonic() < deadline, f"{len(self.verdicts)} of {count} verdicts"
+                self.arrived.wait(0.5)
+            return [self.verdicts[i] for i in range(count)]
+
+
+def worker():
+    children = psutil.Process().children(recursive=True)
+    (found,) = [p for p in children if "classifier_worker" in " ".join(p.cmdline())]
+    return found
+
+
+PAIRS = [("12=", "3"), ("1=", "23"), ("123=", "45"), ("9?", "9")]
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_rewards_are_the_logits_of_the_conversations(tmp_path, pad):
+    path, tokenizer = folder(tmp_path, pad=pad)
+    with Judged(path=path, batch_size=3) as judged:
+        found = judged.ask(PAIRS)
+    for (question, response), verdict in zip(PAIRS, found):
+        ids = tokenizer(f"u{question}=a{response}=", add_special_tokens=False)["input_ids"]
+        assert verdict.value == pytest.approx(float(expected(path, ids)[0]), abs=1e-5)
+    assert len({round(v.value, 6) for v in found}) == len(PAIRS)
+
+
+def test_of_several_labels_one_is_taken(tmp_path):
+    path, tokenizer = folder(tmp_path, labels=3, chat=False)
+    with Judged(path=path, label=2, output="probability") as judged:
+        (verdict,) = judged.ask(PAIRS[:1])
+    ids = tokenizer("12=", "3")["input_ids"]
+    assert verdict.value == pytest.approx(float(expected(path, ids).softmax(-1)[2]), abs=1e-5)
+
+
+def test_the_probability_of_one_label_is_a_sigmoid(tmp_path):
+    path, tokenizer = folder(tmp_path, chat=False)
+    with Judged(path=path, output="probability") as judged:
+        (verdict,) = judged.ask(PAIRS[:1])
+    ids = tokenizer("12=", "3")["input_ids"]
+    assert verdict.value == pytest.approx(float(expected(path, ids).sigmoid()[0]), abs=1e-5)
+
+
+def test_a_conversation_that_is_too_long_is_a_failed_score_and_not_cut(tmp_path):
+    path, _ = folder(tmp_path)
+    with Judged(path=path) as judged:
+        long, short = judged.ask([("1=", "2" * 80), ("1=", "2")])
+    assert long.status == "error" and "86 tokens is not judged" in long.error
+    assert "takes 1 to 64" in long.error
+    assert short.status == "ok"
+
+
+def test_a_killed_process_is_replaced(tmp_path):
+    path, _ = folder(tmp_path)
+    with Judged(path=path) as judged:
+        before = judged.ask(PAIRS)
+        os.kill(worker().pid, signal.SIGKILL)
+        assert [v.value for v in judged.ask(PAIRS)] == [v.value for v in before]
+        process = worker()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_process_is_killed_at_the_deadline(tmp_path):
+    path, _ = folder(tmp_path)
+    with Judged(path=path, timeout_s=2.0) as judged:
+        judged.ask(PAIRS[:1])
+        stopped = worker()
+        stopped.suspend()
+        (late,) = judged.ask(PAIRS[:1])
+        assert (late.status, late.value) == ("timeout", None)
+        assert "passed its deadline of 2 s" in late.error
+        assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
+        (good,) = judged.ask(PAIRS[:1])
+        assert good.status == "ok"
+
+
+def test_a_sample_that_processes_die_on_fails(tmp_path, monkeypatch):
+    path, _ = folder(tmp_path)
+    monkeypatch.setattr("rlcore.tasks.rewards.classifier.MAX_DEATHS", 1)
+    with Judged(path=path) as judged:
+        judged.ask(PAIRS[:1])
+        process = worker()
+        process.suspend()
+        judged.verdicts = {}
+        judged.reward.submit(Asked("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
+        process.kill()
+        (verdict,) = judged.answers(1)
+        assert verdict.status == "error" and "killed by SIGKILL" in verdict.error
+        (good,) = judged.ask(PAIRS[:1])
+        assert good.status == "ok"
+
+
+def test_a_folder_without_a_classifier_ends_the_scoring(tmp_path):
+    said = r"rewards\.r\.classifier: the classifier's process did not start"
+    with Judged(path=str(tmp_path / "none")) as judged, pytest.raises(StageError, match=said):
+        judged.ask(PAIRS[:1])
+
+
+def test_a_label_that_the_model_has_not_ends_the_scoring(tmp_path):
+    path, _ = folder(tmp_path, labels=2)
+    said = "label=2 is not one of the model's 2 labels"
+    with Judged(path=path, label=2) as judged, pytest.raises(StageError, match=said):
+        judged.ask(PAIRS[:1])
