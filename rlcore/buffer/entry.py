@@ -9,6 +9,8 @@ from typing import Any
 from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
 from rlcore.types import FinishReason, Score
 
+PASSED = 1 - 1e-6  # of a grade that is correct, whatever rounding did
+
 
 @dataclass(slots=True)
 class Drawing:
@@ -56,6 +58,12 @@ class ArrivedSample:
     @property
     def usable(self) -> bool:
         return self.score.status == "ok"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the grader judged it correct, by its part of that name or else by the reward."""
+        reward = self.score.reward
+        return reward is not None and self.score.parts.get("correct", reward) >= PASSED
 
     @property
     def size(self) -> int:

@@ -30,6 +30,8 @@ class Intake:
         self.totals = ArrivalTotals()
         self.duplicates = 0  # drawings of samples that had already arrived
         self.late = 0  # drawings of groups that had already departed
+        # (group id, prompt id, pass rate) of groups that arrived, until they are asked for
+        self.outcomes: list[tuple[int, str, float]] = []
         self.failed_score = ""  # prompt id and reason of the newest sample that was not scored
 
     def add_records(self, records: Sequence[bytes]) -> None:
@@ -126,6 +128,12 @@ class Intake:
             reason = sample.score.error or status
             self.failed_score = f"{prompt_id}: {reason}"[:REASON_CHARS]
 
+    def take_outcomes(self) -> list[tuple[str, float]]:
+        """(prompt id, pass rate) of the groups since the last call, in order of admission, which
+        does not depend on timing where whole waves arrive."""
+        taken, self.outcomes = sorted(self.outcomes), []
+        return [(prompt_id, rate) for _, prompt_id, rate in taken]
+
     def resume(self) -> None:
         """After a restore with fewer samples a group: finish the groups that have that many."""
         for entry in [e for e in self._live.entries.values() if not e.finished]:
@@ -144,6 +152,9 @@ class Intake:
         verdict = judge(rewards, self._selection, live.samples(entry))
         if rewards and not verdict.failed:
             live.accounts.judged(entry.task, filtered=bool(verdict.evicted), reward=rewards[0])
+        if usable and live.remembers(entry):
+            passed = sum(s.passed for s in usable) / len(usable)
+            self.outcomes.append((entry.group_id, entry.prompt_id, passed))
         if verdict.failed:
             return live.fail(entry, verdict.failed)
         if verdict.evicted:

@@ -64,6 +64,7 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "duplicates": intake.duplicates,
         "late": intake.late,
         "failed_score": intake.failed_score,
+        "outcomes": [list(outcome) for outcome in intake.outcomes],
         "arrivals": asdict(intake.totals),
         "next_step": batches.next_step,
         "drawn": dict(batches.sampler.drawn),
@@ -96,6 +97,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]
     intake.failed_score = state["failed_score"]
+    intake.outcomes = [(g, prompt_id, rate) for g, prompt_id, rate in state.get("outcomes", [])]
     intake.totals = ArrivalTotals(**state["arrivals"])
     batches.next_step = state["next_step"]
     # A journal of before there were several tasks has no weights, which is what one task has.

@@ -38,6 +38,11 @@ class LiveGroups:
         share = self._tasks.get(entry.task)
         return self._samples_per_group if share is None else share.samples
 
+    def remembers(self, entry: Entry) -> bool:
+        """Whether the pass rate of a group is wanted."""
+        share = self._tasks.get(entry.task)
+        return share is not None and share.remember
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """Labels of several training tasks; empty in a run with one."""

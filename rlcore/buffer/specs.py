@@ -131,10 +131,11 @@ class BatchingSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class TaskShare:
-    """What the buffer knows of one of several training tasks. Example: TaskShare(8, 2.0)"""
+    """What the buffer knows of a training task, where it knows tasks. Example: TaskShare(8, 2.0)"""
 
     samples: int  # of a group
     weight: float = 1.0  # of sampling=by_task; 0: only when no other task has groups waiting
+    remember: bool = False  # note the pass rate of every group that arrives
 
 
 class SelectionSpec(Spec):

@@ -16,6 +16,7 @@ from rlcore.config.task_checks import mixed
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
+from rlcore.loop.difficulty import Difficulty
 from rlcore.loop.mixture import Mixture, task_seed
 from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
 from rlcore.models.fresh import build_char_tokenizer
@@ -43,6 +44,15 @@ class Prepared:
     def pad_id(self) -> int:
         """What fills the unused positions of a micro-batch."""
         return padding(self.tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a task's prompts are walked."""
+
+    spec: EvalTaskSpec
+    run_seed: int
+    difficulty: Difficulty | None = None
 
 
 def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -> Prepared:
@@ -103,7 +113,15 @@ def _training_sources(
         spec, key = config.tasks[label], config.task_key(label)
         _check_deadline(key, task, key, spec.grade_timeout_s)
         seed = task_seed(config.seed, label) if config.mixed else config.seed
-        sources[label] = _source(config, label, spec, task, tokenizer, seed)
+        own = spec.difficulty
+        refuse(
+            own is not None and own.problems is None and task.size("train") is None,
+            f"{key}.difficulty remembers problems, and {key}.name={spec.name} makes new ones "
+            f"without end: set {key}.difficulty.problems=N to walk its first N again and again.",
+        )
+        sources[label] = _source(
+            config, label, task, tokenizer, Walk(spec, seed, Difficulty(own, seed) if own else None)
+        )
     return sources
 
 
@@ -167,10 +185,9 @@ def _tokenizer(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
 def _source(
     config: RunConfig,
     label: str,
-    spec: EvalTaskSpec,
     task: Task,
     tokenizer: Any,
-    run_seed: int,
+    walk: Walk,
 ) -> PromptSource:
     model = config.model
     rollout = config.rollout_of(label) if label in config.tasks else config.rollout
@@ -182,8 +199,13 @@ def _source(
             tokenizer, text, chat_template=model.chat_template, system_prompt=model.system_prompt
         )
 
-    longest = min(room, spec.max_prompt_tokens or room)
-    return PromptSource(task, encode, run_seed=run_seed, max_prompt_tokens=longest)
+    return PromptSource(
+        task,
+        encode,
+        run_seed=walk.run_seed,
+        max_prompt_tokens=min(room, walk.spec.max_prompt_tokens or room),
+        difficulty=walk.difficulty,
+    )
 
 
 def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSource]:
@@ -194,7 +216,7 @@ def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSo
         task = make_task(spec.name, dict(spec.args), label=label, key=key)
         graded_as = config.task_key(next(iter(config.tasks)))
         _check_deadline(key, task, graded_as, config.grading.grade_timeout_s)
-        sources[label] = _source(config, label, spec, task, tokenizer, config.seed)
+        sources[label] = _source(config, label, task, tokenizer, Walk(spec, config.seed))
     return sources
 
 

@@ -91,12 +91,17 @@ def buffer_job(config: RunConfig) -> BufferJob:
 
 
 def _shares(config: RunConfig) -> dict[str, TaskShare] | None:
-    """What the buffer knows of several tasks."""
-    tasks = mixed(config)
+    """What the buffer knows of several tasks, or of one whose problems are remembered."""
+    if not config.mixed and all(spec.difficulty is None for spec in config.tasks.values()):
+        return None
     return {
-        label: TaskShare(config.rollout_of(label).samples_per_prompt, spec.weight)
-        for label, spec in tasks.items()
-    } or None
+        label: TaskShare(
+            config.rollout_of(label).samples_per_prompt,
+            getattr(spec, "weight", 1.0),
+            remember=spec.difficulty is not None,
+        )
+        for label, spec in config.tasks.items()
+    }
 
 
 def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
@@ -169,12 +174,18 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         objective=config.algorithm,
         corrections=config.correction.chosen(),
         sampling=_longest_sampling(config),
+        task_advantages=_advantages(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
     )
+
+
+def _advantages(config: RunConfig) -> dict[str, str]:
+    """Of each of several tasks."""
+    return {label: config.advantage_of(label)[1] for label in mixed(config)}
 
 
 def _longest_sampling(config: RunConfig) -> SamplingSpec:
@@ -198,6 +209,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         # The actors are the draft itself, so that only its age is to be corrected.
         corrections={"tis": TisSpec()},
         sampling=_longest_sampling(config),
+        task_advantages=_advantages(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,

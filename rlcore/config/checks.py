@@ -5,7 +5,7 @@ What concerns one specification alone is in its own `check`; ranges are on the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
@@ -98,8 +98,9 @@ def _losses(c: RunConfig) -> None:
     """Settings that the chosen loss or advantage does not read, and a clip that a correction
     switches off."""
     a = c.algorithm
-    _own_settings(a, "loss", LOSSES, loss_class)
-    _own_settings(a, "advantage", ADVANTAGES, advantage_class)
+    advantages = [c.advantage_of(label)[1] for label in c.tasks]
+    _own_settings(a, "loss", [a.loss], LOSSES, loss_class)
+    _own_settings(a, "advantage", advantages, ADVANTAGES, advantage_class)
     for label, spec in c.correction.chosen().items():
         refuse(
             a.dual_clip is not None and bool(spec.inner_clip_off),
@@ -112,11 +113,12 @@ def _losses(c: RunConfig) -> None:
 def _own_settings(
     a: AlgorithmSection,
     kind: Literal["loss", "advantage"],
+    used: Sequence[str],
     names: Iterable[str],
     class_of: Callable[[str], type[PolicyLoss] | type[Advantage]],
 ) -> None:
-    chosen = getattr(a, kind)
-    read = class_of(chosen).own_settings
+    chosen = " and ".join(dict.fromkeys(used))
+    read = {key for name in used for key in class_of(name).own_settings}
     for key, name in [(key, its) for its in names for key in class_of(its).own_settings]:
         value, default = getattr(a, key), type(a).model_fields[key].default
         refuse(
@@ -142,11 +144,12 @@ def _whole_corrections(c: RunConfig) -> None:
         usual = spec.replaces_advantage
         if not usual:
             continue
-        refuse(
-            a.advantage != usual,
-            f"algorithm.advantage={a.advantage} would be replaced by correction={label}'s own "
-            f"importance-weighted advantage: use algorithm={label} (advantage={usual}).",
-        )
+        for key, name in map(c.advantage_of, c.tasks):
+            refuse(
+                name != usual,
+                f"{key}={name} would be replaced by correction={label}'s own importance-weighted "
+                f"advantage: use algorithm={label} (advantage={usual}).",
+            )
         refuse(
             a.keep_best is not None,
             f"algorithm.keep_best={a.keep_best} contradicts correction={label}, whose baseline is "

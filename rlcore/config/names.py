@@ -16,6 +16,7 @@ from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage": ADVANTAGES,
     "algorithm.loss": LOSSES,
+    "task.LABEL.advantage": ADVANTAGES,
     "learner.engine": LEARNER_ENGINES,
     "actor.LABEL.engine": ROLLOUT_ENGINES,
 }
@@ -33,6 +34,10 @@ def named(config: RunConfig) -> Iterator[tuple[str, str, Mapping[str, str]]]:
         if group == "actor.LABEL":
             for label, actor in config.actor.items():
                 yield f"actor.{label}.{leaf}", getattr(actor, leaf), registry
+        elif group == "task.LABEL":
+            for label, task in config.tasks.items():
+                if (name := getattr(task, leaf, None)) is not None:
+                    yield f"task.{label}.{leaf}", name, registry
         else:
             yield pattern, getattr(getattr(config, group), leaf), registry
 

@@ -9,7 +9,7 @@ from rlcore.config.corrections import CorrectionList
 from rlcore.config.schema import RunConfig
 from rlcore.rollout.specs import ActorSpec
 from rlcore.tasks.rewards.specs import RewardSpec
-from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec
 
 AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
 # Arguments of shipped tasks that name a file. A user's own task resolves its own.
@@ -60,7 +60,10 @@ def _task(task: AnyTask) -> AnyTask:
     if isinstance(args.get("grader"), str):
         args["grader"] = _code(args["grader"])
     rewards = {label: _reward(reward) for label, reward in task.rewards.items()}
-    return task.model_copy(update={"name": _code(task.name), "args": args, "rewards": rewards})
+    update: dict[str, Any] = {"name": _code(task.name), "args": args, "rewards": rewards}
+    if isinstance(task, MixedTaskSpec) and task.advantage is not None:
+        update["advantage"] = _code(task.advantage)
+    return task.model_copy(update=update)
 
 
 def _reward(reward: RewardSpec) -> RewardSpec:

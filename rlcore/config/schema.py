@@ -113,6 +113,13 @@ class RunConfig(Spec):
         """How tasks that are only evaluated are graded: as the first training task."""
         return next(iter(self.tasks.values()))
 
+    def advantage_of(self, label: str) -> tuple[str, str]:
+        """(key, name) of a training task's advantage."""
+        own = getattr(self.tasks[label], "advantage", None)
+        if own is not None:
+            return f"{self.task_key(label)}.advantage", str(own)
+        return "algorithm.advantage", self.algorithm.advantage
+
     def rollout_of(self, label: str) -> RolloutSpec:
         """`rollout` as it is for a training task."""
         spec = self.tasks[label]

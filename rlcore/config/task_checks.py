@@ -74,11 +74,12 @@ def _group_sizes(c: RunConfig) -> None:
         )
         kept_by = key if a.keep_best is None else "algorithm.keep_best"
         kept = n if a.keep_best is None else a.keep_best
+        chosen_by, advantage = c.advantage_of(label)
         refuse(
             # A group of one has an advantage of zero: nothing would be learnt, silently.
-            advantage_class(a.advantage).compares_group and kept < 2,
-            f"algorithm.advantage={a.advantage} compares the samples of a group, and "
-            f"{kept_by}={kept} leaves one: use 2 or more, or algorithm.advantage=reinforce.",
+            advantage_class(advantage).compares_group and kept < 2,
+            f"{chosen_by}={advantage} compares the samples of a group, and {kept_by}={kept} "
+            f"leaves one: use 2 or more, or {chosen_by}=reinforce.",
         )
 
 

@@ -82,6 +82,7 @@ class StepBatch:
     episodes: list[EpisodeTokens]
     sent: StepTensors  # what came from actors and graders; the learner's log-probs are zeros here
     arrival_version: Tensor  # [B] int32
+    tasks: tuple[str, ...] = ()  # of the episodes [B], as their prompt ids say
     # dummies at the end: as many as every other rank has
     micro: list[MicroBatch] = field(default_factory=list)
     ref: Scored | None = None  # under the policy that entered the update phase
@@ -162,7 +163,8 @@ def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.devic
         sent.topk_ids_inf = rows.tokens("topk_ids", -1, np.int64, k)
         sent.topk_logp_inf = rows.tokens("topk_logp", -np.inf, np.float32, k)
     arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
-    return StepBatch([of_episode(e) for e in episodes], sent, arrival)
+    tasks = tuple(g.prompt_id.partition("/")[0] for g in groups for _ in g.episodes)
+    return StepBatch([of_episode(e) for e in episodes], sent, arrival, tasks)
 
 
 class _Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rlcore.attention.specs import SparseSpec
@@ -196,6 +196,8 @@ class LearnerJob:
     sparse: SparseSpec | None = None  # the actors' rule, where the learner attends by it
     # of each group, the responses of highest dense acceptance that are trained on; None: all
     keep_by_acceptance: int | None = None
+    # advantage of each of several tasks, by label; empty: objective.advantage of all episodes
+    task_advantages: Mapping[str, str] = field(default_factory=dict)
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
 
 

@@ -26,11 +26,11 @@ from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob
 from rlcore.learner.sums import Sums
+from rlcore.learner.task_advantages import TaskAdvantages
 from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.kl import kl_penalty
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.registry import make_advantage
-from rlcore.objectives.rewards import over_tokens, sequence_advantages
+from rlcore.objectives.rewards import over_tokens
 from rlcore.objectives.shaping import overlong_penalty
 from rlcore.types import TokenScores
 
@@ -84,7 +84,7 @@ class Update:
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)
-        self._advantage = make_advantage(job.objective)
+        self._advantages = TaskAdvantages(job)
         self._objective = job.objective
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
@@ -238,11 +238,7 @@ class Update:
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
-        sent = batch.sent
-        values = sequence_advantages(
-            self._advantage, sent.rewards, sent.group_ids, self.reduce, sent.mask.sum(dim=1)
-        )
-        return over_tokens(values, sent.mask)
+        return over_tokens(self._advantages(batch, self.reduce), batch.sent.mask)
 
     def _shaped_rewards(self, batch: StepBatch) -> Tensor:
         """[B]: what advantages and RAPID's baseline are taken of."""

@@ -50,6 +50,10 @@ class BufferClient(Protocol):
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         """Count a loss of each: (what is still missing of them, those given up at `limit`)."""
 
+    async def outcomes(self) -> list[tuple[str, float]]:
+        """(prompt id, pass rate) of the groups that have arrived since the last call, of tasks
+        whose pass rates are remembered."""
+
     async def failed_scores(self) -> tuple[int, str]:
         """Samples that could not be scored so far, and the reason of the last one."""
 

@@ -240,7 +240,7 @@ class Controller:
         others["rollout/cut_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
-        others |= self._parts.saver.metrics()
+        others |= self._parts.saver.metrics() | self._parts.requests.prompts.metrics()
         await self._rows.write(metrics, clocks, others)
 
     async def _checkpoint_if_due(self) -> None:

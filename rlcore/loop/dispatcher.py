@@ -52,6 +52,8 @@ class Dispatcher:
         if not room:
             return
         requests, prompts = self._requests, self._requests.prompts
+        if prompts.remembers:
+            prompts.observe(await self._buffer.outcomes())
         prompt_ids = [item.prompt_id for item in prompts.peek(room)]
         ids = await self._buffer.admit(prompt_ids)
         prompts.advance(len(ids))

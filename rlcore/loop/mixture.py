@@ -9,12 +9,12 @@ integers modulo 2^64, so that it is exact for every n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from rlcore.errors import UserError
-from rlcore.loop.prompts import PromptSource
+from rlcore.loop.prompts import Outcome, PromptSource
 from rlcore.seeding import derive_seed
 from rlcore.types import Item
 
@@ -120,10 +120,24 @@ class Mixture:
             self.sources[label].restore(saved)
 
     def begin_anew(self) -> None:
-        """Return to the first prompt."""
+        """Return to the first prompt, and remember nothing."""
         self.drawn = 0
         for source in self.sources.values():
             source.begin_anew()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether pass rates of some task are wanted."""
+        return any(source.remembers for source in self.sources.values())
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Remember the pass rates of groups that have arrived."""
+        for prompt_id, rate in outcomes:
+            self.source(prompt_id).observe([(prompt_id, rate)])
+
+    def metrics(self) -> dict[str, float]:
+        """`task/<task>/<count>` of what is remembered."""
+        return {n: v for source in self.sources.values() for n, v in source.metrics().items()}
 
 
 def task_seed(run_seed: int, label: str) -> int:

@@ -5,7 +5,7 @@ Seeds depend on (run seed, group or prompt, sample) alone, never on timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
+from rlcore.loop.difficulty import Difficulty
 from rlcore.seeding import derive_seed
 from rlcore.types import Item, Request, SamplingSpec
 
 ENDLESS_CHECK = 256  # items of a generated task that are checked before a run
 
+Outcome = tuple[str, float]  # prompt id, share of its samples that passed
 Encode = Callable[[str], list[int]]  # a question's token ids, chat template applied
 
 
@@ -26,13 +28,22 @@ class PromptSource:
     each epoch."""
 
     def __init__(
-        self, task: Task, encode: Encode, *, run_seed: int, max_prompt_tokens: int
+        self,
+        task: Task,
+        encode: Encode,
+        *,
+        run_seed: int,
+        max_prompt_tokens: int,
+        difficulty: Difficulty | None = None,
     ) -> None:
+        """`difficulty`: what decides which problems are passed over; its number of problems, or
+        the task's, must be finite."""
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens
         self.cursor = 0  # items passed so far
         self._encode = encode
         self._seed = run_seed
+        self._difficulty = difficulty
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
 
     def source(self, prompt_id: str) -> PromptSource:
@@ -53,14 +64,36 @@ class PromptSource:
 
     def peek(self, count: int) -> list[Item]:
         """The next `count` items; the cursor stays."""
-        return [self.task.item("train", self._index(self.cursor + i)) for i in range(count)]
+        return [self.task.item("train", self._index(at)) for at in self._ahead(count)]
 
     def advance(self, count: int) -> None:
         """Move the cursor over `count` items."""
-        self.cursor += count
+        if count:
+            self.cursor = self._ahead(count)[-1] + 1
+
+    def _ahead(self, count: int) -> list[int]:
+        """Where the next `count` items are, passing over what difficulty leaves out; never a whole
+        epoch, so that something is always found."""
+        if self._difficulty is None:
+            return list(range(self.cursor, self.cursor + count))
+        found: list[int] = []
+        size, at, passed = self._size() or 1, self.cursor, 0
+        while len(found) < count:
+            drawn = self._difficulty.draws(self._index(at), at) or passed >= size
+            if drawn:
+                found.append(at)
+            passed = 0 if drawn else passed + 1
+            at += 1
+        return found
+
+    def _size(self) -> int | None:
+        """Problems that are walked; None: without end."""
+        size = self.task.size("train")
+        first = None if self._difficulty is None else self._difficulty.spec.problems
+        return size if first is None else min(first, first if size is None else size)
 
     def _index(self, cursor: int) -> int:
-        size = self.task.size("train")
+        size = self._size()
         if size is None:
             return cursor
         epoch, place = divmod(cursor, size)
@@ -91,7 +124,8 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        return {"cursor": self.cursor}
+        rates = {} if self._difficulty is None else {"rates": self._difficulty.state()}
+        return {"cursor": self.cursor, **rates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError for the state of several tasks."""
@@ -102,10 +136,28 @@ class PromptSource:
                 "these tasks (a weight of 0 ends the prompts of one), or start another run_dir."
             )
         self.cursor = int(state["cursor"])
+        if self._difficulty is not None:
+            self._difficulty.restore(state.get("rates", {}))
 
     def begin_anew(self) -> None:
         """Return to the first prompt."""
-        self.cursor = 0
+        self.restore({"cursor": 0})
+
+    @property
+    def remembers(self) -> bool:
+        """Whether pass rates are wanted."""
+        return self._difficulty is not None
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Remember the pass rates of groups that have arrived."""
+        for prompt_id, rate in outcomes:
+            if self._difficulty is not None:
+                self._difficulty.note(split_and_index(prompt_id)[1], rate)
+
+    def metrics(self) -> dict[str, float]:
+        """`task/<task>/<count>` of what is remembered; nothing without difficulty pools."""
+        counts = {} if self._difficulty is None else self._difficulty.metrics()
+        return {f"task/{self.task.name}/{name}": value for name, value in counts.items()}
 
 
 class Prompts(Protocol):
@@ -133,7 +185,17 @@ class Prompts(Protocol):
         """Continue from `state`. Raises UserError for one of other tasks."""
 
     def begin_anew(self) -> None:
-        """Return to the first prompt."""
+        """Return to the first prompt, and remember nothing."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether pass rates are wanted."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Remember the pass rates of groups that have arrived."""
+
+    def metrics(self) -> dict[str, float]:
+        """`task/<task>/<count>` of what is remembered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import Literal
 
 from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.spec import Spec, refuse, setting
-from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.tasks.specs import DifficultySpec, EvalTaskSpec
 from rlcore.types import OnPublish
 
-__all__ = ["Phases"]  # the loop plans by them
+__all__ = ["DifficultySpec", "Phases"]  # the loop plans by them
 
 
 class ScheduleSpec(BatchingSpec):

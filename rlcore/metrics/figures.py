@@ -43,6 +43,7 @@ CHARTS = (
     Chart("Reward by task", ("task/<task>/reward_mean",)),
     Chart("Groups of the batch by task", ("task/<task>/groups",), stacked=True),
     Chart("Tokens by task", ("task/<task>/token_share",), stacked=True),
+    Chart("Problems by difficulty", _each("task/<task>/{}", "seen", "solved", "hopeless")),
     Chart("Held-out accuracy", _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>")),
     Chart("Response length", ("response_length/mean", "response_length/max")),
     Chart("Staleness", _each("staleness/{}", "mean", "max", "in_flight_mean", "in_buffer_mean")),

@@ -58,8 +58,34 @@ class GradingSpec(Spec):
     grader_memory_mib: int = setting(4096, "address space of each of them", unit="MiB", ge=256)
 
 
+class DifficultySpec(Spec):
+    """Problems are remembered by their pass rate, and what is solved or hopeless is drawn less.
+
+    A pass is a response whose part "correct" of the grade, or whose reward where the grader has no
+    such part, is 1 or more, as in evaluations. The rate is that of the newest group.
+    """
+
+    keep: float = setting(
+        0.1, "share of the solved and the hopeless that is drawn when their turn comes", gt=0, le=1
+    )
+    solved: float = setting(1.0, "pass rate from which a problem is solved", gt=0, le=1)
+    hopeless: float = setting(0.0, "pass rate up to which a problem is hopeless", ge=0, lt=1)
+    problems: int | None = setting(
+        None, "walk only the first so many problems; an endless task needs it; null: all", gt=0
+    )
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.hopeless >= self.solved,
+            f"{key}.hopeless={self.hopeless:g} is not below {key}.solved={self.solved:g}: no "
+            "problem would be between.",
+        )
+
+
 class TaskSpec(EvalTaskSpec, GradingSpec):
     """A task that is trained on."""
+
+    difficulty: DifficultySpec | None = None
 
 
 class MixedTaskSpec(TaskSpec):
@@ -78,3 +104,6 @@ class MixedTaskSpec(TaskSpec):
         None, "longest response; null: rollout.max_new_tokens", unit="tokens", gt=0
     )
     stop: tuple[str, ...] | None = setting(None, "strings that end a response; null: rollout.stop")
+    advantage: str | None = setting(
+        None, "how its rewards become advantages, or file.py:Class; null: algorithm.advantage"
+    )

@@ -64,6 +64,9 @@ class FakeBuffer(BufferClient):
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         return await self.actor.lost(list(group_ids), limit)
 
+    async def outcomes(self) -> list[tuple[str, float]]:
+        return await self.actor.outcomes()
+
     async def failed_scores(self) -> tuple[int, str]:
         return await self.actor.failed_scores()
 

@@ -16,15 +16,17 @@ from rlcore.interfaces import Reporter, Split
 from rlcore.loop import checkpoint
 from rlcore.loop.clients import Clients, Spawned
 from rlcore.loop.controller import Controller
+from rlcore.loop.difficulty import Difficulty
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
-from rlcore.loop.mixture import Mixture
+from rlcore.loop.mixture import Mixture, task_seed
 from rlcore.loop.parts import Parts
 from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
 from rlcore.loop.saver import Saver
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.tasks.specs import DifficultySpec
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
 from rlcore.testing.fakes import (
@@ -98,6 +100,7 @@ class Scenario:
     # several tasks by label: their group sizes and weights
     tasks: Mapping[str, TaskShare] = field(default_factory=dict)
     problems: int | None = None  # of each task; None: endlessly many
+    difficulty: DifficultySpec | None = None  # of every task
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -143,7 +146,7 @@ class Simulation:
             self.buffer, self.scorer, heartbeat_s=scenario.supervision.heartbeat_s
         )
         labels = list(scenario.tasks) or ["digits"]
-        self.sources = {label: self._source(label, scenario.problems) for label in labels}
+        self.sources = {label: self._source(label) for label in labels}
         self.prompts: Prompts = self.sources[labels[0]]
         if scenario.tasks:
             weights = {label: share.weight for label, share in scenario.tasks.items()}
@@ -157,11 +160,14 @@ class Simulation:
         )
         self.parts = self._parts()
 
-    @staticmethod
-    def _source(label: str, problems: int | None) -> PromptSource:
-        task = CountingTask(label, train=problems)
+    def _source(self, label: str) -> PromptSource:
+        spec = self.scenario.difficulty
         return PromptSource(
-            task, lambda text: [1 + int(c) for c in text], run_seed=0, max_prompt_tokens=16
+            CountingTask(label, train=self.scenario.problems),
+            lambda text: [1 + int(c) for c in text],
+            run_seed=0,
+            max_prompt_tokens=16,
+            difficulty=None if spec is None else Difficulty(spec, task_seed(0, label)),
         )
 
     def _spawn(self, name: str) -> Spawned:

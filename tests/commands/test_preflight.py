@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import rlcore
+from rlcore.commands import roles
 from rlcore.commands.preflight import prepare
 from rlcore.config.compose import load
 from rlcore.errors import UserError
@@ -212,6 +213,18 @@ def test_each_of_several_tasks_is_asked_for_in_its_own_way(tmp_path):
     assert digits[0].sampling.max_new_tokens == 16
     assert found.heldout.sampling("arithmetic").max_new_tokens == 9
     assert found.tokenizer.encode("12+34=56")  # the alphabet of both
+
+
+def test_pass_rates_are_remembered_of_finite_tasks_alone(tmp_path):
+    words = ["experiment=quickstart", f"run_dir={tmp_path}"]
+    endless = r"task\.difficulty remembers problems, and task\.name=digits makes .*problems=N"
+    with pytest.raises(UserError, match=endless):
+        prepare(load([*words, "task.difficulty={}"]))
+    config = load([*words, "task.difficulty.problems=20"])
+    found = prepare(config)
+    assert found.prompts.remembers and roles.buffer_job(config).tasks["digits"].remember
+    numbers = [item.prompt_id for item in found.prompts.peek(40)]
+    assert sorted(numbers[:20]) == sorted(numbers[20:]) and len({*numbers}) == 20
 
 
 def test_each_of_several_tasks_must_have_what_a_single_one_must(model, tmp_path):

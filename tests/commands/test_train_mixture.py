@@ -24,6 +24,8 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     # of `small`, what is about a single task is not this run's
     settings = [w for w in small if not w.startswith(("task.", "experiment="))]
     words = [*documented(), *settings, "schedule=on_policy", "task.arithmetic.args.max_digits=1"]
+    words += ["task.digits.samples_per_prompt=6", "task.arithmetic.advantage=reinforce"]
+    words += ["task.digits.difficulty={problems: 6, keep: 0.5}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first = command(*words, f"run_dir={whole}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
@@ -34,10 +36,15 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
     for row in rows(whole):
         assert row["task/digits/groups"] + row["task/arithmetic/groups"] == 8
-        assert row["train/sequences"] == 4 * 8 and row["grad_norm"] > 0
+        assert (
+            row["train/sequences"]
+            == 6 * row["task/digits/groups"] + 4 * (row["task/arithmetic/groups"])
+        )
         assert row["task/arithmetic/response_length_max"] <= 8
+    assert any(row["grad_norm"] > 0 for row in rows(whole))
     last = rows(whole)[-1]
     assert last["task/digits/consumed"] > last["task/arithmetic/consumed"] > 0
+    assert last["task/digits/seen"] == 6
     assert {"eval/digits/greedy", "eval/arithmetic/greedy"} <= last.keys()
     shown = (whole / "samples" / "step_000001.jsonl").read_text().splitlines()
     assert {json.loads(line)["prompt_id"].split("/")[0] for line in shown} == {

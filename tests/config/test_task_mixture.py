@@ -111,6 +111,24 @@ REFUSED = [
         [PAIR, "task.digits.max_new_tokens=9", "algorithm.overlong_share=0.2"],
         ["algorithm.overlong_share=0.2", "64, 9"],
     ),
+    ([PAIR, "task.digits.advantage=gae"], ["task.digits.advantage=gae", "rloo", "file.py"]),
+    (
+        [PAIR, "task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],
+        ["task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],
+    ),
+    (
+        [PAIR, "correction=rapid", "algorithm=rapid", "task.digits.advantage=rloo"],
+        ["task.digits.advantage=rloo", "correction=rapid"],
+    ),
+    (
+        [PAIR, "algorithm.whitening=tokens", "task.digits.advantage=rloo"],
+        ["algorithm.whitening=tokens", "rloo and grpo"],
+    ),
+    (
+        [PAIR, "task.digits.difficulty={solved: 0.5, hopeless: 0.5}"],
+        ["task.digits.difficulty.hopeless=0.5", "task.digits.difficulty.solved=0.5"],
+    ),
+    (["task.difficulty.keep=0"], ["task.difficulty.keep=0", "greater than 0"]),
     ([PAIR, "checkpoint.keep_best=eval/sums/greedy"], ["eval/digits/ or eval/arithmetic/"]),
 ]
 
@@ -139,3 +157,11 @@ def test_every_algorithm_goes_with_tasks_of_different_group_sizes():
         words = [f"algorithm={algorithm}", f"algorithm.keep_best={best or 'null'}"]
         accepted.append(run(PAIR, *sizes, *words))
     assert len(accepted) == 10
+
+
+def test_a_setting_of_an_advantage_may_be_for_one_task_alone():
+    config = run(PAIR, "algorithm.whitening=tokens", "task.digits.advantage=reinforce_pp")
+    assert config.advantage_of("digits") == ("task.digits.advantage", "reinforce_pp")
+    assert config.advantage_of("arithmetic") == ("algorithm.advantage", "grpo")
+    alone = run(PAIR, "task.digits.advantage=reinforce", "task.digits.samples_per_prompt=1")
+    assert alone.rollout_of("digits").samples_per_prompt == 1

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import UserError
@@ -47,6 +47,7 @@ def labelled(counts):
     return {f"task{i}": count / 8 for i, count in enumerate(counts)}
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 2**62), st.integers(0, 2**40), st.integers(1, 3000))
 def test_every_stretch_of_draws_has_the_shares_of_the_weights(counts, seed, start, length):
     weights = labelled(counts)
@@ -59,6 +60,7 @@ def test_every_stretch_of_draws_has_the_shares_of_the_weights(counts, seed, star
         assert drawn[label] == 0 if not weight else True
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 2**62), st.integers(0, 300), st.integers(0, 200))
 def test_resumed_at_any_point_the_sequence_is_the_same(counts, seed, before, after):
     weights = labelled(counts)
@@ -73,6 +75,7 @@ def test_resumed_at_any_point_the_sequence_is_the_same(counts, seed, before, aft
     assert resumed.state() == stopped.state()
 
 
+@settings(deadline=None)
 @given(WEIGHTS, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=20))
 def test_looking_ahead_by_any_amount_changes_nothing(counts, moves):
     weights = labelled(counts)

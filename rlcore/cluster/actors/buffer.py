@@ -99,6 +99,9 @@ class BufferActor:
     async def waiting_for(self, step: int) -> str:
         return reports.waiting_for(self.buffer, step)
 
+    async def outcomes(self) -> list[tuple[str, float]]:
+        return self.buffer.intake.take_outcomes()
+
     async def failed_scores(self) -> tuple[int, str]:
         return reports.failed_scores(self.buffer)
 

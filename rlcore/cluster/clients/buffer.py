@@ -47,6 +47,9 @@ class RayBuffer(BufferClient):
         again, given_up = await self._call(ref, "recording lost groups")
         return again, given_up
 
+    async def outcomes(self) -> list[tuple[str, float]]:
+        return list(await self._call(self.handle.outcomes.remote(), "the pass rates of groups"))
+
     async def failed_scores(self) -> tuple[int, str]:
         ref = self.handle.failed_scores.remote()
         count, sentence = await self._call(ref, "the number of failed scores")
