@@ -5,6 +5,9 @@ Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-
 the softmax's row statistics survive; the backward pass recomputes the chunk's logits. A pass holds
 two `[chunk, V]` float32 buffers, and a chunk is an eighth of the positions at most, so that this is
 no [N, V] for a short micro-batch either.
+
+Liger's fused kernels cannot take its place: they give no entropy, which every step reports, or no
+log-probs at all (benchmarks/results/head_memory_cpu.md, with the measured size of a chunk).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class HeadSpec:
     fp32: bool = False
 
     def slices(self, n: int) -> list[slice]:
-        """The chunks of n positions."""
+        """The chunks of n positions: `chunk` at most, and an eighth of n, but never fewer than
+        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times)."""
         rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
         return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]

@@ -256,3 +256,20 @@ def test_the_kl_of_an_fp32_head_is_that_of_the_float32_product():
     target = TopkTarget(ids, torch.full(ids.shape, -3.0))
     found = topk_kl_pass(hidden, weight, target, _spec(fp32=True))
     torch.testing.assert_close(found, topk_kl_pass(*wide[:2], target, _spec()))
+
+
+@pytest.mark.parametrize(
+    ("n", "chunk", "rows"),
+    [
+        (0, 1024, []),
+        (50, 1024, [50]),
+        (600, 1024, [75] * 8),
+        (100, 1024, [64, 36]),  # an eighth would be too few
+        (100, 32, [32, 32, 32, 4]),  # unless fewer are asked for
+        (9000, 1024, [1024] * 8 + [808]),
+    ],
+)
+def test_chunks_are_an_eighth_at_most_and_no_larger_than_asked(n, chunk, rows):
+    slices = HeadSpec(1.0, chunk).slices(n)
+    assert [s.stop - s.start for s in slices] == rows
+    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(n))
