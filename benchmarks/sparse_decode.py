@@ -1,10 +1,11 @@
 """Decode time by context length: vLLM's CPU attention against block top-k at a fixed page budget.
 
-    python benchmarks/sparse_decode.py [--blocks 32] [--contexts 1024 2048 4096 8192] [--batch 8]
-                                       [--json FILE]
+    python benchmarks/sparse_decode.py [--model FOLDER] [--blocks 32] [--batch 8] [--json FILE]
+                                       [--contexts 1024 2048 4096 8192]
 
-The model has random weights and the attention shape of Qwen3-0.6B and 1.7B (16 query and 8 KV heads
-of 128), with few and narrow layers, so that attention dominates. Each kind runs in its own process.
+Without `--model` the model has random weights and the attention shape of Qwen3-0.6B and 1.7B (16
+query and 8 KV heads of 128), with few and narrow layers, so that attention dominates. Each kind
+runs in its own process.
 "step" is a whole engine step, "attention" the attention of one layer, of which "selection" scores
 and selects pages; medians over steps.
 """
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LAYERS = 4
+LAYERS = 4  # of the model that is made
 
 
 def timed(owner: type, method: str, into: list[float]) -> None:
@@ -50,9 +51,11 @@ def measure(
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     from rlcore.attention.specs import SparseSpec
+    from rlcore.models.folder import read_config
     from rlcore.rollout.engines.vllm import sparse_backend_cpu
     from rlcore.rollout.engines.vllm.sparse_layer_cpu import SparseCPUImpl
 
+    layers = int(read_config(model)["num_hidden_layers"])
     attention: list[float] = []
     selection: list[float] = []
     extra: dict[str, Any] = {}
@@ -85,7 +88,7 @@ def measure(
             attention.clear(), selection.clear()
             start = time.perf_counter()
             done = engine.step()
-            if len(done) == batch and len(attention) == LAYERS:
+            if len(done) == batch and len(attention) == layers:
                 whole.append(time.perf_counter() - start)
                 per_step.append((sum(attention), sum(selection)))
         # the first decode steps may include the end of a prompt
@@ -94,8 +97,8 @@ def measure(
             {
                 "context": length,
                 "step": 1e3 * statistics.median(whole),
-                "attention": 1e3 * statistics.median(a for a, _ in per_step) / LAYERS,
-                "selection": 1e3 * statistics.median(s for _, s in per_step) / LAYERS,
+                "attention": 1e3 * statistics.median(a for a, _ in per_step) / layers,
+                "selection": 1e3 * statistics.median(s for _, s in per_step) / layers,
             }
         )
     return rows
@@ -154,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", help="a Hugging Face folder; by default one is made")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=32)
@@ -165,8 +169,9 @@ def main() -> None:
     parser.add_argument("--json", help="also write the rows here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(folder, max(args.contexts) + args.steps + 16)
-        rows = {kind: run_kind(kind, args, folder) for kind in ("dense", "sparse")}
+        if args.model is None:
+            make_model(folder, max(args.contexts) + args.steps + 16)
+        rows = {kind: run_kind(kind, args, args.model or folder) for kind in ("dense", "sparse")}
     show(rows, args)
     if args.json:
         Path(args.json).write_text(json.dumps({"settings": vars(args), "rows": rows}, indent=1))
