@@ -28,6 +28,7 @@ class Run:
     peak_memory: float  # bytes, all processes of the run together, shared pages counted once (PSS)
     memory: list[tuple[float, float]] = field(default_factory=list)  # (seconds, bytes)
     output: str = ""
+    processes: dict[str, float] = field(default_factory=dict)  # peak bytes by process (PSS)
 
 
 def rlcore(
@@ -42,6 +43,7 @@ def rlcore(
     log = folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     start, memory = time.monotonic(), []
+    peaks: dict[str, float] = {}
     marker = f"bench-{os.getpid()}-{time.monotonic_ns()}"
     with log.open("w") as out:
         environment = {**os.environ, "RLCORE_BENCH": marker}
@@ -52,7 +54,9 @@ def rlcore(
                 raise TimeoutError(
                     f"{' '.join(command)} ran longer than {timeout_s:g} s; see {log}"
                 )
-            memory.append((time.monotonic() - start, tree_memory(child.pid)))
+            held = tree_memory(child.pid)
+            memory.append((time.monotonic() - start, sum(held.values())))
+            peaks = {name: max(held.get(name, 0), peaks.get(name, 0)) for name in held | peaks}
             time.sleep(every_s)
     text = log.read_text(errors="replace")
     if child.returncode != 0:
@@ -65,6 +69,7 @@ def rlcore(
         max((m for _, m in memory), default=0.0),
         memory,
         text,
+        peaks,
     )
 
 
@@ -74,20 +79,35 @@ def read_rows(run_dir: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def tree_memory(pid: int) -> float:
-    """Proportional set size of a process and all its descendants, in bytes."""
+def tree_memory(pid: int) -> dict[str, float]:
+    """Proportional set size in bytes of a process and all its descendants, by role and process."""
     try:
         root = psutil.Process(pid)
         family = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return 0.0
-    total = 0.0
+        return {}
+    held: dict[str, float] = {}
     for process in family:
         try:
-            total += process.memory_full_info().pss
+            held[f"{role(process.cmdline())} {process.pid}"] = process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return total
+    return held
+
+
+def role(command: Sequence[str]) -> str:
+    """What a process of a run is for, from its command line; an actor's is its class.
+
+    Examples: ["ray::LearnerActor.train_step"] is LearnerActor, ["python", "bin/rlcore", "train"]
+    is rlcore."""
+    words = [w for w in command if w]
+    if not words:
+        return "ended"
+    if words[0].startswith("ray::"):
+        return words[0].removeprefix("ray::").split(".")[0].split(" ")[0]
+    first = Path(words[0]).name
+    scripts = [Path(w).name for w in words[1:] if not w.startswith("-")]
+    return scripts[0] if first.startswith("python") and scripts else first
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None) -> str:
