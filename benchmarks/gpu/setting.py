@@ -64,6 +64,10 @@ class Setting:
         return 4 if self.small else 16
 
     @property
+    def batches(self) -> tuple[int, ...]:
+        return (2, 4) if self.small else (16, 64, 256)
+
+    @property
     def new_tokens(self) -> int:
         return 16 if self.small else 128
 

@@ -62,8 +62,10 @@ def test_the_plain_engine_s_tests_hold_while_steps_are_scheduled_ahead():
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
 def test_the_plain_engine_s_tests_hold_on_the_second_runner():
-    passes_on("second", ALL, timeout_s=1800)
+    # vLLM's top-k kernel does not run in the interpreter, and noisy actors stay on the first runner
+    passes_on("second", ALL, "-k", "not truncated and not logit_noise", timeout_s=1800)
 
 
 def test_gpus_get_the_second_runner_and_asynchronous_scheduling():

@@ -42,7 +42,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.step_plan import StepPlan
@@ -250,8 +249,15 @@ class SparseGPUBackend(FlashAttentionBackend):
     """FlashAttention with a head-major cache and the classes above."""
 
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout  # vLLM 0.26 has none
+
         return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """What vLLM 0.26 asks instead: its name for the same order."""
+        return "HND"
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:

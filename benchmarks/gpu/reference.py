@@ -1,0 +1,129 @@
+"""Log-probs that the engine's are held against: the learner's own path, on weights (and for FP8
+activations, keys and values) rounded as the engine rounds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from setting import Row, Setting
+
+E4M3_MAX = 448.0
+# mean |dlogp| up to which engine and reference agree: float32, bfloat16, bfloat16 with rounded
+# activations, whose rounding points differ by a bit of E4M3 here and there
+LIMITS = {"cpu": 1e-3, "cuda": 0.05, "fp8": 0.15}
+
+
+def limit(s: Setting, kind: str) -> float:
+    """Largest mean |dlogp| at which a speed is printed."""
+    return LIMITS["cpu" if s.small else "fp8" if kind.startswith("fp8") else "cuda"]
+
+
+class Reference:
+    """The learner's forward (its attention, then `head_pass`) for one kind of actor."""
+
+    def __init__(self, s: Setting, kind: str, *, model: str | None = None) -> None:
+        """`kind`: an actor's, or dense: the plain one."""
+        from transformers import AutoModelForCausalLM
+
+        from rlcore.attention.implementation import register
+        from rlcore.attention.varlen import register_varlen
+
+        self._s, self._kind = s, kind
+        self._varlen = not s.small and kind in ("bf16", "dense")
+        attention = register_varlen() if self._varlen else register()
+        if kind == "fp8 + fp8 kv":
+            attention = _register_fp8_kv()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model or s.model, dtype=s.dtype, attn_implementation=attention
+        )
+        if kind.startswith("fp8"):
+            round_linears(self._model)
+            if not s.small:  # the emulation on CPU rounds weights alone
+                round_activations(self._model)
+        self._model.to(s.device).eval()
+
+    @torch.no_grad()
+    def logp(self, t: Any) -> torch.Tensor:
+        """[S] float32 on the CPU: log-probs of a trajectory's sampled tokens."""
+        from rlcore.learner.head import head_pass
+        from rlcore.learner.head_spec import HeadSpec
+        from rlcore.learner.specs import LearnerSpec
+
+        n = len(t.prompt_ids)
+        ids = torch.tensor(t.token_ids, device=self._s.device).long()[None]
+        places = torch.arange(ids.shape[1], device=self._s.device)[None]
+        hidden = self._model.model(
+            input_ids=ids, position_ids=places, use_cache=False, **self._extra(n, places)
+        ).last_hidden_state[0, n - 1 : -1]
+        spec = HeadSpec(1.0, LearnerSpec().head_chunk_tokens)
+        return head_pass(hidden, self._model.lm_head.weight, ids[0, n:], spec).logp.float().cpu()
+
+    def _extra(self, prompt: int, places: torch.Tensor) -> Row:
+        from rlcore.attention.implementation import SparseRows
+        from rlcore.attention.varlen import Sequences
+
+        if self._kind == "sparse":
+            return {"sparse_rows": SparseRows(self._s.rule, [prompt])}
+        return {"sequences": Sequences.of(places)} if self._varlen else {}
+
+    def gaps(self, samples: list[Any]) -> Row:
+        """|log-prob of the actor - reference| over the samples' tokens: mean and largest."""
+        found = torch.cat([(self.logp(t) - torch.tensor(t.logp_inf)).abs() for t in samples])
+        return {"mean |dlogp|": float(found.mean()), "max |dlogp|": float(found.max())}
+
+
+def where_they_agree(gaps: Row, largest: float, speeds: Row) -> Row:
+    """A row of speeds with its gaps, the speeds withheld where they would be of something else."""
+    if gaps["mean |dlogp|"] <= largest:
+        return gaps | speeds
+    return gaps | {"speed": f"withheld: mean |dlogp| is above {largest:g}"}
+
+
+@torch.no_grad()
+def round_linears(model: Any) -> None:
+    """Round linear weights through E4M3, one scale a fused tensor, and keep them dequantised."""
+    from rlcore.weights.rounding import round_weights
+    from rlcore.weights.specs import RoundingSpec
+
+    params = dict(model.named_parameters())
+    for name, rounded in round_weights(params, RoundingSpec(rounding="fp8")).items():
+        params[name].copy_(rounded)
+
+
+def round_activations(model: Any) -> None:
+    """Round the inputs of the linears in the layers through E4M3, one scale a token, as vLLM's FP8
+    with dynamic scales does."""
+
+    def rounded(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = inputs[0].float()
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
+        return ((_e4m3(x / scale) * scale).to(inputs[0].dtype), *inputs[1:])
+
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _register_fp8_kv() -> str:
+    """SDPA on queries, keys and values rounded through E4M3 with FlashAttention 3's scale of 1."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = (_e4m3(x.float()).to(x.dtype) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("fp8_kv", attend)
+    AttentionMaskInterface.register("fp8_kv", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return "fp8_kv"

@@ -1,0 +1,160 @@
+"""Parts of `check.py` that decode: engines as in a run, their log-probs, then their speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from reference import Reference, limit, where_they_agree
+from setting import Row, Setting
+
+LOGPROBS_K = 20
+# part -> (kind of actor, its settings)
+VARIANTS: dict[str, tuple[str, Row]] = {
+    "bf16 eager": ("bf16", {"enforce_eager": True}),
+    "bf16 first runner": ("bf16", {"second_runner": False, "async_scheduling": False}),
+}
+
+
+def prompts(count: int, length: int) -> list[Any]:
+    import numpy as np
+
+    return [
+        np.random.default_rng(i).integers(3, 500, length).astype(np.int32) for i in range(count)
+    ]
+
+
+def engine(
+    s: Setting, kind: str, *, model: str | None = None, memory: float = 0.8, **settings: Any
+) -> Any:
+    """An actor of `kind` as in a run, without the prefix cache, which would make a repeated prompt
+    free."""
+    from rlcore.rollout.registry import start_engine
+    from rlcore.rollout.specs import ActorSpec, EngineJob
+
+    fp8: Row = {"kind": "fp8", "rounding": "fp8" if s.small else "none"}  # emulated on CPU
+    options: dict[str, Row] = {
+        "bf16": {},
+        "sparse": {"kind": "sparse", "sparse": s.rule},
+        "fp8": fp8,
+        "fp8 + fp8 kv": fp8 | {"fp8_kv_cache": True},
+    }
+    if s.small:
+        settings = {"enforce_eager": True}
+    actor = ActorSpec(
+        num_gpus=0 if s.small else 1,
+        max_num_seqs=max(s.batches),
+        kv_cache_gib=0.1,
+        gpu_memory_utilization=memory,
+        prefix_caching=False,
+        **options[kind],
+        **settings,
+    )
+    max_len = max(s.contexts) + 256
+    return start_engine(EngineJob(actor, "check-0", model or s.model, max_len, LOGPROBS_K))
+
+
+def generate(llm: Any, asked: list[Any], new_tokens: int) -> tuple[list[Any], float]:
+    """Finished trajectories by sample, and seconds."""
+    from rlcore.testing.records import make_sampling
+    from rlcore.types import Request
+
+    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=LOGPROBS_K)
+    llm.add([Request(0, i, "check/train/0", p, spec, seed=i) for i, p in enumerate(asked)])
+    start, done = time.monotonic(), []
+    while llm.unfinished():
+        done += llm.step()
+    return sorted(done, key=lambda t: t.sample_index), time.monotonic() - start
+
+
+def rollout(s: Setting, part: str) -> None:
+    """Log-probs and rates of one actor: at every batch with and without seeds, then at every
+    context."""
+    kind, settings = VARIANTS.get(part, (part, {}))
+    start = time.monotonic()
+    llm = engine(s, kind, **settings)
+    s.add(part, {"emulated": s.small and kind == "fp8", "start s": time.monotonic() - start})
+    reference = Reference(s, kind)
+    length = 96 if s.small else 768  # beyond the sparse budget
+    samples, _ = generate(llm, prompts(4, length), s.new_tokens // 2)  # also warms the engine up
+    s.add(part, {"context": length, **reference.gaps(samples)})
+    if kind != "bf16":  # for scale: what the actor differs by from the policy it stands for
+        plain = Reference(s, "dense").gaps(samples)
+        s.add(part, {f"{name} to the plain policy": gap for name, gap in plain.items()})
+    if kind == "bf16":
+        for seeded in (True, False):
+            for batch in s.batches:
+                row = timed(s, part, llm, reference, prompts(batch, length))
+                s.add(part, {"batch": batch, "seeded": seeded, **row})
+            unseeded(llm)
+    if part not in VARIANTS:
+        for context in s.contexts:
+            row = timed(s, part, llm, reference, prompts(s.batch, context))
+            s.add(part, {"batch": s.batch, "context": context, **row})
+    llm.close()
+
+
+def timed(s: Setting, part: str, llm: Any, reference: Reference, asked: list[Any]) -> Row:
+    """Gaps of some of the samples, and the speed if they are small enough."""
+    first, prefill_s = generate(llm, asked, 1)
+    done, whole_s = generate(llm, asked, s.new_tokens)
+    # the difference of the two runs is decoding without prefill
+    decoded = sum(len(t.logp_inf) for t in done) - len(first)
+    speeds = {
+        "decode tokens/s": decoded / max(whole_s - prefill_s, 1e-9),
+        "prefill s": prefill_s,
+        "tokens/s with prefill": sum(len(t.logp_inf) for t in done) / whole_s,
+    }
+    return where_they_agree(reference.gaps(done[:2]), limit(s, part), speeds)
+
+
+def unseeded(llm: Any) -> None:
+    """Have vLLM seed all later requests of the engine by itself."""
+    processor = llm.core._llm.input_processor
+    process = processor.process_inputs
+
+    def without_seed(name: str, prompt: Any, params: Any, **kwargs: Any) -> Any:
+        params.seed = None
+        return process(name, prompt, params, **kwargs)
+
+    processor.process_inputs = without_seed
+
+
+def update(s: Setting) -> None:
+    """FP8 weights loaded in place: against an engine started with them, and a reference of them."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlcore.models.folder import read_weights
+    from rlcore.weights.stream import whole
+
+    other = str(s.folder / "other")
+    moved = AutoModelForCausalLM.from_pretrained(s.model, dtype=s.dtype)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p.add_(0.1 * p.abs().mean() * torch.randn_like(p))
+    moved.save_pretrained(other)
+    AutoTokenizer.from_pretrained(s.model).save_pretrained(other)
+    asked = prompts(s.batch, min(256, min(s.contexts)))
+    # eager and small, because the first engine may not release all GPU memory when it closes
+    small: Row = {"memory": 0.4, "enforce_eager": True}
+    llm = engine(s, "fp8", **small)
+    before, _ = generate(llm, asked, s.new_tokens // 2)
+    start = time.monotonic()
+    llm.update_weights(1, whole(read_weights(other)), "in_flight")
+    seconds = time.monotonic() - start
+    updated, _ = generate(llm, asked, s.new_tokens // 2)
+    llm.close()
+    fresh, _ = generate(engine(s, "fp8", model=other, **small), asked, s.new_tokens // 2)
+
+    def same(a: list[Any], b: list[Any]) -> list[bool]:
+        return [np.array_equal(x.sampled_ids, y.sampled_ids) for x, y in zip(a, b)]
+
+    gaps = Reference(s, "fp8", model=other).gaps(updated[:4])
+    row = {
+        "same as a fresh engine": f"{sum(same(updated, fresh))}/{len(fresh)}",
+        "same as before it": f"{sum(same(updated, before))}/{len(fresh)}",
+    }
+    s.add("update", row | where_they_agree(gaps, limit(s, "fp8"), {"update s": seconds}))
