@@ -33,6 +33,12 @@ class LoraSpec(Spec):
     )
 
     def check(self, key: str) -> None:
+        whole = [t for t in self.targets if t.rpartition(".")[2] in ("lm_head", "embed_tokens")]
+        refuse(
+            bool(whole),
+            f"{key}.targets={list(self.targets)} holds {' and '.join(whole)}, whose weights the "
+            "head pass and the embedding read without an adapter: name layers of the blocks.",
+        )
         refuse(
             self.publish == "adapter" and self.rank > LARGEST_RANK,
             f"{key}.publish=adapter with {key}.rank={self.rank} is beyond what vLLM serves: use at "

@@ -231,6 +231,10 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
+        ["learner.lora={targets: [q_proj, lm_head]}"],
+        ["learner.lora.targets=['q_proj', 'lm_head']", "holds lm_head", "layers of the blocks"],
+    ),
+    (
         ["learner.lora={publish: adapter, rank: 513}"],
         ["learner.lora.publish=adapter", "learner.lora.rank=513", "rank=512", "publish=merged"],
     ),
