@@ -5,7 +5,7 @@ from buffer_helpers import deliver, fill, give_up, groups_of, ids_of, make_buffe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.buffer import reports
+from rlcore.buffer import journal, reports
 from rlcore.buffer.selection import highest
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
@@ -153,3 +153,26 @@ def test_uniform_replay_trains_on_a_group_up_to_max_uses_and_then_lets_it_go():
     buffer.set_versions(4, 4)  # past the cap: used groups leave as consumed, unused ones as stale
     assert buffer.ledger.consumed == len(set(used))
     assert buffer.ledger.evicted.get("stale", 0) == 4 - len(set(used))
+
+
+def test_under_new_weights_by_task_does_not_make_up_for_what_was_not_due_before():
+    def buffer(a, b):
+        shares = {"a": TaskShare(1, a), "b": TaskShare(1, b)}
+        return make_buffer(4, 1, max_staleness=9, sampling="by_task", tasks=shares)
+
+    def step(buffer, number):
+        prompts = [f"{'a' if i % 2 else 'b'}/train/{i}" for i in range(buffer.room())]
+        for g, prompt in zip(buffer.admit(prompts), prompts):
+            fill(buffer, [g], 1, prompt_id=prompt, version=number)
+        groups = groups_of(buffer, number, buffer.take(number))
+        buffer.commit(number)
+        buffer.set_versions(number + 1, number + 1)
+        return sorted(g.prompt_id[0] for g in groups)
+
+    first = buffer(1.0, 3.0)
+    assert [step(first, n) for n in range(3)] == [["a", "b", "b", "b"]] * 3
+    same, other = buffer(1.0, 3.0), buffer(1.0, 1.0)
+    for resumed in (same, other):
+        journal.restore(resumed, journal.snapshot(first))
+    assert step(same, 3) == ["a", "b", "b", "b"]
+    assert [step(other, n) for n in (3, 4)] == [["a", "a", "b", "b"]] * 2

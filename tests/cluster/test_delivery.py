@@ -9,20 +9,22 @@ from rlcore.rollout.answers import StopStrings
 from rlcore.serialization import load_trajectory
 from rlcore.testing.records import make_trajectory
 
+NONE = StopStrings()
+
 
 class Sent:
     """What a delivery sent, and where."""
 
-    def __init__(self, stop=(), records=None):
+    def __init__(self, stop=NONE, records=None):
         self.records, self.answers, self.delivered = [], [], []
         outlets = Outlets(
             records or self.records.extend, self.answers.extend, self.delivered.extend
         )
-        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), StopStrings(stop))
+        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), stop)
 
 
 def test_training_records_go_to_the_buffer_and_text_to_the_graders():
-    sent = Sent(stop=("8",))
+    sent = Sent(stop=StopStrings(("8",)))
     trained = make_trajectory(4, 1, turns=[((3, 4), (5, 6, 8, 9))])
     shown = make_trajectory(-1, 0, purpose="eval/3/digits/greedy", prompt_id="digits/heldout/0")
     sent.delivery.put([trained])
@@ -34,6 +36,15 @@ def test_training_records_go_to_the_buffer_and_text_to_the_graders():
     assert (first.text, first.tokens, first.prompt) == ("56", 4, "")  # cut at the stop string
     assert (second.text, second.prompt) == ("56", "34")
     assert [t.group_id for t in sent.delivered] == [4, -1]
+
+
+def test_each_task_s_text_is_cut_at_its_own_stop_strings():
+    sent = Sent(stop=StopStrings(("8",), {"sums": ("6",), "free": ()}))
+    ids = ["digits/train/0", "sums/train/0", "free/train/0"]
+    turns = [((3, 4), (5, 6, 8, 9))]
+    sent.delivery.put([make_trajectory(i, 0, turns=turns, prompt_id=p) for i, p in enumerate(ids)])
+    sent.delivery.close(10)
+    assert [a.text for a in sent.answers] == ["56", "5", "5689"]
 
 
 def test_the_engine_thread_never_waits_for_a_slow_receiver():

@@ -111,6 +111,11 @@ REFUSED = [
         [PAIR, "task.digits.max_new_tokens=9", "algorithm.overlong_share=0.2"],
         ["algorithm.overlong_share=0.2", "64, 9"],
     ),
+    # one head of the learner divides by one temperature
+    (
+        [PAIR, "task.digits.temperature=0.7"],
+        ["task.digits.temperature=0.7", "perhaps rollout.temperature is meant"],
+    ),
     ([PAIR, "task.digits.advantage=gae"], ["task.digits.advantage=gae", "rloo", "file.py"]),
     (
         [PAIR, "task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],
