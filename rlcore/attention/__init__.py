@@ -1,1 +1,1 @@
-"""Block top-k sparse attention: one selection rule for actors and learner."""
+"""What attention reads: block top-k sparse attention, shared prefixes, packed sequences."""

@@ -209,3 +209,11 @@ def staleness_split(batch: StepBatch, step: int, reduce: Reduce) -> dict[str, fl
         "staleness/in_flight_mean": flight_sum / max(n, 1.0),
         "staleness/in_buffer_mean": buffer_sum / max(n, 1.0),
     }
+
+
+def positions(batch: StepBatch, reduce: Reduce) -> dict[str, float]:
+    """Positions that a pass over the step computes, and those of its sequences one by one."""
+    computed = sum(mb.tokens for mb in batch.micro)
+    sequences = sum(len(s) for parts in batch.episodes for s in parts)
+    both = reduce(torch.tensor([computed, sequences], dtype=torch.float64))
+    return dict(zip(("train/positions", "train/sequence_positions"), both.tolist()))

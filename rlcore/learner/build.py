@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,16 +14,20 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.interfaces import Reduce
 from rlcore.learner.companions.sparse_copy import SparseCopy
+from rlcore.learner.costs import PassCosts
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import Layout
 from rlcore.learner.policy import Attention, FrozenPolicy, Policy, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.learner.registry import ENGINES
+from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 EngineClass = Callable[[Policy, LearnerSpec, int, torch.device], TrainEngine]
 
@@ -36,6 +41,7 @@ class Parts:
     update: Update
     companions: tuple[Companion, ...]
     layout: Layout
+    costs: PassCosts | None  # of the policy, where its sequences may share prefixes
 
 
 def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
@@ -63,7 +69,8 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
-    return Parts(reduce, engine, update, tuple(companions), _layout(spec, models.attention))
+    layout = _layout(spec, models.attention)
+    return Parts(reduce, engine, update, tuple(companions), layout, models.costs)
 
 
 class _Models:
@@ -73,18 +80,24 @@ class _Models:
         self._job = job
         self._spec = job.learner
         self.attention = _attention(job.learner)
+        #: of a pass of the policy, while all policies loaded may share prefixes
+        self.costs: PassCosts | None = None
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
 
     def policy(self) -> Policy:
         """The policy that is trained."""
-        return self._trained(self._rule, self._spec.lora, seed="lora", key="learner.lora")
+        lm = self._load(self._job.model_path, self._rule)
+        if self._may_share() and self._shares(lm):
+            self.costs = PassCosts.of(lm)
+        return self._trained(lm, self._rule, self._spec.lora, seed="lora", key="learner.lora")
 
     def sparse_copy(self) -> Policy:
         """The policy's model with adapters, attending by the actors' rule."""
         assert self._spec.distill is not None and self._job.sparse is not None
-        lora = self._spec.distill.lora
-        return self._trained(self._job.sparse, lora, seed="distill", key="learner.distill.lora")
+        lora, rule = self._spec.distill.lora, self._job.sparse
+        lm = self._load(self._job.model_path, rule)
+        return self._trained(lm, rule, lora, seed="distill", key="learner.distill.lora")
 
     def starting(self, device: torch.device) -> Policy:
         """The policy that KL is taken to.
@@ -93,17 +106,37 @@ class _Models:
         """
         rule = None if self._job.frozen_path else self._rule
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
+        if self.costs is not None and not self._shares(lm):
+            self.costs = None  # it is run over the policy's micro-batches
         return Policy(lm.to(device), rule)
 
     def _trained(
-        self, rule: SparseSpec | None, lora: LoraSpec | None, *, seed: str, key: str
+        self,
+        lm: nn.Module,
+        rule: SparseSpec | None,
+        lora: LoraSpec | None,
+        *,
+        seed: str,
+        key: str,
     ) -> Policy:
-        lm = self._load(self._job.model_path, rule)
         if lora is not None:
             add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         return Policy(lm.train(), rule)
+
+    def _may_share(self) -> bool:
+        """Whether the job leaves it to the models. Sparse attention selects pages of whole rows."""
+        spec = self._spec
+        dense = self._job.sparse is None and self.attention == "sdpa"
+        # unproven on GPUs, whose kernels for long masked rows are others
+        return spec.share_prefix == "auto" and dense and spec.device == "cpu"
+
+    def _shares(self, lm: nn.Module) -> bool:
+        reason = share_prefixes(lm)
+        if reason is not None:
+            logger.info("learner.share_prefix=auto computes every prompt anew: %s", reason)
+        return reason is None
 
     def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
         dtype = self._spec.compute_dtype

@@ -1,10 +1,11 @@
-"""Micro-batches of variable count under a token budget, in one of two layouts that compute the same
-thing.
+"""Micro-batches of variable count under a token budget, in layouts that compute the same thing.
 
 sorted: rows of like length, right-padded. Causal attention keeps padding out of every real
 position, so no mask is made. packed: one row, `position_ids` restarting at each sequence (for a
 variable-length kernel, flash-attn's or torch's; with SDPA transformers derives the block-diagonal
-mask from the positions).
+mask from the positions). shared: one row of the distinct prefixes of the sequences, so that a
+group's prompt is computed once for all its responses (see `attention/shared_prefix.py`); chosen
+instead of the others where the model's attention allows it and it is less work.
 
 An episode is one row of results, whatever number of sequences it takes: its columns go on from part
 to part, and its parts share a micro-batch, so that losses over sequences see all of it.
@@ -12,7 +13,7 @@ to part, and its parts share a micro-batch, so that losses over sequences see al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.attention.shared_rows import SharedRows, TreeRow
+from rlcore.learner.costs import PassCosts
+from rlcore.learner.prefixes import PrefixTree, in_batches
 from rlcore.learner.sequences import TokenSequence
 
 Layout = Literal["sorted", "packed"]
@@ -43,6 +47,7 @@ class MicroBatch:
     row: Tensor  # [N] int64, 0..b-1: the token's episode
     column: Tensor  # [N] int64, 0..T-1: the token's index among its episode's sampled tokens
     prompt_lens: Tensor  # [s] int64, first observation of each sequence, in the order of the rows
+    shared: SharedRows | None = None  # in the shared layout: how attention reads its positions
 
     @property
     def tokens(self) -> int:
@@ -62,22 +67,44 @@ class MicroBatch:
         return dense[self.episodes[self.row], self.column]
 
 
+# six parameters: the last are where the tensors go, and an offer
 def pack(
     episodes: Sequence[EpisodeTokens],
     micro_batch_tokens: int,
     layout: Layout,
     pad_id: int = 0,
     device: torch.device | str = "cpu",
+    costs: PassCosts | None = None,
 ) -> list[MicroBatch]:
     """Split episodes into micro-batches of at most `micro_batch_tokens` positions, padding
     included.
 
     A longer episode gets a micro-batch of its own. Sequences and episodes without sampled tokens
     are left out. Longest first, so that a lack of memory shows at once; ties by index, so that the
-    same episodes always give the same batches.
+    same episodes always give the same batches. With `costs`, the shared layout is used where it is
+    less work.
     """
     # without a sampled token there is nothing to compute a loss or a score of
     parts = [tuple(s for s in episode if s.scored) for episode in episodes]
+    batches = _plain_batches(parts, micro_batch_tokens, layout)
+    if costs is not None:
+        shared = in_batches(parts, micro_batch_tokens)
+        trees = [PrefixTree.of(_sequences(parts, batch)) for batch in shared]
+        work = sum(costs.plain(*_plain_shape(parts, batch, layout)) for batch in batches)
+        if sum(map(costs.shared, trees)) < work:
+            rows = [_shared_row(tree, device) for tree in trees]
+            return [_micro_batch(parts, b, row, device) for b, row in zip(shared, rows)]
+    lay_out = _padded_rows if layout == "sorted" else _packed_row
+    rows = [lay_out(_sequences(parts, batch), pad_id) for batch in batches]
+    return [_micro_batch(parts, b, laid, device) for b, laid in zip(batches, rows)]
+
+
+def _sequences(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenSequence]:
+    return [s for i in batch for s in parts[i]]
+
+
+def _plain_batches(parts: Sequence[EpisodeTokens], budget: int, layout: Layout) -> list[list[int]]:
+    """Which episodes share a micro-batch."""
     order = [i for i, sequences in enumerate(parts) if sequences]
     # rows of like length share a micro-batch; in one packed row only the sum matters
     size = max if layout == "sorted" else sum
@@ -89,12 +116,19 @@ def pack(
         # what the micro-batch would be with this episode in it
         rows, width, total = rows + len(lengths), max(width, *lengths), total + sum(lengths)
         needed = rows * width if layout == "sorted" else total
-        if not batches or needed > micro_batch_tokens:
+        if not batches or needed > budget:
             batches.append([])
             rows, width, total = len(lengths), max(lengths), sum(lengths)
         batches[-1].append(i)
-    lay_out = _padded_rows if layout == "sorted" else _packed_row
-    return [_micro_batch({i: parts[i] for i in b}, lay_out, pad_id, device) for b in batches]
+    return batches
+
+
+def _plain_shape(
+    parts: Sequence[EpisodeTokens], batch: Sequence[int], layout: Layout
+) -> tuple[int, int]:
+    """Rows and positions in each."""
+    lengths = [len(s) for s in _sequences(parts, batch)]
+    return (len(lengths), max(lengths)) if layout == "sorted" else (1, sum(lengths))
 
 
 def dummy(token: int = 0, device: torch.device | str = "cpu") -> MicroBatch:
@@ -117,11 +151,12 @@ def dummy(token: int = 0, device: torch.device | str = "cpu") -> MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """Sequences as rows of inputs. `starts`: flat position at which each sequence begins."""
+    """Sequences as rows of inputs. `places`: flat position of each position of each sequence."""
 
     input_ids: np.ndarray  # [R, W]
     position_ids: np.ndarray  # [R, W]
-    starts: Sequence[int]
+    places: Sequence[np.ndarray]  # [L] int64 each
+    shared: SharedRows | None = None
 
 
 def _padded_rows(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
@@ -131,35 +166,43 @@ def _padded_rows(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
     for row, s in zip(input_ids, sequences):
         row[: len(s)] = s.inputs
     positions = np.broadcast_to(np.arange(width), input_ids.shape)
-    return _Laid(input_ids, positions, [r * width for r in range(len(sequences))])
+    places = [np.arange(len(s)) + r * width for r, s in enumerate(sequences)]
+    return _Laid(input_ids, positions, places)
 
 
 def _packed_row(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
     lengths = [len(s) for s in sequences]
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).tolist()
+    ends = np.cumsum(lengths)
     input_ids = np.concatenate([s.inputs for s in sequences])[None]
     positions = np.concatenate([np.arange(n) for n in lengths])[None]
-    return _Laid(input_ids, positions, starts)
+    return _Laid(input_ids, positions, [np.arange(e - n, e) for n, e in zip(lengths, ends)])
+
+
+def _shared_row(tree: PrefixTree, device: torch.device | str) -> _Laid:
+    rows = [TreeRow(path, first) for path, first in zip(tree.paths, tree.firsts)]
+    shared = SharedRows.of(rows, len(tree.tokens), device)
+    return _Laid(tree.tokens[None], tree.depths[None], tree.paths, shared)
 
 
 def _micro_batch(
-    episodes: dict[int, tuple[TokenSequence, ...]],
-    lay_out: Callable[[Sequence[TokenSequence], int], _Laid],
-    pad_id: int,
+    parts: Sequence[EpisodeTokens],
+    batch: Sequence[int],
+    laid: _Laid,
     device: torch.device | str,
 ) -> MicroBatch:
-    sequences = [s for parts in episodes.values() for s in parts]
-    laid = lay_out(sequences, pad_id)
-    counts = [sum(s.scored for s in parts) for parts in episodes.values()]
+    """The episodes `batch`, whose sequences are laid out in this order."""
+    sequences = _sequences(parts, batch)
+    counts = [sum(s.scored for s in parts[i]) for i in batch]
     arrays = {
         "input_ids": laid.input_ids,
         "position_ids": laid.position_ids,
-        "predict": np.concatenate([a + s.predicting for a, s in zip(laid.starts, sequences)]),
+        "predict": np.concatenate([p[s.predicting] for p, s in zip(laid.places, sequences)]),
         "targets": np.concatenate([s.targets for s in sequences]),
-        "episodes": np.array(list(episodes)),
+        "episodes": np.array(batch),
         "row": np.repeat(np.arange(len(counts)), counts),
         "column": np.concatenate([np.arange(n) for n in counts]),
         "prompt_lens": np.array([s.prompt_len for s in sequences]),
     }
     tensors = {n: torch.from_numpy(np.array(a, dtype=np.int64)) for n, a in arrays.items()}
-    return MicroBatch(**{name: t.to(device) for name, t in tensors.items()})
+    moved = {name: t.to(device) for name, t in tensors.items()}
+    return MicroBatch(**moved, shared=laid.shared)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.attention.implementation import SparseRows, register
+from rlcore.attention.shared_prefix import NAME as SHARED_PREFIX
+from rlcore.attention.shared_prefix import NO_MASK
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import NAME as VARLEN
 from rlcore.attention.varlen import Sequences, register_varlen
@@ -124,22 +126,25 @@ class Policy(nn.Module):
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, D]: the state that predicts each sampled token."""
         base = self.lm.base_model
-        how = self._attending(mb)
-        # no mask: padding is at the right, and positions separate packed sequences
         states = base(  # type: ignore[operator]
             input_ids=mb.input_ids,
             position_ids=mb.position_ids,
-            attention_mask=None,
             use_cache=False,
-            **how,
+            # no mask: padding is at the right, and positions separate packed sequences
+            **{"attention_mask": None, **self._attending(mb)},
         ).last_hidden_state
         return states.flatten(0, 1).index_select(0, mb.predict)
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
         """What the attention of every layer reads of a micro-batch, made once."""
+        implementation = self.lm.config._attn_implementation  # type: ignore[union-attr]
+        if mb.shared is not None:
+            if implementation != SHARED_PREFIX:
+                raise RuntimeError(f"{implementation} attention takes no shared prefixes")
+            rows = mb.shared.ready(self.head.weight.dtype)
+            return {"shared_prefix": rows, "attention_mask": NO_MASK}
         if self.sparse is not None:
             return {"sparse_rows": sparse_rows(mb, self.sparse)}
-        implementation = self.lm.config._attn_implementation  # type: ignore[union-attr]
         if implementation == VARLEN:
             return {"sequences": Sequences.of(mb.position_ids)}
         if implementation == "flash_attention_2" and mb.input_ids.shape[0] == 1:

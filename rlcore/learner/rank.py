@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.learner.batch import StepBatch, build_batch, staleness_split
+from rlcore.learner.batch import StepBatch, build_batch, positions, staleness_split
 from rlcore.learner.build import build_parts
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
 from rlcore.learner.selection import keep_accepted, selection_metrics
@@ -41,6 +41,7 @@ class LearnerRank(RankState):
         self._update = parts.update
         self._reduce = parts.reduce
         self._layout = parts.layout
+        self._costs = parts.costs
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all
@@ -116,6 +117,7 @@ class LearnerRank(RankState):
             )
         )
         metrics |= staleness_split(batch, step, self._reduce)
+        metrics |= positions(batch, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start
         # after the policy's own step, so that what is shared with it is as of now
         for companion in self.companions:
@@ -178,6 +180,8 @@ class LearnerRank(RankState):
         """This rank's micro-batches, filled up with dummies to the largest count of any rank (at
         least one)."""
         spec, pad, device = self.job.learner, self.job.pad_id, self.engine.device
-        micro = pack(episodes, spec.micro_batch_tokens, self._layout, pad, device)
+        micro = pack(
+            episodes, spec.micro_batch_tokens, self._layout, pad, device, costs=self._costs
+        )
         wanted = int(self._reduce.max(torch.tensor(max(1, len(micro)))))
         return micro + [dummy(pad, device)] * (wanted - len(micro))

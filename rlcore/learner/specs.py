@@ -100,10 +100,15 @@ class LearnerSpec(OptimizerSpec):
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
     )
     micro_batch_tokens: int = setting(
-        8192, "size of a micro-batch, padding included", unit="tokens", gt=0
+        8192, "positions of a micro-batch, padding included", unit="tokens", gt=0
     )
     layout: Literal["auto", "packed", "sorted"] = setting(
         "auto", "auto: packed with a variable-length kernel, else sorted"
+    )
+    share_prefix: Literal["auto", "off"] = setting(
+        "auto",
+        "auto: compute the common prefix of a group's sequences once where that is less work and "
+        "the attention allows it (sdpa on CPU, dense, over the whole context)",
     )
     attention: Literal["auto", "sdpa", "varlen", "flash_attention_2"] = setting(
         "auto",

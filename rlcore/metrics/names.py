@@ -191,6 +191,19 @@ METRICS: tuple[Metric, ...] = (
         "left out of the loss because the length limit cut them off (algorithm.overlong_filter)",
         "sum",
     ),
+    Metric(
+        "train/positions",
+        "positions",
+        "that one pass over the batch computes, padding included; common prefixes once where they "
+        "are shared (learner.share_prefix)",
+        "sum",
+    ),
+    Metric(
+        "train/sequence_positions",
+        "positions",
+        "of the batch's sequences one by one, without padding",
+        "sum",
+    ),
     Metric("train/<statistic>", "1", "size and shape of the training batch"),
     Metric("loss/sparse_policy", "1", "policy loss of the sparse copy (DistillSparse)"),
     Metric(

@@ -19,6 +19,7 @@ from rlcore.corrections.pipeline import build
 from rlcore.corrections.reduction import ONE_RANK
 from rlcore.corrections.registry import CORRECTIONS
 from rlcore.learner.batch import StepBatch, build_batch
+from rlcore.learner.costs import PassCosts
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
 from rlcore.learner.packing import Layout, pack
@@ -191,12 +192,19 @@ def make_update(model: str, **settings: Any) -> Update:
     return Update(job, PlainEngine(sharp_policy(model)), frozen, pipeline, ONE_RANK)
 
 
+# in the eyes of which sharing always pays where there is something to share
+SHARED = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
+
+
 def make_batch(
-    groups: list[Group], micro_batch_tokens: int = 10_000, layout: Layout = "sorted"
+    groups: list[Group],
+    micro_batch_tokens: int = 10_000,
+    layout: Layout = "sorted",
+    costs: PassCosts | None = None,
 ) -> StepBatch:
     """One rank's batch in micro-batches."""
     batch = build_batch(groups, with_topk=True, device=torch.device("cpu"))
-    batch.micro = pack(batch.episodes, micro_batch_tokens, layout)
+    batch.micro = pack(batch.episodes, micro_batch_tokens, layout, costs=costs)
     return batch
 
 

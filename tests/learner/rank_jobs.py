@@ -13,7 +13,6 @@ from learner_helpers import make_groups, make_job, make_place
 from rlcore.learner.batch import Scored, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
 from rlcore.learner.head_spec import HeadSpec
-from rlcore.learner.packing import pack
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
 from rlcore.types import POLICY, Group
@@ -85,6 +84,32 @@ def gradient_table(rank: int, world: int, port: int, model: str) -> dict[tuple[i
             }
             one = learner(rank, world, port, model, **options)
             out[stage, tokens, layout] = gradients_at(one, [mine, mine])
+    return out
+
+
+def sharing_table(rank: int, world: int, port: int, model: str) -> dict[tuple[str, str], Any]:
+    """(variant, learner.share_prefix) -> gradients and row of a phase's first step.
+
+    The last rank has one group of six, and dummies.
+    """
+    variants: dict[str, dict[str, Any]] = {
+        f"stage {stage}": {"zero_stage": stage, "corrections": JACKPOT} for stage in (0, 1, 2, 3)
+    }
+    variants |= {
+        "checkpointing": {"gradient_checkpointing": True, "zero_stage": 3, "kl_coef": 0.1},
+        "lora": {"lora": {"rank": 4}, "zero_stage": 3},
+        "accepted": {"keep_by_acceptance": 4, "corrections": {"ais": {}}, "entropy_coef": 0.01},
+    }
+    out = {}
+    mine = share(make_groups(6, samples=6), rank, world)
+    for name, options in variants.items():
+        for sharing in ("off", "auto"):
+            settings = options | {"share_prefix": sharing, "micro_batch_tokens": 40}
+            one = learner(rank, world, port, model, engine=RECORDING, **settings)
+            one.begin_phase([mine, mine])
+            row = untimed(one.train_step(0))
+            assert isinstance(one.engine, RecordingEngine)
+            out[name, sharing] = one.engine.gradients, row
     return out
 
 
@@ -317,7 +342,7 @@ def _replay_own_scores(one: LearnerRank, groups: list[Group], k: int) -> None:
     temperature = one.job.sampling.temperature
     head = HeadSpec(temperature, spec.head_chunk_tokens, topk=k, safe_set_rho=rho)
     batch = build_batch(groups, with_topk=True, device=one.engine.device)
-    micro = pack(batch.episodes, spec.micro_batch_tokens, "sorted", one.job.pad_id)
+    micro = one._micro_batches(batch.episodes)
     ids = batch.sent.topk_ids_inf
     with torch.no_grad():
         parts = [(mb, one.engine.forward(mb, mb.flat(ids), head)) for mb in micro]
