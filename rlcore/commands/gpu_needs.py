@@ -42,6 +42,7 @@ def lacking(machine: GpuMachine) -> Iterator[tuple[str, str]]:
     yield "actor.*.kind=fp8 rounding=none", _listed((gpu or _capability(machine, ADA)) + vllm)
     triton = [] if "triton" in machine.packages else ["triton"]
     yield "actor.*.kind=sparse num_gpus=1", _listed(ampere + vllm + triton)
+    yield "actor.*.second_runner=true", _listed(gpu + vllm + triton)
     yield "learner.attention=varlen", _listed(ampere)
     flash = [] if "flash_attn" in machine.packages else ["flash-attn (FLASH_ATTN=1 builds it)"]
     yield "learner.attention=flash_attention_2", _listed(ampere + flash)

@@ -38,7 +38,12 @@ class ScheduleSpec(BatchingSpec):
 class SupervisionSpec(Spec):
     """When a role counts as lost, and how often it may be."""
 
-    start_timeout_s: float = setting(300.0, "deadline for every role to come up", unit="s", gt=0)
+    start_timeout_s: float = setting(
+        300.0,
+        "deadline for every role to come up; GPU actors that compile with a cold cache need more",
+        unit="s",
+        gt=0,
+    )
     heartbeat_s: float = setting(5.0, "between two heartbeats of every role", unit="s", gt=0)
     hang_timeout_s: float = setting(120.0, "an actor silent for longer is replaced", unit="s", gt=0)
     max_restarts: int = setting(
