@@ -75,6 +75,8 @@ class RequestReward(Reward, ABC):
         self._batch_size = batch_size
         self._batch_wait_s = batch_wait_s
         self._queue: asyncio.Queue[tuple[Asked, Tell]] = asyncio.Queue()
+        # Idle workers would otherwise share what comes, one sample each.
+        self._collecting = asyncio.Lock()
         thread.start(self._serve(concurrency))
 
     @abstractmethod
@@ -106,7 +108,8 @@ class RequestReward(Reward, ABC):
 
     async def _work(self, session: aiohttp.ClientSession) -> None:
         while True:
-            batch = await self._batch()
+            async with self._collecting:
+                batch = await self._batch()
             started = time.monotonic()
             try:
                 results = await self.ask(session, [asked for asked, _ in batch])

@@ -1,6 +1,7 @@
 """Rewards behind HTTP, asked of real servers on loopback that misbehave."""
 
 import threading
+import time
 
 import pytest
 
@@ -24,8 +25,9 @@ def judge(server, **settings):
     return RewardSpec.model_validate({"judge": {**own, **QUICK, **settings}})
 
 
-def ask(spec, samples, *, notes=None, in_turn=False):
-    """Verdicts on samples (Asked, or responses), in their order. in_turn: one after the other."""
+def ask(spec, samples, *, notes=None, in_turn=False, gap_s=0.0):
+    """Verdicts on samples (Asked, or responses), in their order. in_turn: one after the other;
+    gap_s: between two that are submitted."""
     thread = RequestThread()
     verdicts = {}
     arrived = threading.Condition()
@@ -46,6 +48,7 @@ def ask(spec, samples, *, notes=None, in_turn=False):
         for i, sample in enumerate(samples):
             asked = sample if isinstance(sample, Asked) else Asked("q?", "a", sample)
             reward.submit(asked, lambda verdict, i=i: tell(i, verdict))
+            time.sleep(gap_s)
             if in_turn:
                 await_count(i + 1)
         await_count(len(samples))
@@ -81,6 +84,14 @@ def test_a_grader_is_asked_in_openrlhfs_form():
     assert (second.status, second.value) == ("ok", 1.0)
     assert first.parts == {"words": 3.0, "share": 0.5, "score": 0.0}
     assert second.parts == {"words": 4.0, "share": 0.5, "odd": 2.0, "score": 1.0}
+
+
+def test_idle_workers_leave_a_batch_together():
+    with RewardServer(rewards(lambda response, label: float(response))) as server:
+        spec = http(server, batch_size=4, batch_wait_s=10.0, concurrency=4)
+        found = ask(spec, [str(i) for i in range(8)], gap_s=0.02)
+    assert [v.value for v in found] == [float(i) for i in range(8)]
+    assert [len(seen.body["query"]) for seen in server.seen] == [4, 4]
 
 
 def test_samples_travel_in_batches_and_requests_at_the_same_time():
