@@ -145,3 +145,24 @@ def test_long_runs_are_thinned_by_each_metrics_reduction():
     assert len(rows) == MAX_POINTS
     assert rows[0]["step"] == 4 and rows[-1]["step"] == count
     assert {r["staleness/max"] for r in rows} == {3} and {r["time/step_s"] for r in rows} == {4.0}
+
+
+def test_a_run_with_several_tasks_has_a_table_and_charts_of_them(tmp_path):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    by_task = {
+        "task/short/reward_mean": 0.25,
+        "task/short/groups": 6,
+        "task/<b>/groups": 2,
+        "task/short/reward_parts/correct": 0.125,
+    }
+    with open_logger(tmp_path, quiet, config={}, total_steps=2) as logger:
+        logger.log({"step": 1, "policy_version": 1, **by_task, "task/<b>/reward_mean": 0.75})
+        logger.log({"step": 2, "policy_version": 2, **by_task})
+    text = write_report(tmp_path).read_text()
+    table = re.search(r"<h3>Tasks</h3><table>(.*?)</table>", text).group(1)
+    assert "<td>short</td><td>0.25</td><td>6</td><td>0.125</td>" in table
+    assert "<td>&lt;b&gt;</td><td>0.75</td><td>2</td>" in table  # the newest of each figure
+    assert {"task/short/reward_mean", "task/<b>/reward_mean"} == {
+        curve["name"] for curve in figures(text)["Reward by task"]
+    }
+    assert "<h3>Tasks</h3>" not in write_report(make_run(tmp_path / "one")).read_text()
