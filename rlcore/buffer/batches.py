@@ -9,6 +9,7 @@ of the phase that use it again, and its groups leave at the commit of the last o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from rlcore.buffer.admission import Candidate, StalenessBound
 from rlcore.buffer.capacity import KEY, MIB, groups_that_fit
@@ -18,6 +19,23 @@ from rlcore.buffer.live import LiveGroups
 from rlcore.buffer.sampling import Sampler
 from rlcore.buffer.specs import BatchingSpec, TaskShare
 from rlcore.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Live groups that a later step may use, as they are between two changes.
+
+    Example: Waiting([Candidate(3, deadline=5, finished=True)], uses_left=1, finished=1)
+    """
+
+    groups: list[Candidate]
+    uses_left: int  # over all of them
+    finished: int  # of them
+
+    @classmethod
+    def of(cls, groups: list[Candidate]) -> Waiting:
+        """With its counts."""
+        return cls(groups, sum(c.uses_left for c in groups), sum(c.finished for c in groups))
 
 
 class Batches:
@@ -41,6 +59,10 @@ class Batches:
         self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
         # rolled back step, or one of a later epoch -> ids it must get
         self.pinned: dict[int, list[int]] = {}
+        self._changes = 0  # of what was taken or pinned
+        # what waits, and the state that it was found in: samples arrive far more often than it
+        # changes, and every arrival asks for it
+        self._found: tuple[tuple[int, int, int], Waiting] | None = None
 
     def room(self) -> int:
         """Groups that may be admitted now.
@@ -50,10 +72,10 @@ class Batches:
         """
         live, waiting = self._live, self.waiting()
         capacity = self.bound.capacity(live.published, self._horizon)
-        room = max(0, capacity - sum(c.uses_left for c in waiting)) // self._max_uses
+        room = max(0, capacity - waiting.uses_left) // self._max_uses
         if capacity:  # a batch needs G different groups, however often each may be used
-            room = max(room, self.bound.groups_per_step - len(waiting))
-        missing = max(0, self._phase_lacks() - len(waiting))
+            room = max(room, self.bound.groups_per_step - len(waiting.groups))
+        missing = max(0, self._phase_lacks() - len(waiting.groups))
         if live.bytes >= self._max_bytes and missing and self._stuck():
             raise UserError(
                 f"{KEY}={self._max_bytes / MIB:g} is too small: {len(live.entries)} groups fill "
@@ -65,7 +87,7 @@ class Batches:
             max_bytes=self._max_bytes,
             used_bytes=live.bytes,
             completed=live.completed_bytes,
-            in_flight=sum(not c.finished for c in waiting),
+            in_flight=len(waiting.groups) - waiting.finished,
             missing=missing,
         )
 
@@ -81,18 +103,19 @@ class Batches:
         if step in self.pinned:
             return self.pinned[step]
         waiting = self.waiting()
-        finished = sum(c.finished for c in waiting)
-        if finished < self.bound.groups_per_step:
+        if waiting.finished < self.bound.groups_per_step:
             return None
         needs_pool = self.sampler.hard_cap and self.bound.synchronous
-        complete = needs_pool and finished == len(waiting) and self.room() == 0
-        return self.sampler.draw(waiting, step, pool_complete=complete)
+        all_finished = waiting.finished == len(waiting.groups)
+        complete = needs_pool and all_finished and self.room() == 0
+        return self.sampler.draw(waiting.groups, step, pool_complete=complete)
 
     def take(self, step: int) -> list[Entry] | None:
         """The groups of the batch of `step`, ascending by id, or None if it must wait."""
         ids = self.choose(step)
         if ids is None:
             return None
+        self._changes += 1
         entries = [self._live.entries[i] for i in ids]
         self.pinned.pop(step, None)
         self.taken[step] = ids
@@ -108,6 +131,7 @@ class Batches:
         """The batch of `step` was trained on: groups that no later step will use leave."""
         if step not in self.taken:
             raise ValueError(f"buffer: the batch of step {step} was not taken, or is committed")
+        self._changes += 1
         ids, pinned = self.taken.pop(step), self._all_pinned()
         for group_id in ids:
             entry = self._live.entries[group_id]
@@ -120,6 +144,7 @@ class Batches:
 
     def rollback(self, step: int) -> None:
         """Put back the uncommitted batches of `step` and later, to be taken again as they were."""
+        self._changes += 1
         for later in sorted((s for s in self.taken if s >= step), reverse=True):
             ids = self.taken.pop(later)
             self.pinned[later] = ids
@@ -131,6 +156,7 @@ class Batches:
     def resume(self) -> None:
         """After a restore: put back what was not committed, and evict what can no longer be trained
         on in time, also out of batches that were chosen by another bound."""
+        self._changes += 1
         if self.taken:
             self.rollback(min(self.taken))
         size = self.bound.groups_per_step  # batches of another size are chosen anew
@@ -139,7 +165,8 @@ class Batches:
             for step, ids in self.pinned.items()
             if len(ids) == size and self._in_time(ids, self.bound.phases.first(step))
         }
-        for group_id in self.bound.excess(self.waiting(), self._horizon):
+        self._changes += 1
+        for group_id in self.bound.excess(self.waiting().groups, self._horizon):
             self._live.evict_stale(self._live.entries[group_id])
 
     def _in_time(self, ids: Sequence[int], first: int) -> bool:
@@ -156,9 +183,15 @@ class Batches:
             if not entry.taken_by and entry.group_id not in pinned:
                 self._live.evict_stale(entry)
 
-    def waiting(self) -> list[Candidate]:
+    def waiting(self) -> Waiting:
         """Live groups that a later step may use, except those that a rolled back step will get
         again."""
+        state = (self._live.changes, self._changes, self.next_step)
+        if self._found is None or self._found[0] != state:
+            self._found = state, Waiting.of(self._look())
+        return self._found[1]
+
+    def _look(self) -> list[Candidate]:
         pinned = self._all_pinned()
         found = []
         for e in self._live.entries.values():
@@ -170,11 +203,13 @@ class Batches:
         return found
 
     def check(self) -> None:
-        """Raise LedgerError unless uncommitted batches and live groups agree."""
+        """Raise LedgerError unless uncommitted batches, live groups and what waits agree."""
         taken = {(step, i) for step, ids in self.taken.items() for i in ids}
         noted = {(s, e.group_id) for e in self._live.entries.values() for s in e.taken_by}
         if taken != noted:
             raise LedgerError("buffer: uncommitted batches and live groups disagree")
+        if self.waiting().groups != self._look():
+            raise LedgerError("buffer: the groups that wait are not those that were counted")
 
     @property
     def _horizon(self) -> int:

@@ -166,8 +166,7 @@ class Intake:
         live.bytes += entry.size - before
         count, size = live.completed_bytes
         live.completed_bytes = (count + 1, size + entry.size)
-        entry.finished = True
-        entry.arrival_version = live.learner
+        live.finish(entry)
 
 
 def _drawing(entry: Entry, sample_index: int, draw_id: str) -> Drawing:

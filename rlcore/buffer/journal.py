@@ -93,6 +93,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     live.accounts.restore(state.get("tasks", {}))
     entries = [Entry.from_state(fields, records, scores) for fields in state["groups"]]
     live.entries = {e.group_id: e for e in entries}
+    live.changes += 1
     live.bytes = sum(e.size for e in entries)
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]

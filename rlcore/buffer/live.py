@@ -32,6 +32,7 @@ class LiveGroups:
         self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
         self.published = 0
         self.learner = 0
+        self.changes = 0  # of which groups there are, and of which of them are finished
 
     def samples(self, entry: Entry) -> int:
         """Samples that a group has when it is complete."""
@@ -55,6 +56,7 @@ class LiveGroups:
 
     def admit(self, prompt_id: str) -> int:
         """Open one group at the published version; its id."""
+        self.changes += 1
         group_id = self.ledger.admit()
         self.entries[group_id] = Entry(group_id, prompt_id, self.published)
         return group_id
@@ -97,7 +99,14 @@ class LiveGroups:
         self.ledger.fail(entry.group_id, reason)
         self._drop(entry, reason)
 
+    def finish(self, entry: Entry) -> None:
+        """All of its samples have arrived, and it may be trained on."""
+        self.changes += 1
+        entry.finished = True
+        entry.arrival_version = self.learner
+
     def _drop(self, entry: Entry, reason: str | None) -> None:
+        self.changes += 1
         self.accounts.departed(entry.task, reason)
         self.bytes -= entry.size
         del self.entries[entry.group_id]

@@ -26,10 +26,9 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
 def waiting_for(buffer: ReplayBuffer, step: int) -> str:
     """One line for an error message: what `take(step)` lacks."""
     waiting = buffer.batches.waiting()
-    finished = sum(c.finished for c in waiting)
     line = (
-        f"step {step} needs {buffer.batches.bound.groups_per_step} groups: {finished} finished, "
-        f"{len(waiting) - finished} in flight"
+        f"step {step} needs {buffer.batches.bound.groups_per_step} groups: {waiting.finished} "
+        f"finished, {len(waiting.groups) - waiting.finished} in flight"
     )
     for group_id, (prompt_id, missing) in list(buffer.in_flight().items())[:1]:
         line += (
