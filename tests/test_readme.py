@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlcore.cli import VERBS
+from rlcore.commands.plan import split
 from rlcore.commands.scale import parse
 from rlcore.config.compose import load
+from rlcore.planner.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "rewards")
+PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "planning", "rewards")
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 PLACES = {
     "NAME": "quickstart",
@@ -77,6 +79,9 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
         if verb == "scale":
             assert parse([w for w in rest if not w.startswith("run_dir=")])
             continue
+        if verb == "plan":
+            own, rest = split(rest)
+            assert {"rates", "gpu"} & set(own) and own.get("gpu", "h100") in GPUS
         rest = [w for w in rest if w.partition("=")[0] not in ("out", "checkpoint", "dry_run")]
         rest += [] if any(w.startswith("run_dir=") for w in rest) else ["run_dir=DIR"]
         assert load(rest).schedule.steps > 0, words

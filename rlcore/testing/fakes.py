@@ -133,10 +133,18 @@ class FakeLearner(LearnerClient):
         self._phase = {step: phase[i % batches] for i, step in enumerate(steps)}
         if resumed is not None:
             self.resumed_phases.append(resumed)
-        await asyncio.sleep(self.step_s / 4)
+        await asyncio.sleep(self.begin_seconds(len(steps)))
+
+    def begin_seconds(self, steps: int) -> float:
+        """What precedes the first of `steps` steps of the phase in `self._phase`."""
+        return self.step_s / 4
+
+    def step_seconds(self, records: Sequence[bytes]) -> float:
+        """An optimizer step on these records."""
+        return self.step_s
 
     async def train_step(self, step: int) -> dict[str, float]:
-        await asyncio.sleep(self.step_s)
+        await asyncio.sleep(self.step_seconds(self._phase[step]))
         if step in self.fails_at:
             raise self.fails_at.pop(step)
         headers = [read_header(record) for record in self._phase.pop(step)]
@@ -202,7 +210,7 @@ class FakeScorer(ScorerClient):
         self.restarts = 0
         self._buffer = buffer
         self._reward = reward
-        self._grade_s = grade_s
+        self.grade_s = grade_s
         self._evaluations: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
         self._queue: asyncio.Queue[Answer] = asyncio.Queue()
         self._grading = asyncio.create_task(self._grade())
@@ -223,7 +231,7 @@ class FakeScorer(ScorerClient):
     async def _grade(self) -> None:
         while True:
             answer = await self._queue.get()
-            await asyncio.sleep(self._grade_s)
+            await asyncio.sleep(self.grade_s)
             score = self._score(answer)
             if answer.purpose == "train":
                 await self._buffer.add_scores([score])

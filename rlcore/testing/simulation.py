@@ -140,7 +140,7 @@ class Simulation:
             tasks=scenario.tasks or None,
         )
         self.buffer = FakeBuffer(job)
-        self.learner = FakeLearner(self.buffer, step_s=scenario.learn_s)
+        self.learner = self.make_learner()
         self.scorer = FakeScorer(self.buffer, reward=scenario.reward)
         self.watch = FakeWatch(
             self.buffer, self.scorer, heartbeat_s=scenario.supervision.heartbeat_s
@@ -152,13 +152,21 @@ class Simulation:
             weights = {label: share.weight for label, share in scenario.tasks.items()}
             self.prompts = Mixture(self.sources, weights, run_seed=0)
         self.fleet = Fleet(
-            [ActorPool("bf16", self._spawn, scenario.actors)],
+            self.pools(),
             scenario.schedule,
             scenario.supervision,
             joined=scenario.joined,
             note=self.reporter.note,
         )
         self.parts = self._parts()
+
+    def make_learner(self) -> FakeLearner:
+        """The learner of the run, which reads from `self.buffer`."""
+        return FakeLearner(self.buffer, step_s=self.scenario.learn_s)
+
+    def pools(self) -> list[ActorPool]:
+        """The kinds of actors and how many there are of each."""
+        return [ActorPool("bf16", self._spawn, self.scenario.actors)]
 
     def _source(self, label: str) -> PromptSource:
         spec = self.scenario.difficulty

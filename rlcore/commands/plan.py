@@ -1,0 +1,199 @@
+"""`rlcore plan`: what a fleet would do, before it is paid for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlcore.commands import roles
+from rlcore.commands.sizes import folder_parameters
+from rlcore.config.schema import RunConfig
+from rlcore.errors import UserError
+from rlcore.models.folder import read_config
+from rlcore.planner.forecast import Forecast, forecast
+from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Shape, actor_rates, learner_rates
+from rlcore.planner.run import PlannedFleet
+from rlcore.planner.specs import ActorRates, LengthSpec, Rates
+from rlcore.rollout.specs import ActorSpec
+from rlcore.spec import refuse
+
+STEPS = 24  # optimizer steps that are simulated: enough for a steady state
+WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", "actors", "out")
+ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a GPU"
+
+
+def plan(config: RunConfig, words: Mapping[str, str]) -> int:
+    """Print a forecast for every number of actors asked for. `words`: those of `WORDS` that were
+    given. Raises UserError."""
+    if ("rates" in words) == ("gpu" in words):
+        raise UserError("rlcore plan takes either rates=FILE or gpu=NAME, and one of them.")
+    fleets = [_fleet(config, words, count) for count in _counts(words, config)]
+    source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
+    print(f"rates: {source}\n{HEADER}")
+    found = []
+    for fleet in fleets:
+        result = forecast(fleet)
+        print(_line(fleet, result), flush=True)
+        found.append({"actors": dict(fleet.actors), **result.as_row()})
+    if "out" in words:
+        Path(words["out"]).write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+HEADER = (
+    "actors                 s/step   sampled/s   trained/s  staleness mean  p90  max"
+    "  actors idle  learner idle  graders idle  waits for"
+)
+
+
+def _line(fleet: PlannedFleet, f: Forecast) -> str:
+    actors = " ".join(f"{n} {label}" for label, n in fleet.actors.items())
+    return (
+        f"{actors:20s} {f.step_s:8.3g} {f.rollout_tokens_per_s:11.4g} {f.train_tokens_per_s:11.4g}"
+        f" {f.staleness_mean:15.2f} {f.staleness_p90:4.1f} {f.staleness_max:4.0f}"
+        f" {f.actors_idle:12.0%} {f.learner_idle:13.0%} {f.graders_idle:13.0%}  {f.bottleneck}"
+    )
+
+
+def _counts(words: Mapping[str, str], config: RunConfig) -> list[int | None]:
+    """Numbers of actors to try; None: those of the configuration."""
+    if "actors" not in words:
+        return [None]
+    parts = words["actors"].split(",")
+    if not all(p.isdigit() and int(p) for p in parts):
+        raise UserError(f"actors={words['actors']} is no list of numbers: write actors=1,2,4.")
+    if len(config.actor) > 1:
+        raise UserError(
+            f"actors={words['actors']} needs one kind of actor, and actor="
+            f"[{','.join(config.actor)}] has several: give actor.<label>.count of each instead."
+        )
+    return [int(p) for p in parts]
+
+
+def _fleet(config: RunConfig, words: Mapping[str, str], count: int | None) -> PlannedFleet:
+    by_label, rates = _rates(config, words)
+    schedule = config.schedule.model_copy(
+        update={
+            "steps": _whole(STEPS, config),
+            "wait_data_timeout_s": 1e9,
+            "step_timeout_s": 1e9,
+            "publish_timeout_s": 1e9,
+        }
+    )
+    return PlannedFleet(
+        {label: count or actor.count for label, actor in config.actor.items()},
+        by_label,
+        rates,
+        schedule,
+        samples=config.rollout.samples_per_prompt,
+        max_tokens=config.rollout.max_new_tokens,
+        ref_pass=config.schedule.phases.steps > 1,
+        supervision=roles.plan(config).supervision,
+        run_seed=config.seed,
+    )
+
+
+def _whole(steps: int, config: RunConfig) -> int:
+    """At least `steps`, and whole phases and publications of them, at least six."""
+    period = max(config.schedule.publish_period, config.schedule.phases.steps)
+    return period * max(6, -(-steps // period))
+
+
+def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, ActorRates], Rates]:
+    if "rates" in words:
+        rates = _read(words["rates"])
+        return dict.fromkeys(config.actor, rates.actor), rates
+    gpu = words["gpu"]
+    if gpu not in GPUS:
+        raise UserError.choice("gpu", gpu, GPUS)
+    shape, lengths = _shape(config, words), _lengths(config, words)
+    ranks = roles.ranks(config)
+    rates = Rates(lengths=lengths, learner=learner_rates(GPUS[gpu], shape, ranks))
+    context = lengths.prompt + lengths.median
+    for label, actor in config.actor.items():
+        refuse(
+            actor.kind == "draft",
+            f"actor.{label}.kind=draft samples with a model of its own, which gpu={gpu} cannot "
+            "know the rates of: measure them and give rates=FILE.",
+        )
+    try:
+        engines = {
+            label: actor_rates(GPUS[gpu], shape, _engine(actor, context), context=context)
+            for label, actor in config.actor.items()
+        }
+    except ValueError as e:
+        raise UserError(f"gpu={gpu} is too small for an engine of this run: {e}.") from e
+    return engines, rates
+
+
+def _engine(actor: ActorSpec, context: float) -> EngineShape:
+    budget = None
+    if actor.sparse is not None:
+        pages = actor.sparse.blocks
+        share = context if pages is None else pages * actor.sparse.block_size
+        budget = math.ceil(share * (actor.sparse.share or 1.0))
+    return EngineShape(
+        gpus=actor.tensor_parallel,
+        fp8=actor.kind == "fp8",
+        fp8_kv=actor.fp8_kv_cache,
+        budget=budget,
+        memory_share=actor.gpu_memory_utilization,
+        max_running=actor.max_num_seqs,
+    )
+
+
+def _read(path: str) -> Rates:
+    try:
+        return Rates.model_validate_json(Path(path).read_text())
+    except OSError as e:
+        raise UserError(f"rates={path} cannot be read: {e.strerror}.") from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"rates={path}: {key} is wrong: {first['msg']}.") from e
+
+
+def _shape(config: RunConfig, words: Mapping[str, str]) -> Shape:
+    name = words.get("shape")
+    if name is not None:
+        if name not in SHAPES:
+            raise UserError.choice("shape", name, SHAPES)
+        return SHAPES[name]
+    if config.model.path is None:
+        raise UserError(
+            f"shape= is missing, and the run has no model.path: name one of {', '.join(SHAPES)}."
+        )
+    return Shape.of(read_config(config.model.path), folder_parameters(config.model.path))
+
+
+def _lengths(config: RunConfig, words: Mapping[str, str]) -> LengthSpec:
+    most = config.rollout.max_new_tokens
+    given: dict[str, Any] = {
+        "prompt": _number(words, "prompt_tokens", 256.0),
+        "median": _number(words, "median_tokens", most / 4),
+        "spread": _number(words, "spread", 0.6),
+    }
+    return LengthSpec(**(given | {"prompt": int(given["prompt"])}))
+
+
+def _number(words: Mapping[str, str], key: str, default: float) -> float:
+    if key not in words:
+        return default
+    try:
+        value = float(words[key])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9 or (value == 0 and key != "spread"):
+        raise UserError(f"{key}={words[key]} is no positive number.")
+    return value
+
+
+def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(the words of this command, those of the configuration)."""
+    own = {k: v for k, _, v in (w.partition("=") for w in words) if k in WORDS}
+    return own, [w for w in words if w.partition("=")[0] not in WORDS]

@@ -1,0 +1,110 @@
+"""What a fleet would do: throughput, staleness, who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlcore.planner.run import PlannedFleet, PlannedRun
+from rlcore.testing.clock import run_simulated
+
+WARM_UP = 0.25  # share of the steps that is not counted: pipelines fill
+IDLE = 0.15  # a role that waits for less of the time is the bottleneck
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Steady state of a run, means over its later steps.
+
+    Example: Forecast(step_s=2.0, rollout_tokens_per_s=4e3, train_tokens_per_s=4e3,
+    staleness_mean=1.1, staleness_p90=2.0, staleness_max=2.0, actors_idle=0.3, learner_idle=0.0,
+    graders_idle=0.9, replacements=0)
+    """
+
+    step_s: float
+    rollout_tokens_per_s: float  # that arrived, over all actors
+    train_tokens_per_s: float  # that were trained on, by wall time
+    staleness_mean: float  # optimizer steps, over trained tokens
+    staleness_p90: float
+    staleness_max: float
+    actors_idle: float  # share of the time that the mean actor decodes nothing
+    learner_idle: float  # share of the time that the learner does not train
+    graders_idle: float  # share of the time that the graders have nothing to grade
+    replacements: int  # of actors, over the whole run
+
+    @property
+    def bottleneck(self) -> str:
+        """Which role the others wait for, in a word."""
+        idle = {
+            "learner": self.learner_idle,
+            "actors": self.actors_idle,
+            "graders": self.graders_idle,
+        }
+        least = min(idle, key=lambda role: idle[role])
+        return least if idle[least] <= IDLE else "turns"  # each waits for the others
+
+    def as_row(self) -> dict[str, float | str]:
+        """For JSON."""
+        return {**asdict(self), "bottleneck": self.bottleneck}
+
+
+def forecast(fleet: PlannedFleet) -> Forecast:
+    """Simulate the run and measure its later steps.
+
+    Raises what would end the run, such as StageError when actors die too often.
+    """
+    with tempfile.TemporaryDirectory(prefix="rlcore-plan-") as folder:
+        return run_simulated(_simulated(fleet, Path(folder)), limit_s=1e9)
+
+
+async def _simulated(fleet: PlannedFleet, folder: Path) -> Forecast:
+    run = PlannedRun(fleet, folder)
+    marks: list[tuple[float, float]] = []  # (clock, busy seconds of all actors) at each row
+    learned: list[float] = []
+    report = run.reporter.row
+
+    def row(values: dict[str, float | int | None]) -> None:
+        report(values)
+        marks.append((_clock(), sum(a.busy_s for a in run.engines)))
+        learned.append(float(values["time/learn_s"] or 0.0))
+
+    run.reporter.row = row  # type: ignore[method-assign, assignment]
+    await run.run(run.failing if fleet.rates.failures_per_day else None)
+    return _steady(run, marks, learned)
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _steady(run: PlannedRun, marks: list[tuple[float, float]], learned: list[float]) -> Forecast:
+    rows, planned = run.reporter.rows, run.planned
+    last = len(rows) - 2  # the very last row waits for an evaluation
+    first = min(int(len(rows) * WARM_UP), last - 1)
+    later = rows[first + 1 : last + 1]
+    seconds = marks[last][0] - marks[first][0]
+    busy = marks[last][1] - marks[first][1]
+    trained = sum(float(r["train/tokens"]) for r in later)
+    arrived = sum(
+        float(r["throughput/rollout_tokens_per_s"]) * float(r["time/step_s"]) for r in later
+    )
+
+    sequences = sum(float(r["train/sequences"]) for r in later)
+
+    def mean(name: str) -> float:
+        return sum(float(r[name]) for r in later) / len(later)
+
+    return Forecast(
+        step_s=seconds / len(later),
+        rollout_tokens_per_s=arrived * planned.unit / seconds,
+        train_tokens_per_s=trained / seconds,
+        staleness_mean=mean("staleness/mean"),
+        staleness_p90=mean("staleness/p90"),
+        staleness_max=max(float(r["staleness/max"]) for r in later),
+        actors_idle=1.0 - busy / (seconds * sum(planned.actors.values())),
+        learner_idle=1.0 - sum(learned[first + 1 : last + 1]) / seconds,
+        graders_idle=1.0 - sequences * planned.rates.grade_s / seconds,
+        replacements=int(rows[-1]["rollout/replacements"]),
+    )

@@ -1,0 +1,151 @@
+"""One run of a fleet in simulated time: the real controller, buffer, admission and ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from rlcore.loop.clients import Spawned
+from rlcore.loop.members import ActorPool
+from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.planner.actor import RatedActor, answer_length, of_names
+from rlcore.planner.specs import ActorRates, Rates
+from rlcore.seeding import derive_seed
+from rlcore.serialization import load_trajectory
+from rlcore.testing.fake_actors import spawned
+from rlcore.testing.fakes import FakeLearner
+from rlcore.testing.simulation import Scenario, Simulation
+from rlcore.types import Request
+
+LONGEST = 64  # simulated tokens of the longest answer: each stands for `unit` real ones
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFleet:
+    """What is forecast. Example: PlannedFleet({"bf16": 4}, {"bf16": ActorRates()}, Rates(),
+    ScheduleSpec(steps=20), samples=8, max_tokens=512)"""
+
+    actors: Mapping[str, int]  # how many of each label
+    actor_rates: Mapping[str, ActorRates]  # by label
+    rates: Rates  # of everything else
+    schedule: ScheduleSpec
+    samples: int  # rollout.samples_per_prompt
+    max_tokens: int  # rollout.max_new_tokens
+    ref_pass: bool = False  # p_ref is a pass of its own
+    supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+    buffer_bytes: int = 1 << 40
+    run_seed: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Real tokens for which one simulated token stands."""
+        return max(1, -(-self.max_tokens // LONGEST))
+
+    def real_tokens(self, request: Request) -> int:
+        """Tokens of a request's answer, at least 1 and at most `max_tokens`."""
+        lengths = self.rates.lengths
+        drawn = answer_length(self.run_seed, request, lengths.median, lengths.spread)
+        return min(self.max_tokens, max(1, round(drawn)))
+
+    def simulated_tokens(self, request: Request) -> int:
+        """The same in simulated tokens, rounded up or down at random so that the mean is kept."""
+        whole, rest = divmod(self.real_tokens(request), self.unit)
+        seed = derive_seed(self.run_seed, "rounding", request.seed)
+        more = np.random.default_rng(seed).random() < rest / self.unit
+        return max(1, whole + int(more))
+
+    def scenario(self) -> Scenario:
+        """As the simulation is given it."""
+        return Scenario(
+            self.schedule,
+            supervision=self.supervision,
+            samples=self.samples,
+            request_timeout_s=1e9,
+            max_bytes=self.buffer_bytes,
+            tokens=self.simulated_tokens,
+        )
+
+
+class RatedLearner(FakeLearner):
+    """Takes the time that its tokens cost; keeps the staleness of every token it trained on."""
+
+    fleet: PlannedFleet
+
+    def begin_seconds(self, steps: int) -> float:
+        if not self.fleet.ref_pass:
+            return 0.0
+        batches = {id(records): records for records in self._phase.values()}
+        tokens = sum(self._tokens(records) for records in batches.values())
+        return tokens * self.fleet.rates.learner.ref_token_s
+
+    def step_seconds(self, records: Sequence[bytes]) -> float:
+        rates = self.fleet.rates.learner
+        return rates.step_s + self._tokens(records) * rates.token_s
+
+    def _tokens(self, records: Sequence[bytes]) -> float:
+        """Real tokens, prompts included."""
+        sampled = sum(len(load_trajectory(r).token_version) for r in records)
+        return len(records) * self.fleet.rates.lengths.prompt + sampled * self.fleet.unit
+
+    async def train_step(self, step: int) -> dict[str, float]:
+        versions = [load_trajectory(r).token_version for r in self._phase[step]]
+        began = asyncio.get_running_loop().time()
+        metrics = await super().train_step(step)
+        staleness = step - np.concatenate(versions)
+        took = asyncio.get_running_loop().time() - began
+        return metrics | {
+            "train/tokens": float(len(staleness) * self.fleet.unit),
+            "staleness/mean": float(staleness.mean()),
+            "staleness/p90": float(np.quantile(staleness, 0.9)),
+            "staleness/max": float(staleness.max()),
+            "time/learner_busy_s": took,
+        }
+
+
+class PlannedRun(Simulation):
+    """`Simulation` with the fleet's own kinds of actors, and rates in place of constants."""
+
+    def __init__(self, fleet: PlannedFleet, root: Path) -> None:
+        self.planned = fleet
+        self.engines: list[RatedActor] = []  # every process that was started
+        super().__init__(fleet.scenario(), root)
+        self.scorer.grade_s = fleet.rates.grade_s
+
+    def make_learner(self) -> FakeLearner:
+        learner = RatedLearner(self.buffer, publish_s=self.planned.rates.learner.publish_s)
+        learner.fleet = self.planned
+        return learner
+
+    def pools(self) -> list[ActorPool]:
+        planned = self.planned
+        return [ActorPool(label, self._begin, n) for label, n in planned.actors.items()]
+
+    def _begin(self, name: str) -> Spawned:
+        planned = self.planned
+        actor = RatedActor(
+            name,
+            self.buffer,
+            self.scorer,
+            rates=planned.actor_rates[of_names(name)],
+            tokens=planned.simulated_tokens,
+            limits=(planned.schedule, planned.supervision),
+            unit=planned.unit,
+            prompt=planned.rates.lengths.prompt,
+        )
+        self.actors[name] = actor
+        self.engines.append(actor)
+        return spawned(actor)
+
+    async def failing(self, simulation: Simulation) -> None:
+        """Kills processes of actors at random times, as often as the rates say."""
+        per_s = self.planned.rates.failures_per_day * sum(self.planned.actors.values()) / DAY_S
+        rng = np.random.default_rng(derive_seed(self.planned.run_seed, "failures"))
+        while True:
+            await asyncio.sleep(float(rng.exponential(1 / per_s)))
+            names = sorted(self.actors)
+            self.actors[names[int(rng.integers(len(names)))]].die()

@@ -1,0 +1,67 @@
+"""How long the parts of a run take: measured, given in a file, or from `planner/gpus.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlcore.spec import Spec, setting
+
+
+class ActorRates(Spec):
+    """One engine of one kind, whatever number of GPUs it has.
+
+    A decode step of n requests takes `decode_s + n * decode_request_s + c * decode_context_s`,
+    where c sums, over the requests, their context or `context_budget`, whichever is less.
+    """
+
+    decode_s: float = setting(0.02, "of a decode step, whatever is in it", unit="s", gt=0)
+    decode_request_s: float = setting(0.0, "more for each request in it", unit="s", ge=0)
+    decode_context_s: float = setting(0.0, "more for each token of context in it", unit="s", ge=0)
+    context_budget: int | None = setting(
+        None, "tokens that sparse attention reads of a context; null: all", unit="tokens", gt=0
+    )
+    prefill_tokens_per_s: float = setting(1e4, "of prompts and recomputed prefixes", gt=0)
+    load_s: float = setting(0.5, "standing still for new weights", unit="s", gt=0)
+    start_s: float = setting(60.0, "from its spawn to a ready engine", unit="s", ge=0)
+    max_running: int = setting(256, "requests that fit together", gt=0)
+
+    def step_seconds(self, contexts: Sequence[float]) -> float:
+        """Of a decode step of requests with these contexts, in tokens."""
+        most = float("inf") if self.context_budget is None else self.context_budget
+        read = sum(min(c, most) for c in contexts)
+        return self.decode_s + len(contexts) * self.decode_request_s + read * self.decode_context_s
+
+
+class LearnerRates(Spec):
+    """All ranks of the learner together. An optimizer step of t tokens takes
+    `step_s + t * token_s`."""
+
+    step_s: float = setting(0.1, "of an optimizer step, whatever is in it", unit="s", ge=0)
+    token_s: float = setting(1e-4, "more for each token, prompts included", unit="s", ge=0)
+    ref_token_s: float = setting(
+        0.0, "of p_ref's pass, for each token, where it is a pass of its own", unit="s", ge=0
+    )
+    publish_s: float = setting(0.5, "gathering and sending the weights", unit="s", gt=0)
+
+
+class LengthSpec(Spec):
+    """Lengths of prompts and answers: log-normal, cut at rollout.max_new_tokens."""
+
+    prompt: int = setting(128, "of every prompt", unit="tokens", gt=0)
+    median: float = setting(512.0, "of answers", unit="tokens", gt=0)
+    spread: float = setting(0.6, "standard deviation of the logarithm of answers' lengths", ge=0)
+
+
+class Rates(Spec):
+    """Everything that a forecast needs beside a run's configuration.
+
+    Example: Rates(actor=ActorRates(decode_s=0.02), learner=LearnerRates(token_s=1e-5))
+    """
+
+    actor: ActorRates = setting(default_factory=ActorRates, meaning="a rollout actor")
+    learner: LearnerRates = setting(default_factory=LearnerRates, meaning="the learner")
+    lengths: LengthSpec = setting(default_factory=LengthSpec, meaning="of prompts and answers")
+    grade_s: float = setting(
+        1e-3, "time between two answers of all graders together", unit="s", gt=0
+    )
+    failures_per_day: float = setting(0.0, "processes of one actor that die, a day", ge=0)

@@ -1,0 +1,86 @@
+"""Forecasts against what can be worked out by hand: answers of one length, constant rates."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from rlcore.loop.specs import ScheduleSpec
+from rlcore.planner.forecast import forecast
+from rlcore.planner.run import PlannedFleet
+from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
+
+LENGTH, PROMPT, GROUPS, SAMPLES = 64, 16, 4, 2
+SEQUENCES = GROUPS * SAMPLES
+DECODE_S = 0.1
+
+
+def fleet(*, actors=1, learn_s=1.0, spread=0.0, running=64, failures=0.0, **schedule):
+    rates = Rates(
+        learner=LearnerRates(step_s=learn_s, token_s=0.0, publish_s=1e-3),
+        lengths=LengthSpec(prompt=PROMPT, median=LENGTH, spread=spread),
+        grade_s=1e-3,
+        failures_per_day=failures,
+    )
+    actor = ActorRates(
+        decode_s=DECODE_S,
+        prefill_tokens_per_s=1e9,
+        load_s=1e-3,
+        start_s=1.0,
+        max_running=running,
+    )
+    plan = ScheduleSpec(**{"steps": 12, "groups_per_step": GROUPS, **schedule})
+    return PlannedFleet({"bf16": actors}, {"bf16": actor}, rates, plan, SAMPLES, max_tokens=LENGTH)
+
+
+ROLLOUT_S = LENGTH * DECODE_S  # of a batch that runs together
+
+
+def test_on_policy_the_step_is_the_sum_of_rollout_and_learning():
+    found = forecast(fleet(learn_s=3.0))
+    assert found.step_s == pytest.approx(ROLLOUT_S + 3.0, rel=0.05)
+    assert found.staleness_max == 0 and found.bottleneck == "turns"
+    assert found.actors_idle == pytest.approx(3.0 / (ROLLOUT_S + 3.0), abs=0.03)
+    assert found.learner_idle == pytest.approx(ROLLOUT_S / (ROLLOUT_S + 3.0), abs=0.03)
+
+
+def test_asynchronous_the_slower_role_sets_the_pace():
+    slow_learner = forecast(fleet(learn_s=20.0, max_staleness=1, on_publish="in_flight"))
+    assert slow_learner.step_s == pytest.approx(20.0, rel=0.05)
+    assert slow_learner.bottleneck == "learner"
+    slow_actors = forecast(
+        fleet(learn_s=0.2, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
+    )
+    assert slow_actors.step_s == pytest.approx(ROLLOUT_S, rel=0.1)
+    assert slow_actors.bottleneck == "actors" and slow_actors.staleness_max <= 2
+
+
+def test_slow_graders_are_named():
+    quick = fleet(learn_s=0.1, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
+    rates = quick.rates.model_copy(update={"grade_s": 2.0})
+    found = forecast(replace(quick, rates=rates))
+    assert found.step_s == pytest.approx(2.0 * SEQUENCES, rel=0.1) and found.bottleneck == "graders"
+
+
+def test_tokens_are_counted_in_real_ones_whatever_a_simulated_one_stands_for():
+    short = fleet(learn_s=1.0)
+    lengths = LengthSpec(prompt=PROMPT, median=640, spread=0.0)
+    rates = short.rates.model_copy(update={"lengths": lengths})
+    long = replace(short, rates=rates, max_tokens=640)
+    assert long.unit == 10
+    found = forecast(long)
+    assert found.step_s == pytest.approx(640 * DECODE_S + 1.0, rel=0.05)
+    assert found.train_tokens_per_s == pytest.approx(SEQUENCES * 640 / found.step_s, rel=0.05)
+
+
+def test_more_publish_steps_wait_less_for_the_longest_answers():
+    one = forecast(fleet(learn_s=0.1, spread=1.0))
+    eight = forecast(fleet(learn_s=0.1, spread=1.0, steps=32, steps_per_publish=8))
+    assert eight.step_s < 0.6 * one.step_s and eight.staleness_max == 7
+
+
+def test_actors_that_die_are_replaced_and_cost_time():
+    whole = forecast(fleet(actors=2, steps=24))
+    failing = forecast(fleet(actors=2, steps=24, failures=2000.0))
+    assert failing.replacements > 0 and failing.step_s > whole.step_s
+    assert math.isfinite(failing.staleness_mean)
