@@ -80,6 +80,7 @@ def gradient_table(rank: int, world: int, port: int, model: str) -> dict[tuple[i
                 "entropy_coef": 0.01,
                 "micro_batch_tokens": tokens,
                 "layout": layout,
+                "share_prefix": "off",  # the layouts that are asked for: see `sharing_table`
                 "engine": RECORDING,
             }
             one = learner(rank, world, port, model, **options)
