@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlcore.environments.episode import Played
 from rlcore.rollout.answers import StopStrings, read_answer
 from rlcore.serialization import dump_trajectory
-from rlcore.types import Answer, Trajectory
+from rlcore.types import Answer, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class Outlets:
 
     records: Callable[[list[bytes]], None]  # serialised training trajectories, to the buffer
     answers: Callable[[list[Answer]], None]  # to the graders
+    # of episodes, which their environments have graded: past the graders
+    scored: Callable[[list[tuple[Answer, Score]]], None]
     delivered: Callable[[list[Trajectory]], None]  # afterwards
 
 
@@ -34,13 +37,13 @@ class Delivery:
         self._outlets = outlets
         self._decode = decode
         self._stop = stop
-        self._queue: queue.SimpleQueue[list[Trajectory] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[Trajectory | Played] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
 
-    def put(self, trajectories: list[Trajectory]) -> None:
-        """Queue trajectories. Never blocks."""
-        self._queue.put(trajectories)
+    def put(self, finished: Sequence[Trajectory | Played]) -> None:
+        """Queue trajectories of one turn, or episodes. Never blocks."""
+        self._queue.put(list(finished))
 
     def close(self, timeout_s: float) -> None:
         """Send what is queued and end."""
@@ -55,7 +58,7 @@ class Delivery:
         except BaseException as e:
             self.error = e
 
-    def _next(self) -> list[Trajectory] | None:
+    def _next(self) -> list[Trajectory | Played] | None:
         """All that is queued, at least one batch; None at the end."""
         batch = self._queue.get()
         while batch is not None and not self._queue.empty():
@@ -66,12 +69,18 @@ class Delivery:
             batch = batch + more
         return batch
 
-    def _send(self, batch: list[Trajectory]) -> None:
-        training = [t for t in batch if t.purpose == "train"]
+    def _send(self, batch: list[Trajectory | Played]) -> None:
+        plain = [t for t in batch if isinstance(t, Trajectory)]
+        episodes = [e for e in batch if isinstance(e, Played)]
+        sent = [*plain, *(t for e in episodes for t in e.parts)]
+        training = [t for t in sent if t.purpose == "train"]
         if training:
             self._outlets.records([dump_trajectory(t) for t in training])
-        self._outlets.answers([self._answer(t) for t in batch])
-        self._outlets.delivered(batch)
+        if plain:
+            self._outlets.answers([self._answer(t) for t in plain])
+        if episodes:
+            self._outlets.scored([(e.answer, e.score) for e in episodes])
+        self._outlets.delivered(sent)
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.cluster.specs import RaySpec
+from rlcore.environments.specs import EnvironmentJob
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.rollout.answers import StopStrings
 from rlcore.rollout.specs import EngineJob
@@ -56,3 +57,4 @@ class RolloutJob:
     engine: EngineJob  # actor_id is that of the process
     tokenizer_path: str  # for the text that graders are given
     stop: StopStrings  # that text is cut before
+    environment: EnvironmentJob | None = None  # what plays episodes of several turns

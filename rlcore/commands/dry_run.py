@@ -166,7 +166,10 @@ def _tasks(config: RunConfig) -> list[str]:
 
 def _trained(config: RunConfig, label: str) -> str:
     spec = config.tasks[label]
-    line = f"training on {spec.name}, {_count(spec.grader_processes, 'grader')}"
+    judged, played = _count(spec.grader_processes, "grader"), config.environment
+    if played.played:
+        judged = f"played in {played.name}, at most {_count(played.max_turns, 'turn')} an episode"
+    line = f"training on {spec.name}, {judged}"
     if not isinstance(spec, MixedTaskSpec):
         return line
     total = sum(task.weight for task in mixed(config).values())

@@ -14,6 +14,7 @@ from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.pipeline import Pipeline, build
+from rlcore.environments import environment_maker
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.loop.difficulty import Difficulty
@@ -73,6 +74,9 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     tokenizer = _tokenizer(config, tasks)
     check_models(config, tokenizer)
     train = _training_sources(config, tasks, tokenizer)
+    if config.environment.played:
+        for task in tasks.values():
+            environment_maker(config.environment, task)
     if trains:
         for label, source in train.items():
             _check_train(config, label, source)
@@ -199,9 +203,11 @@ def _source(
             tokenizer, text, chat_template=model.chat_template, system_prompt=model.system_prompt
         )
 
+    # An environment asks the questions itself, where the episode is played.
+    played = config.environment.played and label in config.tasks
     return PromptSource(
         task,
-        encode,
+        None if played else encode,
         run_seed=walk.run_seed,
         max_prompt_tokens=min(room, walk.spec.max_prompt_tokens or room),
         difficulty=walk.difficulty,
@@ -251,7 +257,7 @@ def _check_buffer(config: RunConfig, label: str) -> None:
         config.schedule,
         samples_per_group=rollout.samples_per_prompt,
         max_len=config.model.max_len,
-        max_new_tokens=rollout.max_new_tokens,
+        max_new_tokens=config.most_sampled(label),
         logprobs_k=rollout.logprobs_k,
     )
 

@@ -11,6 +11,7 @@ from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.specs import TisSpec
+from rlcore.environments.specs import EnvironmentJob
 from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
@@ -133,7 +134,25 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
     )
-    return RolloutJob(engine, tokenizer_path=model_path, stop=_stop(config))
+    stop, environment = _stop(config), environment_job(config)
+    return RolloutJob(engine, tokenizer_path=model_path, stop=stop, environment=environment)
+
+
+def environment_job(config: RunConfig) -> EnvironmentJob | None:
+    """What plays the training task's episodes; None: every answer is one turn."""
+    if not config.environment.played:
+        return None
+    ((label, task),) = config.tasks.items()
+    return EnvironmentJob(
+        environment=config.environment,
+        task=task,
+        label=label,
+        max_len=config.model.max_len,
+        run_seed=config.seed,
+        stop=config.rollout.stop,
+        chat_template=config.model.chat_template,
+        system_prompt=config.model.system_prompt,
+    )
 
 
 def _stop(config: RunConfig) -> StopStrings:

@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from rlcore.commands import roles
 from rlcore.commands.preflight import Prepared
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
+from rlcore.environments import environment_maker
+from rlcore.environments.specs import EnvironmentSpec
+from rlcore.environments.worked import worked_episode
 from rlcore.errors import UserError
 from rlcore.learner.sequences import TokenSequence
 from rlcore.loop.prompts import Prompts
@@ -104,10 +108,11 @@ def supervise(
         source = prepared.prompts.another_walk(
             run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
         )
+        another = _examples(config, source, prepared.tokenizer)
         began = time.monotonic()
         note(f"warm-up: {warmup.steps} supervised steps of {warmup.batch_size} worked answers")
         for step in range(warmup.steps):
-            batch = [example(source, prepared.tokenizer) for _ in range(warmup.batch_size)]
+            batch = [another() for _ in range(warmup.batch_size)]
             metrics = learner.sft_step(step, [batch[rank::ranks] for rank in range(ranks)])
             if (step + 1) % NOTED_EVERY == 0 or step + 1 == warmup.steps:
                 note(
@@ -118,6 +123,16 @@ def supervise(
         prepared.tokenizer.save_pretrained(out)
     finally:
         learner.kill()
+
+
+def _examples(config: RunConfig, prompts: Prompts, tokenizer: Any) -> Callable[[], TokenSequence]:
+    """A function that gives the next worked answer, or the next worked episode."""
+    job = roles.environment_job(config)
+    if job is None:
+        return partial(example, prompts, tokenizer)
+    task = prompts.source(prompts.peek(1)[0].prompt_id).task
+    make = environment_maker(job.environment, task)
+    return lambda: TokenSequence(*worked_episode(job, make(), prompts.next(), tokenizer))
 
 
 def example(prompts: Prompts, tokenizer: Any) -> TokenSequence:
@@ -158,6 +173,13 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
     )
 
 
+def _played(environment: EnvironmentSpec) -> dict[str, Any]:
+    """What worked episodes depend on; nothing without an environment."""
+    if not environment.played:
+        return {}
+    return {"environment": [environment.name, environment.args, environment.max_turns]}
+
+
 def _fingerprint(config: RunConfig) -> str:
     """Of everything that the starting model depends on."""
     model, warmup = config.model, config.model.warmup
@@ -167,6 +189,7 @@ def _fingerprint(config: RunConfig) -> str:
         "max_len": model.max_len,
         "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
         "task": _tasks(config),
+        **_played(config.environment),
         "seed": config.seed,
         "format": 1,  # raised when equal settings begin to mean another model
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.environments import check_environment
 from rlcore.config.names import check_names
 from rlcore.config.publication import check_adapters, check_transport
 from rlcore.config.rewards import check_rewards
@@ -255,4 +256,5 @@ RULES = (
     check_adapters,
     check_transport,
     check_rewards,
+    check_environment,
 )

@@ -46,7 +46,7 @@ def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrid
     available = groups(config_dir)
     selections, values = [], []
     for word in words:
-        override = _parse_word(word)
+        override = _own_environment(_parse_word(word))
         if override.key_or_group in available:
             _require_options(override, available[override.key_or_group])
             selections.append(override)
@@ -121,6 +121,12 @@ def _parse_word(word: str) -> Override:
             "(see --help)."
         )
     return override
+
+
+def _own_environment(override: Override) -> Override:
+    """`environment=path/to/file.py:Class` names a class where other groups only have options."""
+    own = override.key_or_group == "environment" and ":" in str(override.value())
+    return _parse_word(f"environment.name={override.get_value_string()}") if own else override
 
 
 def _require_options(override: Override, options: dict[str, Path]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import closest
+from rlcore.environments import ENVIRONMENTS
 from rlcore.errors import UserError
 from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
 from rlcore.objectives.registry import ADVANTAGES, LOSSES
@@ -19,6 +20,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "task.LABEL.advantage": ADVANTAGES,
     "learner.engine": LEARNER_ENGINES,
     "actor.LABEL.engine": ROLLOUT_ENGINES,
+    "environment.name": ENVIRONMENTS,
 }
 
 
@@ -39,7 +41,9 @@ def named(config: RunConfig) -> Iterator[tuple[str, str, Mapping[str, str]]]:
                 if (name := getattr(task, leaf, None)) is not None:
                     yield f"task.{label}.{leaf}", name, registry
         else:
-            yield pattern, getattr(getattr(config, group), leaf), registry
+            name = getattr(getattr(config, group), leaf)
+            if name is not None:
+                yield pattern, name, registry
 
 
 def check_names(config: RunConfig) -> None:

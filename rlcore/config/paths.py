@@ -24,6 +24,8 @@ def absolute(config: RunConfig) -> RunConfig:
     )
     tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
     names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
+    environment = config.environment
+    played = environment.name and _code(environment.name)
     update: dict[str, Any] = {
         "run_dir": os.path.abspath(config.run_dir),
         "model": model.model_copy(update={"path": _path(model.path), "warmup": warmup}),
@@ -36,6 +38,7 @@ def absolute(config: RunConfig) -> RunConfig:
             if isinstance(config.task, dict)
             else _task(config.task)
         ),
+        "environment": environment.model_copy(update={"name": played}),
         "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
     }
     return config.model_copy(update=update)

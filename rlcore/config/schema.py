@@ -15,6 +15,7 @@ from pydantic import Discriminator, Tag
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.specs import RaySpec
 from rlcore.config.corrections import CorrectionList
+from rlcore.environments.specs import EnvironmentSpec
 from rlcore.launch.specs import LaunchSpec
 from rlcore.learner.specs import LearnerSpec
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
@@ -79,6 +80,7 @@ class RunConfig(Spec):
     )
     model: ModelSpec
     task: TaskSection = setting(meaning="one task, or several by label")
+    environment: EnvironmentSpec = EnvironmentSpec()
     actor: dict[str, ActorSpec] = setting(
         min_length=1, meaning="by label; several make a mixed fleet"
     )
@@ -119,6 +121,11 @@ class RunConfig(Spec):
         if own is not None:
             return f"{self.task_key(label)}.advantage", str(own)
         return "algorithm.advantage", self.algorithm.advantage
+
+    def most_sampled(self, label: str) -> int:
+        """Tokens that the model samples in an episode of a training task, at most."""
+        turns = self.environment.max_turns if self.environment.played else 1
+        return min(turns * self.rollout_of(label).max_new_tokens, self.model.max_len - 1)
 
     def rollout_of(self, label: str) -> RolloutSpec:
         """`rollout` as it is for a training task."""

@@ -30,13 +30,14 @@ class PromptSource:
     def __init__(
         self,
         task: Task,
-        encode: Encode,
+        encode: Encode | None,
         *,
         run_seed: int,
         max_prompt_tokens: int,
         difficulty: Difficulty | None = None,
     ) -> None:
-        """`difficulty`: what decides which problems are passed over; its number of problems, or
+        """`encode` None: an environment says what the model is asked, where the episode is played.
+        `difficulty`: what decides which problems are passed over; its number of problems, or
         the task's, must be finite."""
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens
@@ -103,7 +104,10 @@ class PromptSource:
         return int(self._order[1][place])
 
     def encode(self, item: Item) -> np.ndarray:
-        """Prompt tokens [P] int32. Raises UserError for a prompt that the model cannot hold."""
+        """Prompt tokens [P] int32, none where an environment gives them. Raises UserError for a
+        prompt that the model cannot hold."""
+        if self._encode is None:
+            return np.zeros(0, np.int32)
         ids = self._encode(item.question)
         if len(ids) > self.max_prompt_tokens:
             raise UserError(

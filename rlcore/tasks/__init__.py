@@ -18,6 +18,7 @@ TASKS: dict[str, str] = {
     "digits": "rlcore.tasks.digits:Digits",
     "file": "rlcore.tasks.file:FileTask",
     "gsm8k": "rlcore.tasks.gsm8k:Gsm8k",
+    "higher_lower": "rlcore.tasks.higher_lower:HigherLowerTask",
     "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",
     "mbpp": "rlcore.tasks.code:Mbpp",

@@ -5,9 +5,10 @@ import threading
 import pytest
 
 from rlcore.cluster.delivery import Delivery, Outlets
-from rlcore.rollout.answers import StopStrings
+from rlcore.environments.episode import Played
+from rlcore.rollout.answers import StopStrings, read_answer
 from rlcore.serialization import load_trajectory
-from rlcore.testing.records import make_trajectory
+from rlcore.testing.records import make_score, make_trajectory
 
 NONE = StopStrings()
 
@@ -16,9 +17,12 @@ class Sent:
     """What a delivery sent, and where."""
 
     def __init__(self, stop=NONE, records=None):
-        self.records, self.answers, self.delivered = [], [], []
+        self.records, self.answers, self.scored, self.delivered = [], [], [], []
         outlets = Outlets(
-            records or self.records.extend, self.answers.extend, self.delivered.extend
+            records or self.records.extend,
+            self.answers.extend,
+            self.scored.extend,
+            self.delivered.extend,
         )
         self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), stop)
 
@@ -45,6 +49,24 @@ def test_each_task_s_text_is_cut_at_its_own_stop_strings():
     sent.delivery.put([make_trajectory(i, 0, turns=turns, prompt_id=p) for i, p in enumerate(ids)])
     sent.delivery.close(10)
     assert [a.text for a in sent.answers] == ["56", "5", "5689"]
+
+
+def episode(group_id, purpose):
+    """One of two parts, with its score."""
+    parts = [make_trajectory(group_id, part=i, parts=2, purpose=purpose) for i in range(2)]
+    answer = read_answer(parts[1], lambda ids: "5", ())
+    return Played(parts, answer, make_score(parts[0], 0.5))
+
+
+def test_an_episode_s_parts_go_to_the_buffer_and_its_score_past_the_graders():
+    sent = Sent()
+    sent.delivery.put([episode(4, "train"), episode(-1, "eval/3/digits/greedy")])
+    sent.delivery.put([make_trajectory(5)])
+    sent.delivery.close(10)
+    assert sorted(load_trajectory(r).part for r in sent.records) == [0, 0, 1]
+    assert [a.group_id for a in sent.answers] == [5]
+    assert [(a.group_id, s.reward) for a, s in sent.scored] == [(4, 0.5), (-1, 0.5)]
+    assert len(sent.delivered) == 5
 
 
 def test_the_engine_thread_never_waits_for_a_slow_receiver():

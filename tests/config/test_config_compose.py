@@ -63,6 +63,15 @@ def test_a_missing_mandatory_value_is_named(option):
         run(f"{group}={option}")
 
 
+def test_an_environment_of_one_s_own_is_named_as_an_option_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = run("environment=own/games.py:Game", "environment.max_turns=3")
+    assert config.environment.name == f"{tmp_path}/own/games.py:Game"
+    assert config.environment.max_turns == 3
+    assert run("environment=package.games:Game").environment.name == "package.games:Game"
+    assert not run().environment.played and run("environment=higher_lower").environment.played
+
+
 PAPERS = sorted(option for group, option in OPTIONS if option.startswith("paper/"))
 
 

@@ -222,6 +222,26 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", DISTILL, "correction=[dvp,mis]"],
         ["correction=[dvp,mis]", "learner.distill"],
     ),
+    (["environment=higher"], ["environment=higher", "higher_lower, none, task"]),
+    (["environment.name=hi"], ["environment.name=hi", "higher_lower, task", "file.py:Class"]),
+    (["environment=task", "actor=sparse"], ["environment.name=task", "actor.sparse.kind=sparse"]),
+    (
+        ["environment=task", "algorithm.overlong_share=0.5"],
+        ["environment.name=task", "algorithm.overlong_share=0.5"],
+    ),
+    (
+        ["environment=task", "environment.step_timeout_s=700"],
+        ["environment.step_timeout_s=700", "environment.episode_timeout_s=600"],
+    ),
+    (
+        ["environment=task", "task=[digits,arithmetic]"],
+        ["environment.name=task", "digits, arithmetic"],
+    ),
+    (
+        ["environment=task", "task.grade_weight=0.5"],
+        ["environment.name=task", "task.grade_weight=0.5"],
+    ),
+    (["environment.max_turns=0"], ["environment.max_turns=0", "greater than 0"]),
     (["experiment=draft_cotrain", "correction=[dvp]"], ["correction=[dvp]", "learner.draft"]),
     (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
     (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),

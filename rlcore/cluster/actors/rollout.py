@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 
@@ -15,6 +15,9 @@ from rlcore.cluster.jobs import Hosting, RolloutJob
 from rlcore.errors import UserError
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
+
+if TYPE_CHECKING:
+    from rlcore.environments.player import EpisodePlayer
 
 T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
@@ -44,14 +47,30 @@ class RolloutActor:
         outlets = Outlets(
             _bounded(self._buffer.add_records.remote),
             _bounded(self._scorer.submit.remote),
+            _bounded(self._scorer.submit_scored.remote),
             self._delivered,
         )
         self.delivery = Delivery(outlets, lambda ids: decode_response(tokenizer, ids), job.stop)
         self.engine = start_engine(job.engine)
-        self.worker = RolloutWorker(self.engine, self.delivery.put)
+        self.player = self._player(job)
+        finished = self.player.finished if self.player else self.delivery.put
+        self.worker = RolloutWorker(self.engine, finished)
+        if self.player:
+            self.player.start(self.worker)
         self.transport: Any = make_transport(self._hosting)
         self.receiver: Any = make_receiver(self._hosting) if self.transport is None else None
         return os.getpid()
+
+    def _player(self, job: RolloutJob) -> EpisodePlayer | None:
+        from rlcore.environments.player import EpisodePlayer, Exits
+        from rlcore.models.text import load_tokenizer
+
+        if job.environment is None:
+            return None
+        actor = job.engine.actor_id, job.engine.actor.reported_kind
+        exits = Exits(self.delivery.put, self.delivery.put)
+        # a tokenizer of its own: they are not made for two threads
+        return EpisodePlayer(job.environment, load_tokenizer(job.tokenizer_path), actor, exits)
 
     def _delivered(self, trajectories: list[Trajectory]) -> None:
         self._open -= {t.request_id for t in trajectories}
@@ -60,6 +79,9 @@ class RolloutActor:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
         cannot serve. `begun`: records that `cut` of another actor gave of them."""
         self._open |= {r.request_id for r in requests}
+        if self.player is not None:
+            self.player.submit([r for r in requests if self.player.plays(r)])
+            requests = [r for r in requests if not self.player.plays(r)]
         earlier = [load_trajectory(record) for record in begun]
         try:
             self.worker.submit(requests, earlier).result(timeout=SUBMIT_TIMEOUT_S)
@@ -67,12 +89,14 @@ class RolloutActor:
             raise UserError(f"a rollout actor refused a request: {e}") from e
 
     def abort(self, request_ids: list[str]) -> None:
+        if self.player is not None:
+            self.player.abort(request_ids)
         self.worker.abort(request_ids)
         self._open -= set(request_ids)
 
     def cut(self, request_ids: list[str]) -> tuple[list[str], list[bytes]]:
         """Drop requests: (ids of those that were not finished, the records of what they have so
-        far)."""
+        far). Episodes stay, since their environments are here."""
         cut = self.worker.cut(request_ids).result(timeout=SUBMIT_TIMEOUT_S)
         ids = [t.request_id for t in cut]
         self._open -= set(ids)
@@ -144,9 +168,16 @@ class RolloutActor:
         status = self.worker.status()
         if self.delivery.error is not None:
             status["error"] = status["error"] or f"delivery failed: {self.delivery.error!r}"
+        if self.player is not None:
+            if self.player.error is not None:
+                status["error"] = status["error"] or f"playing failed: {self.player.error!r}"
+            # episodes have a deadline of their own, and cannot move to another actor
+            status = {**status, **self.player.status(), "decoding_s": {}}
         return {**status, "pid": os.getpid(), "rss": psutil.Process().memory_info().rss}
 
     def close(self) -> None:
+        if self.player is not None:
+            self.player.close()
         self.worker.close()
 
 

@@ -59,6 +59,10 @@ class ScorerActor:
         """Answers from a rollout actor."""
         self.scorer.submit(answers)
 
+    def submit_scored(self, scored: list[tuple[Answer, Score]]) -> None:
+        """Episodes from a rollout actor, graded by their environments."""
+        self._scored(scored)
+
     def _scored(self, scored: list[tuple[Answer, Score]]) -> None:
         training = [score for answer, score in scored if answer.purpose == "train"]
         if training:

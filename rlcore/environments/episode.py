@@ -1,0 +1,176 @@
+"""One episode while it is played: its turns so far, and the records that they become."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rlcore.environments.processes import Link
+from rlcore.environments.protocol import Renderer
+from rlcore.seeding import derive_seed
+from rlcore.types import (
+    ActorKind,
+    Answer,
+    FinishReason,
+    Request,
+    Score,
+    ScoreStatus,
+    Trajectory,
+    request_id,
+)
+
+TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episode
+
+
+def is_turn(trajectory: Trajectory) -> bool:
+    """Whether a record is one turn of an episode."""
+    return TURN in trajectory.purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that is over: its records, one a part, and its score."""
+
+    parts: list[Trajectory]
+    answer: Answer
+    score: Score
+
+
+@dataclass(slots=True)
+class Episode:
+    """The state of one episode between two turns."""
+
+    request: Request
+    draw_id: str
+    renderer: Renderer
+    number: int  # unique within the actor's process
+    link: Link | None = None
+    ids: list[int] = field(default_factory=list)  # of the part so far, the next turn's prompt
+    # turns of every part, each a record of one turn after all that came before
+    turns: list[list[Trajectory]] = field(default_factory=lambda: [[]])
+    step_parts: dict[str, float] = field(default_factory=dict)  # sums over the steps
+    waits_for: str = ""  # the call that its environment has not answered yet
+    deadline: float = np.inf  # of that call; monotonic seconds
+    ends_at: float = np.inf  # deadline of the episode
+    begun: float = field(default_factory=time.monotonic)
+    environment_s: float = 0.0
+    out_of_room: bool = False  # model.max_len has ended it
+
+    @property
+    def count(self) -> int:
+        """Turns of the model so far."""
+        return sum(len(turns) for turns in self.turns)
+
+    @property
+    def purpose_of_turns(self) -> str:
+        """Under which the engine knows its turns: one that comes late is never taken for a turn of
+        another drawing of the same sample."""
+        return f"{self.request.purpose}{TURN}{self.number}"
+
+    @property
+    def turn_id(self) -> str:
+        """The request id of its turns."""
+        return request_id(self.purpose_of_turns, self.request.group_id, self.request.sample_index)
+
+    def next_request(self) -> Request:
+        """Of the next turn. The first has the sample's own seed, as a request of one turn has."""
+        seed = self.request.seed
+        if self.count:
+            seed = derive_seed(seed, "turn", self.count)
+        ids = np.array(self.ids, np.int32)
+        return replace(self.request, prompt_ids=ids, seed=seed, purpose=self.purpose_of_turns)
+
+    def add(self, turn: Trajectory) -> list[int]:
+        """Take a turn that the engine has sampled; its tokens.
+
+        Raises ValueError if it does not begin with the turns before it.
+        """
+        turns = self.turns[-1]
+        known = turns[-1].token_ids if turns else turn.token_ids[:0]
+        if not np.array_equal(turn.token_ids[: len(known)], known):
+            raise ValueError("the renderer has changed the tokens of an earlier turn")
+        turns.append(turn)
+        self.ids = turn.token_ids.tolist()
+        sampled: list[int] = turn.sampled_ids.tolist()
+        return sampled
+
+    def begin_part(self, ids: list[int]) -> None:
+        """The prefix could not be kept."""
+        self.turns.append([])
+        self.ids = ids
+
+    def played(
+        self, status: ScoreStatus, decode: Any, actor: tuple[str, ActorKind], **score: Any
+    ) -> Played:
+        """The episode as it ends, with `score`: what the record has besides names and status."""
+        parts = [turns for turns in self.turns if turns]
+        if parts:
+            records = [self._record(t, i, len(parts)) for i, t in enumerate(parts)]
+        else:
+            records = [self._nothing(*actor)]
+        r = self.request
+        key = r.group_id, r.sample_index, self.draw_id
+        versions = np.concatenate([t.token_version for t in records])
+        first = int(records[0].turn_starts[0])
+        answer = Answer(
+            *key,
+            r.prompt_id,
+            "\n".join(decode(t.token_ids[int(t.turn_starts[0]) :].tolist()) for t in records),
+            len(versions),
+            (int(versions.min()), int(versions.max())) if len(versions) else None,
+            records[-1].finish_reason,
+            r.purpose,
+            "" if r.purpose == "train" else decode(records[0].token_ids[:first].tolist()),
+        )
+        seconds = self.environment_s
+        return Played(records, answer, Score(*key, status, seconds=seconds, **score))
+
+    def _record(self, turns: Sequence[Trajectory], part: int, parts: int) -> Trajectory:
+        """One part: its last turn's tokens, and the sampled ones of every turn."""
+        last = turns[-1]
+        sampled = np.zeros(len(last.token_ids), bool)
+        for t in turns:
+            sampled[int(t.turn_starts[0]) : len(t.token_ids)] = True
+        timings = {name: sum(t.timings[name] for t in turns) for name in last.timings}
+        finish: FinishReason = "length" if self.out_of_room else last.finish_reason
+        return replace(
+            last,
+            sampled=sampled,
+            logp_inf=np.concatenate([t.logp_inf for t in turns]),
+            topk_ids=np.concatenate([t.topk_ids for t in turns]),
+            topk_logp=np.concatenate([t.topk_logp for t in turns]),
+            token_version=np.concatenate([t.token_version for t in turns]),
+            turn_starts=np.array([int(t.turn_starts[0]) for t in turns], np.int32),
+            finish_reason=finish,
+            draw_id=self.draw_id,
+            part=part,
+            parts=parts,
+            purpose=self.request.purpose,
+            timings={**timings, "environment_s": self.environment_s},
+        )
+
+    def _nothing(self, actor_id: str, actor_kind: ActorKind) -> Trajectory:
+        """A record without a sampled token, of an episode that failed before its first."""
+        k = max(0, self.request.sampling.logprobs_k)
+        r = self.request
+        return Trajectory(
+            token_ids=np.array(self.ids or [0], np.int32),
+            sampled=np.zeros(len(self.ids) or 1, bool),
+            logp_inf=np.zeros(0, np.float32),
+            topk_ids=np.zeros((0, k), np.int32),
+            topk_logp=np.zeros((0, k), np.float32),
+            token_version=np.zeros(0, np.int32),
+            turn_starts=np.array([len(self.ids) or 1], np.int32),
+            actor_id=actor_id,
+            actor_kind=actor_kind,
+            group_id=r.group_id,
+            prompt_id=r.prompt_id,
+            sample_index=r.sample_index,
+            finish_reason="abort",
+            draw_id=self.draw_id,
+            purpose=r.purpose,
+        )

@@ -1,0 +1,292 @@
+"""What happens to the episodes of one actor between two turns, without threads.
+
+Every call returns at once. What is to be sampled, dropped or delivered is collected, and
+`environments/player.py` passes it on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlcore.environments.episode import Episode, Played
+from rlcore.environments.processes import EnvironmentDied, EnvironmentServer, Link
+from rlcore.environments.protocol import Opening
+from rlcore.environments.renderers import make_renderer
+from rlcore.environments.specs import EnvironmentJob
+from rlcore.errors import StageError
+from rlcore.models.text import decode_response
+from rlcore.seeding import derive_seed
+from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
+
+SERVER_RESTARTS = 3
+EPISODES_A_PROCESS = 500  # one after the other, in case an environment leaks memory
+CUT = " [cut: {} more tokens]"
+
+
+class Play:
+    """The open episodes of one actor, and those that wait for a place."""
+
+    def __init__(self, job: EnvironmentJob, tokenizer: Any, actor: tuple[str, ActorKind]) -> None:
+        """`actor`: id and kind. Starts the environments' process; raises StageError."""
+        self.counters = {"episodes": 0, "turns": 0, "failed_episodes": 0}
+        self.open: dict[str, Episode] = {}  # by request id
+        self.to_sample: list[Request] = []  # turns
+        self.to_abort: list[str] = []  # request ids of turns
+        self.done: list[Played] = []
+        self._waiting: deque[Request] = deque()
+        self._job = job
+        self._tokenizer = tokenizer
+        self._actor = actor
+        self._server = EnvironmentServer(job)
+        self._restarts = 0
+        self._idle: list[Link] = []  # to processes without an episode
+        self._names = f"{actor[0]}:{os.getpid()}-{secrets.token_hex(4)}:e"
+        self._count = itertools.count()
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue episodes."""
+        self._waiting.extend(requests)
+
+    def begin_waiting(self) -> None:
+        """Begin as many episodes as there are places for."""
+        while self._waiting and len(self.open) < self._job.environment.concurrency:
+            self._begin(self._waiting.popleft())
+
+    def drop(self, ids: set[str]) -> None:
+        """Forget episodes; unknown ids are ignored."""
+        self._waiting = deque(r for r in self._waiting if r.request_id not in ids)
+        for request_id in ids:
+            episode = self.open.pop(request_id, None)
+            if episode is not None:
+                self._abort_turn(episode)
+                self._release(episode, reuse=False)
+
+    def sampled(self, turn: Trajectory) -> None:
+        """A turn that the engine has sampled."""
+        name = turn.purpose
+        episode = next((e for e in self.open.values() if e.purpose_of_turns == name), None)
+        if episode is not None and not episode.waits_for:
+            self.counters["turns"] += 1
+            self._guarded(episode, lambda e: self._act(e, turn))
+
+    @property
+    def busy(self) -> bool:
+        """Whether any episode is open or waits."""
+        return bool(self.open or self._waiting)
+
+    def wait(self, limit_s: float, other: int | None = None) -> None:
+        """Take the answers of environments. Returns at the first of them, when the file `other` is
+        readable, when a call passes its deadline, or after `limit_s`."""
+        now = time.monotonic()
+        calls = {e.link.fileno(): e for e in self.open.values() if e.waits_for and e.link}
+        first = min([e.deadline for e in calls.values()], default=np.inf)
+        poll = select.poll()
+        for fd in (*calls, *(() if other is None else (other,))):
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(1000 * max(0.0, min(limit_s, first - now))):
+            if fd in calls:
+                self._guarded(calls[fd], self._receive)
+
+    def close(self) -> None:
+        """End the server, and with it every environment."""
+        self._server.close()
+
+    def _begin(self, request: Request) -> None:
+        if request.request_id in self.open:  # it is asked for again while it is still played
+            self.drop({request.request_id})
+        job = self._job
+        renderer = make_renderer(
+            self._tokenizer,
+            chat_template=job.chat_template,
+            system_prompt=job.system_prompt,
+            stop=job.stop,
+        )
+        number = next(self._count)
+        episode = Episode(request, f"{self._names}{number}", renderer, number)
+        episode.ends_at = time.monotonic() + job.environment.episode_timeout_s
+        self.open[request.request_id] = episode
+        self.counters["episodes"] += 1
+        self._guarded(episode, self._reset)
+
+    def _reset(self, episode: Episode) -> None:
+        episode.link = self._linked()
+        r = episode.request
+        # the same for all samples of a group, and for one that is drawn again
+        index = r.group_id if r.purpose == "train" else r.prompt_id
+        kind = r.purpose.split("/")[0]
+        seed = derive_seed(self._job.run_seed, "environment", kind, index)
+        self._call(episode, "reset", prompt_id=r.prompt_id, seed=seed)
+
+    def _linked(self) -> Link:
+        while self._idle:
+            link = self._idle.pop()
+            if link.alive:
+                return link
+            link.kill()
+        try:
+            return self._server.open()
+        except StageError:
+            self._restarts += 1
+            if self._restarts > SERVER_RESTARTS:
+                raise
+            self._server.close()
+            self._server = EnvironmentServer(self._job)
+            self._idle = []
+            return self._server.open()
+
+    def _call(self, episode: Episode, name: str, **arguments: Any) -> None:
+        assert episode.link is not None
+        episode.link.call(name, **arguments)
+        episode.waits_for = name
+        episode.begun = time.monotonic()
+        limit = episode.begun + self._job.environment.step_timeout_s
+        episode.deadline = min(limit, episode.ends_at)
+
+    def _guarded(self, episode: Episode, act: Callable[[Episode], None]) -> None:
+        """What an environment or its renderer does wrong fails its own episode."""
+        try:
+            act(episode)
+        except EnvironmentDied as error:
+            doing = f" during {episode.waits_for}" if episode.waits_for else ""
+            self._fail(episode, "error", f"{error}{doing}")
+        except StageError:
+            raise
+        except Exception as error:  # of any kind: a chat template may raise what it likes
+            self._fail(episode, "error", f"{type(error).__name__}: {error}")
+
+    def _receive(self, episode: Episode) -> None:
+        assert episode.link is not None
+        answer = episode.link.receive()
+        if answer is None:
+            return
+        episode.environment_s += time.monotonic() - episode.begun
+        call, episode.waits_for = episode.waits_for, ""
+        if "error" in answer:
+            self._fail(episode, "error", answer["error"])
+        elif call == "reset":
+            self._sample(episode, self._opening(episode, answer))
+        elif call == "step":
+            self._answer(episode, answer)
+        else:
+            parts = {**answer["parts"], **episode.step_parts, "turns": float(episode.count)}
+            self._finish(episode, "ok", reward=answer["reward"], parts=parts)
+
+    def _opening(self, episode: Episode, answer: dict[str, Any]) -> list[int]:
+        ids = episode.renderer.open(Opening(answer["messages"], answer["tools"]))
+        if not 0 < len(ids) < self._job.max_len:
+            raise ValueError(
+                f"an opening of {len(ids)} tokens does not fit model.max_len={self._job.max_len}"
+            )
+        return ids
+
+    def _sample(self, episode: Episode, ids: list[int]) -> None:
+        """Have the engine sample the next turn after these tokens."""
+        episode.ids = ids
+        self.to_sample.append(episode.next_request())
+
+    def _act(self, episode: Episode, turn: Trajectory) -> None:
+        action = episode.renderer.parse(episode.add(turn))
+        if action.error:
+            self._go_on(episode, [{"role": "user", "content": action.error}])
+            return
+        calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in action.tool_calls]
+        self._call(episode, "step", text=action.text, tool_calls=calls)
+
+    def _answer(self, episode: Episode, answer: dict[str, Any]) -> None:
+        for name, value in answer["parts"].items():
+            episode.step_parts[name] = episode.step_parts.get(name, 0.0) + value
+        if answer["over"]:
+            self._call(episode, "grade")
+        else:
+            self._go_on(episode, answer["messages"])
+
+    def _go_on(self, episode: Episode, messages: list[dict[str, Any]]) -> None:
+        """The next turn, or the grade where a limit ends the episode."""
+        if episode.count >= self._job.environment.max_turns:
+            self._call(episode, "grade")
+            return
+        before = episode.ids
+        ids = episode.renderer.extend(before, self._shortened(messages))
+        kept = ids is not None
+        if ids is None:
+            ids = episode.renderer.reopen()
+        elif ids[: len(before)] != before:
+            raise ValueError("the renderer has changed the tokens of an earlier turn")
+        if len(ids) >= self._job.max_len:
+            episode.out_of_room = True
+            self._call(episode, "grade")
+            return
+        if not kept:
+            episode.begin_part(ids)
+        self._sample(episode, ids)
+
+    def _shortened(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with at most `max_observation_tokens` tokens of text together."""
+        left, shown = self._job.environment.max_observation_tokens, []
+        for message in messages:
+            ids = self._tokenizer.encode(message["content"], add_special_tokens=False)
+            if len(ids) > left:
+                text = self._tokenizer.decode(ids[:left])
+                message = {**message, "content": text + self._told(len(ids) - left)}
+            left = max(0, left - len(ids))
+            shown.append(message)
+        return shown
+
+    def _told(self, more: int) -> str:
+        """That an observation was cut; a plain alphabet has no words for it."""
+        note = CUT.format(more)
+        unknown = self._tokenizer.unk_token_id
+        ids = self._tokenizer.encode(note, add_special_tokens=False)
+        return "" if unknown is not None and unknown in ids else note
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def check_deadlines(self) -> None:
+        """Fail the episodes whose environment, or which themselves, took too long."""
+        now, spec = time.monotonic(), self._job.environment
+        for episode in list(self.open.values()):
+            if now > episode.ends_at:
+                self._abort_turn(episode)
+                what = f"environment.episode_timeout_s={spec.episode_timeout_s:g}"
+                self._fail(episode, "timeout", f"the episode passed {what}")
+            elif episode.waits_for and now > episode.deadline:
+                what = f"environment.step_timeout_s={spec.step_timeout_s:g}"
+                self._fail(episode, "timeout", f"{episode.waits_for} passed {what}")
+
+    def _abort_turn(self, episode: Episode) -> None:
+        name = episode.turn_id
+        self.to_sample = [r for r in self.to_sample if r.request_id != name]
+        if not episode.waits_for:
+            self.to_abort.append(name)
+
+    def _fail(self, episode: Episode, status: ScoreStatus, error: str) -> None:
+        self.counters["failed_episodes"] += 1
+        self._finish(episode, status, error=error)
+
+    def _finish(self, episode: Episode, status: ScoreStatus, **score: Any) -> None:
+        del self.open[episode.request.request_id]
+        self._release(episode, reuse=status == "ok")
+        self.done.append(episode.played(status, self._decode, self._actor, **score))
+
+    def _release(self, episode: Episode, *, reuse: bool) -> None:
+        """Give its process up. Only one whose instance has ended well serves another episode."""
+        link, episode.link = episode.link, None
+        if link is None:
+            return
+        link.episodes += 1
+        if reuse and link.episodes < EPISODES_A_PROCESS:
+            self._idle.append(link)
+        else:
+            link.kill()
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return decode_response(self._tokenizer, ids)

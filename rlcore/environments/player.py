@@ -1,0 +1,163 @@
+"""Plays episodes beside an engine: sample, parse, step in the environment's process, extend, sample
+on. Many episodes at once, so that a slow environment never holds up the engine.
+
+A turn is an ordinary request of the engine: publications and counters know nothing of episodes,
+and the engine's prefix cache holds the turns before. One thread does everything between two turns;
+it waits for environments and for the engine together, and neither waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlcore.environments.episode import Played, is_turn
+from rlcore.environments.play import Play
+from rlcore.environments.specs import EnvironmentJob
+from rlcore.errors import DeadlineExceeded
+from rlcore.tasks import parse_prompt_id
+from rlcore.types import ActorKind, Request, Trajectory
+
+MAX_WAIT_S = 0.5  # between two looks at the deadlines
+
+
+class Sampler(Protocol):
+    """What the player asks of the thread that owns the engine."""
+
+    def submit(self, requests: Sequence[Request]) -> Future[None]:
+        """Queue turns."""
+
+    def abort(self, request_ids: Iterable[str]) -> Future[None]:
+        """Drop turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Where finished work goes; both are called from other threads and return at once."""
+
+    played: Callable[[list[Played]], None]
+    others: Callable[[list[Trajectory]], None]  # answers of one turn, which are no episode's
+
+
+class EpisodePlayer:
+    """The episodes of one actor. All methods may be called from any thread and return at once."""
+
+    def __init__(
+        self, job: EnvironmentJob, tokenizer: Any, actor: tuple[str, ActorKind], exits: Exits
+    ) -> None:
+        """`actor`: id and kind. Starts the environments' process; raises StageError."""
+        self.error: BaseException | None = None  # what ended the thread
+        self._job = job
+        self._exits = exits
+        self._play = Play(job, tokenizer, actor)
+        # from other threads
+        self._lock = threading.Lock()
+        self._inbox: list[tuple[str, Any]] = []
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._closing = False
+
+    # -- called by any thread ----------------------------------------------------------------------
+
+    def start(self, sampler: Sampler) -> None:
+        """Begin to play."""
+        self._sampler = sampler
+        self._thread = threading.Thread(target=self._main, name="episodes", daemon=True)
+        self._thread.start()
+
+    def plays(self, request: Request) -> bool:
+        """Whether a request is an episode; others are answered in one turn."""
+        return parse_prompt_id(request.prompt_id)[0] == self._job.label
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue episodes."""
+        self._put("play", list(requests))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop episodes; unknown ids are ignored."""
+        self._put("abort", set(request_ids))
+
+    def finished(self, trajectories: list[Trajectory]) -> None:
+        """From the engine's thread: turns, and answers that belong to no episode."""
+        turns = [t for t in trajectories if is_turn(t)]
+        others = [t for t in trajectories if not is_turn(t)]
+        if turns:
+            self._put("turns", turns)
+        if others:
+            self._exits.others(others)
+
+    def status(self) -> dict[str, int]:
+        """Counts since the start."""
+        return dict(self._play.counters)
+
+    def _put(self, what: str, value: Any) -> None:
+        with self._lock:
+            self._inbox.append((what, value))
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            self._wake.send(b"x")
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End the thread and every environment; open episodes are lost."""
+        self._closing = True
+        self._put("close", None)
+        self._thread.join(timeout_s)
+        self._play.close()
+        if self._thread.is_alive():
+            raise DeadlineExceeded(f"the episodes' thread did not end within {timeout_s:g} s")
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        # whatever it was, the actor reports it with its next heartbeat and is replaced
+        except BaseException as e:
+            self.error = e
+
+    def _turn(self) -> None:
+        play = self._play
+        play.wait(MAX_WAIT_S, self._woken.fileno())
+        for what, value in self._taken():
+            if what == "play":
+                play.add(value)
+            elif what == "abort":
+                play.drop(value)
+            elif what == "turns":
+                for turn in value:
+                    play.sampled(turn)
+        play.check_deadlines()
+        play.begin_waiting()
+        self._pass_on()
+
+    def _taken(self) -> list[tuple[str, Any]]:
+        # before the inbox is taken: what comes in between wakes this thread once more
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(1 << 16)
+        with self._lock:
+            inbox, self._inbox = self._inbox, []
+        return inbox
+
+    def _pass_on(self) -> None:
+        """Turns to the engine, together; episodes that are over to the buffer."""
+        play = self._play
+        if play.to_abort:
+            ids, play.to_abort = play.to_abort, []
+            self._sampler.abort(ids)
+        if play.to_sample:
+            turns, play.to_sample = play.to_sample, []
+            self._sampler.submit(turns).add_done_callback(self._submitted)
+        if play.done:
+            done, play.done = play.done, []
+            self._exits.played(done)
+
+    def _submitted(self, submission: Future[None]) -> None:
+        error = submission.exception()
+        if error is not None:  # what an engine may refuse was checked before
+            self.error = error

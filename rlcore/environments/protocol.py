@@ -1,0 +1,107 @@
+"""The protocol of environments, in which a model acts several times and is answered in between.
+
+    reset -> Opening, then for every turn of the model: Action -> step -> Reply, at the end: grade
+
+One instance plays one episode and is then closed. Meanwhile it is alone in its process, so that one
+that hangs or dies costs its own episode alone. Messages have OpenAI's form; everything must be
+JSON-able. A user's class needs not inherit anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlcore.types import Grade, Item
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the model is asked first, and the tools that it may call.
+
+    Example: Opening([{"role": "user", "content": "Guess a number from 0 to 9."}])
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", ...}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Example: ToolCall("add", {"a": 1, "b": 2})"""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the model did in one turn. An environment never sees one that has an `error`.
+
+    Example: Action("Let me compute.", (ToolCall("add", {"a": 1, "b": 2}),))
+    """
+
+    text: str  # cut before the first stop string, without special tokens
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str = ""  # why the turn could not be read; the model receives this sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the environment answers to an action.
+
+    Example: Reply([{"role": "user", "content": "higher"}])
+    """
+
+    messages: Sequence[Message] = ()
+    over: bool = False  # no further turn; `messages` are then not shown to the model
+    # parts of this step: their sums over the episode are reported with the parts of the grade
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Built as Class(**environment.args). What raises, passes its deadline or ends its process
+    gives a failed score."""
+
+    def reset(self, item: Item, seed: int) -> Opening:
+        """Begin the episode of a problem. `seed` is the same for all samples of a group."""
+
+    def step(self, action: Action) -> Reply:
+        """Answer one turn of the model. A turn with tool calls is answered by one message of role
+        "tool" for each of them: see `rlcore.environments.tools.answer_calls`."""
+
+    def grade(self) -> Grade:
+        """Judge the episode, also one that a limit has ended. May return what a grader may: a
+        Grade, a number or (number, parts)."""
+
+    def worked(self) -> str | None:
+        """A good next turn, from which a fresh model learns before the run; None: there is none."""
+        return None
+
+    def close(self) -> None:
+        """Free what the episode has taken."""
+        return None
+
+
+class Renderer(Protocol):
+    """Turns the messages of one episode into tokens and the model's tokens into actions.
+
+    What the model sampled is never tokenised again: a prompt begins, bit for bit, with the tokens
+    of the turns before it, or a new part of the episode begins.
+    """
+
+    def open(self, opening: Opening) -> list[int]:
+        """The first observation of the episode."""
+
+    def parse(self, ids: Sequence[int]) -> Action:
+        """The turn that was sampled as `ids`."""
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        """`ids`, all tokens of the part so far, and after them what `messages` add; None where the
+        prefix cannot be kept."""
+
+    def reopen(self) -> list[int]:
+        """The first observation of a new part, after `extend` has returned None."""

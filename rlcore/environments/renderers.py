@@ -1,0 +1,162 @@
+"""Renderers: plain text, and any Hugging Face chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rlcore.environments.protocol import Action, Message, Opening, Renderer, ToolCall
+from rlcore.models.text import decode_response
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+
+
+def make_renderer(
+    tokenizer: Any, *, chat_template: str, system_prompt: str | None, stop: Sequence[str]
+) -> Renderer:
+    """The renderer of one episode, by the rule of `models.text.encode_prompt`: the tokenizer's chat
+    template if it has one and `chat_template` is not "off"."""
+    chat = chat_template == "auto" and getattr(tokenizer, "chat_template", None)
+    return (ChatRenderer if chat else PlainRenderer)(tokenizer, system_prompt, tuple(stop))
+
+
+class PlainRenderer(Renderer):
+    """The text of messages, one after the other. A turn of the model ends with its end-of-sequence
+    token, a stop string or its length, and what follows is put behind it as it is."""
+
+    def __init__(self, tokenizer: Any, system_prompt: str | None, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        self._stop = stop
+
+    def open(self, opening: Opening) -> list[int]:
+        text = "".join(m["content"] for m in opening.messages)
+        return self._encode(text if not self._system_prompt else f"{self._system_prompt}\n{text}")
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def parse(self, ids: Sequence[int]) -> Action:
+        return Action(_cut(decode_response(self._tokenizer, ids), self._stop))
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        return [*ids, *self._encode("".join(m["content"] for m in messages))]
+
+    def reopen(self) -> list[int]:
+        raise RuntimeError("plain text always keeps its prefix")
+
+
+class ChatRenderer(Renderer):
+    """A tokenizer's own chat template, whatever it is.
+
+    After a turn the whole conversation is rendered as text. Where it begins with the text that the
+    model has seen, followed by what it said, the rest is tokenised and appended: the tokens so far
+    stay. Where the template has rewritten any of it (dropped an earlier `<think>`, say), a new part
+    begins with the conversation as the template now gives it. White space that a template strips
+    from the ends of an answer is no rewriting.
+    """
+
+    def __init__(self, tokenizer: Any, system_prompt: str | None, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._system_prompt = system_prompt
+        self._stop = stop
+        self._messages: list[Message] = []
+        self._tools: list[Any] | None = None
+        self._text = ""  # of the conversation up to the last answer, as the template renders it
+        self._answer: Sequence[int] = ()  # the last turn of the model
+
+    def open(self, opening: Opening) -> list[int]:
+        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        self._messages = [*system, *opening.messages]
+        self._tools = list(opening.tools) or None
+        if self._tools and not self._template_shows_tools():
+            self._messages.insert(0, {"role": "system", "content": _described(self._tools)})
+        return self.reopen()
+
+    def _template_shows_tools(self) -> bool:
+        shown = self._rendered()
+        tools, self._tools = self._tools, None
+        without = self._rendered()
+        self._tools = tools
+        return shown != without
+
+    def reopen(self) -> list[int]:
+        self._text = self._rendered()
+        return self._encode(self._text)
+
+    def _rendered(self) -> str:
+        text = self._tokenizer.apply_chat_template(
+            self._messages, tools=self._tools, add_generation_prompt=True, tokenize=False
+        )
+        return str(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def parse(self, ids: Sequence[int]) -> Action:
+        self._answer = ids
+        text = _cut(decode_response(self._tokenizer, ids), self._stop)
+        calls, error = _tool_calls(text) if self._tools else ((), "")
+        return Action(_CALL.sub("", text).strip() if calls else text, calls, error)
+
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        said, closed = self._answer, self._closed()
+        if closed is not None:
+            said = said[:-1]
+        # as it was sampled: tool calls stay in the text
+        content = self._tokenizer.decode(list(said), clean_up_tokenization_spaces=False)
+        self._messages += [{"role": "assistant", "content": content}, *messages]
+        before, now = self._text, self._rendered()
+        if not now.startswith(before):
+            return None
+        rest = _after(now[len(before) :], content)
+        suffix = None if rest is None else self._encode(rest)
+        if not suffix or (closed is not None and suffix[0] != closed):
+            return None
+        self._text = now
+        return [*ids, *(suffix if closed is None else suffix[1:])]
+
+    def _closed(self) -> int | None:
+        """The special token that the last turn ended with; None: it was cut off."""
+        last = int(self._answer[-1])
+        return last if last in self._tokenizer.all_special_ids else None
+
+
+def _described(tools: Sequence[Any]) -> str:
+    """For a template that has no place for tools."""
+    listed = "\n".join(json.dumps(tool) for tool in tools)
+    return f"You may call these functions:\n{listed}\nTo call one, write {_FORM}"
+
+
+def _after(text: str, answer: str) -> str | None:
+    """What follows an answer at the beginning of `text`; None if it does not begin with it."""
+    for given in (answer, answer.rstrip(), answer.lstrip(), answer.strip()):
+        if text.startswith(given):
+            return text[len(given) :]
+    return None
+
+
+def _cut(text: str, stop: Sequence[str]) -> str:
+    found = [at for at in (text.find(s) for s in stop) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def _tool_calls(text: str) -> tuple[tuple[ToolCall, ...], str]:
+    """(calls, what is wrong with them), written as Hermes does: `_FORM`."""
+    calls = []
+    for body in _CALL.findall(text):
+        try:
+            call = json.loads(body)
+            arguments = call.get("arguments", {})
+            calls.append(ToolCall(str(call["name"]), dict(arguments)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return (), (
+                f"Error: this tool call cannot be read ({type(error).__name__}: {error}): write "
+                f"{_FORM}"
+            )
+    if not calls and "<tool_call>" in text:
+        return (), "Error: the tool call has no </tool_call>."
+    return tuple(calls), ""

@@ -1,0 +1,154 @@
+"""Environments that misbehave, a sampler without an engine, and jobs to play."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+
+from rlcore.environments.play import Play
+from rlcore.environments.protocol import Opening, Reply
+from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
+from rlcore.environments.tools import answer_calls, tool_schema
+from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.testing.records import make_sampling, make_trajectory
+from rlcore.types import Request
+
+HERE = Path(__file__)
+
+
+class Echo:
+    """Answers every turn with its text until `turns` are played; `fault`: what it does wrong, and
+    `at`: in which call."""
+
+    def __init__(self, turns=3, fault="", at="step", seconds=0.0):
+        self.turns, self.fault, self.at, self.seconds = turns, fault, at, seconds
+        self.texts = []
+
+    def _misbehave(self, call):
+        if call != self.at:
+            return
+        if self.fault == "raise":
+            raise ValueError("it has a fault")
+        if self.fault == "exit":
+            os._exit(3)
+        if self.fault == "hang":
+            time.sleep(1000)
+        if self.fault == "print":
+            for _ in range(1024):
+                print("x" * (1 << 20))
+        if self.fault == "memory":
+            bytearray(8 << 30)
+        if self.fault == "big":
+            self.texts[-1] = "1" * (1 << 26)
+        if self.fault == "slow":
+            time.sleep(self.seconds)
+
+    def reset(self, item, seed):
+        self.seed = seed
+        self._misbehave("reset")
+        return Opening([{"role": "user", "content": item.question}])
+
+    def step(self, action):
+        self.texts.append(action.text)
+        self._misbehave("step")
+        over = len(self.texts) == self.turns
+        return Reply([{"role": "user", "content": self.texts[-1]}], over, {"steps": 1})
+
+    def grade(self):
+        self._misbehave("grade")
+        return float(len(self.texts)), {"seed": self.seed % 1000, "process": os.getpid()}
+
+
+class Calculator:
+    """One tool, `divide`; the episode is over when a turn calls none."""
+
+    def reset(self, item, seed):
+        self.answers = []
+        return Opening([{"role": "user", "content": item.question}], [tool_schema(self.divide)])
+
+    def step(self, action):
+        if not action.tool_calls:
+            return Reply(over=True)
+        messages = answer_calls({"divide": self.divide}, action.tool_calls)
+        self.answers += [m["content"] for m in messages]
+        return Reply(messages)
+
+    def grade(self):
+        return float("2.0" in self.answers)
+
+    def divide(self, a: float, b: float):
+        """Divide a by b."""
+        return a / b
+
+
+def make_job(name="Echo", *, max_len=64, **settings):
+    """Episodes of `name`, a class of this file or a shipped environment, over the digits task."""
+    args = settings.pop("args", {})
+    path = f"{HERE}:{name}" if name[0].isupper() else name
+    spec = EnvironmentSpec(name=path, args=args, **settings)
+    return EnvironmentJob(spec, EvalTaskSpec(name="digits"), "digits", max_len=max_len, run_seed=3)
+
+
+def ask(count, *, group=0, purpose="train", **sampling):
+    """`count` samples of one prompt, whose tokens come from the environment."""
+    spec = make_sampling(**{"max_new_tokens": 6, "logprobs_k": 2, **sampling})
+    nothing = np.zeros(0, np.int32)
+    return [
+        Request(group, i, f"digits/train/{abs(group)}", nothing, spec, 7 + i, purpose)
+        for i in range(count)
+    ]
+
+
+class ScriptedSampler:
+    """Answers every turn with the next of these token lists, then again from the first."""
+
+    def __init__(self, play: Play, turns, version=0):
+        self.play = play
+        self.turns = turns
+        self.version = version
+        self.asked: list[Request] = []
+        self.aborted: list[str] = []
+
+    def run(self, timeout_s=60.0):
+        """Play until no episode is left; those played, by sample."""
+        end, answers = time.monotonic() + timeout_s, deque()
+        while self.play.busy:
+            assert time.monotonic() < end, "the episodes did not end"
+            self.play.begin_waiting()
+            self.play.wait(0.2, None)
+            self.play.check_deadlines()
+            self.aborted += self.play.to_abort
+            self.play.to_abort = []
+            asked, self.play.to_sample = self.play.to_sample, []
+            self.asked += asked
+            answers.extend(asked)
+            while answers:
+                self.play.sampled(self.turn(answers.popleft()))
+        done, self.play.done = self.play.done, []
+        return sorted(done, key=lambda p: (p.score.group_id, p.score.sample_index))
+
+    def turn(self, request):
+        """What an engine makes of a request."""
+        count = sum(r.request_id == request.request_id for r in self.asked)
+        drawn = self.turns[(count - 1) % len(self.turns)]
+        return make_trajectory(
+            request.group_id,
+            request.sample_index,
+            turns=[(request.prompt_ids.tolist(), drawn)],
+            version=self.version + count - 1,
+            k=request.sampling.logprobs_k,
+            purpose=request.purpose,
+            prompt_id=request.prompt_id,
+            timings={"queue_s": 0.0, "generate_s": 1.0},
+        )
+
+    def submit(self, requests):
+        done = Future()
+        done.set_result(None)
+        self.asked += requests
+        return done

@@ -1,0 +1,102 @@
+"""The environment that docs/CONTRIBUTING.md shows works as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from environment_fakes import ScriptedSampler, ask
+
+from rlcore.environments import ENVIRONMENTS, environment_maker
+from rlcore.environments.play import Play
+from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
+from rlcore.environments.worked import worked_episode
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.tasks import make_task
+from rlcore.tasks.specs import EvalTaskSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "CONTRIBUTING.md"
+TASK = EvalTaskSpec(name="digits", args={"min_digits": 1, "max_digits": 1})
+
+
+@pytest.mark.processes
+def test_the_example_plays(tmp_path):
+    (code,) = [
+        c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Reply" in c
+    ]
+    (tmp_path / "mine.py").write_text(code)
+    spec = EnvironmentSpec(name=f"{tmp_path}/mine.py:Countdown", max_turns=20)
+    tokenizer = build_char_tokenizer("0123456789")
+    play = Play(EnvironmentJob(spec, TASK, "digits", max_len=500), tokenizer, ("bf16-0", "bf16"))
+    number = int(make_task("digits", TASK.args).item("train", 0).answer)
+    turns = [[*tokenizer.encode(str(n)), 1] for n in range(number - 1, -1, -1)]
+    try:
+        play.add(ask(1))
+        (played,) = ScriptedSampler(play, turns).run()
+    finally:
+        play.close()
+    assert played.score.reward == 1.0 and played.score.parts["turns"] == number
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "higher"}, "environment.name=higher"),
+        ({"name": "higher_lower", "args": {"gueses": 3}}, "environment.args={'gueses': 3}"),
+        ({"name": "higher_lower", "args": {"guesses": 0}}, "guesses must be at least 1"),
+        ({"name": "rlcore.types:Item"}, "has no method reset"),
+    ],
+)
+def test_a_wrong_environment_is_refused_in_a_sentence(settings, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        environment_maker(EnvironmentSpec(**settings), make_task("higher_lower", {}))
+
+
+@pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
+def test_worked_episodes_mark_what_a_model_would_have_sampled(name):
+    task = make_task("higher_lower", {"digits": 2})
+    spec = EnvironmentSpec(name=name, args={"guesses": 3} if name == "higher_lower" else {})
+    job = EnvironmentJob(spec, EvalTaskSpec(name="higher_lower"), "higher_lower", max_len=99)
+    tokenizer = build_char_tokenizer(task.alphabet())
+    for index in range(20):
+        item = task.item("train", index)
+        ids, sampled = worked_episode(job, environment_maker(spec, task)(), item, tokenizer)
+        texts = tokenizer.decode(ids[sampled]).split("<eos>")[:-1]
+        assert all(len(t) == 2 and t.isdecimal() for t in texts) and len(texts) <= 3
+        assert set(tokenizer.decode(ids[~sampled])) <= set("?<>")
+        if name == "task":
+            assert texts == [item.answer]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ValueError('no')", "raised ValueError: no in a worked episode of"),
+        ("return None", "has no worked turns to warm up on"),
+    ],
+)
+def test_an_environment_that_cannot_be_worked_is_refused_in_a_sentence(tmp_path, code, words):
+    body = "from rlcore.environments.higher_lower import HigherLower\n\nclass Game(HigherLower):\n"
+    (tmp_path / "game.py").write_text(f"{body}    def worked(self):\n        {code}\n")
+    task = make_task("higher_lower", {})
+    spec = EnvironmentSpec(name=f"{tmp_path}/game.py:Game")
+    job = EnvironmentJob(spec, EvalTaskSpec(name="higher_lower"), "higher_lower", max_len=99)
+    with pytest.raises(UserError, match=words):
+        worked_episode(
+            job,
+            environment_maker(spec, task)(),
+            task.item("train", 0),
+            build_char_tokenizer(task.alphabet()),
+        )
+
+
+def test_worked_guesses_may_heed_the_hints():
+    task = make_task("higher_lower", {"digits": 1})
+    spec = EnvironmentSpec(name="higher_lower", args={"guesses": 10, "hinted": 1.0}, max_turns=10)
+    job = EnvironmentJob(spec, EvalTaskSpec(name="higher_lower"), "higher_lower", max_len=99)
+    tokenizer = build_char_tokenizer(task.alphabet())
+    for index in range(20):
+        item = task.item("train", index)
+        ids, sampled = worked_episode(job, environment_maker(spec, task)(), item, tokenizer)
+        guesses = tokenizer.decode(ids[sampled]).split("<eos>")[:-1]
+        assert guesses[-1] == item.answer and len(set(guesses)) == len(guesses)
