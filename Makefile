@@ -19,7 +19,7 @@ venv:  ## make or update .venv from its lock file (PROFILE=cpu or cuda; FLASH_AT
 quickstart: venv  ## train a model with RL on two CPU cores, in about five minutes
 	.venv/bin/rlcore train experiment=quickstart run_dir=$(RUN_DIR)
 
-demo: venv  ## improve a real pretrained model by RL on two CPU cores, in at most 25 minutes
+demo: venv  ## improve a real pretrained model by RL on two CPU cores
 	.venv/bin/rlcore fetch name=smollm2-135m out=$(DEMO_MODEL)
 	.venv/bin/rlcore train experiment=demo run_dir=$(RUN_DIR)
 
