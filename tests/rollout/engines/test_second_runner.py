@@ -32,7 +32,6 @@ def passes_on(runner: str, files: list[str], *args: str, timeout_s: float) -> No
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-p",
         "runner_on_cpu",
         "-p",

@@ -146,10 +146,11 @@ def test_resubmitted_requests_keep_their_prompt_length(runs, models, name):
         assert gaps(samples, learner_logp(models[0], longer, RULES[name])).mean() > 1e-3
 
 
-def test_on_a_gpu_the_backend_that_is_replaced_is_asked_for_by_name():
+def test_on_a_gpu_the_backend_that_is_replaced_is_asked_for_by_name(tmp_path):
     rule = SparseSpec(block_size=32, blocks=4)
     for gpus, backend in ((1, "FLASH_ATTN"), (0, "None")):
         actor = ActorSpec(kind="sparse", sparse=rule, num_gpus=gpus)
-        args = engine_args(EngineJob(actor, "sparse-0", "m", max_len=64, logprobs_k=1), vocab=8)
+        job = EngineJob(actor, "sparse-0", str(tmp_path), max_len=64, logprobs_k=1)
+        args = engine_args(job, vocab=8)
         assert args.block_size == 32
         assert str(args.attention_backend).rpartition(".")[2] == backend
