@@ -29,7 +29,12 @@ def distill_once(
     rank: int, world: int, port: int, model: str, stage: int, folder: str
 ) -> dict[str, Any]:
     """Two steps with and without a sparse copy, what is published, and a load in the middle."""
-    plain_options: dict[str, Any] = {"zero_stage": stage, "micro_batch_tokens": 60}
+    # a learner with a sparse copy shares no prefixes: see `learner/build.py`
+    plain_options: dict[str, Any] = {
+        "zero_stage": stage,
+        "micro_batch_tokens": 60,
+        "share_prefix": "off",
+    }
     options = {**plain_options, "sparse": RULE, "distill": distill("k3")}
     plain = learner(rank, world, port, model, **plain_options)
     one = learner(rank, world, port, model, **options)
