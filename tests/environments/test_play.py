@@ -218,6 +218,10 @@ def test_the_server_is_started_again(start):
     sampler.run()
     os.killpg(sampler.play._server._process.pid, signal.SIGKILL)
     sampler.play._server._process.wait(10)
+    deadline = time.monotonic() + 10  # its children end after it
+    while any(link.alive for link in sampler.play._idle):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     sampler.play.add(ask(1))
     assert [p.score.status for p in sampler.run()] == ["ok"]
 
