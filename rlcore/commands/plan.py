@@ -21,6 +21,7 @@ from rlcore.planner.run import PlannedFleet
 from rlcore.planner.specs import ActorRates, LengthSpec, Rates
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
+from rlcore.weights.specs import GROUP_TRANSPORTS
 
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
 WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", "actors", "out")
@@ -32,6 +33,7 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     given. Raises UserError."""
     if ("rates" in words) == ("gpu" in words):
         raise UserError("rlcore plan takes either rates=FILE or gpu=NAME, and one of them.")
+    _check(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
     print(f"rates: {source}\n{HEADER}")
@@ -43,6 +45,33 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     if "out" in words:
         Path(words["out"]).write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse runs whose cost is not simulated."""
+    refuse(
+        config.mixed,
+        f"task=[{','.join(config.tasks)}] cannot be planned: a forecast has one size of groups and "
+        "one distribution of lengths. Plan each task by itself.",
+    )
+    refuse(
+        config.environment.played,
+        "environment= cannot be planned: turns and the time of tools are not simulated. Plan the "
+        "run with environment=none.",
+    )
+    learner = config.learner
+    companion = "distill" if learner.distill else "draft" if learner.draft else None
+    refuse(
+        companion is not None,
+        f"learner.{companion} cannot be planned: the time of a companion is not simulated. Plan "
+        f"the run without it.",
+    )
+    for label, actor in config.actor.items():
+        refuse(
+            actor.kv_on_update == "keep" and config.schedule.on_publish == "in_flight",
+            f"actor.{label}.kv_on_update=keep cannot be planned: a forecast computes prefixes "
+            "again after every publication. Plan the run with kv_on_update=recompute.",
+        )
 
 
 HEADER = (
@@ -94,6 +123,8 @@ def _fleet(config: RunConfig, words: Mapping[str, str], count: int | None) -> Pl
         max_tokens=config.rollout.max_new_tokens,
         ref_pass=config.schedule.phases.steps > 1,
         supervision=roles.plan(config).supervision,
+        selection=config.algorithm,
+        joined=config.cluster.transport in GROUP_TRANSPORTS,
         run_seed=config.seed,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rlcore.buffer.specs import SelectionSpec
 from rlcore.loop.clients import Spawned
 from rlcore.loop.members import ActorPool
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
@@ -38,6 +39,8 @@ class PlannedFleet:
     max_tokens: int  # rollout.max_new_tokens
     ref_pass: bool = False  # p_ref is a pass of its own
     supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+    selection: SelectionSpec = field(default_factory=SelectionSpec)
+    joined: bool = False  # weights are sent to all actors at once
     buffer_bytes: int = 1 << 40
     run_seed: int = 0
 
@@ -66,6 +69,8 @@ class PlannedFleet:
             supervision=self.supervision,
             samples=self.samples,
             request_timeout_s=1e9,
+            selection=self.selection,
+            joined=self.joined,
             max_bytes=self.buffer_bytes,
             tokens=self.simulated_tokens,
         )

@@ -38,6 +38,9 @@ def test_a_fleet_is_forecast_from_given_rates_for_several_sizes(tmp_path, capsys
     (["gpu=h100", "shape=qwen3-8b", "actors=1,x"], "actors=1,x is no list of numbers"),
     (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is no positive"),
     (["rates=/nowhere"], "rates=/nowhere cannot be read"),
+    (["gpu=h100", "task=[digits,arithmetic]"], "task=[digits,arithmetic] cannot be planned"),
+    (["gpu=h100", "task=higher_lower", "environment=higher_lower"], "environment= cannot be"),
+    (["gpu=h100", "actor.bf16.kv_on_update=keep"], "actor.bf16.kv_on_update=keep cannot be"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence_and_exit_code_2(words, sentence, capsys):
     assert main([*QUICK, *words]) == 2
