@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "late": intake.late,
         "failed_score": intake.failed_score,
         "outcomes": [list(outcome) for outcome in intake.outcomes],
-        "arrivals": asdict(intake.totals),
+        "arrivals": intake.totals.state(),
         "next_step": batches.next_step,
         "drawn": dict(batches.sampler.drawn),
         "weights": batches.sampler.weights,
@@ -99,7 +99,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     intake.late = state["late"]
     intake.failed_score = state["failed_score"]
     intake.outcomes = [(g, prompt_id, rate) for g, prompt_id, rate in state.get("outcomes", [])]
-    intake.totals = ArrivalTotals(**state["arrivals"])
+    intake.totals = ArrivalTotals.from_state(state["arrivals"])
     batches.next_step = state["next_step"]
     # A journal of before there were several tasks has no weights, which is what one task has.
     batches.sampler.restore(state["drawn"], state.get("weights"))

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
 
 from rlcore.buffer.entry import ArrivedSample, Entry
 
 
 @dataclass(slots=True)
 class ArrivalTotals:
-    """Running sums over every sample that arrived, kept or not. Rewards over usable samples
-    only."""
+    """Running sums over every sample that arrived, kept or not. Rewards over usable samples only.
+
+    Rewards are summed exactly: rounded sums would depend on the order in which samples arrive.
+    """
 
     samples: int = 0
     tokens: int = 0
     scored: int = 0
-    reward_sum: float = 0.0
-    reward_squares: float = 0.0
+    reward_sum: Fraction = Fraction(0)
+    reward_squares: Fraction = Fraction(0)
 
     def add(self, sample: ArrivedSample) -> None:
         """Count one sample."""
         self.samples += 1
         self.tokens += sample.tokens
         if sample.score.reward is not None:
+            reward = Fraction(sample.score.reward)
             self.scored += 1
-            self.reward_sum += sample.score.reward
-            self.reward_squares += sample.score.reward**2
+            self.reward_sum += reward
+            self.reward_squares += reward**2
 
     def metrics(self) -> dict[str, float]:
         """Totals and means since the start of the run; they depend on when they are read."""
@@ -39,11 +44,24 @@ class ArrivalTotals:
             metrics["buffer/arrived_response_length_mean"] = self.tokens / self.samples
         if self.scored:
             mean = self.reward_sum / self.scored
-            metrics["buffer/arrived_reward_mean"] = mean
-            metrics["buffer/arrived_reward_std"] = math.sqrt(
-                max(0.0, self.reward_squares / self.scored - mean**2)
-            )
+            metrics["buffer/arrived_reward_mean"] = float(mean)
+            # below 0 only after a checkpoint of an earlier version, whose sums were rounded
+            variance = max(Fraction(0), self.reward_squares / self.scored - mean**2)
+            metrics["buffer/arrived_reward_std"] = math.sqrt(variance)
         return metrics
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, the exact sums as text ("7/4")."""
+        sums = {name: str(getattr(self, name)) for name in _EXACT}
+        return asdict(self) | sums
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ArrivalTotals:
+        """The inverse of `state`; also of an earlier one, whose sums are numbers."""
+        return cls(**{**state, **{name: Fraction(state[name]) for name in _EXACT}})
+
+
+_EXACT = ("reward_sum", "reward_squares")
 
 
 def task_metrics(entries: Iterable[Entry], tasks: Sequence[str]) -> dict[str, float]:

@@ -4,6 +4,7 @@ published weights."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -118,7 +119,7 @@ class Evaluator:
             verdicts = pending.verdicts[pending.purpose(label, mode)]
             results.update(summarise(label, mode, verdicts, self._samples[mode]))
             versions.update(version for v in verdicts for version in v["versions"])
-            shown = sorted(verdicts, key=lambda v: v["prompt_id"])[:SHOWN]
+            shown = sorted(verdicts, key=lambda v: (v["prompt_id"], v["sample"]))[:SHOWN]
             self._on_samples(pending.version, f"{label}/{mode}", shown)
         oldest = min(versions, default=pending.version)
         newest = max(versions, default=pending.version)
@@ -175,7 +176,8 @@ def summarise(label: str, mode: str, verdicts: list[dict[str, Any]], k: int) -> 
     out and counted.
 
     mean@k averages over samples, pass@k asks for one correct sample among the prompt's k. "Correct"
-    is the grader's part of that name, or the reward where it has none, at 1 or above (to 1e-6)."""
+    is the grader's part of that name, or the reward where it has none, at 1 or above (to 1e-6).
+    Verdicts may be in any order: it changes nothing, not even by rounding."""
     judged = [v for v in verdicts if v["status"] == "ok"]
     by_prompt: dict[str, list[bool]] = defaultdict(list)
     for v in judged:
@@ -191,6 +193,6 @@ def summarise(label: str, mode: str, verdicts: list[dict[str, Any]], k: int) -> 
         out[f"{name}/mean@{k}"] = accuracy
         if k > 1:
             out[f"{name}/pass@{k}"] = sum(any(c) for c in by_prompt.values()) / len(by_prompt)
-    out[f"{name}/{mode}_reward"] = sum(v["reward"] for v in judged) / len(judged)
+    out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in judged) / len(judged)
     out[f"{name}/{mode}_length"] = sum(v["length"] for v in judged) / len(judged)
     return out

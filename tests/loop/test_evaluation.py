@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from rlcore.errors import DeadlineExceeded
@@ -41,6 +43,17 @@ def test_nothing_judged_gives_no_accuracy():
 def test_a_partial_reward_is_not_correct():
     verdicts = [_verdict("a", 0.9), _verdict("b", 1.0)]
     assert summarise("t", "greedy", verdicts, 1)["eval/t/greedy"] == 0.5
+
+
+def test_the_order_in_which_verdicts_arrive_changes_nothing():
+    verdicts = [_verdict(str(i), i / 7) for i in range(8)] + [
+        _verdict("c", i / 5) for i in range(5)
+    ]
+    shuffled = [random.Random(seed).sample(verdicts, len(verdicts)) for seed in range(20)]
+    # the rewards are such that it would show
+    assert len({sum(v["reward"] for v in order) for order in shuffled}) > 1
+    first, *others = [summarise("t", "sampled", order, 1) for order in shuffled]
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
+from rlcore.testing.fake_actors import Speed
 from rlcore.testing.simulation import Scenario, simulate
 
 TASKS = {"a": TaskShare(2, 3.0), "b": TaskShare(5, 1.0)}
@@ -82,6 +83,28 @@ def test_a_stopped_run_goes_on_with_the_next_prompt_of_each_task(name, tmp_path)
         assert labels == whole_labels
     else:
         assert second.prompts.drawn == second.reporter.rows[-1]["ledger/admitted"]
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if not SCHEDULES[n].get("max_staleness")])
+def test_rows_of_a_synchronous_run_do_not_depend_on_the_order_of_arrival(name, tmp_path):
+    """Groups alternate between two actors, and which of them is faster decides what comes first."""
+
+    def reward(answer):
+        return (answer.group_id + 3 * answer.sample_index) % 8 / 7
+
+    def rows(slow):
+        async def slow_down(simulation):
+            simulation.started[slow].speed = Speed(step_s=1.0)
+
+        changes = {"reward": reward, "evaluation": EvaluationSpec(every=6, prompts=4, samples=2)}
+        simulation = simulate(scenario(name, **changes), tmp_path / str(slow), slow_down)
+        clock = ("time/", "throughput/", "checkpoint/")
+        return [
+            {k: v for k, v in row.items() if not k.startswith(clock)}
+            for row in simulation.reporter.rows
+        ]
+
+    assert rows(slow=0) == rows(slow=1)
 
 
 def test_evaluation_asks_every_task(tmp_path):
