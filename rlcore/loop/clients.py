@@ -157,8 +157,8 @@ class ActorClient(Protocol):
     async def status(self) -> dict[str, Any]:
         """A heartbeat. What the loop reads of it: "error" (None, or what ended the engine),
         "heartbeat_age_s" (seconds since the engine's thread last turned), "pid", "steps", "busy_s"
-        (seconds inside engine steps) and "decoding_s" (request id -> seconds, of those that have
-        sampled a token)."""
+        (seconds inside engine steps), "decoding_s" (request id -> seconds, of those that have
+        sampled a token) and, if there, "costs" (of an engine step, seconds by name)."""
 
     def kill(self) -> None:
         """End the process at once. Does not wait."""

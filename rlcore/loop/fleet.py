@@ -137,6 +137,15 @@ class Fleet:
         spent = [self._busy_s(m) for m in at_work]
         return sum(spent) / len(spent) if spent else 0.0
 
+    def step_costs(self) -> dict[str, float]:
+        """What engine steps cost, by the newest heartbeats, as metrics: mean over the actors of a
+        label that say."""
+        said: dict[str, list[float]] = {}
+        for member in self._roster.healthy():
+            for name, seconds in member.process.status.get("costs", {}).items():
+                said.setdefault(f"engine/{member.pool.label}/{name}", []).append(seconds)
+        return {name: sum(values) / len(values) for name, values in said.items()}
+
     def _busy_s(self, member: Member) -> float:
         status = member.process.status
         if not status:  # no heartbeat of this process yet

@@ -49,6 +49,7 @@ class RowWriter:
             **counts,
             "time/rollout_s": self._fleet.take_busy_s(),
             "time/publish_s": 0.0,
+            **self._fleet.step_costs(),
             **others,
             "time/step_s": step_s,
             "time/wait_data_s": clocks.parts.get("wait_data", 0.0),

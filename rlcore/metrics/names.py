@@ -241,6 +241,16 @@ METRICS: tuple[Metric, ...] = (
         "throughput/train_tokens_per_s", "tokens/s", "trained tokens per second of learner time"
     ),
     Metric("throughput/<statistic>", "1/s", "a further rate"),
+    Metric(
+        "engine/<label>/step_s",
+        "s",
+        "an engine step costs these actors, whatever is in it: non-negative least squares over all "
+        "steps since their start, their handling of requests and answers included",
+        "last",
+    ),
+    Metric("engine/<label>/request_s", "s", "more for each request in the step", "last"),
+    Metric("engine/<label>/context_s", "s", "more for each token of their contexts", "last"),
+    Metric("engine/<label>/prompt_s", "s", "more for each token of prompts that are new", "last"),
     Metric("buffer/groups", "groups", "finished groups waiting in the buffer", "last"),
     Metric("buffer/<count>", "1", "a count of the buffer", "last"),
     Metric(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlcore.interfaces import StepLoad
 from rlcore.rollout.core import CoreRequest, DecodeCore, Output
 from rlcore.rollout.segments import Draw
 from rlcore.rollout.specs import EngineJob
@@ -43,8 +44,8 @@ class RequestBook:
         self._salted = salted
         self.version = job.version  # samples now
         self.active: dict[str, Draw] = {}  # request id -> draw, in order of admission
-        self.step_tokens = 0  # response tokens that the last step gave
-        self._settled_tokens = 0  # given by `settle`, counted with the next step
+        self.step_load = StepLoad()  # of the last step
+        self._settled = StepLoad()  # of what `settle` gave, counted with the next step
         self._decode_s = 0.0  # a clock that runs during steps only
         self._held: list[Draw] = []  # not started, waiting for a drain to end
         self._draining = False
@@ -160,8 +161,8 @@ class RequestBook:
         Raises RuntimeError if the core failed a request.
         """
         done = self._take(self._core.step)
-        self.step_tokens += self._settled_tokens
-        self._settled_tokens = 0
+        self.step_load += self._settled
+        self._settled = StepLoad()
         return done
 
     def settle(self) -> list[Trajectory]:
@@ -170,12 +171,12 @@ class RequestBook:
         Until then tokens may be on their way that the current version sampled.
         """
         done = self._take(self._core.settle)
-        self._settled_tokens += self.step_tokens
+        self._settled += self.step_load
         return done
 
     def _take(self, run: Callable[[], Iterable[Output]]) -> list[Trajectory]:
         done = []
-        self.step_tokens = 0
+        tokens = contexts = prompts = 0
         begun, since = time.monotonic(), self._decode_s
         outputs = list(run())
         self._decode_s += time.monotonic() - begun
@@ -183,13 +184,17 @@ class RequestBook:
             draw = self.active.get(out.request_id)
             if draw is None:  # aborted while the step ran
                 continue
+            context = len(draw.request.prompt_ids) + len(draw.tokens)
             if draw.decoding_since is None:
                 draw.decoding_since = since
-            self.step_tokens += len(out.tokens)
+                prompts += context
+            contexts += context
+            tokens += len(out.tokens)
             draw.extend(out.tokens, out.rows)
             if (reason := self._finish_reason(draw, out)) is not None:
                 del self.active[out.request_id]
                 done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))
+        self.step_load = StepLoad(tokens, contexts, prompts)
         return done
 
     def decoding_s(self) -> dict[str, float]:

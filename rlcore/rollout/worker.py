@@ -12,6 +12,7 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.interfaces import RolloutEngine, WeightStream
 from rlcore.rollout.commands import Call, CommandQueue, Update, describe, settle
 from rlcore.rollout.counters import Counters
+from rlcore.rollout.step_costs import StepCosts
 from rlcore.rollout.updates import Updates
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
@@ -39,6 +40,8 @@ class RolloutWorker:
         self._commands = CommandQueue()
         self._finished: list[Trajectory] = []
         self._last_flush = time.monotonic()
+        self._costs = StepCosts()
+        self._beside_s = 0.0  # since the last step: taking requests, handing over answers
         self._error: BaseException | None = None
         self.counters = Counters(version=engine.version)
         # Trajectories that finished under the old weights are delivered before the new ones serve.
@@ -102,8 +105,8 @@ class RolloutWorker:
         return self._commands.put(Call(run))
 
     def status(self) -> dict[str, Any]:
-        """Counters, ages of heartbeat and last step (seconds), and the error that ended the thread,
-        if any."""
+        """Counters, ages of heartbeat and last step (seconds), what a step costs (`StepCosts`), and
+        the error that ended the thread, if any."""
         c = self.counters
         times = ("heartbeat", "last_step", "loading_until")  # monotonic: meaningless elsewhere
         return {
@@ -111,6 +114,7 @@ class RolloutWorker:
             "heartbeat_age_s": c.heartbeat_age_s(),
             "step_age_s": time.monotonic() - c.last_step,
             "queued_commands": len(self._commands),
+            "costs": self._costs.fitted(),
             "draining": self._updates.draining,
             "loading": c.loading_until > 0,
             "error": None if self._error is None else describe(self._error),
@@ -163,7 +167,9 @@ class RolloutWorker:
             if isinstance(command, Update):
                 self._updates.begin(command)
             else:
+                begun = time.monotonic()
                 settle(command.future, command.run)
+                self._beside_s += time.monotonic() - begun
 
     def _step(self) -> None:
         if not self._engine.unfinished() or self._engine.drained():
@@ -174,7 +180,10 @@ class RolloutWorker:
         c.last_step = time.monotonic()
         c.busy_s += c.last_step - begun
         c.steps += 1
-        c.tokens += self._engine.tokens_in_step()
+        load = self._engine.load_of_step()
+        c.tokens += load.tokens
+        self._costs.add(load, c.last_step - begun + self._beside_s)
+        self._beside_s = 0.0
 
     def _flush(self) -> None:
         self._last_flush = time.monotonic()
@@ -183,3 +192,4 @@ class RolloutWorker:
             batch, self._finished = self._finished, []
             self.counters.finished += len(batch)
             self._on_finished(batch)
+            self._beside_s += time.monotonic() - self._last_flush

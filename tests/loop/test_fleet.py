@@ -257,3 +257,14 @@ def test_busy_seconds_are_the_mean_over_training_actors_by_their_newest_heartbea
         assert fleet.take_busy_s() == 0.25
 
     play(scenario)
+
+
+def test_costs_of_steps_are_the_mean_over_the_actors_of_a_label_that_say():
+    async def scenario(world):
+        first, second = (m.process for m in world.fleet.members)
+        first.status, second.status = {"pid": 1}, {"pid": 2, "costs": {"step_s": 0.5}}
+        assert world.fleet.step_costs() == {"engine/bf16/step_s": 0.5}
+        first.status = {"pid": 1, "costs": {"step_s": 0.3}}
+        assert world.fleet.step_costs() == {"engine/bf16/step_s": 0.4}
+
+    play(scenario)

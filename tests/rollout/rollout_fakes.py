@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine, WeightStream
+from rlcore.interfaces import RolloutEngine, StepLoad, WeightStream
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.core import CoreRequest, DecodeCore, Output
 from rlcore.rollout.request_book import RequestBook
@@ -96,8 +96,8 @@ class FakeEngine(RolloutEngine):
     def running(self) -> int:
         return min(len(self.core.queue), self.core.running)
 
-    def tokens_in_step(self) -> int:
-        return self.book.step_tokens
+    def load_of_step(self) -> StepLoad:
+        return self.book.step_load
 
     def decoding_s(self) -> dict[str, float]:
         return self.book.decoding_s()

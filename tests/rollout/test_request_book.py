@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
+from rlcore.interfaces import StepLoad
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.core import Output
 from rlcore.rollout.request_book import RequestBook
@@ -210,11 +211,15 @@ def test_salted_requests_share_prefixes_only_within_a_version(core):
     assert [r.cache_salt for r in core.added] == ["v0", "v4"]
 
 
-def test_tokens_of_a_step_are_counted():
+def test_what_a_step_had_to_do_is_counted():
     engine = FakeEngine()
     engine.add(ask(6))
     engine.step()
-    assert engine.tokens_in_step() == 4 and np.isclose(engine.running(), 4)
+    # four run, of a prompt of two tokens each
+    assert engine.load_of_step() == StepLoad(4, context_tokens=8, prompt_tokens=8)
+    assert np.isclose(engine.running(), 4)
+    engine.step()
+    assert engine.load_of_step() == StepLoad(4, context_tokens=12, prompt_tokens=0)
 
 
 def test_only_decoding_counts_towards_a_requests_time(book, core, monkeypatch):
@@ -272,5 +277,5 @@ def test_tokens_of_a_settled_step_count_with_the_next_one():
     book.settle()
     while book.unfinished():
         book.decode()
-        counts.append(book.step_tokens)
+        counts.append(book.step_load.tokens)
     assert sum(counts) == 6 and counts[0] == 2

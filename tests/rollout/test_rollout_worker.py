@@ -73,6 +73,8 @@ def test_finished_trajectories_stream_out_while_others_run(worker, sink):
     assert status["finished"] == status["submitted"] == 24 and status["error"] is None
     assert status["tokens"] == sum(len(t.sampled_ids) for t in sink.all())
     assert status["busy_s"] > 0 and status["heartbeat_age_s"] < 30
+    assert set(status["costs"]) == {"step_s", "request_s", "context_s", "prompt_s"}
+    assert all(seconds >= 0 for seconds in status["costs"].values())
 
 
 def test_the_idle_worker_still_has_a_heartbeat(worker):

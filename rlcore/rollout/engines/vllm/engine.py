@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine, WeightStream
+from rlcore.interfaces import RolloutEngine, StepLoad, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
@@ -90,9 +90,9 @@ class VllmEngine(RolloutEngine):
         done, self._ready = self._ready, []
         return done + self._book.decode() if self._book.active else done
 
-    def tokens_in_step(self) -> int:
-        """Tokens sampled by the last step."""
-        return self._book.step_tokens
+    def load_of_step(self) -> StepLoad:
+        """What the last step had to do."""
+        return self._book.step_load
 
     def decoding_s(self) -> dict[str, float]:
         """Seconds of decode steps since the first token of each request that has one; waiting and

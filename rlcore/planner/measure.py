@@ -1,0 +1,185 @@
+"""Rates of a machine from the metrics of runs that it has done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+
+import numpy as np
+
+from rlcore.errors import UserError
+from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
+from rlcore.rollout.step_costs import NAMES, non_negative
+
+Row = Mapping[str, float | int | None]
+
+WARM_UP = 3  # rows that are left out: caches fill, pipelines too
+FEWEST = 4  # rows that must remain
+SPAN = (
+    1.5  # largest over smallest batch from which on fixed costs and those of tokens are told apart
+)
+_SHARE = 0.7  # of the longest of n answers: its median is the quantile of 1 - 0.7 / n
+_HALVINGS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """A run with one kind of actors. Example: MeasuredRun("runs/a", rows, "bf16", 256, 16,
+    synchronous=True, ref_pass=False)"""
+
+    name: str  # for messages
+    rows: Sequence[Row]
+    label: str  # of its actors
+    max_running: int
+    max_tokens: int  # rollout.max_new_tokens
+    synchronous: bool
+    ref_pass: bool  # p_ref is a pass of its own
+
+    @property
+    def steady(self) -> Sequence[Row]:
+        """The rows that count. Raises UserError if they are too few."""
+        steady = self.rows[WARM_UP:-1]  # the last row waits for an evaluation
+        if len(steady) < FEWEST:
+            raise UserError(
+                f"{self.name} has {len(self.rows)} steps, and rates need "
+                f"{FEWEST + WARM_UP + 1} or more: let it run longer."
+            )
+        return steady
+
+    def column(self, name: str) -> np.ndarray:
+        """A metric of the steady rows that have it. Raises UserError if none does."""
+        values = [row[name] for row in self.steady if row.get(name) is not None]
+        if not values:
+            raise UserError(
+                f"{self.name} has no {name} in its steady rows: run it again with this version."
+            )
+        return np.array(values, float)
+
+    def mean(self, name: str) -> float:
+        """Over the steady rows that have the metric."""
+        return float(self.column(name).mean())
+
+    def a_step(self, name: str) -> float:
+        """Mean over all steady rows of what not every one has."""
+        return float(self.column(name).sum() / len(self.steady))
+
+    @property
+    def prompt(self) -> float:
+        """Tokens of a prompt: the learner's positions of a sequence are those of its tokens but
+        the last."""
+        positions, tokens = self.mean("train/sequence_positions"), self.mean("train/tokens")
+        return (positions - tokens) / self.mean("train/sequences") + 1.0
+
+    def learner_tokens(self) -> np.ndarray:
+        """[N] of each step, prompts included."""
+        return self.column("train/tokens") + self.prompt * self.column("train/sequences")
+
+
+def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
+    """Rates of what these runs did. They hold for as many processes on the same machine.
+
+    `grade_s`: of one answer; None: the default. Raises UserError for a run with too few steps.
+    """
+    grading = {} if grade_s is None else {"grade_s": grade_s}
+    return Rates(actor=_actor(runs), learner=_learner(runs), lengths=_lengths(runs), **grading)
+
+
+def _actor(runs: Sequence[MeasuredRun]) -> ActorRates:
+    costs = {}
+    for name in NAMES:
+        # of all steps so far, so that the last row knows best
+        costs[name] = fmean(float(r.column(f"engine/{r.label}/{name}")[-1]) for r in runs)
+    prompt_s = costs["prompt_s"]
+    return ActorRates(
+        decode_s=max(costs["step_s"], 1e-6),
+        decode_request_s=costs["request_s"],
+        decode_context_s=costs["context_s"],
+        prefill_tokens_per_s=1.0 / prompt_s if prompt_s > 1e-9 else 1e9,
+        load_s=max(fmean(r.mean("time/publish_stop_s") for r in runs), 1e-4),
+        max_running=max(r.max_running for r in runs),
+    )
+
+
+def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
+    tokens = np.concatenate([r.learner_tokens() for r in runs])
+    ref_s = np.concatenate([_ref_seconds(r) for r in runs])
+    learn_s = np.concatenate([r.column("time/learn_s") for r in runs]) - ref_s
+    batches = [float(r.learner_tokens().mean()) for r in runs]
+    step_s = 0.0
+    token_s = float(learn_s.sum() / tokens.sum())
+    if max(batches) >= SPAN * min(batches):
+        x = np.stack([np.ones_like(tokens), tokens], axis=1)
+        step_s, token_s = (float(v) for v in non_negative(x.T @ x, x.T @ learn_s))
+    return LearnerRates(
+        step_s=step_s + max(0.0, fmean(_beside(r) for r in runs)),
+        token_s=token_s,
+        ref_token_s=float(ref_s.sum() / tokens.sum()),
+        publish_s=max(fmean(_gathering(r) / _publications(r) for r in runs), 1e-4),
+    )
+
+
+def _ref_seconds(run: MeasuredRun) -> np.ndarray:
+    """[N] of p_ref's pass, where it is one of its own."""
+    name = "time/learner_ref_s"
+    return run.column(name) if run.ref_pass else np.zeros_like(run.column(name))
+
+
+def _gathering(run: MeasuredRun) -> float:
+    """Seconds a step of publications, beside those in which an actor receives, drains and loads."""
+    parts = ("receive", "stop", "drain")
+    loading = sum(run.a_step(f"time/publish_{part}_s") for part in parts)
+    return run.a_step("time/publish_s") - loading
+
+
+def _publications(run: MeasuredRun) -> float:
+    """A step."""
+    return len(run.column("time/publish_stop_s")) / len(run.steady)
+
+
+def _beside(run: MeasuredRun) -> float:
+    """Seconds of a step that the learner neither waits, computes nor publishes."""
+    stands = run.a_step("time/publish_s") if run.synchronous else _gathering(run)
+    known = run.mean("time/wait_data_s") + run.mean("time/learn_s") + stands
+    return run.mean("time/step_s") - known - run.mean("time/checkpoint_s")
+
+
+def _lengths(runs: Sequence[MeasuredRun]) -> LengthSpec:
+    fits = [_of_answers(r) for r in runs]
+    return LengthSpec(
+        prompt=max(1, round(fmean(r.prompt for r in runs))),
+        median=fmean(median for median, _ in fits),
+        spread=fmean(spread for _, spread in fits),
+    )
+
+
+def _of_answers(run: MeasuredRun) -> tuple[float, float]:
+    """(median, spread) of answers: by their mean, and by the share that was cut off, or by the
+    longest."""
+    cut = run.mean("response_length/truncated_share")
+    sequences = run.mean("train/sequences")
+    longest = float(run.max_tokens)
+    if cut * sequences < 1.0:
+        cut, longest = _SHARE / sequences, run.mean("response_length/max")
+    return log_normal(run.mean("response_length/mean"), longest, cut)
+
+
+def log_normal(mean: float, longest: float, cut: float) -> tuple[float, float]:
+    """(median, standard deviation of the logarithm) of a log-normal distribution that, cut at
+    `longest`, has this mean, and of which the share `cut` lies beyond. Lengths in tokens.
+
+    `0 < mean <= longest`, `0 < cut < 1`.
+    """
+    normal = NormalDist()
+    z = normal.inv_cdf(1.0 - cut)
+
+    def cut_mean(spread: float) -> float:
+        below = math.exp(-spread * z + spread**2 / 2) * normal.cdf(z - spread)
+        return longest * (below + cut)
+
+    low, high = 0.0, max(z, 1e-3)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cut_mean(middle) < mean else (middle, high)
+    return longest * math.exp(-low * z), low
