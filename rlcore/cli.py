@@ -74,14 +74,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(words: list[str]) -> int:
     dry, words = _flag(words, "dry_run")
-    config = _config(words)
     if dry:
-        from rlcore.commands.dry_run import dry_run
-
-        return dry_run(config)
+        return _dry_run(words)
+    config = _config(words)
     from rlcore.commands.train import train
 
     return train(config)
+
+
+def _dry_run(words: list[str]) -> int:
+    from rlcore.commands.plan import split
+
+    own, words = split(words)
+    config = _config(words)
+    from rlcore.commands.dry_run import dry_run
+
+    return dry_run(config, own)
 
 
 def _sft(words: list[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlcore.cluster.placement import free_port
 from rlcore.cluster.ray_cluster import check_cluster, joined_address
 from rlcore.commands import roles
+from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
 from rlcore.commands.warm_up import kept_model
@@ -25,19 +26,20 @@ from rlcore.tasks.specs import MixedTaskSpec
 MIB = 2**20
 
 
-def dry_run(config: RunConfig) -> int:
+def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     """Check all that `train` checks before it starts, print what it would start, start nothing.
 
-    An existing cluster is joined and left again, to see what it holds. Writes nothing. Returns 0;
-    raises UserError as `train` does.
+    `words`: rates for a forecast, as of `rlcore plan`. An existing cluster is joined and left
+    again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
     """
     prepared = prepare(config)
     refuse_another_run(config)
     _check_writable(Path(config.run_dir))
     start = _start(config, prepared)
     _check_places(config, prepared)
+    pace = expected(config, words or {})
     print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
-    for title, lines in _sections(config, prepared, start):
+    for title, lines in (*_sections(config, prepared, start), ("forecast", pace)):
         for i, line in enumerate(lines):
             print(f"{title if i == 0 else '':13s}{line}")
     return 0

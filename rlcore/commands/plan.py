@@ -31,8 +31,7 @@ ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a G
 def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     """Print a forecast for every number of actors asked for. `words`: those of `WORDS` that were
     given. Raises UserError."""
-    if ("rates" in words) == ("gpu" in words):
-        raise UserError("rlcore plan takes either rates=FILE or gpu=NAME, and one of them.")
+    _check_source(words)
     check_simulated(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
@@ -45,6 +44,42 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     if "out" in words:
         Path(words["out"]).write_text(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
+    """What a dry run says of the pace of its run, in lines. `words`: as of `plan`, less `actors`
+    and `out`. Raises UserError."""
+    if not words:
+        return ["none: rates=FILE (of rlcore plan measure) or gpu=NAME gives one"]
+    beside = next((key for key in ("actors", "out") if key in words), None)
+    if beside is not None:
+        raise UserError(f"{beside}={words[beside]} is a word of rlcore plan, not of a dry run.")
+    _check_source(words)
+    check_simulated(config)
+    f = forecast(_fleet(config, words, None))
+    steps = config.schedule.steps
+    idle = f"idle: actors {f.actors_idle:.0%}, learner {f.learner_idle:.0%}"
+    waits = f"pace set by: {'none alone' if f.bottleneck == 'turns' else f.bottleneck}"
+    return [
+        f"{f.step_s:.3g} s a step, {steps} steps in {_duration(steps * f.step_s)} without starts, "
+        "evaluations and checkpoints",
+        f"staleness {f.staleness_mean:.2f} steps in the mean, {f.staleness_max:.0f} at most; "
+        f"{f.train_tokens_per_s:,.0f} tokens trained on per second",
+        f"{waits}; {idle}",
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Example: 5400 -> "1.5 hours" """
+    for size, unit in ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+def _check_source(words: Mapping[str, str]) -> None:
+    if ("rates" in words) == ("gpu" in words):
+        raise UserError("A forecast takes either rates=FILE or gpu=NAME, and one of them.")
 
 
 def check_simulated(config: RunConfig) -> None:

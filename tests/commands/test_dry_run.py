@@ -2,6 +2,7 @@
 started."""
 
 import json
+import re
 import socket
 import string
 
@@ -179,3 +180,28 @@ def test_gpu_experiments_show_their_roles_and_gpus(experiment, tmp_path, capsys,
     shown = capsys.readouterr().out
     for part in GPU_EXPERIMENTS[experiment]:
         assert part in shown, (part, shown)
+
+
+def test_a_dry_run_forecasts_its_pace_where_rates_are_given(tmp_path, capsys):
+    assert "forecast     none: rates=FILE" in printed(capsys, "run_dir=x")
+    rates = tmp_path / "rates.json"
+    given = {
+        "actor": {"decode_s": 0.001, "max_running": 64, "load_s": 0.001},
+        "learner": {"step_s": 2.0, "token_s": 0.0, "publish_s": 0.001},
+        "lengths": {"prompt": 7, "median": 7},
+        "grade_s": 1e-4,
+    }
+    rates.write_text(json.dumps(given))
+    shown = printed(capsys, "run_dir=x", "schedule.groups_per_step=8", f"rates={rates}")
+    assert re.search(r"forecast     2(\.0\d)? s a step, 150 steps in 5(\.\d\d)? minutes", shown)
+    assert "1 at most" in shown and "pace set by: learner" in shown
+
+
+def test_words_of_a_forecast_that_do_not_fit_a_dry_run_are_refused(capsys):
+    assert "either rates=FILE or gpu=NAME" in refused(capsys, "run_dir=x", "spread=0.5")
+    assert "actors=1,2 is a word of rlcore plan" in refused(
+        capsys, "run_dir=x", "gpu=h100", "actors=1,2"
+    )
+    assert "environment= cannot be planned" in refused(
+        capsys, "run_dir=x", "gpu=h100", "task=higher_lower", "environment=higher_lower"
+    )
