@@ -61,6 +61,7 @@ class Grade:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # e.g. {"correct": 1.0, "format": 0.5}
+    turn_rewards: tuple[float, ...] = ()  # besides `reward`; environments alone may give them
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,7 @@ class Score:
     A failed score has a status and no reward; it is never read as 0.
 
     Examples: Score(17, 0, "bf16-0:4", "ok", 1.0, {"correct": 1.0}),
+    Score(17, 2, "bf16-0:6", "ok", 0.5, turn_rewards=(-0.5, 1.0)),
     Score(17, 1, "bf16-0:5", "timeout", error="the grader passed its deadline of 10 s")
     """
 
@@ -192,7 +194,8 @@ class Score:
     status: ScoreStatus
     reward: float | None = None  # None unless status == "ok"
     parts: dict[str, float] = field(default_factory=dict)
-    turn_rewards: tuple[float, ...] = ()  # one a turn, where the task gives them
+    # one a turn, `reward` is their sum; (): none was given, and all belongs to the last turn
+    turn_rewards: tuple[float, ...] = ()
     error: str = ""  # one line: what the grader raised, or the deadline it passed
     seconds: float = 0.0  # the grading took
 

@@ -8,6 +8,7 @@ from rlcore.spec import refuse
 
 def check_environment(c: RunConfig) -> None:
     """Raise UserError for what an environment does not go with."""
+    _turns(c)
     environment = c.environment
     if not environment.played:
         return
@@ -42,4 +43,33 @@ def check_environment(c: RunConfig) -> None:
         f"environment.step_timeout_s={environment.step_timeout_s:g} is above "
         f"environment.episode_timeout_s={environment.episode_timeout_s:g}, which ends the episode "
         "first: lower the first or raise the second.",
+    )
+
+
+def _turns(c: RunConfig) -> None:
+    """What advantages by turn do not go with."""
+    a = c.algorithm
+    key = f"algorithm.turn_share={a.turn_share:g}"
+    refuse(
+        a.turn_share == 0 and a.turn_discount != 1,
+        f"algorithm.turn_discount={a.turn_discount:g} is of algorithm.turn_share, which is 0, so "
+        "that it would be ignored: leave it at 1, or set algorithm.turn_share above 0.",
+    )
+    if not a.turn_share:
+        return
+    refuse(
+        not c.environment.played,
+        f"{key} shares an episode's reward between its turns, and without an environment every "
+        "episode is one turn: leave it 0, or choose an environment.",
+    )
+    for label, spec in c.correction.chosen().items():
+        refuse(
+            bool(spec.replaces_advantage),
+            f"{key} would be ignored: correction={label} replaces all advantages by its own of the "
+            "whole episode: leave it 0, or use another correction.",
+        )
+    refuse(
+        a.dynamic_sampling,
+        f"{key} does not go with algorithm.dynamic_sampling=true, which filters groups of equal "
+        "rewards although their turns may differ: leave one of them off.",
     )

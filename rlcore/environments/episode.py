@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,6 +54,8 @@ class Episode:
     # turns of every part, each a record of one turn after all that came before
     turns: list[list[Trajectory]] = field(default_factory=lambda: [[]])
     step_parts: dict[str, float] = field(default_factory=dict)  # sums over the steps
+    stepped: list[int] = field(default_factory=list)  # turns that its environment was given
+    rewards: dict[int, float] = field(default_factory=dict)  # of turns, where it gave one
     waits_for: str = ""  # the call that its environment has not answered yet
     deadline: float = np.inf  # of that call; monotonic seconds
     ends_at: float = np.inf  # deadline of the episode
@@ -102,6 +105,25 @@ class Episode:
         """The prefix could not be kept."""
         self.turns.append([])
         self.ids = ids
+
+    def graded(self, grade: Mapping[str, Any]) -> dict[str, Any]:
+        """What the score has of an environment's grade: reward, parts, rewards of turns.
+
+        The grade's reward is the last turn's. Raises ValueError for a grade that rewards another
+        number of turns than its environment was given.
+        """
+        own = grade["turn_rewards"]
+        if own and len(own) != len(self.stepped):
+            raise ValueError(f"grade rewards {len(own)} turns, of {len(self.stepped)} that it saw")
+        for turn, reward in zip(self.stepped, own):
+            self.rewards[turn] = self.rewards.get(turn, 0.0) + reward
+        parts = {**grade["parts"], **self.step_parts, "turns": float(self.count)}
+        if not self.rewards:
+            return {"reward": grade["reward"], "parts": parts}
+        parts["turn_rewards"] = math.fsum(self.rewards.values())
+        turns = [self.rewards.get(i, 0.0) for i in range(self.count)]
+        turns[-1] += grade["reward"]
+        return {"reward": math.fsum(turns), "parts": parts, "turn_rewards": tuple(turns)}
 
     def played(
         self, status: ScoreStatus, decode: Any, actor: tuple[str, ActorKind], **score: Any

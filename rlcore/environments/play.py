@@ -177,8 +177,7 @@ class Play:
         elif call == "step":
             self._answer(episode, answer)
         else:
-            parts = {**answer["parts"], **episode.step_parts, "turns": float(episode.count)}
-            self._finish(episode, "ok", reward=answer["reward"], parts=parts)
+            self._finish(episode, "ok", **episode.graded(answer))
 
     def _opening(self, episode: Episode, answer: dict[str, Any]) -> list[int]:
         ids = episode.renderer.open(Opening(answer["messages"], answer["tools"]))
@@ -199,11 +198,14 @@ class Play:
             self._go_on(episode, [{"role": "user", "content": action.error}])
             return
         calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in action.tool_calls]
+        episode.stepped.append(episode.count - 1)
         self._call(episode, "step", text=action.text, tool_calls=calls)
 
     def _answer(self, episode: Episode, answer: dict[str, Any]) -> None:
         for name, value in answer["parts"].items():
             episode.step_parts[name] = episode.step_parts.get(name, 0.0) + value
+        if answer["reward"] is not None:
+            episode.rewards[episode.stepped[-1]] = answer["reward"]
         if answer["over"]:
             self._call(episode, "grade")
         else:

@@ -60,6 +60,7 @@ class Reply:
     over: bool = False  # no further turn; `messages` are then not shown to the model
     # parts of this step: their sums over the episode are reported with the parts of the grade
     parts: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None  # of this turn; it adds to the grade's reward
 
 
 class Environment(Protocol):
@@ -75,7 +76,8 @@ class Environment(Protocol):
 
     def grade(self) -> Grade:
         """Judge the episode, also one that a limit has ended. May return what a grader may: a
-        Grade, a number or (number, parts)."""
+        Grade, a number or (number, parts). A Grade may besides reward every turn that `step` was
+        given, which adds to the rewards of its replies."""
 
     def worked(self) -> str | None:
         """A good next turn, from which a fresh model learns before the run; None: there is none."""

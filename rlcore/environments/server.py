@@ -155,8 +155,10 @@ class Server:
             calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
             reply = environment.step(Action(call["text"], calls))
             parts = {str(name): float(value) for name, value in reply.parts.items()}
-            return {"messages": _texts(reply.messages), "over": bool(reply.over), "parts": parts}
-        grade = as_grade(environment.grade())
+            reward = None if reply.reward is None else float(reply.reward)
+            shown = {"messages": _texts(reply.messages), "over": bool(reply.over)}
+            return {**shown, "parts": parts, "reward": reward}
+        grade = as_grade(environment.grade(), by_turn=True)
         if hasattr(environment, "close"):
             environment.close()
         return asdict(grade)

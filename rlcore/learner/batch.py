@@ -75,6 +75,19 @@ def _present(scores: TokenScores, fields: type[Scored]) -> list[tuple[str, Tenso
     return [(name, values.detach()) for name, values in pairs if values is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of a step's episodes: at most K of any of them.
+
+    Example, an episode of two turns and three tokens: Turns(tensor([[-0.5, 1.0]]), tensor([2]),
+    tensor([[0, 0, 1]]))
+    """
+
+    rewards: Tensor  # [B, K] float64, 0 behind an episode's last turn
+    count: Tensor  # [B] int64
+    of_token: Tensor  # [B, T] int64: the turn that sampled each token; 0 where there is none
+
+
 @dataclass(slots=True)
 class StepBatch:
     """One rank's whole groups of a step: B episodes of at most T sampled tokens. B may be 0."""
@@ -82,6 +95,7 @@ class StepBatch:
     episodes: list[EpisodeTokens]
     sent: StepTensors  # what came from actors and graders; the learner's log-probs are zeros here
     arrival_version: Tensor  # [B] int32
+    turns: Turns
     tasks: tuple[str, ...] = ()  # of the episodes [B], as their prompt ids say
     # dummies at the end: as many as every other rank has
     micro: list[MicroBatch] = field(default_factory=list)
@@ -164,7 +178,7 @@ def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.devic
         sent.topk_logp_inf = rows.tokens("topk_logp", -np.inf, np.float32, k)
     arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
     tasks = tuple(g.prompt_id.partition("/")[0] for g in groups for _ in g.episodes)
-    return StepBatch([of_episode(e) for e in episodes], sent, arrival, tasks)
+    return StepBatch([of_episode(e) for e in episodes], sent, arrival, rows.turns(), tasks)
 
 
 class _Rows:
@@ -192,9 +206,38 @@ class _Rows:
                 start = end
         return torch.from_numpy(out).to(self._device)
 
+    def turns(self) -> Turns:
+        """Raises ValueError for a score that does not reward every turn of its episode."""
+        counts = [sum(len(t.turn_starts) for t in e.parts) for e in self._episodes]
+        rewards = np.zeros((len(counts), max([1, *counts])))
+        of_token = np.zeros((len(counts), self._width), np.int64)
+        for row, (e, count) in enumerate(zip(self._episodes, counts)):
+            given = e.score.turn_rewards or [*[0.0] * (count - 1), e.score.reward or 0.0]
+            if len(given) != count:
+                name = e.parts[0].request_id
+                raise ValueError(f"episode {name} has {count} turns and {len(given)} rewards")
+            rewards[row, :count] = given
+            numbers = _turn_numbers(e)
+            of_token[row, : len(numbers)] = numbers
+        return Turns(
+            torch.from_numpy(rewards).to(self._device),
+            self.column(counts, torch.int64),
+            torch.from_numpy(of_token).to(self._device),
+        )
+
     def column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One value an episode, [B]."""
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _turn_numbers(episode: Episode) -> np.ndarray:
+    """[S] int64: the turn of each sampled token, counted through all parts."""
+    numbers, before = [], 0
+    for part in episode.parts:
+        starts = np.searchsorted(part.turn_starts, np.flatnonzero(part.sampled), side="right")
+        numbers.append(before + starts - 1)
+        before += len(part.turn_starts)
+    return np.concatenate(numbers)
 
 
 def staleness_split(batch: StepBatch, step: int, reduce: Reduce) -> dict[str, float]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch
 from rlcore.learner.specs import LearnerJob
+from rlcore.objectives.protocols import Advantage
 from rlcore.objectives.registry import make_advantage
-from rlcore.objectives.rewards import sequence_advantages
+from rlcore.objectives.rewards import (
+    over_tokens,
+    rewards_to_go,
+    sequence_advantages,
+    turn_advantages,
+)
 
 
 class TaskAdvantages:
@@ -27,23 +35,75 @@ class TaskAdvantages:
             task: make_advantage(job.objective.model_copy(update={"advantage": name}))
             for task, name in job.task_advantages.items()
         }
+        self._share = job.objective.turn_share
+        self._discount = job.objective.turn_discount
+
+    def over_tokens(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+        """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
+        token."""
+        mask = batch.sent.mask
+        values = over_tokens(self(batch, reduce), mask)
+        if not self._share:
+            return values
+        turns = self.of_turns(batch, reduce).gather(1, batch.turns.of_token) * mask
+        return (1 - self._share) * values + self._share * turns
 
     def __call__(self, batch: StepBatch, reduce: Reduce) -> Tensor:
         """[B] float32: the advantage of each episode. Raises ValueError for an episode of a task
         that the job does not name."""
         sent, lengths = batch.sent, batch.sent.mask.sum(dim=1)
+
+        def of(advantage: Advantage, rows: Tensor) -> Tensor:
+            rewards, ids = sent.rewards[rows], sent.group_ids[rows]
+            return sequence_advantages(advantage, rewards, ids, reduce, lengths[rows])
+
+        return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
+
+    def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+        """[B, K] float32: the advantage of each turn from its reward to go."""
+        turns, mask = batch.turns, batch.sent.mask
+        to_go = rewards_to_go(turns.rewards, self._discount)
+        numbers = torch.arange(to_go.shape[1], device=to_go.device)
+        present = numbers < turns.count[:, None]
+        tokens = to_go.new_zeros(to_go.shape).scatter_add(1, turns.of_token, mask.to(to_go))
+
+        def of(advantage: Advantage, rows: Tensor) -> Tensor:
+            return turn_advantages(
+                advantage,
+                to_go[rows],
+                batch.sent.group_ids[rows],
+                tokens[rows],
+                reduce,
+                present[rows],
+            )
+
+        return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
+
+    def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
+        """Of turns, where advantages are made of them."""
+        if not self._share:
+            return {}
+        turns, ids = batch.turns, batch.sent.group_ids
+        numbers = torch.arange(turns.rewards.shape[1], device=ids.device)
+        present = numbers < turns.count[:, None]
+        rows = torch.stack(torch.broadcast_tensors(ids[:, None], numbers), -1)[present]
+        _, reached = torch.unique(rows, dim=0, return_counts=True)
+        alone = torch.tensor([int((reached == 1).sum()), len(rows)], dtype=torch.float64)
+        found, every = reduce(alone).tolist()
+        return {"train/turns_alone_share": found / max(every, 1.0)}
+
+    def _by_rows(
+        self, batch: StepBatch, values: Tensor, of: Callable[[Advantage, Tensor], Tensor]
+    ) -> Tensor:
+        """`values`, filled for each task with what `of` makes of its episodes' rows [B] bool."""
         if not self._by_task:
-            rewards, ids = sent.rewards, sent.group_ids
-            return sequence_advantages(self._usual, rewards, ids, reduce, lengths)
+            return of(self._usual, values.new_ones(len(values), dtype=torch.bool))
         unknown = set(batch.tasks) - set(self._by_task)
         if unknown:
             raise ValueError(f"episodes of {sorted(unknown)}, which is no task of this learner")
-        values = torch.zeros_like(sent.rewards)
         # Every rank goes through all tasks: statistics of the global batch are collective calls.
         for task, advantage in self._by_task.items():
             rows = torch.tensor([t == task for t in batch.tasks], dtype=torch.bool)
             rows = rows.to(values.device)
-            values[rows] = sequence_advantages(
-                advantage, sent.rewards[rows], sent.group_ids[rows], reduce, lengths[rows]
-            )
+            values[rows] = of(advantage, rows)
         return values

@@ -30,7 +30,6 @@ from rlcore.learner.task_advantages import TaskAdvantages
 from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.kl import kl_penalty
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.rewards import over_tokens
 from rlcore.objectives.shaping import overlong_penalty
 from rlcore.types import TokenScores
 
@@ -84,7 +83,7 @@ class Update:
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)
-        self._advantages = TaskAdvantages(job)
+        self.advantages = TaskAdvantages(job)
         self._objective = job.objective
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
@@ -238,7 +237,7 @@ class Update:
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
-        return over_tokens(self._advantages(batch, self.reduce), batch.sent.mask)
+        return self.advantages.over_tokens(batch, self.reduce)
 
     def _shaped_rewards(self, batch: StepBatch) -> Tensor:
         """[B]: what advantages and RAPID's baseline are taken of."""

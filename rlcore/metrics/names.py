@@ -113,6 +113,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "response_length/truncated_share", "share", "responses cut off at rollout.max_new_tokens"
     ),
+    Metric(
+        "train/turns_alone_share",
+        "share",
+        "turns that no other sample of their group reached: nothing to compare (turn_share)",
+    ),
     Metric("staleness/mean", "steps", "mean over trained tokens of v - version(token)"),
     Metric("staleness/max", "steps", "maximum over trained tokens of v - version(token)", "max"),
     Metric(

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 class Advantage(Protocol):
-    """Computes one number per episode from the rewards of a step. Built as Class(spec)."""
+    """Computes one number per episode from the rewards of a step. Built as Class(spec).
+
+    With `turn_share` it is besides called with turns in the place of episodes: their rewards to go,
+    and as group the turns of the same number of a group.
+    """
 
     #: whether it compares the episodes of a group, so that a group of one gives no signal
     compares_group: ClassVar[bool] = False

@@ -130,3 +130,38 @@ def sequence_advantages(
 def over_tokens(advantage: Tensor, mask: Tensor) -> Tensor:
     """[B] repeated over the tokens of a [B, T] mask, 0 outside it; float32."""
     return advantage.float()[:, None] * (mask != 0)
+
+
+def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
+    """[B, K] float64: `G_t = sum over s >= t of discount^(s - t) r_s` of rewards [B, K] by turn."""
+    out = rewards.detach().double().clone()
+    for turn in range(out.shape[1] - 2, -1, -1):
+        out[:, turn] += discount * out[:, turn + 1]
+    return out
+
+
+def turn_advantages(
+    advantage: Advantage,
+    to_go: Tensor,
+    group_ids: Tensor,
+    tokens: Tensor,
+    reduce: Reduce,
+    present: Tensor,
+) -> Tensor:
+    """Advantage [B, K] float32 of each turn from its reward to go, [B, K]; 0 where not `present`
+    [B, K] bool. tokens [B, K]: sampled ones of each turn.
+
+    A turn is compared with the group's turns of the same number, of the samples that have one;
+    statistics of the batch are over all its turns. Biased by what is compared: a turn that no other
+    sample of the group reaches has nothing to be compared with and advantage 0, as a group of one
+    has. So under `rloo` the gradient of turn t is scaled by the probability that another sample
+    reaches it, under `group_mean` by the mean of (m - 1)/m with m the samples that do; both are the
+    gradient of the expected reward in direction, turn by turn.
+    """
+    turns = torch.arange(to_go.shape[1], device=to_go.device)
+    ids = group_ids[:, None] * to_go.shape[1] + turns
+    out = torch.zeros(to_go.shape, device=to_go.device)
+    out[present] = sequence_advantages(
+        advantage, to_go[present], ids[present], reduce, tokens[present]
+    )
+    return out

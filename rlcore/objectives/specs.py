@@ -26,6 +26,16 @@ class ObjectiveSpec(Spec):
     whitening: Literal["episodes", "tokens"] = setting(
         "episodes", "reinforce_pp: what the batch's mean and deviation are over"
     )
+    turn_share: float = setting(
+        0.0,
+        "environments: share of a token's advantage that is of its turn's reward to go; the rest "
+        "is of its episode's reward",
+        ge=0,
+        le=1,
+    )
+    turn_discount: float = setting(
+        1.0, "turn_share: what a reward counts for the turn before it", ge=0, le=1
+    )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)

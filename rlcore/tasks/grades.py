@@ -10,18 +10,22 @@ from typing import Any
 from rlcore.types import Grade
 
 
-def as_grade(value: Any) -> Grade:
+def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
     """A `Grade` from a Grade, a number or (number, parts). Raises ValueError for anything else, NaN
-    and infinities."""
+    and infinities, and for rewards of turns unless `by_turn`."""
+    turns: tuple[float, ...] = ()
     if isinstance(value, Grade):
-        reward, parts = value.reward, value.parts
+        reward, parts, turns = value.reward, value.parts, value.turn_rewards
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         reward, parts = value
     else:
         reward, parts = value, {}
+    if turns and not by_turn:
+        raise ValueError("the grader rewards turns, which only an environment's grade may do")
     return Grade(
         _finite(reward, "reward"),
         {str(name): _finite(part, f"part {name}") for name, part in parts.items()},
+        tuple(_finite(turn, "turn's reward") for turn in turns),
     )
 
 

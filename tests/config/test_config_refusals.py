@@ -242,6 +242,19 @@ REFUSED = [  # words; parts that the sentence must hold
         ["environment.name=task", "task.grade_weight=0.5"],
     ),
     (["environment.max_turns=0"], ["environment.max_turns=0", "greater than 0"]),
+    (["algorithm.turn_share=0.5"], ["algorithm.turn_share=0.5", "choose an environment"]),
+    (
+        ["environment=task", "algorithm.turn_discount=0.9"],
+        ["algorithm.turn_discount=0.9", "algorithm.turn_share above 0"],
+    ),
+    (
+        ["environment=task", "algorithm=rapid", "correction=[rapid]", "algorithm.turn_share=1"],
+        ["algorithm.turn_share=1", "correction=rapid"],
+    ),
+    (
+        ["environment=task", "algorithm=dapo", "algorithm.turn_share=1"],
+        ["algorithm.turn_share=1", "algorithm.dynamic_sampling=true"],
+    ),
     (["experiment=draft_cotrain", "correction=[dvp]"], ["correction=[dvp]", "learner.draft"]),
     (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
     (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),

@@ -24,7 +24,7 @@ from rlcore.corrections.pipeline import build
 from rlcore.corrections.reduction import ONE_RANK
 from rlcore.corrections.specs import CorrectionSpec, DvpSpec
 from rlcore.interfaces import Reduce
-from rlcore.learner.batch import StepBatch, rows_of
+from rlcore.learner.batch import StepBatch, Turns, rows_of
 from rlcore.learner.packing import dummy, pack
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.sequences import TokenSequence
@@ -191,7 +191,12 @@ class Batch:
             index = mine.nonzero()[:, 0]
             episodes = [self.episodes[i] for i in index.tolist()]
             sent = rows_of(self.sent, index)
-            share = StepBatch(episodes, sent, torch.zeros(len(index), dtype=torch.int32))
+            turns = Turns(
+                sent.rewards.double()[:, None],
+                torch.ones(len(index), dtype=torch.int64),
+                torch.zeros(sent.mask.shape, dtype=torch.int64),
+            )
+            share = StepBatch(episodes, sent, torch.zeros(len(index), dtype=torch.int32), turns)
             # every row is as long as the longest of its micro-batch
             share.micro = pack(episodes, -(-2 * len(self.rewards) // (parts * ranks)), "sorted")
             found.append(share)

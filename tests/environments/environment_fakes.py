@@ -16,7 +16,7 @@ from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.environments.tools import answer_calls, tool_schema
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.testing.records import make_sampling, make_trajectory
-from rlcore.types import Request
+from rlcore.types import Grade, Request
 
 HERE = Path(__file__)
 
@@ -25,8 +25,9 @@ class Echo:
     """Answers every turn with its text until `turns` are played; `fault`: what it does wrong, and
     `at`: in which call."""
 
-    def __init__(self, turns=3, fault="", at="step", seconds=0.0):
+    def __init__(self, turns=3, fault="", at="step", seconds=0.0, rewards=(), late=()):
         self.turns, self.fault, self.at, self.seconds = turns, fault, at, seconds
+        self.rewards, self.late = rewards, tuple(late)  # of turns: by steps, by the grade
         self.texts = []
 
     def _misbehave(self, call):
@@ -57,11 +58,13 @@ class Echo:
         self.texts.append(action.text)
         self._misbehave("step")
         over = len(self.texts) == self.turns
-        return Reply([{"role": "user", "content": self.texts[-1]}], over, {"steps": 1})
+        reward = self.rewards[len(self.texts) - 1] if self.rewards else None
+        return Reply([{"role": "user", "content": self.texts[-1]}], over, {"steps": 1}, reward)
 
     def grade(self):
         self._misbehave("grade")
-        return float(len(self.texts)), {"seed": self.seed % 1000, "process": os.getpid()}
+        parts = {"seed": self.seed % 1000, "process": os.getpid()}
+        return Grade(float(len(self.texts)), parts, self.late)
 
 
 class Calculator:

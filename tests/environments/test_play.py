@@ -73,6 +73,39 @@ def test_seeds_follow_from_the_run_the_purpose_and_the_index(start):
     assert evaluated.answer.prompt or runs[0].answer.prompt
 
 
+@pytest.mark.parametrize(
+    ("args", "turns"),
+    [
+        ({"rewards": [0.5, None, -1.0]}, (0.5, 0.0, 2.0)),
+        ({"late": [0.25, 0.5, 1.0]}, (0.25, 0.5, 4.0)),
+        ({"rewards": [0.5, 0.5, None], "late": [1.0, 1.0, 1.0]}, (1.5, 1.5, 4.0)),
+        ({"rewards": [None, None, None]}, ()),
+    ],
+)
+def test_rewards_of_turns_and_of_the_grade_add_up(start, args, turns):
+    sampler = start(make_job(args=args))
+    sampler.play.add(ask(1))
+    (played,) = sampler.run()
+    assert played.score.turn_rewards == turns
+    assert played.score.reward == (sum(turns) if turns else 3.0)
+    assert played.score.parts.get("turn_rewards", 0.0) == (sum(turns) - 3.0 if turns else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"late": [1.0, 2.0]}, "grade rewards 2 turns, of 3 that it saw"),
+        ({"rewards": ["inf"] * 3}, "step raised ValueError: Out of range float values"),
+        ({"rewards": ["a lot"] * 3}, "step raised ValueError"),
+    ],
+)
+def test_rewards_of_turns_that_mean_nothing_fail_the_episode(start, args, words):
+    sampler = start(make_job(args=args))
+    sampler.play.add(ask(1))
+    (played,) = sampler.run()
+    assert played.score.status == "error" and words in played.score.error, played.score.error
+
+
 def test_limits_end_an_episode_and_it_is_graded(start):
     turns = start(make_job(max_turns=2))
     room = start(make_job(max_len=14, args={"turns": 9}))

@@ -94,7 +94,7 @@ def test_an_episode_of_a_task_that_the_learner_does_not_know_is_an_error(job):
 def test_the_loss_of_a_mixture_does_not_depend_on_micro_batches(job):
     def gradient(tokens):
         update = make_update(job.model_path, corrections={}, advantage="rloo")
-        update._advantages = TaskAdvantages(
+        update.advantages = TaskAdvantages(
             replace(job, task_advantages={"a": "rloo", "b": "reinforce"})
         )
         batch = make_batch(mixed_groups(), tokens)
