@@ -26,6 +26,8 @@ NEEDS = {  # further options that one option requires
     "correction=[tis,opsm]": ["correction.opsm.delta=0.1"],
     "correction.opsm.delta=0.1": ["correction=opsm"],
     "correction.dvp.zero=trajectory": ["correction=[dvp,mis]"],
+    "algorithm.turn_share=0.5": ["environment=task"],
+    "algorithm.turn_discount=0.9": ["environment=task", "algorithm.turn_share=0.5"],
     "correction=[dppo]": ["algorithm=dppo"],
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],
