@@ -9,7 +9,7 @@ of the phase that use it again, and its groups leave at the commit of the last o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from rlcore.buffer.admission import Candidate, StalenessBound
 from rlcore.buffer.capacity import KEY, MIB, groups_that_fit
@@ -21,21 +21,21 @@ from rlcore.buffer.specs import BatchingSpec, TaskShare
 from rlcore.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
 class Waiting:
-    """Live groups that a later step may use, as they are between two changes.
+    """Live groups that a later step may use, as they are between two changes of which these are."""
 
-    Example: Waiting([Candidate(3, deadline=5, finished=True)], uses_left=1, finished=1)
-    """
+    def __init__(self, groups: list[Candidate]) -> None:
+        self.groups = groups
+        self.uses_left = sum(c.uses_left for c in groups)  # over all of them
+        self.finished = sum(c.finished for c in groups)  # how many of them
+        self._places = {c.group_id: i for i, c in enumerate(groups)}
 
-    groups: list[Candidate]
-    uses_left: int  # over all of them
-    finished: int  # of them
-
-    @classmethod
-    def of(cls, groups: list[Candidate]) -> Waiting:
-        """With its counts."""
-        return cls(groups, sum(c.uses_left for c in groups), sum(c.finished for c in groups))
+    def finish(self, group_id: int) -> None:
+        """Note that a group is finished; it may be one that does not wait."""
+        place = self._places.get(group_id)
+        if place is not None and not self.groups[place].finished:
+            self.groups[place] = replace(self.groups[place], finished=True)
+            self.finished += 1
 
 
 class Batches:
@@ -60,8 +60,8 @@ class Batches:
         # rolled back step, or one of a later epoch -> ids it must get
         self.pinned: dict[int, list[int]] = {}
         self._changes = 0  # of what was taken or pinned
-        # what waits, and the state that it was found in: samples arrive far more often than it
-        # changes, and every arrival asks for it
+        # what waits, and the state that it was found in: samples arrive and groups finish far more
+        # often than it changes, and each time it is asked for
         self._found: tuple[tuple[int, int, int], Waiting] | None = None
 
     def room(self) -> int:
@@ -188,7 +188,11 @@ class Batches:
         again."""
         state = (self._live.changes, self._changes, self.next_step)
         if self._found is None or self._found[0] != state:
-            self._found = state, Waiting.of(self._look())
+            self._found = state, Waiting(self._look())
+        else:
+            for group_id in self._live.newly_finished:
+                self._found[1].finish(group_id)
+        self._live.newly_finished.clear()
         return self._found[1]
 
     def _look(self) -> list[Candidate]:
