@@ -15,7 +15,10 @@ from rlcore.interfaces import Task
 from rlcore.registry import resolve
 
 ENVIRONMENTS: dict[str, str] = {
+    "alphabet_sort": "rlcore.environments.alphabet_sort:AlphabetSort",
+    "attempts": "rlcore.environments.attempts:Attempts",
     "higher_lower": "rlcore.environments.higher_lower:HigherLower",
+    "python_tool": "rlcore.environments.python_tool:PythonTool",
     "task": "rlcore.environments.one_turn:OneTurn",
 }
 

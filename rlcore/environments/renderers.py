@@ -33,6 +33,8 @@ class PlainRenderer(Renderer):
         self._stop = stop
 
     def open(self, opening: Opening) -> list[int]:
+        if opening.tools:
+            raise ValueError("tools need a tokenizer with a chat template, which tells of them")
         text = "".join(m["content"] for m in opening.messages)
         return self._encode(text if not self._system_prompt else f"{self._system_prompt}\n{text}")
 

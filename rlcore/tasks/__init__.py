@@ -13,6 +13,7 @@ from rlcore.registry import resolve
 from rlcore.tasks.arguments import ArgumentError
 
 TASKS: dict[str, str] = {
+    "alphabet_sort": "rlcore.tasks.alphabet_sort:AlphabetSort",
     "arithmetic": "rlcore.tasks.arithmetic:Arithmetic",
     "countdown": "rlcore.tasks.countdown:Countdown",
     "digits": "rlcore.tasks.digits:Digits",

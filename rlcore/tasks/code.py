@@ -16,6 +16,8 @@ from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError, availabl
 from rlcore.types import Grade, Item
 
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+TRACEBACK = "Traceback (most recent call last):\n"
+PROGRAM_FRAME = '  File "<program>"'
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +59,7 @@ class CodeTask(RecordTask):
             timeout_s=self.timeout_s, memory_mib=integer("memory_mib", memory_mib, 64, 1 << 20)
         )
         self._format_reward = share("format_reward", format_reward)
-        self._layers = _layers(self.name, one_of("confinement", confinement, ("full", "reduced")))
+        self._layers = confining_layers(f"task {self.name}", confinement)
         self._sandbox: Sandbox | None = None
         try:
             self._given = self._started().names
@@ -93,6 +95,10 @@ class CodeTask(RecordTask):
         )
 
     def grade(self, item: Item, response: str) -> Grade:
+        return self.attempt(item, response)[0]
+
+    def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
+        """The grade, and what a program that has not passed failed at: "" if it passed."""
         blocks = FENCE.findall(response)
         program = blocks[-1] if blocks else response
         try:
@@ -100,7 +106,8 @@ class CodeTask(RecordTask):
         except BaseException:
             self._sandbox = None  # it has closed itself
             raise
-        return weighted(outcome.passed, bool(blocks), self._format_reward)
+        why = f"{_own_frames(outcome.output)}\n{outcome.why}".strip() if outcome.why else ""
+        return weighted(outcome.passed, bool(blocks), self._format_reward), why
 
     def _started(self) -> Sandbox:
         if self._sandbox is None:
@@ -114,8 +121,17 @@ class CodeTask(RecordTask):
             self._sandbox = None
 
 
-def _layers(name: str, confinement: str) -> tuple[str, ...]:
-    """Layers of confinement to use on this machine. Raises ArgumentError, says what is missing."""
+def _own_frames(output: str) -> str:
+    """A program's output without the sandbox's frames in its traceback."""
+    before, found, trace = output.partition(TRACEBACK)
+    at = trace.find(PROGRAM_FRAME)
+    return f"{before}{TRACEBACK}{trace[at:]}" if found and at >= 0 else output
+
+
+def confining_layers(name: str, confinement: str) -> tuple[str, ...]:
+    """Layers of confinement to use on this machine, "full" or "reduced". `name`: who asks. Raises
+    ArgumentError, says what is missing."""
+    one_of("confinement", confinement, ("full", "reduced"))
     layers = available()
     missing = [layer for layer in LAYERS if layer not in layers]
     if missing and confinement == "full":
@@ -128,8 +144,7 @@ def _layers(name: str, confinement: str) -> tuple[str, ...]:
         )
     if missing:
         logger.warning(
-            "task %s: programs are confined by %s alone, without %s "
-            "(task.args.confinement=reduced)",
+            "%s: programs are confined by %s alone, without %s (confinement=reduced)",
             name,
             ", ".join(layers),
             ", ".join(missing),

@@ -222,8 +222,11 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", DISTILL, "correction=[dvp,mis]"],
         ["correction=[dvp,mis]", "learner.distill"],
     ),
-    (["environment=higher"], ["environment=higher", "higher_lower, none, task"]),
-    (["environment.name=hi"], ["environment.name=hi", "higher_lower, task", "file.py:Class"]),
+    (["environment=higher"], ["environment=higher", "higher_lower, none, python_tool, task"]),
+    (
+        ["environment.name=hi"],
+        ["environment.name=hi", "python_tool, task", "file.py:Class"],
+    ),
     (["environment=task", "actor=sparse"], ["environment.name=task", "actor.sparse.kind=sparse"]),
     (
         ["environment=task", "algorithm.overlong_share=0.5"],

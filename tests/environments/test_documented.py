@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from environment_fakes import ScriptedSampler, ask
 
-from rlcore.environments import ENVIRONMENTS, environment_maker
+from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.environments.worked import worked_episode
@@ -52,7 +52,7 @@ def test_a_wrong_environment_is_refused_in_a_sentence(settings, words):
         environment_maker(EnvironmentSpec(**settings), make_task("higher_lower", {}))
 
 
-@pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
+@pytest.mark.parametrize("name", ["attempts", "higher_lower", "task"])
 def test_worked_episodes_mark_what_a_model_would_have_sampled(name):
     task = make_task("higher_lower", {"digits": 2})
     spec = EnvironmentSpec(name=name, args={"guesses": 3} if name == "higher_lower" else {})
@@ -64,7 +64,7 @@ def test_worked_episodes_mark_what_a_model_would_have_sampled(name):
         texts = tokenizer.decode(ids[sampled]).split("<eos>")[:-1]
         assert all(len(t) == 2 and t.isdecimal() for t in texts) and len(texts) <= 3
         assert set(tokenizer.decode(ids[~sampled])) <= set("?<>")
-        if name == "task":
+        if name != "higher_lower":
             assert texts == [item.answer]
 
 

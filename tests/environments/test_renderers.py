@@ -11,6 +11,7 @@ from rlcore.environments.renderers import make_renderer
 from rlcore.environments.tools import answer_calls, tool_schema
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt, load_tokenizer
+from rlcore.tasks import make_task
 
 # As Qwen3's: what an assistant thought is dropped once a user has answered.
 STRIPS = (
@@ -172,6 +173,20 @@ def test_a_model_calls_a_tool_and_is_informed_of_its_mistakes(tokenizer):
     text = tokenizer.decode(record.token_ids[~record.sampled].tolist())
     assert "cannot be read" in text and "ZeroDivisionError" in text and "2.0" in text
     assert tokenizer.decode(record.sampled_ids.tolist()) == "<|im_end|>".join([*turns, ""])
+
+
+@pytest.mark.processes
+def test_programs_run_in_the_sandbox_from_an_environment_s_process(tokenizer):
+    def call(code):
+        return f'<tool_call>{{"name": "python", "arguments": {{"code": "{code}"}}}}</tool_call>'
+
+    answer = make_task("digits", {}).item("train", 0).answer
+    job = make_job("python_tool", max_len=2048)
+    played = play(job, tokenizer, [call("x = 6"), call("x * 7"), answer])
+    assert played.score.status == "ok", played.score.error
+    assert played.score.reward == 1.0 and played.score.parts["programs"] == 2.0
+    (record,) = played.parts
+    assert "42" in tokenizer.decode(record.token_ids[~record.sampled].tolist())
 
 
 @pytest.mark.processes

@@ -1,0 +1,82 @@
+"""Names to be sorted: the problems of the environment `alphabet_sort`, and its first turn alone
+without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+from math import perm
+
+from rlcore.tasks.arguments import ArgumentError, integer, one_of
+from rlcore.tasks.procedural import ProceduralTask
+from rlcore.types import Grade, Item
+
+_NAMES = """
+Aaron Amara Anton Beatriz Boris Carmen Chen Dalia Dmitri Elena Emeka Farid Freya Gita Goran Hana
+Hugo Imani Ivan Jorge Julia Kaito Kira Lars Leila Maria Mateo Nadia Nils Olga Omar Paula Pedro Quinn
+Rania Ravi Sofia Sven Tariq Tomoko Uma Viktor Wanda Xavier Yara Yusuf Zainab Zoe
+"""
+NAMES = tuple(_NAMES.split())
+MOST = 2**62  # problems, of a space that has more
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
+class AlphabetSort(ProceduralTask):
+    """`turns` lists of `per_turn` distinct names in random order; every turn adds one of them.
+
+    style `names`: instructions and one name a line, for pretrained models. `letters`: `kb=` is
+    answered by `bk`, and the next turn's `+fa=` by `abfk`, for fresh models. With several turns,
+    both splits have problems with equal first turns.
+    """
+
+    name = "alphabet_sort"
+
+    def __init__(
+        self, *, turns: int = 3, per_turn: int = 3, style: str = "names", seed: int = 0
+    ) -> None:
+        self._words = one_of("style", style, ("names", "letters")) == "names"
+        self._pool = NAMES if self._words else LETTERS
+        self.turns = integer("turns", turns, 1, len(self._pool))
+        self._per_turn = integer("per_turn", per_turn, 1, len(self._pool))
+        if turns * per_turn > len(self._pool):
+            raise ArgumentError(
+                "per_turn", per_turn, f"is too many for {turns} turns: {len(self._pool)} exist."
+            )
+        chosen = perm(len(self._pool), turns * per_turn)
+        super().__init__({f"{style} {turns}x{per_turn}": min(chosen, MOST)}, seed)
+
+    def problem(self, stratum: int, rank: int) -> Item:
+        left, names = list(self._pool), []
+        for _ in range(self.turns * self._per_turn):
+            rank, place = divmod(rank, len(left))
+            names.append(left.pop(place))
+        n = self._per_turn
+        lists = [names[i : i + n] for i in range(0, len(names), n)]
+        return Item("", self.asked(lists[0], 0), self.written(lists[0]), {"lists": lists})
+
+    def asked(self, names: Sequence[str], turn: int) -> str:
+        """What the model is asked in a turn."""
+        if not self._words:
+            return f"{'+' if turn else ''}{''.join(names)}="
+        if turn:
+            intro = "Sort these names into your list, and answer with the whole list:"
+        else:
+            intro = "Sort these names alphabetically. Answer with the names alone, one a line:"
+        return "\n".join([intro, *names])
+
+    def written(self, names: Sequence[str]) -> str:
+        """The right answer to all names so far."""
+        return ("\n" if self._words else "").join(sorted(names))
+
+    def likeness(self, answer: str, names: Sequence[str]) -> float:
+        """From 0 to 1: of an answer's list with the right one (`difflib`'s ratio)."""
+        found = answer.split() if self._words else list(answer.strip())
+        return SequenceMatcher(None, found, sorted(names), autojunk=False).ratio()
+
+    def grade(self, item: Item, response: str) -> Grade:
+        likeness = self.likeness(response, item.meta["lists"][0])
+        correct = float(likeness == 1.0)
+        return Grade(correct, {"correct": correct, "likeness": likeness})
+
+    def alphabet(self) -> str | None:
+        return None if self._words else f"{''.join(LETTERS)}+="
