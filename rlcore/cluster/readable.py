@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlcore.serialization import StoredEpisode, load_trajectory
-from rlcore.types import Answer, Score
+from rlcore.types import Answer, Score, Trajectory
 
 
 def verdict(answer: Answer, score: Score) -> dict[str, Any]:
@@ -29,11 +30,13 @@ def verdict(answer: Answer, score: Score) -> dict[str, Any]:
 
 
 def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """One sample as `samples/` shows it: of several turns, everything after the first prompt."""
+    """One sample as `samples/` shows it: of several turns, everything after the first prompt, and
+    besides turn by turn."""
     parts = [load_trajectory(record) for record in episode.records]
     first, last, score = parts[0], parts[-1], episode.score
     texts = [decode(t.token_ids[int(t.turn_starts[0]) :].tolist()) for t in parts]
     versions = np.concatenate([t.token_version for t in parts])
+    turns = _turns(parts, score, decode)
     return {
         "prompt_id": first.prompt_id,
         "prompt": decode(first.prompt_ids.tolist()),
@@ -46,4 +49,30 @@ def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> 
         "actor_kind": first.actor_kind,
         "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
         "tokens": len(versions),
+        **({"turns": turns} if len(turns) > 1 else {}),
     }
+
+
+def _turns(
+    parts: Sequence[Trajectory], score: Score, decode: Callable[[Sequence[int]], str]
+) -> list[dict[str, Any]]:
+    """What the model was shown and said in each turn; a further part shows its whole prompt again.
+    The first turn's is the sample's prompt."""
+    turns: list[dict[str, Any]] = []
+    for t in parts:
+        seen = int(t.turn_starts[0]) if not turns else 0  # tokens shown so far
+        starts = [*map(int, t.turn_starts), len(t.sampled)]
+        for start, following in itertools.pairwise(starts):
+            # what follows a turn's tokens is observed
+            end = start + int(np.count_nonzero(t.sampled[start:following]))
+            observed, said = t.token_ids[seen:start], t.token_ids[start:end]
+            turn: dict[str, Any] = {
+                "part": t.part,
+                "observed": decode(observed.tolist()),
+                "said": decode(said.tolist()),
+            }
+            if score.turn_rewards:
+                turn["reward"] = score.turn_rewards[len(turns)]
+            turns.append(turn)
+            seen = end
+    return turns

@@ -47,6 +47,7 @@ body{font:14px system-ui,sans-serif;margin:2em;color:#111;background:#fff}
 table{border-collapse:collapse;margin:1em 0}
 td,th{border:1px solid #ddd;padding:3px 8px;text-align:left;vertical-align:top}
 code{white-space:pre-wrap;font-size:12px}
+.observed{display:block;color:#777}
 pre{background:#f6f6f6;padding:1em;overflow:auto}
 """
 DRAW = """
@@ -153,8 +154,22 @@ def _task_table(run: Run) -> str:
 def _sample_table(records: Sequence[dict[str, Any]]) -> str:
     columns = [c for c in SAMPLE_COLUMNS if any(c in r for r in records)]
     head = "".join(f"<th>{c}</th>" for c in columns)
-    lines = [
-        "".join(f"<td><code>{escape(str(r.get(c, '')))}</code></td>" for c in columns)
-        for r in records
-    ]
+    lines = ["".join(f"<td>{_sample_cell(r, c)}</td>" for c in columns) for r in records]
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _sample_cell(record: dict[str, Any], column: str) -> str:
+    """One value; the response of several turns is shown turn by turn."""
+    if column != "response" or "turns" not in record:
+        return f"<code>{escape(str(record.get(column, '')))}</code>"
+    shown = []
+    for number, turn in enumerate(record["turns"], 1):
+        reward = f", reward {turn['reward']:.4g}" if "reward" in turn else ""
+        part = f", part {turn['part'] + 1}" if turn["part"] else ""
+        observed = f'<code class="observed">{escape(turn["observed"])}</code>'
+        said = f"<code>{escape(turn['said'])}</code>"
+        shown.append(
+            f"<details open><summary>turn {number}{part}{reward}</summary>"
+            f"{observed if turn['observed'] else ''}{said}</details>"
+        )
+    return "".join(shown)

@@ -57,3 +57,19 @@ def test_a_sample_of_several_turns_shows_what_was_observed_between_them():
     t = make_trajectory(2, 1, turns=[((1, 2), (5, 6)), ((9,), (7,))])
     found = readable(StoredEpisode(make_score(t), (dump_trajectory(t),)), text)
     assert (found["prompt"], found["response"], found["tokens"]) == ("12", "5697", 3)
+    assert found["turns"] == [
+        {"part": 0, "observed": "", "said": "56"},
+        {"part": 0, "observed": "9", "said": "7"},
+    ]
+
+
+def test_turns_of_further_parts_show_their_prompt_and_rewards_are_by_turn():
+    shapes = [[((1, 2), (5, 6))], [((1, 3), (7,)), ((4, 4), (8, 9))]]
+    parts = [make_trajectory(2, 1, turns=s, part=i, parts=2) for i, s in enumerate(shapes)]
+    score = make_score(parts[0], 2.5, turn_rewards=(0.5, -1.0, 3.0))
+    found = readable(StoredEpisode(score, tuple(map(dump_trajectory, parts))), text)
+    assert [tuple(turn.values()) for turn in found["turns"]] == [
+        (0, "", "56", 0.5),
+        (1, "13", "7", -1.0),
+        (1, "44", "89", 3.0),
+    ]

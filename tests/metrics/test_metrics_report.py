@@ -108,6 +108,21 @@ def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_ther
     assert "seed: 1" in page.text
 
 
+def test_samples_of_several_turns_are_shown_by_turn(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    said = [("", "5", 0.5), (EVIL, "7", -1.25)]
+    names = ("part", "observed", "said", "reward")
+    turns = [dict(zip(names, (i, *turn))) for i, turn in enumerate(said)]
+    sample = {"prompt_id": "a/train/1", "response": "all of it", "turns": turns}
+    (file,) = (folder / "samples").iterdir()
+    file.write_text(json.dumps(sample) + "\n")
+    text = write_report(folder).read_text()
+    assert "<script>alert(1)" not in text
+    page = Page(text)
+    assert "turn 1, reward 0.5" in page.text and "turn 2, part 2, reward -1.25" in page.text
+    assert EVIL in page.text and "all of it" not in page.text
+
+
 def test_a_run_that_is_still_written(tmp_path):
     folder = make_run(tmp_path / "run", steps=3)
     with (folder / "metrics.jsonl").open("a") as file:
