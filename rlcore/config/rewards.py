@@ -41,9 +41,10 @@ def check_rewards(c: RunConfig) -> None:
             "end the run before the reward counts as failed: lower the first or raise the second.",
         )
     keyed = [key for key, r in rewards(c) if r.endpoint and r.endpoint.api_key_env]
-    for key, task in tasks(c).items():
+    programs = {key: task.args for key, task in tasks(c).items()}
+    for key, args in {**programs, "environment": c.environment.args}.items():
         refuse(
-            bool(keyed) and task.args.get("confinement") == "reduced",
+            bool(keyed) and args.get("confinement") == "reduced",
             f"{key}.args.confinement=reduced does not go with {''.join(keyed[:1])}.api_key_env: a "
             "program that the model wrote might read the key out of the memory of another "
             "process; use confinement=full, or grade the programs in a run without keys.",

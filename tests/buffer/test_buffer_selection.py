@@ -9,6 +9,8 @@ from rlcore.buffer import journal, reports
 from rlcore.buffer.selection import highest
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
+from rlcore.serialization import dump_trajectory
+from rlcore.testing.records import make_score, make_trajectory
 
 
 def one(group_rewards, **settings):
@@ -46,6 +48,25 @@ def test_equal_rewards_are_filtered_only_if_asked():
     assert filtered.ledger.evicted == {"filtered_equal_rewards": 1}
     assert one([1.0, 1.0]).ready(0)
     assert one([1.0, 0.0], dynamic_sampling=True).ready(0)
+
+
+def test_episodes_of_several_parts_that_are_all_filtered_leave_nothing_and_end_the_run():
+    buffer = make_buffer(1, 2, dynamic_sampling=True, filter_limit=3)
+    turns = ((((3, 4), (5, 6)),), (((3,), (7,)), ((8,), (9,))))
+    for group_id in range(3):
+        assert buffer.admit(["game/train/0"]) == [group_id]
+        for i in range(2):
+            names = {"part": 0, "parts": 2, "prompt_id": "game/train/0"}
+            first = make_trajectory(group_id, i, turns=turns[0], **names)
+            second = make_trajectory(group_id, i, turns=turns[1], **{**names, "part": 1})
+            # what single turns were rewarded with does not matter: the episodes' rewards are equal
+            score = make_score(first, 1.0, turn_rewards=(i / 2, 1 - i / 2, 0.0))
+            deliver(buffer, (dump_trajectory(second), score))
+            buffer.add_records([dump_trajectory(first)])
+    assert buffer.ledger.evicted == {"filtered_equal_rewards": 3}
+    assert buffer.live.bytes == 0 and not buffer.ready(0)
+    with pytest.raises(UserError, match=r"filtered the last 3 groups of task game.*filter_limit=3"):
+        buffer.admit(["game/train/1"])
 
 
 def test_dynamic_sampling_judges_what_would_be_trained_on():

@@ -100,6 +100,15 @@ REFUSED = [  # words; parts that the sentence must hold
         [
             URL,
             "task.rewards.style.http.api_key_env=K",
+            "environment=python_tool",
+            "+environment.args.confinement=reduced",
+        ],
+        ["environment.args.confinement=reduced", "style.http.api_key_env"],
+    ),
+    (
+        [
+            URL,
+            "task.rewards.style.http.api_key_env=K",
             "+evaluation.tasks.p={name: mbpp, args: {confinement: reduced}}",
         ],
         ["evaluation.tasks.p.args.confinement=reduced", "style.http.api_key_env"],
