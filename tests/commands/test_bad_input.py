@@ -9,22 +9,34 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.processes
+from rlcore.cli import main
+
 BASE = ("train", "experiment=quickstart", "logging.wandb=disabled")
 
 
-def _refused(*words):
+def _sentence(code, said):
     """The one sentence on stderr of a command that must exit with 2."""
+    assert code == 2, said
+    lines = [line for line in said.splitlines() if line.startswith("rlcore: ")]
+    assert len(lines) == 1, said
+    return lines[0]
+
+
+def _refused_as_installed(*words):
+    """The same of a process."""
     done = subprocess.run(
         [str(Path(sys.executable).parent / "rlcore"), *words],
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 2, done.stdout + done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rlcore: ")]
-    assert len(lines) == 1, done.stderr
-    return lines[0]
+    return _sentence(done.returncode, done.stderr)
+
+
+@pytest.fixture
+def refused(capsys):
+    """Gives a command's words to `rlcore`, here; its sentence."""
+    return lambda *words: _sentence(main(words), capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -42,29 +54,29 @@ def _refused(*words):
         (["correction=[tis,mis]"], ["tis", "mis"]),
     ],
 )
-def test_a_wrong_configuration_is_one_sentence(words, said, tmp_path):
-    sentence = _refused(*BASE, f"run_dir={tmp_path / 'run'}", *words)
+def test_a_wrong_configuration_is_one_sentence(refused, words, said, tmp_path):
+    sentence = refused(*BASE, f"run_dir={tmp_path / 'run'}", *words)
     assert not [word for word in said if word not in sentence], sentence
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize("more", [(), ("dry_run=true",)])
-def test_a_taken_port_for_the_metrics_leaves_nothing_behind(more, tmp_path):
+def test_a_taken_port_for_the_metrics_leaves_nothing_behind(refused, more, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
         word = f"logging.prometheus_port={s.getsockname()[1]}"
-        sentence = _refused(*BASE, f"run_dir={tmp_path / 'run'}", word, *more)
+        sentence = refused(*BASE, f"run_dir={tmp_path / 'run'}", word, *more)
     assert word in sentence and "in use" in sentence
     assert not (tmp_path / "run").exists()
 
 
-def test_an_empty_data_set_and_a_row_without_an_answer_are_named(tmp_path):
+def test_an_empty_data_set_and_a_row_without_an_answer_are_named(refused, tmp_path):
     empty, bad = tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"
     empty.write_text("")
     bad.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     for path, said in ((empty, "empty"), (bad, "row 2")):
-        sentence = _refused(
+        sentence = refused(
             *BASE,
             f"run_dir={tmp_path / 'run'}",
             "task=gsm8k",
@@ -80,7 +92,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
         before = {p.pid for p in psutil.process_iter()}
-        sentence = _refused(
+        sentence = _refused_as_installed(
             *BASE, f"run_dir={tmp_path / 'run'}", f"learner.port={port}", "model.warmup=null"
         )
         assert f"learner.port={port}" in sentence
@@ -94,6 +106,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         time.sleep(0.2)
 
 
+@pytest.mark.processes
 def test_a_run_directory_that_holds_a_run_is_not_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert "resume=auto" in _refused(*BASE, f"run_dir={tmp_path}")
+    assert "resume=auto" in _refused_as_installed(*BASE, f"run_dir={tmp_path}")
