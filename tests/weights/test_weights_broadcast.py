@@ -72,7 +72,9 @@ class Fleet:
     """Receiving processes by name, as the sender calls them."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # forked from a server that has imported this: a process starts at once
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["rlcore.weights.group"])
         self._pool = ThreadPoolExecutor(8)
         self.processes, self.pipes, self.log = {}, {}, []
 
