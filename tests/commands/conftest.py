@@ -85,21 +85,41 @@ class Command:
                 child.send_signal(signal.SIGKILL)
 
 
-@pytest.fixture
-def command(tmp_path):
-    """Start `rlcore` commands; whatever remains of them is killed at the end.
+@contextlib.contextmanager
+def started_in(folder: Path):
+    """A function that starts `rlcore` commands; whatever remains of them is killed at the end.
 
     `under`: the words of a program that the command is started by.
     """
     started = []
 
     def start(*words, under=()):
-        started.append(Command(words, tmp_path / f"command{len(started)}.log", under))
+        started.append(Command(words, folder / f"command{len(started)}.log", under))
         return started[-1]
 
     yield start
     for c in started:
         c.kill()
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Start commands of one test (`started_in`)."""
+    with started_in(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Run a command, for the tests of a module to read what it left; raises unless it ends well."""
+    with started_in(tmp_path_factory.mktemp("finished")) as start:
+
+        def finish(*words):
+            run = start(*words)
+            assert run.wait() == 0, run.text[-3000:]
+            return run
+
+        yield finish
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +128,7 @@ def warm_cache(tmp_path_factory):
     return tmp_path_factory.mktemp("warm")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small(warm_cache):
     """Words of a run that takes seconds once its processes are up."""
     return (*SMALL, f"model.warmup.cache_dir={warm_cache}")

@@ -21,7 +21,9 @@ LONG = (
     "model.warmup.steps=20",
     "model.warmup.batch_size=16",
 )
-SPARSE = (*LONG, "actor=sparse", "actor.sparse.sparse.blocks=2", "evaluation.dense_actor=true")
+SPARSE_ALONE = (*LONG, "actor=sparse", "actor.sparse.sparse.blocks=2")
+SPARSE = (*SPARSE_ALONE, "evaluation.dense_actor=true")
+BEST = ("algorithm.keep_best=3",)
 DRAFT = ("actor.draft.draft_fresh.hidden_size=32", "actor.draft.draft_fresh.layers=1")
 
 
@@ -59,21 +61,36 @@ def test_emulated_precision_is_called_by_its_name(command, small, tmp_path):
     )  # rounded again at every update
 
 
-def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(command, small, tmp_path):
-    sparse, dense = tmp_path / "sparse", tmp_path / "dense"
-    words = ("train", *small, *SPARSE, "schedule.steps=2")
-    _run(command, *words, f"run_dir={sparse}", "learner.train_sparse=true")
-    _run(command, *words, f"run_dir={dense}")
-    assert _kinds(sparse) == _kinds(dense) == {"sparse"}
-    for same, other in zip(rows(sparse), rows(dense)):
+def distilling(publish):
+    return f"learner.distill={{lr:1e-2,lora:{{publish:{publish}}}}}"
+
+
+@pytest.fixture(scope="module")
+def distilled(small, finished, tmp_path_factory):
+    """A run of four steps whose sparse actors sample from a copy that is distilled."""
+    run_dir = tmp_path_factory.mktemp("distilled") / "run"
+    words = (*small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
+    finished("train", *words, f"run_dir={run_dir}", "schedule.steps=4")
+    return run_dir
+
+
+def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
+    command, small, distilled, tmp_path
+):
+    run_dir = tmp_path / "run"
+    words = (*small, *SPARSE_ALONE, "learner.train_sparse=true", "schedule.steps=2")
+    _run(command, "train", *words, f"run_dir={run_dir}")
+    assert _kinds(run_dir) == _kinds(distilled) == {"sparse"}
+    # before its first step the copy is the policy, which is scored densely there
+    other = rows(distilled)[0]
+    for same in rows(run_dir):
         assert same["mismatch/abs_dlogp_mean"] < 1e-4
         assert other["mismatch/abs_dlogp_mean"] > 10 * same["mismatch/abs_dlogp_mean"]
 
 
-def test_distillsparse_publishes_both_and_resumes_exactly(command, small, tmp_path):
-    words = ("train", *small, *SPARSE, "learner.distill={lr:1e-2}", "algorithm.keep_best=3")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    _run(command, *words, f"run_dir={whole}", "schedule.steps=4")
+def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distilled, tmp_path):
+    words = ("train", *small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
+    parts = tmp_path / "parts"
     _run(command, *words, f"run_dir={parts}", "schedule.steps=2")
     _run(command, "train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
     keys = (
@@ -83,13 +100,13 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, tmp_pa
         "mismatch/kl_k1",
         "eval/digits/greedy_reward",
     )
-    for one, other in zip(rows(whole), rows(parts), strict=True):
+    for one, other in zip(rows(distilled), rows(parts), strict=True):
         assert [one.get(k) for k in keys] == [other.get(k) for k in keys]
-    assert all(r["distill/grad_norm"] > 0 for r in rows(whole))
-    assert rows(whole)[-1]["eval/policy_version"] == 4
+    assert all(r["distill/grad_norm"] > 0 for r in rows(distilled))
+    assert rows(distilled)[-1]["eval/policy_version"] == 4
 
     out = tmp_path / "out"
-    _run(command, "export", f"run_dir={whole}", f"out={out}")
+    _run(command, "export", f"run_dir={distilled}", f"out={out}")
     dense, merged = (
         load_file(out / "model.safetensors"),
         load_file(out / "sparse" / "model.safetensors"),
@@ -102,10 +119,9 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, tmp_pa
 def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
-    _run(command, *words, "schedule.steps=2")
-    _run(command, "train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=4")
+    _run(command, *words, "schedule.steps=3")
     found = rows(run_dir)
-    assert len(found) == 4 and any(r["grad_norm"] > 0 for r in found)
+    assert len(found) == 3 and any(r["grad_norm"] > 0 for r in found)
     assert all(
         r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found
     )  # the engine has what the learner differentiates
@@ -119,32 +135,12 @@ def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_pa
 
 
 def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path):
-    """In flight, over gloo and the disk, through a resume: the engine has what the learner
-    differentiates."""
+    """Over the disk and gloo, by an actor and its replacement, through a resume: the engine has
+    what the learner differentiates."""
     run_dir = tmp_path / "run"
     words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
-    alone = "learner.lora={publish:adapter}"
-    _run(command, *words, alone, "cluster.transport=gloo", "schedule.steps=2")
-    more = ("resume=auto", "cluster.transport=disk", "schedule.steps=4")
-    _run(command, "train", f"run_dir={run_dir}", *more)
-    found = rows(run_dir)
-    assert len(found) == 4 and any(r["grad_norm"] > 0 for r in found)
-    assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found)
-    assert found[-1]["eval/policy_version"] == 4
-    published = load_file(next((run_dir / "weights" / "policy").glob("*00000004*")))
-    assert published and all(".lora_" in name for name in published)
-
-
-def test_a_replaced_actor_has_the_adapter(command, small, tmp_path):
-    run_dir = tmp_path / "run"
-    words = (
-        "experiment=lora",
-        "schedule=on_policy",
-        "schedule.steps=1000",
-        "cluster.heartbeat_s=1",
-    )
-    alone = "learner.lora={publish:adapter}"
-    run = command("train", *small[1:], *words, alone, f"run_dir={run_dir}")
+    alone = ("learner.lora={publish:adapter}", "cluster.transport=disk")
+    run = command(*words, *alone, "schedule.steps=1000", "cluster.heartbeat_s=1")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     actors = [p for p in run.descendants() if "RolloutActor" in " ".join(p.cmdline())]
     actors[0].kill()
@@ -153,27 +149,37 @@ def test_a_replaced_actor_has_the_adapter(command, small, tmp_path):
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(180) == 130, run.text[-3000:]
     assert "bf16-0 is replaced" in run.text
+    files = sorted((run_dir / "weights" / "policy").glob("weights-*.safetensors"))
+    assert all(".lora_" in name for name in load_file(files[-1]))
+
+    done = len(rows(run_dir))
+    more = ("resume=auto", "cluster.transport=gloo", f"schedule.steps={done + 2}")
+    _run(command, "train", f"run_dir={run_dir}", *more)
     found = rows(run_dir)
+    assert len(found) == done + 2 and any(r["grad_norm"] > 0 for r in found[:at])
     assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found)
-    assert any(r["grad_norm"] > 0 for r in found[:at])
+    assert found[-1]["eval/policy_version"] == done + 2
+    assert found[done - 1]["rollout/replacements"] == 1
+    # and nothing was lost with the actor
+    assert found[-1]["ledger/consumed"] == found[-1]["ledger/admitted"] == (done + 2) * 8
 
 
-def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(command, small, tmp_path):
-    words = ("train", *small, *SPARSE, "schedule.steps=3")
-    runs = {}
-    for publish in ("merged", "adapter"):
-        run_dir = tmp_path / publish
-        distill = f"learner.distill={{lr:1e-2,lora:{{publish:{publish}}}}}"
-        _run(command, *words, distill, f"run_dir={run_dir}", "cluster.transport=disk")
-        runs[publish] = rows(run_dir)
-        sets = {p.parent.name: set(load_file(p)) for p in (run_dir / "weights").glob("*/*0003*")}
+def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(
+    command, small, distilled, tmp_path
+):
+    alone = tmp_path / "alone"
+    words = (*small, *SPARSE, *BEST, distilling("adapter"), "cluster.transport=disk")
+    _run(command, "train", *words, f"run_dir={alone}", "schedule.steps=4")
+    for run_dir in (distilled, alone):
+        sets = {p.parent.name: set(load_file(p)) for p in (run_dir / "weights").glob("*/*0004*")}
         assert set(sets) == {"policy", "sparse"}
-        assert sets["sparse"].isdisjoint(sets["policy"]) == (publish == "adapter")
-    for one, other in zip(runs["merged"], runs["adapter"], strict=True):
+        assert sets["sparse"].isdisjoint(sets["policy"]) == (run_dir == alone)
+    for one, other in zip(rows(distilled), rows(alone), strict=True):
         for key in ("mismatch/kl_k1", "distill/actor_abs_dlogp_mean", "loss/distill_kl"):
             assert one[key] == pytest.approx(other[key], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_frozen_draft_samples_and_the_policy_is_evaluated(command, small, tmp_path):
     run_dir = tmp_path / "run"
     _run(

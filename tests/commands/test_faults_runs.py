@@ -1,6 +1,8 @@
 """Whole runs that lose processes, gain and lose actors, or go on with another number of ranks.
 
-These are a selection; `make faults` causes every fault and prints the outcome."""
+These are a selection; `make faults` causes every fault and prints the outcome. Those marked slow
+have parts that cheaper tests hold: tests/cluster stops and kills actors' processes, tests/rollout
+the ranks of an engine, and tests/learner opens checkpoints at other numbers of ranks."""
 
 import json
 import signal
@@ -56,21 +58,28 @@ def books(run_dir):
     return ledger["admitted"], ledger["consumed"]
 
 
-def test_a_lost_buffer_costs_steps_and_no_group(command, small, tmp_path):
+def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}")
     run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
     processes(run, "BufferActor")[0].kill()
     run.wait_for(lambda: "continuing from step_" in run.text, what="the recovery")
     at = len(rows(run_dir))
-    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
-    family = run.descendants()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 5, what="further steps")
     assert (
         "the replay buffer died" in run.text
         and "recovery 1 of cluster.max_recoveries=3" in run.text
     )
+    run.kill()  # all of its processes
+    run.wait(30)
+
+    resumed = command("train", f"run_dir={run_dir}", "resume=auto")
+    resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
+    at = len(rows(run_dir))
+    resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
+    family = resumed.descendants()
+    resumed.process.send_signal(signal.SIGTERM)
+    assert resumed.wait(180) == 130, resumed.text[-3000:]
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
     assert max(r["staleness/max"] for r in found) <= 1
@@ -99,6 +108,7 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
     assert found[-1]["checkpoint/interval_s"] >= 2
 
 
+@pytest.mark.slow
 def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_path):
     run_dir = tmp_path / "run"
     words = ("actor.bf16.count=3", "cluster.num_cpus=4", "cluster.hang_timeout_s=120")
@@ -157,23 +167,7 @@ def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found if r["staleness/max"] == 0)
 
 
-def test_everything_killed_at_once_and_resumed(command, small, tmp_path):
-    run_dir = tmp_path / "run"
-    run = command("train", *small, *FAST, f"run_dir={run_dir}")
-    run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
-    run.kill()
-    run.wait(30)
-    resumed = command("train", f"run_dir={run_dir}", "resume=auto")
-    resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
-    at = len(rows(run_dir))
-    resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
-    resumed.process.send_signal(signal.SIGTERM)
-    assert resumed.wait(180) == 130, resumed.text[-3000:]
-    found = rows(run_dir)
-    assert books(run_dir)[1] == len(found) * 8
-    assert max(r["staleness/max"] for r in found) <= 1
-
-
+@pytest.mark.slow
 def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
@@ -231,6 +225,7 @@ def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_zero2_ranks_opens_at_one_and_is_exported(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "model"
     words = (*small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3", "learner.zero_stage=2")

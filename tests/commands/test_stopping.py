@@ -80,7 +80,7 @@ def _stopped_with_a_checkpoint(run, run_dir, family):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("wandb", ["disabled", "offline"])
+@pytest.mark.parametrize("wandb", [pytest.param("disabled", marks=pytest.mark.slow), "offline"])
 def test_coreutils_timeout_leaves_a_checkpoint(command, small, tmp_path, wandb):
     """It signals its child and then its group, in which all of them are."""
     run_dir = tmp_path / "run"
@@ -92,13 +92,13 @@ def test_coreutils_timeout_leaves_a_checkpoint(command, small, tmp_path, wandb):
     _stopped_with_a_checkpoint(run, run_dir, family)
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_two_signals_to_the_whole_group_leave_a_checkpoint(command, small, tmp_path, number):
+def test_two_signals_to_the_whole_group_leave_a_checkpoint(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *ENDLESS, f"run_dir={run_dir}")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     for _ in range(2):  # the command is the leader of its group
-        os.killpg(run.process.pid, number)
+        os.killpg(run.process.pid, signal.SIGTERM)
     _stopped_with_a_checkpoint(run, run_dir, family)

@@ -1,5 +1,6 @@
 """Whole runs: the outside contract, exact resume, interruption, a killed actor."""
 
+import os
 import signal
 
 import pytest
@@ -74,6 +75,7 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
     assert not left_over(seen)
 
 
+@pytest.mark.slow  # runs of large batches, below, and of a mixture resume exactly, too
 def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, small, tmp_path):
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -88,8 +90,10 @@ def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, 
     assert all(r["grad_norm"] > 0 for r in rows(whole))
 
 
-def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(command, small, tmp_path):
-    words = (
+@pytest.fixture(scope="module")
+def large_batch(small):
+    """Words of runs with phases of three steps."""
+    return (
         "train",
         *small,
         "schedule=large_batch",
@@ -99,14 +103,25 @@ def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(command
         "correction.jackpot.target=new",
         "algorithm.dynamic_sampling=true",
     )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    first = command(*words, f"run_dir={whole}", "schedule.steps=6")
+
+
+@pytest.fixture(scope="module")
+def whole_large_batch(large_batch, finished, tmp_path_factory):
+    """The rows of two phases without a stop."""
+    run_dir = tmp_path_factory.mktemp("large_batch") / "whole"
+    finished(*large_batch, f"run_dir={run_dir}", "schedule.steps=6")
+    return rows(run_dir)
+
+
+def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(
+    command, large_batch, whole_large_batch, tmp_path
+):
+    run_dir, uninterrupted = tmp_path / "run", whole_large_batch
+    first = command(*large_batch, f"run_dir={run_dir}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
-    second = command(*words, f"run_dir={parts}", "schedule.steps=4")
+    second = command("train", f"run_dir={run_dir}", "resume=auto", "schedule.steps=6")
     assert second.wait() == 0, second.text[-3000:]
-    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=6")
-    assert third.wait() == 0, third.text[-3000:]
-    resumed, uninterrupted = rows(parts), rows(whole)
+    resumed = rows(run_dir)
     # the last row of the stopped run reports its final publish and evaluation too
     assert [without_times(r) for i, r in enumerate(resumed) if i != 3] == [
         without_times(r) for i, r in enumerate(uninterrupted) if i != 3
@@ -115,29 +130,39 @@ def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(command
     assert all(r["grad_norm"] > 0 for r in uninterrupted)
     assert any("eval/digits/greedy" in r for r in resumed[4:5])
 
+
+@pytest.mark.slow
+def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_exactly(
+    command, large_batch, whole_large_batch, tmp_path
+):
     # The phase takes half a second, and a stop that comes after it proves nothing.
     for attempt in range(3):
         stopped = tmp_path / f"stopped{attempt}"
-        fourth = command(*words, f"run_dir={stopped}", "schedule.steps=6")
+        first = command(*large_batch, f"run_dir={stopped}", "schedule.steps=6")
         begun = stopped / "samples" / "step_000001.jsonl"  # written before p_ref's passes
-        fourth.wait_for(begun.exists, what="the first phase to begin", every_s=0.005)
-        fourth.process.send_signal(signal.SIGINT)
-        assert fourth.wait(180) == 130, fourth.text[-3000:]
+        first.wait_for(begun.exists, what="the first phase to begin", every_s=0.005)
+        first.process.send_signal(signal.SIGINT)
+        assert first.wait(180) == 130, first.text[-3000:]
         if len(rows(stopped)) in (1, 2):
             break
     assert len(rows(stopped)) in (1, 2), "no stop came in the middle of a phase"
-    fifth = command("train", f"run_dir={stopped}", "resume=auto")
-    assert fifth.wait() == 0, fifth.text[-3000:]
-    assert [without_times(r) for r in rows(stopped)] == [without_times(r) for r in uninterrupted]
+    second = command("train", f"run_dir={stopped}", "resume=auto")
+    assert second.wait() == 0, second.text[-3000:]
+    assert [without_times(r) for r in rows(stopped)] == [
+        without_times(r) for r in whole_large_batch
+    ]
 
 
-def test_an_interrupt_leaves_a_checkpoint_and_no_process(command, small, tmp_path):
+def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(command, small, tmp_path):
+    """Ctrl-C in a terminal, pressed twice."""
     run_dir = tmp_path / "run"
     run = command("train", *small, f"run_dir={run_dir}", "schedule.steps=10000")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
-    run.process.send_signal(signal.SIGINT)
+    for _ in range(2):  # the command is the leader of its group
+        os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait(180) == 130, run.text[-3000:]
+    assert "finishing the current step" in run.text
     assert not left_over(family)
     done = len(rows(run_dir))
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{done:06d}"]
@@ -149,10 +174,11 @@ def test_an_interrupt_leaves_a_checkpoint_and_no_process(command, small, tmp_pat
     assert max(r["staleness/max"] for r in found) <= 1
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command(
-        "train", *small, f"run_dir={run_dir}", "schedule.steps=60", "cluster.heartbeat_s=1"
+        "train", *small, f"run_dir={run_dir}", "schedule.steps=30", "cluster.heartbeat_s=1"
     )
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     victims = [p for p in run.descendants() if "RolloutActor" in " ".join(p.cmdline())]
@@ -160,11 +186,11 @@ def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(command, small, 
     victims[0].kill()
     assert run.wait() == 0, run.text[-3000:]
     found = rows(run_dir)
-    assert [r["step"] for r in found] == list(range(1, 61))
+    assert [r["step"] for r in found] == list(range(1, 31))
     last = found[-1]
     assert last["rollout/replacements"] == 1
     assert (
-        last["ledger/consumed"] == 60 * 8
+        last["ledger/consumed"] == 30 * 8
         and last["ledger/failed"] == 0
         and last["ledger/evicted"] == 0
     )

@@ -55,5 +55,3 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     }
     report = (whole / "report.html").read_text()
     assert "<h3>Tasks</h3>" in report and "Reward by task" in report
-    refused = command("train", f"run_dir={parts}", "resume=auto", "task=digits", "schedule.steps=5")
-    assert refused.wait() == 2 and "task=digits cannot continue a run with" in refused.text

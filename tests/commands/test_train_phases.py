@@ -23,6 +23,29 @@ def clipped(row):
     return row["policy/clip_low_share"] + row["policy/clip_high_share"]
 
 
+def audit(found):
+    """Every group was used twice, within the staleness bound, and clipped in its second epoch."""
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    last = found[-1]
+    assert last["ledger/consumed"] == len(found) // 2 * 8 == last["ledger/admitted"]
+    assert max(row["staleness/max"] for row in found) <= 4 - 1 + 2
+    for row in found:
+        first = (row["step"] - 1) % 4 == 0
+        assert (row["policy/ratio"] == pytest.approx(1.0, abs=1e-6)) == first, row["step"]
+        assert not first or clipped(row) == 0.0
+    assert max(map(clipped, found)) > 0.0
+
+
+def test_an_asynchronous_run_uses_every_group_twice(command, small, tmp_path):
+    run_dir = tmp_path / "run"
+    words = (*small, *PHASES, "schedule.max_staleness=2", "schedule.steps=12")
+    run = command("train", *words, f"run_dir={run_dir}")
+    assert run.wait() == 0, run.text[-3000:]
+    audit(rows(run_dir))
+    assert "never binds" not in run.text
+
+
+@pytest.mark.slow
 def test_an_asynchronous_run_stopped_within_a_phase_uses_every_group_twice(
     command, small, tmp_path
 ):
@@ -41,19 +64,11 @@ def test_an_asynchronous_run_stopped_within_a_phase_uses_every_group_twice(
     steps = done - done % 4 + 8
     resumed = command("train", f"run_dir={run_dir}", "resume=auto", f"schedule.steps={steps}")
     assert resumed.wait() == 0, resumed.text[-3000:]
-    found = rows(run_dir)
-    assert [row["step"] for row in found] == list(range(1, steps + 1))
-    last = found[-1]
-    assert last["ledger/consumed"] == steps // 2 * 8 == last["ledger/admitted"]
-    assert max(row["staleness/max"] for row in found) <= 4 - 1 + 2
-    for row in found:
-        first = (row["step"] - 1) % 4 == 0
-        assert (row["policy/ratio"] == pytest.approx(1.0, abs=1e-6)) == first, row["step"]
-        assert not first or clipped(row) == 0.0
-    assert max(map(clipped, found)) > 0.0
-    assert "never binds" not in run.text
+    assert len(rows(run_dir)) == steps
+    audit(rows(run_dir))
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_continues_within_a_phase_to_the_bit(command, small, tmp_path):
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish", *PHASES)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
