@@ -19,6 +19,7 @@ ENVIRONMENTS: dict[str, str] = {
     "attempts": "rlcore.environments.attempts:Attempts",
     "higher_lower": "rlcore.environments.higher_lower:HigherLower",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
+    "rooms": "rlcore.environments.rooms:Rooms",
     "task": "rlcore.environments.one_turn:OneTurn",
 }
 

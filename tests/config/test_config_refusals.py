@@ -222,10 +222,13 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", DISTILL, "correction=[dvp,mis]"],
         ["correction=[dvp,mis]", "learner.distill"],
     ),
-    (["environment=higher"], ["environment=higher", "higher_lower, none, python_tool, task"]),
+    (
+        ["environment=higher"],
+        ["environment=higher", "none, python_tool, rooms, task"],
+    ),
     (
         ["environment.name=hi"],
-        ["environment.name=hi", "python_tool, task", "file.py:Class"],
+        ["environment.name=hi", "python_tool, rooms, task", "file.py:Class"],
     ),
     (["environment=task", "actor=sparse"], ["environment.name=task", "actor.sparse.kind=sparse"]),
     (
