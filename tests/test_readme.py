@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.cli import VERBS
 from rlcore.commands.plan import split
+from rlcore.commands.plan_measure import WORDS
 from rlcore.commands.scale import parse
 from rlcore.config.compose import load
 from rlcore.planner.gpus import GPUS
@@ -80,6 +81,9 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
             continue
         if verb == "scale":
             assert parse([w for w in rest if not w.startswith("run_dir=")])
+            continue
+        if verb == "plan" and rest[0] == "measure":
+            assert {w.partition("=")[0] for w in rest[1:]} == set(WORDS)
             continue
         if verb == "plan":
             own, rest = split(rest)
