@@ -28,9 +28,9 @@ INTRODUCTION = """# `make demo`: SmolLM2-135M learns two-digit sums
 
 `python benchmarks/demo.py` on {machine}. Held-out sums, {prompts} a row, which training never
 shows; greedy is the likeliest answer, sampled is drawn at temperature 1. The answer counts when it
-is the right number and nothing else. z is the gain in units of its standard error, which is that
-of two independent shares of {prompts}. Seconds are from an empty cache to the end: the model out
-of the package registry, the start of all processes, {steps} steps, and every evaluation. Memory is
+is the right number and nothing else. z is the gain in units of its standard error, which is that of
+two independent shares of {prompts}. Seconds are from an empty cache to the end: the model out of
+the package registry, the start of all processes, {steps} steps, and every evaluation. Memory is
 that of all processes together, shared pages once.
 
 """

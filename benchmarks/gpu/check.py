@@ -1,7 +1,8 @@
-"""Every GPU path in one table, in under half an hour on one GPU. Not yet run on a GPU.
+"""Every GPU path in one table, in under half an hour on one GPU.
 
     python benchmarks/gpu/check.py [--shape qwen3-1.7b] [--device cuda] [--parts NAME ...]
-                                   [--budget 1500] [--out FILE]
+                                   [--contexts 4096 8192 16384] [--batches 16 64 256]
+                                   [--budget 1500] [--out FILE] [--work FOLDER]
 
 Parts, the most valuable first; each runs in its own process (`parts.py` and what it imports) with
 its own deadline:
@@ -12,6 +13,8 @@ kernel   sparse decode of one layer at batches 16, 64 and 256, replayed from a C
          lengths than it was captured with: error against plain torch, then milliseconds against
          dense
 varlen   torch's variable-length attention, forward and backward, against SDPA on each sequence
+flex     the learner's sparse attention by FlexAttention, forward and backward, against masked SDPA
+         by the same rule; milliseconds and memory of both and of dense attention
 model    writes a random-weight model of the shape, so that nothing is downloaded
 bf16, sparse, fp8, fp8 + fp8 kv
          one actor each: its log-probs against the learner's own path on the same tokens (sparse:
@@ -25,10 +28,12 @@ loop     `rlcore train` with a small model, half of the GPU for the engine and h
 bf16 eager, bf16 first runner
          the batches again without graphs, and on vLLM's first runner without async scheduling
 
-A speed is printed only where log-probs agree. A part that fails, times out or lacks a package is
-reported as a row, and the next part is tried. Rows are appended to FILE (JSON lines) as they are
-measured. `--shape tiny --device cpu` is the dry run: short contexts, emulated FP8, parts that need
-CUDA skipped.
+A speed is printed only where log-probs agree (`reference.py: Judge` says what that means). A part
+that fails, times out or lacks a package is reported as a row, and the next part is tried. Rows are
+appended to FILE (JSON lines) as they are measured; what the parts print is beside it, in FILE's
+name ending in .logs. A model that --work's FOLDER holds from an earlier call is used again.
+`--shape tiny --device cpu` is the dry run: short contexts, emulated FP8, parts that need CUDA
+skipped.
 """
 
 from __future__ import annotations
@@ -52,6 +57,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 BUDGET_S = 1500.0
 CONTEXTS = {"cuda": (4096, 8192, 16384), "cpu": (64, 128)}
+BATCHES = {"cuda": (16, 64, 256), "cpu": (2, 4)}
 SHAPES = ("qwen3-1.7b", "qwen3-4b", "tiny")
 Row = dict[str, Any]
 
@@ -72,6 +78,7 @@ PARTS = (
     Part("nccl", 30, 10, ("torch",), cuda=True),
     Part("kernel", 60, 20, ("torch", "vllm", "triton"), cuda=True),
     Part("varlen", 40, 10, ("torch", "transformers"), cuda=True),
+    Part("flex", 80, 20, ("torch", "transformers"), cuda=True),
     Part("model", 60, 10, ("torch", "transformers")),
     # engines that compile with a cold cache
     Part("bf16", 260, 50),
@@ -142,22 +149,16 @@ class Rows:
         self._shown = len(rows)
 
 
-def run_child(
-    part: Part, deadline_s: float, rows: Rows, folder: Path, shape: str, device: str
-) -> str | None:
-    """Run a part in its own process group, killed at the deadline; why it failed, or None."""
-    log = folder / f"{part.name.replace(' ', '')}.log"
-    contexts = ",".join(map(str, CONTEXTS[device]))
-    command = [
-        sys.executable,
-        str(HERE / "parts.py"),
-        part.name,
-        str(folder),
-        shape,
-        device,
-        contexts,
-        str(rows.path),
-    ]
+def run_child(part: Part, deadline_s: float, rows: Rows, words: Sequence[str]) -> str | None:
+    """Run a part in its own process group, killed at the deadline; why it failed, or None.
+
+    words: folder, shape, device, contexts, batches. What the part prints is in a file of its name
+    beside the rows.
+    """
+    logs = rows.path.with_suffix(".logs")
+    logs.mkdir(exist_ok=True)
+    log = logs / f"{part.name.replace(' ', '_')}.log"
+    command = [sys.executable, str(HERE / "parts.py"), part.name, *words, str(rows.path)]
     with log.open("w") as out:
         child = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -176,8 +177,10 @@ def run_child(
 
 
 def last_line(log: Path) -> str:
+    """The last line that names an error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it printed nothing"
+    errors = [line for line in lines if "Error: " in line]
+    return (errors or lines)[-1][:200] if lines else "it printed nothing"
 
 
 def speedups(rows: Sequence[Row]) -> list[Row]:
@@ -234,6 +237,9 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows as JSON lines"
     )
+    parser.add_argument("--contexts", nargs="+", type=int, help="tokens before decoding")
+    parser.add_argument("--batches", nargs="*", type=int, help="requests at a time; none: skip")
+    parser.add_argument("--work", type=Path, help="folder for the model, kept for the next call")
     args = parser.parse_args()
     # exits through `finally` of run_child, so that the running part is killed too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
@@ -245,12 +251,16 @@ def main() -> None:
     except (OSError, IndexError, subprocess.SubprocessError):
         sys.exit("no CUDA GPU: nothing to check (--shape tiny --device cpu is the dry run)")
     chosen = [p for p in PARTS if p.name in {*args.parts, "model"}]
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        contexts = CONTEXTS[args.device] if args.contexts is None else args.contexts
+        batches = BATCHES[args.device] if args.batches is None else args.batches
+        lists = (",".join(map(str, numbers)) for numbers in (contexts, batches))
+        words = (str(folder.resolve()), args.shape, args.device, *lists)
         check(
-            chosen,
-            lambda part, deadline_s: run_child(
-                part, deadline_s, rows, Path(folder), args.shape, args.device
-            ),
+            [p for p in chosen if p.name != "model" or not (folder / "model").exists()],
+            lambda part, deadline_s: run_child(part, deadline_s, rows, words),
             rows.add,
             device=args.device,
             budget_s=args.budget,

@@ -1,6 +1,6 @@
 """One part of `check.py` in a process of its own.
 
-python parts.py PART FOLDER SHAPE DEVICE CONTEXTS ROWS
+python parts.py PART FOLDER SHAPE DEVICE CONTEXTS BATCHES ROWS
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def imports(s: Setting) -> None:
 
 
 def main() -> None:
-    part, folder, shape, device, contexts, rows = sys.argv[1:]
-    s = Setting(Path(folder), shape, device, tuple(map(int, contexts.split(","))), Path(rows))
+    part, folder, shape, device, contexts, batches, rows = sys.argv[1:]
+    lengths, sizes = (tuple(map(int, x.split(","))) if x else () for x in (contexts, batches))
+    s = Setting(Path(folder), shape, device, lengths, sizes, Path(rows))
     if part == "model":
         write_model(s)
     elif part == "imports":
@@ -71,6 +72,10 @@ def main() -> None:
         from loop import loop
 
         loop(s)
+    elif part == "flex":
+        from sparse_forward import flex
+
+        flex(s, SHAPES[shape])
     elif part in ("kernel", "head", "varlen", "nccl"):
         import kernels
 

@@ -3,6 +3,7 @@ activations, keys and values) rounded as the engine rounds them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,33 +11,34 @@ import torch.nn.functional as F
 from setting import Row, Setting
 
 E4M3_MAX = 448.0
-# mean |dlogp| up to which engine and reference agree: float32, bfloat16, bfloat16 with rounded
-# activations, whose rounding points differ by a bit of E4M3 here and there
-LIMITS = {"cpu": 1e-3, "cuda": 0.05, "fp8": 0.15}
-
-
-def limit(s: Setting, kind: str) -> float:
-    """Largest mean |dlogp| at which a speed is printed."""
-    return LIMITS["cpu" if s.small else "fp8" if kind.startswith("fp8") else "cuda"]
+# mean |dlogp| up to which engine and learner agree whatever the model: float32, and a bfloat16
+# loop on a small model
+LIMITS = {"cpu": 1e-3, "cuda": 0.05}
 
 
 class Reference:
     """The learner's forward (its attention, then `head_pass`) for one kind of actor."""
 
-    def __init__(self, s: Setting, kind: str, *, model: str | None = None) -> None:
-        """`kind`: an actor's, or dense: the plain one."""
+    def __init__(
+        self, s: Setting, kind: str, *, model: str | None = None, precise: bool = False
+    ) -> None:
+        """`kind`: an actor's, or dense: the plain one; `precise`: in float32 throughout."""
         from transformers import AutoModelForCausalLM
 
         from rlcore.attention.implementation import register
         from rlcore.attention.varlen import register_varlen
 
         self._s, self._kind = s, kind
-        self._varlen = not s.small and kind in ("bf16", "dense")
+        self._varlen = not s.small and not precise and kind in ("bf16", "dense")
         attention = register_varlen() if self._varlen else register()
         if kind == "fp8 + fp8 kv":
-            attention = _register_fp8_kv()
+            attention = _register_plain("fp8_kv", _e4m3)
+        elif precise and kind != "sparse":
+            attention = _register_plain("float32", torch.Tensor.float)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            model or s.model, dtype=s.dtype, attn_implementation=attention
+            model or s.model,
+            dtype=torch.float32 if precise else s.dtype,
+            attn_implementation=attention,
         )
         if kind.startswith("fp8"):
             round_linears(self._model)
@@ -72,6 +74,31 @@ class Reference:
         """|log-prob of the actor - reference| over the samples' tokens: mean and largest."""
         found = torch.cat([(self.logp(t) - torch.tensor(t.logp_inf)).abs() for t in samples])
         return {"mean |dlogp|": float(found.mean()), "max |dlogp|": float(found.max())}
+
+
+class Judge:
+    """Whether an actor agrees with the learner, by what rounding alone explains.
+
+    Random weights of a deep model turn the rounding of bfloat16 into differences that no fixed
+    limit fits, most of all where pages are selected by scores that nearly tie. So the learner's
+    path is also computed in float32: an actor as precise as the learner's path differs from it by
+    at most the two errors together, about twice the learner's own.
+    """
+
+    def __init__(self, s: Setting, kind: str, *, model: str | None = None) -> None:
+        self._learner = Reference(s, kind, model=model)
+        # on the CPU everything is float32 already
+        self._exact = None if s.small else Reference(s, kind, model=model, precise=True)
+
+    def row(self, samples: list[Any], speeds: Row | None = None) -> Row:
+        """The gaps of some samples, with `speeds` where they are small enough."""
+        gaps, largest = self._learner.gaps(samples), LIMITS["cpu"]
+        if self._exact is not None:
+            own = [(self._learner.logp(t) - self._exact.logp(t)).abs() for t in samples]
+            gaps["learner's to float32"] = float(torch.cat(own).mean())
+            gaps["actor's to float32"] = self._exact.gaps(samples)["mean |dlogp|"]
+            largest = max(largest, 2 * gaps["learner's to float32"])
+        return where_they_agree(gaps, largest, speeds or {})
 
 
 def where_they_agree(gaps: Row, largest: float, speeds: Row) -> Row:
@@ -110,20 +137,24 @@ def _e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def _register_fp8_kv() -> str:
-    """SDPA on queries, keys and values rounded through E4M3 with FlashAttention 3's scale of 1."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+def _register_plain(name: str, rounded: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """SDPA on queries, keys and values rounded in some way: E4M3 for FlashAttention 3's FP8 cache
+    with its scale of 1."""
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
+
+    from rlcore.attention.varlen import no_mask
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        q, k, v = (_e4m3(x.float()).to(x.dtype) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=True
-        )
+        group = query.shape[1] // key.shape[1]
+        q, k, v = (rounded(x.float()).to(x.dtype) for x in (query, key, value))
+        # for float32, torch's kernels without the whole matrix of scores take no groups
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kwargs.get("scaling"))
         return out.transpose(1, 2).contiguous(), None
 
-    AttentionInterface.register("fp8_kv", attend)
-    AttentionMaskInterface.register("fp8_kv", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    return "fp8_kv"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, no_mask)
+    return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from reference import Reference, limit, where_they_agree
+from reference import Judge, Reference
 from setting import Row, Setting
 
 LOGPROBS_K = 20
@@ -25,7 +25,7 @@ def prompts(count: int, length: int) -> list[Any]:
 
 
 def engine(
-    s: Setting, kind: str, *, model: str | None = None, memory: float = 0.8, **settings: Any
+    s: Setting, kind: str, *, model: str | None = None, memory: float = 0.6, **settings: Any
 ) -> Any:
     """An actor of `kind` as in a run, without the prefix cache, which would make a repeated prompt
     free."""
@@ -43,7 +43,7 @@ def engine(
         settings = {"enforce_eager": True}
     actor = ActorSpec(
         num_gpus=0 if s.small else 1,
-        max_num_seqs=max(s.batches),
+        max_num_seqs=max((*s.batches, s.batch)),
         kv_cache_gib=0.1,
         gpu_memory_utilization=memory,
         prefix_caching=False,
@@ -74,27 +74,27 @@ def rollout(s: Setting, part: str) -> None:
     start = time.monotonic()
     llm = engine(s, kind, **settings)
     s.add(part, {"emulated": s.small and kind == "fp8", "start s": time.monotonic() - start})
-    reference = Reference(s, kind)
+    judge = Judge(s, kind)
     length = 96 if s.small else 768  # beyond the sparse budget
     samples, _ = generate(llm, prompts(4, length), s.new_tokens // 2)  # also warms the engine up
-    s.add(part, {"context": length, **reference.gaps(samples)})
+    s.add(part, {"context": length, **judge.row(samples)})
     if kind != "bf16":  # for scale: what the actor differs by from the policy it stands for
         plain = Reference(s, "dense").gaps(samples)
         s.add(part, {f"{name} to the plain policy": gap for name, gap in plain.items()})
     if kind == "bf16":
         for seeded in (True, False):
             for batch in s.batches:
-                row = timed(s, part, llm, reference, prompts(batch, length))
+                row = timed(s, llm, judge, prompts(batch, length))
                 s.add(part, {"batch": batch, "seeded": seeded, **row})
             unseeded(llm)
     if part not in VARIANTS:
         for context in s.contexts:
-            row = timed(s, part, llm, reference, prompts(s.batch, context))
+            row = timed(s, llm, judge, prompts(s.batch, context))
             s.add(part, {"batch": s.batch, "context": context, **row})
     llm.close()
 
 
-def timed(s: Setting, part: str, llm: Any, reference: Reference, asked: list[Any]) -> Row:
+def timed(s: Setting, llm: Any, judge: Judge, asked: list[Any]) -> Row:
     """Gaps of some of the samples, and the speed if they are small enough."""
     first, prefill_s = generate(llm, asked, 1)
     done, whole_s = generate(llm, asked, s.new_tokens)
@@ -105,7 +105,7 @@ def timed(s: Setting, part: str, llm: Any, reference: Reference, asked: list[Any
         "prefill s": prefill_s,
         "tokens/s with prefill": sum(len(t.logp_inf) for t in done) / whole_s,
     }
-    return where_they_agree(reference.gaps(done[:2]), limit(s, part), speeds)
+    return judge.row(done[:2], speeds)
 
 
 def unseeded(llm: Any) -> None:
@@ -152,9 +152,8 @@ def update(s: Setting) -> None:
     def same(a: list[Any], b: list[Any]) -> list[bool]:
         return [np.array_equal(x.sampled_ids, y.sampled_ids) for x, y in zip(a, b)]
 
-    gaps = Reference(s, "fp8", model=other).gaps(updated[:4])
     row = {
         "same as a fresh engine": f"{sum(same(updated, fresh))}/{len(fresh)}",
         "same as before it": f"{sum(same(updated, before))}/{len(fresh)}",
     }
-    s.add("update", row | where_they_agree(gaps, limit(s, "fp8"), {"update s": seconds}))
+    s.add("update", row | Judge(s, "fp8", model=other).row(updated[:4], {"update s": seconds}))

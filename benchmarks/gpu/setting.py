@@ -43,12 +43,13 @@ SHAPES: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One check: shape, device, contexts, and the file its rows go to."""
+    """One check: shape, device, contexts, batches, and the file its rows go to."""
 
     folder: Path
     shape: str
     device: str
     contexts: tuple[int, ...]
+    batches: tuple[int, ...]
     rows: Path
 
     @property
@@ -62,10 +63,6 @@ class Setting:
     @property
     def batch(self) -> int:
         return 4 if self.small else 16
-
-    @property
-    def batches(self) -> tuple[int, ...]:
-        return (2, 4) if self.small else (16, 64, 256)
 
     @property
     def new_tokens(self) -> int:

@@ -1,9 +1,9 @@
 """Block top-k attention by torch's FlexAttention: blocks of keys that no query of a block sees are
 skipped, forward and backward, and no mask over tokens is kept for the backward pass.
 
-UNPROVEN on GPUs, for which it is meant. On a CPU torch has no compiled backward pass: there masked
-SDPA attends (`implementation.py`), which is also what this is tested against, by torch's plain
-implementation of the same operator.
+For GPUs. On a CPU torch has no compiled backward pass: there masked SDPA attends
+(`implementation.py`), which is also what this is tested against, by torch's plain implementation of
+the same operator, and on an H100 by its kernel (`benchmarks/results/gpu_h100.md`).
 
 A query's own pages are looked up inside the kernel, since each query has its own and blocks of
 queries see the union of theirs.

@@ -6,12 +6,14 @@ once for a micro-batch and used by all layers:
 
     model(input_ids=ids, position_ids=pos, use_cache=False, sequences=Sequences.of(pos))
 
-UNPROVEN on GPUs; the tests put a plain implementation in place of the kernel, which CPUs lack, and
-call the kernel itself on tensors without memory.
+The tests put a plain implementation in place of the kernel, which CPUs lack, and call the kernel
+itself on tensors without memory; on an H100 it equals SDPA with torch 2.11, forward and backward
+(`benchmarks/results/gpu_h100.md`). A whole learner with it is unproven.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from rlcore.errors import UserError
 
 # transformers tries to import any name that contains "flash" as a package or kernel
 NAME = "torch_varlen"
+# torch 2.11, of the GPU kit, wants as many key heads as query heads
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 FORWARD_ONLY = (-1, 0)  # torch's window of causal attention: everything before, nothing after
 
 
@@ -87,6 +91,10 @@ def _attend(
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     sliding = kwargs.get("sliding_window")
     window = FORWARD_ONLY if sliding is None else (sliding - 1, 0)
+    grouped: dict[str, Any] = {"enable_gqa": heads != key.shape[1]}
+    if not _TAKES_GROUPS:
+        k, v = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (k, v))
+        grouped = {}
     out = varlen_attn(
         q,
         k,
@@ -97,7 +105,7 @@ def _attend(
         sequences.longest,
         scale=scaling,
         window_size=window,
-        enable_gqa=heads != key.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out.view(rows, width, heads, dim), None

@@ -62,14 +62,14 @@ def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeyp
     stand_in = tmp_path / "parts.py"
     stand_in.write_text(
         "import subprocess, sys, time\n"
-        'open(sys.argv[6], \'a\').write(\'{"part": "bf16", "context": 4096}\\n\')\n'
+        'open(sys.argv[7], \'a\').write(\'{"part": "bf16", "context": 4096}\\n\')\n'
         "engine = subprocess.Popen(['sleep', '600'])\n"
         "print('began', engine.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     monkeypatch.setattr(check, "HERE", tmp_path)
     rows = Rows(tmp_path / "rows.jsonl")
-    why = check.run_child(Part("bf16", 9, 1, ()), 3.0, rows, tmp_path, "tiny", "cpu")
+    why = check.run_child(Part("bf16", 9, 1, ()), 3.0, rows, [str(tmp_path), *"abcd"])
     assert why is not None and why.startswith("time (3 s), after: began")
     assert [json.loads(line)["context"] for line in rows.path.read_text().splitlines()] == [4096]
     state = subprocess.run(
@@ -82,10 +82,15 @@ def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeyp
 def test_a_child_that_dies_says_why(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text("raise ImportError('no kernel for this GPU')")
     monkeypatch.setattr(check, "HERE", tmp_path)
-    why = check.run_child(
-        Part("fp8", 30, 1, ()), 30.0, Rows(tmp_path / "rows.jsonl"), tmp_path, "tiny", "cpu"
-    )
+    rows = Rows(tmp_path / "rows.jsonl")
+    why = check.run_child(Part("fp8", 30, 1, ()), 30.0, rows, [str(tmp_path), *"abcd"])
     assert why == "exit code 1: ImportError: no kernel for this GPU"
+
+
+def test_an_error_is_said_rather_than_what_libraries_print_after_it(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("[rank0]: torch.OutOfMemoryError: CUDA\n[rank0]: Warning: not destroyed\n")
+    assert check.last_line(log) == "[rank0]: torch.OutOfMemoryError: CUDA"
 
 
 def test_shapes_are_those_that_can_be_asked_for():

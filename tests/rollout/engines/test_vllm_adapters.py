@@ -84,6 +84,26 @@ def test_tokens_match_the_version_they_carry(adapted, model_a, ask, finish, mode
     assert check_spans(trajectories, merged(model_a, old), merged(model_a, new)) > 40
 
 
+def test_keep_leaves_old_keys_and_values_to_running_requests_only(start, model_a, ask, finish):
+    engine = start(model_a, adapter=ADAPTER, kv_on_update="keep")
+    old, new = make_factors(model_a, 4), make_factors(model_a, 5)
+    before, after = merged(model_a, old), merged(model_a, new)
+    publish(engine, 0, old)
+    done = start_and_step(engine, ask(32, prompt=LONG, max_new_tokens=40), 6)
+    publish(engine, 1, new)
+    # the prompt is cached under the old adapter, which is of the same name
+    engine.add(ask(4, group=1, prompt=LONG, max_new_tokens=20))
+    trajectories = [*done, *finish(engine)]
+    assert check_spans(trajectories, before, after, kept=True) > 50
+    spanning = [t for t in trajectories if len(set(t.token_version)) == 2]
+    stale = [np.abs(t.logp_inf - after.sampled(t))[t.token_version == 1].max() for t in spanning]
+    assert max(stale) > 1e-2  # neither policy
+    fresh = [t for t in trajectories if set(t.token_version) == {1}]
+    assert len(fresh) >= 4
+    for t in fresh:
+        np.testing.assert_allclose(t.logp_inf, after.sampled(t), atol=1e-5)
+
+
 def test_a_factor_that_was_lost_is_seen(adapted, model_a):
     def damage(worker) -> None:
         layers = worker.model_runner.lora_manager._adapter_manager.modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import __version_tuple__
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -20,8 +21,8 @@ class FolderLoader(DefaultModelLoader):
     would unpickle other formats.
     """
 
-    def _prepare_weights(
-        self, model_name_or_path: str, *_: Any, **__: Any
-    ) -> tuple[str, list[str], bool, str]:
+    def _prepare_weights(self, model_name_or_path: str, *_: Any, **__: Any) -> Any:
         files = [str(f) for f in weight_files(model_name_or_path)]
+        if __version_tuple__ < (0, 27):  # of the GPU kit: it finds the index by itself
+            return model_name_or_path, files, True
         return model_name_or_path, files, True, INDEX_FILE

@@ -2,9 +2,10 @@
 scores the pages, keeps the best and writes their block table; the other summarises the page that a
 row's token completes, and reads nothing for all other rows.
 
-UNPROVEN on GPUs; under Triton's interpreter they equal `sparse_rows_gpu.kept_blocks` and
-`summarise_pages`, the shared rule in plain torch, to the bit. triton is imported directly: vLLM's
-CPU build puts a placeholder in its place.
+Under Triton's interpreter they equal `sparse_rows_gpu.kept_blocks` and `summarise_pages`, the
+shared rule in plain torch, to the bit; on an H100 the pages kept are the same too. The interpreter
+lets a variable change its shape in a loop, which the compiler refuses. triton is imported directly:
+vLLM's CPU build puts a placeholder in its place.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def _select_kernel(
     for first in range(0, seen, TILE):
         page = first + tl.arange(0, TILE)
         block = tl.load(table + row * table_stride + page, mask=page < seen, other=0).to(tl.int64)
-        at = summaries + (block[:, None] * heads + head) * dim + d[None, :]
-        s = tl.load(at, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
+        there = summaries + (block[:, None] * heads + head) * dim + d[None, :]
+        s = tl.load(there, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
         tl.store(mine + page, tl.sum(s.to(tl.float32) * mean[None, :], 1), mask=page < seen)
     tl.debug_barrier()  # the scores were written by other threads of this program
     page = tl.arange(0, PAGES)

@@ -1,0 +1,118 @@
+"""Make an installed site folder small enough to carry to a machine without a network.
+
+    python benchmarks/gpu/pack.py SITE OUT [--architecture 90] [--limit-mb 57]
+
+SITE is what the GPU kit's `install` made (`pip install --target`), with Ray, Hydra, DeepSpeed and
+what they need added for the part `loop`. Code for other GPUs inside shared libraries becomes zeros,
+which compress away; FlashAttention 2, headers and what only servers need are removed. 936 MiB with
+vLLM 0.26 became 75 MB. OUT gets files of at most the limit:
+
+    cat OUT/* | tar -xJ -C SITE       # there
+
+Nothing else of a library changes, not even its size. It serves GPUs of that architecture alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import struct
+import subprocess
+import tarfile
+from pathlib import Path
+
+MAGIC = 0xBA55ED50  # of NVIDIA's fat binaries
+MACHINE_CODE = 2  # an entry's kind; 1 is PTX
+LIBRARIES = (
+    "vllm/_C_stable_libtorch.abi3.so",
+    "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)
+# FlashAttention 3 serves Hopper GPUs; the rest no check uses
+UNUSED = (
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    "vllm/vllm-rs",
+    "vllm/third_party/fmha_sm100",
+    "vllm/third_party/deep_gemm/include",
+    "vllm/entrypoints/serve/instrumentator/static",
+    "flashinfer",
+    "mistral_common/data",
+    "anthropic",
+    "ray/jars",
+    "ray/rllib",
+    "ray/tune",
+    "ray/serve",
+    "ray/cpp",
+    "ray/dashboard/client",
+    "pycountry/locales",
+)
+
+
+def blank_other_code(data: bytearray, architecture: int) -> int:
+    """Zero the GPU code of a library that `architecture` (90: Hopper) cannot run; bytes zeroed.
+
+    A fat binary is a header (magic, version u16, header size u16, size u64) and entries: kind u16,
+    u16, header size u32, size u64, and the architecture, a u32 at byte 28. Its form is not
+    documented; this is how CUDA 13's are.
+    """
+    zeroed, at = 0, data.find(struct.pack("<I", MAGIC))
+    while at >= 0:
+        _, version, header, size = struct.unpack_from("<IHHQ", data, at)
+        end = at + header + size
+        if version == 1 and header == 16 and end <= len(data):
+            entry = at + header
+            while entry < end:
+                kind, _, head, length = struct.unpack_from("<HHIQ", data, entry)
+                (found,) = struct.unpack_from("<I", data, entry + 28)
+                if (kind, found) != (MACHINE_CODE, architecture):
+                    data[entry + head : entry + head + length] = bytes(length)
+                    zeroed += length
+                entry += head + length
+        else:
+            end = at + 4  # the same four bytes by chance
+        at = data.find(struct.pack("<I", MAGIC), end)
+    return zeroed
+
+
+def prune(site: Path, architecture: int) -> None:
+    """Remove what no check uses, and other GPUs' code."""
+    for name in UNUSED:
+        path = site / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    for name in LIBRARIES:
+        data = bytearray((site / name).read_bytes())
+        zeroed = blank_other_code(data, architecture)
+        (site / name).write_bytes(data)
+        print(f"{name}: {zeroed / 2**20:.0f} of {len(data) / 2**20:.0f} MiB zeroed")
+
+
+def pack(site: Path, out: Path, limit: int) -> None:
+    """Write the folder as pieces of one compressed archive."""
+    out.mkdir(parents=True, exist_ok=True)
+    archive = out / "site.tar.xz"
+    with tarfile.open(archive, "w:xz") as tar:
+        tar.add(site, ".", filter=lambda m: None if "__pycache__" in m.name else m)
+    subprocess.run(["split", "-b", str(limit), "-d", archive, out / "piece"], check=True)
+    archive.unlink()
+    for piece in sorted(out.iterdir()):
+        print(f"{piece.name}: {piece.stat().st_size / 2**20:.0f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("site", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--architecture", type=int, default=90)
+    parser.add_argument("--limit-mb", type=int, default=57)
+    args = parser.parse_args()
+    prune(args.site, args.architecture)
+    pack(args.site, args.out, args.limit_mb << 20)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Carrying the GPU check's packages: other GPUs' code is zeroed, nothing else changes."""
+
+import struct
+import subprocess
+
+import pack
+
+
+def entry(kind, architecture, code):
+    return struct.pack("<HHIQ12xI", kind, 1, 64, len(code), architecture).ljust(64, b"h") + code
+
+
+def fat_binary(*entries):
+    whole = b"".join(entries)
+    return struct.pack("<IHHQ", pack.MAGIC, 1, 16, len(whole)) + whole
+
+
+def test_only_other_architectures_code_is_zeroed():
+    kept, ptx, other = b"hopper" * 9, b"ptx" * 40, b"ampere" * 30
+    chance = struct.pack("<I", pack.MAGIC)  # the magic number inside ordinary data
+    parts = [
+        b"elf" + chance + b"\xff" * 40,
+        fat_binary(entry(2, 80, other), entry(2, 90, kept), entry(1, 90, ptx)),
+        b"between",
+        fat_binary(entry(2, 90, kept)),
+        b"end",
+    ]
+    data = bytearray(b"".join(parts))
+    assert pack.blank_other_code(data, 90) == len(ptx) + len(other)
+    wanted = b"".join(parts).replace(other, bytes(len(other))).replace(ptx, bytes(len(ptx)))
+    assert bytes(data) == wanted
+
+
+def test_pieces_together_are_the_folder(tmp_path):
+    site, out, there = tmp_path / "site", tmp_path / "out", tmp_path / "there"
+    (site / "package" / "__pycache__").mkdir(parents=True)
+    (site / "package" / "a.py").write_text("x = 1\n")
+    (site / "package" / "__pycache__" / "a.pyc").write_text("compiled")
+    pack.pack(site, out, 100)
+    assert len(list(out.iterdir())) > 1
+    there.mkdir()
+    subprocess.run(f"cat {out}/* | tar -xJ -C {there}", shell=True, check=True)
+    assert [str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()] == ["package/a.py"]
