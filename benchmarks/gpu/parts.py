@@ -20,16 +20,14 @@ def write_model(s: Setting) -> None:
 
     torch.manual_seed(0)
     shape = SHAPES[s.shape]
-    # wider than the usual 0.02, which gives a nearly uniform output distribution
-    spread = 2 / math.sqrt(shape["hidden_size"])
     config = Qwen3Config(
-        max_position_embeddings=max(s.contexts) + 512,
-        tie_word_embeddings=True,
-        initializer_range=spread,
-        **shape,
+        max_position_embeddings=max(s.contexts) + 512, tie_word_embeddings=False, **shape
     )
     with torch.device(s.device):
         model = Qwen3ForCausalLM(config)
+        # A nearly uniform output would show no error. The head alone is wide: wide layers turn
+        # the rounding of bfloat16 into four times the error (0.10 against 0.026 nats in 28 layers).
+        torch.nn.init.normal_(model.lm_head.weight, std=2 / math.sqrt(config.hidden_size))
     model.to(s.dtype).save_pretrained(s.model)
     build_char_tokenizer("0123456789").save_pretrained(s.model)
     s.add("model", {"parameters": sum(p.numel() for p in model.parameters())})
