@@ -8,7 +8,7 @@ DEMO_MODEL := cache/models/smollm2-135m
 # Tests without any of these marks start no process.
 NO_PROCESS := not slow and not engine and not ranks and not cluster and not processes
 
-.PHONY: help venv quickstart demo test test-fast test-slow lint faults clean
+.PHONY: help venv quickstart demo test test-fast test-slow lint wheel faults clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ lint: venv  ## ruff, import rules, mypy
 	$(PY) -m ruff check rlcore tests benchmarks
 	.venv/bin/lint-imports
 	$(PY) -m mypy
+
+wheel: venv  ## build a wheel into dist/, with the configuration and the launchers inside
+	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
 faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
 	$(PY) benchmarks/faults.py --out docs/faults.md

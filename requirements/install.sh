@@ -15,6 +15,8 @@ stamp=$(cat requirements/"$profile".lock requirements/dev.lock pyproject.toml | 
 [ "$(cat .venv/.rlcore-stamp 2>/dev/null || true)" = "$profile$flash-$stamp" ] && exit 0
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check install -q --no-deps)
+say() { echo "rlcore: $*"; }
+say "installing into .venv from requirements/$profile.lock: about three minutes, $(($(grep -c '==' requirements/"$profile".lock) + $(grep -c '==' requirements/dev.lock))) packages"
 torch=$(grep '^torch==' requirements/"$profile".lock)
 if ! "${pip[@]}" "$torch" 2>/tmp/rlcore-pip.$$; then
   if [ -n "${RLCORE_TORCH_INDEX:-}" ]; then
@@ -29,12 +31,16 @@ if ! "${pip[@]}" "$torch" 2>/tmp/rlcore-pip.$$; then
   fi
 fi
 rm -f /tmp/rlcore-pip.$$
+say "1 of 4: $torch is installed; now the packages that rlcore uses"
 "${pip[@]}" -r requirements/"$profile".lock 2> >(grep -v "^WARNING: Location" >&2)
+say "2 of 4: those are installed; now what the tests use"
 "${pip[@]}" -r requirements/dev.lock 2> >(grep -v "^WARNING: Location" >&2)
 if [ -n "$flash" ]; then "${pip[@]}" --no-build-isolation flash-attn==2.8.3; fi
+say "3 of 4: those are installed; now rlcore itself"
 "${pip[@]}" --no-build-isolation -e .
 if [ "$profile" = cuda ] && ! .venv/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
   echo "rlcore: the $torch that pip found is no CUDA build: remove .venv, set RLCORE_TORCH_INDEX to the index URL that PyTorch's install page shows for CUDA, and run again" >&2
   exit 2
 fi
 echo "$profile$flash-$stamp" > .venv/.rlcore-stamp
+say "4 of 4: done. Next: make quickstart, or .venv/bin/rlcore doctor"

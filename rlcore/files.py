@@ -10,6 +10,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def shipped(name: str) -> Path:
+    """A folder that comes with rlcore, `configs` or `launchers`: a checkout's, or a wheel's."""
+    package = Path(__file__).resolve().parent
+    inside = package / "shipped" / name
+    return inside if inside.is_dir() else package.parent / name
+
+
 def replace_file(path: str | Path, data: bytes | str, *, durable: bool = False) -> None:
     """Write a file so that a reader sees the old content or the new, never a part of it.
 

@@ -13,8 +13,9 @@ from hydra.errors import HydraException
 
 from rlcore.config.sentences import closest, one_line
 from rlcore.errors import UserError
+from rlcore.files import shipped
 
-SHIPPED = Path(__file__).resolve().parents[2] / "configs"
+SHIPPED = shipped("configs")
 # Groups whose files each fill a key of their own, so that several can be chosen.
 LABELLED = ("actor", "correction")
 # Groups of which a run may choose several. A single task keeps its settings directly in `task`.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "launchers"
+from rlcore.files import shipped
+
+TEMPLATES = shipped("launchers")
 
 
 @dataclass(frozen=True, slots=True)
