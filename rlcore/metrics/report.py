@@ -13,7 +13,6 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.metrics.cells import tasks as tasks_of
 from rlcore.metrics.figures import figures
@@ -59,19 +58,15 @@ Plotly.newPlot('chart'+i,f.data,f.layout,{responsive:true,displaylogo:false}));
 def write_report(
     run_dirs: str | Path | Sequence[str | Path], out: str | Path | None = None
 ) -> Path:
-    """Write the report of one run (default: RUN_DIR/report.html) or of several overlaid (`out`
-    required).
+    """Write the report of one run (default: RUN_DIR/report.html) or of several overlaid (default:
+    report.html in the working directory, since it belongs to none of their folders).
 
     Raises UserError for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]
-    if out is None and len(folders) != 1:
-        raise UserError(
-            f"A report of {len(folders)} runs belongs to none of their folders: name the file to "
-            "write with out=FILE."
-        )
     runs = [read_run(folder) for folder in folders]
-    target = Path(out) if out is not None else folders[0] / "report.html"
+    beside = folders[0] if len(folders) == 1 else Path()
+    target = beside / "report.html" if out is None else Path(out)
     replace_file(target, render(_distinct(runs)))
     return target
 

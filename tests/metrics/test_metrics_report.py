@@ -134,14 +134,16 @@ def test_a_run_that_is_still_written(tmp_path):
     assert "No learner step is finished yet" in write_report(started).read_text()
 
 
-def test_several_runs_are_overlaid(tmp_path):
+def test_several_runs_are_overlaid(tmp_path, monkeypatch):
     a, b = make_run(tmp_path / "a" / "run", slope=0.1), make_run(tmp_path / "b" / "run", slope=0.2)
     text = write_report([a, b], tmp_path / "both.html").read_text()
     reward = figures(text)["Reward"]
     assert [t["y"][-1] for t in reward] == pytest.approx([0.6, 1.2])
     assert len({t["name"] for t in reward}) == 2  # same folder name, told apart
-    with pytest.raises(UserError, match="2 runs"):
-        write_report([a, b])
+    monkeypatch.chdir(tmp_path)
+    assert write_report([a, b]).resolve() == tmp_path / "report.html"
+    assert (tmp_path / "report.html").read_text() == text
+    assert not (a / "report.html").exists()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
