@@ -17,6 +17,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
 
   rlcore train experiment=NAME run_dir=DIR [key=value ...] [dry_run=true]
       train (or check everything and print what would be started); resume=auto continues a run
+  rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]
+      prompts as the model will see them, and what the grader says to known answers
   rlcore sft experiment=NAME run_dir=DIR [key=value ...]
       supervised warm-up; writes DIR/model
   rlcore eval run_dir=DIR [checkpoint=PATH] [key=value ...]
@@ -90,6 +92,20 @@ def _dry_run(words: list[str]) -> int:
     from rlcore.commands.dry_run import dry_run
 
     return dry_run(config, own)
+
+
+def _try(words: list[str]) -> int:
+    n, words = _take(words, "n")
+    given = {word.partition("=")[0] for word in words}
+    words = _of_run(words)
+    if "model.path" in given and not given & {"model", "experiment", "run_dir"}:
+        words = ["model=path", *words]  # a fresh model's short max_len would refuse most prompts
+    if "run_dir" not in given:
+        words = [*words, "run_dir=."]  # nothing is written
+    config = _config(words)
+    from rlcore.commands.try_task import prompts_asked, try_task
+
+    return try_task(config, prompts_asked(n))
 
 
 def _sft(words: list[str]) -> int:
@@ -213,6 +229,7 @@ def _flag(words: Sequence[str], key: str) -> tuple[bool, list[str]]:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "try": _try,
     "sft": _sft,
     "eval": _eval,
     "export": _export,

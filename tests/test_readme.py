@@ -10,11 +10,12 @@ from rlcore.cli import VERBS
 from rlcore.commands.plan import split
 from rlcore.commands.plan_measure import WORDS
 from rlcore.commands.scale import parse
+from rlcore.commands.try_task import prompts_asked
 from rlcore.config.compose import load
 from rlcore.planner.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "planning", "rewards")
+PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "planning", "rewards", "tasks")
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 PLACES = {
     "NAME": "quickstart",
@@ -85,6 +86,9 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
         if verb == "plan" and rest[0] == "measure":
             assert {w.partition("=")[0] for w in rest[1:]} == set(WORDS)
             continue
+        if verb == "try":
+            assert prompts_asked(next(w[2:] for w in rest if w.startswith("n="))) > 0
+            rest = [w for w in rest if not w.startswith("n=")]
         if verb == "plan":
             own, rest = split(rest)
             assert {"rates", "gpu"} & set(own) and own.get("gpu", "h100") in GPUS

@@ -66,14 +66,11 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     load_own(config)
     if evaluates:  # what neither trains by rewards nor evaluates has no graders
         check_rewards(config)
-    tasks = {
-        label: make_task(spec.name, dict(spec.args), label=label, key=config.task_key(label))
-        for label, spec in config.tasks.items()
-    }
+    tasks = make_tasks(config)
     alphabet = _alphabet(tasks)
-    tokenizer = _tokenizer(config, tasks)
+    tokenizer = tokenizer_of(config, tasks)
     check_models(config, tokenizer)
-    train = _training_sources(config, tasks, tokenizer)
+    train = training_sources(config, tasks, tokenizer)
     if config.environment.played:
         for task in tasks.values():
             environment_maker(config.environment, task)
@@ -108,7 +105,15 @@ def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> Asked:
     return Asked(pipeline.constrain_sampling(rollout.sampling()), rollout.samples_per_prompt)
 
 
-def _training_sources(
+def make_tasks(config: RunConfig) -> dict[str, Task]:
+    """The tasks that are trained on, by label. Raises UserError."""
+    return {
+        label: make_task(spec.name, dict(spec.args), label=label, key=config.task_key(label))
+        for label, spec in config.tasks.items()
+    }
+
+
+def training_sources(
     config: RunConfig, tasks: Mapping[str, Task], tokenizer: Any
 ) -> dict[str, PromptSource]:
     """Prompts of the tasks that are trained on, by label."""
@@ -171,7 +176,7 @@ def _alphabet(tasks: Mapping[str, Task]) -> str | None:
     return "".join(sorted({c for alphabet in found for c in alphabet or ""}))
 
 
-def _tokenizer(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
+def tokenizer_of(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
     """The model folder's tokenizer, or the one that a fresh model will have."""
     if config.model.path is not None:
         return load_tokenizer(config.model.path)

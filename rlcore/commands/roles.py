@@ -107,13 +107,14 @@ def _shares(config: RunConfig) -> dict[str, TaskShare] | None:
 
 def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
     return ScorerJob(
-        pools=_pools(config),
+        pools=grader_pools(config),
         evaluation=config.evaluation,
         tokenizer_path=model_path,
     )
 
 
-def _pools(config: RunConfig) -> tuple[GraderPool, ...]:
+def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:
+    """Which tasks share grading processes."""
     first, *rest = config.tasks
     trained = {label: config.task_key(label) for label in config.tasks}
     keys = trained | {label: f"evaluation.tasks.{label}" for label in config.evaluation.tasks}
@@ -134,7 +135,7 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
     )
-    stop, environment = _stop(config), environment_job(config)
+    stop, environment = stop_strings(config), environment_job(config)
     return RolloutJob(engine, tokenizer_path=model_path, stop=stop, environment=environment)
 
 
@@ -155,7 +156,8 @@ def environment_job(config: RunConfig) -> EnvironmentJob | None:
     )
 
 
-def _stop(config: RunConfig) -> StopStrings:
+def stop_strings(config: RunConfig) -> StopStrings:
+    """What ends a response of each task."""
     own = {label: config.rollout_of(label).stop for label in config.tasks}
     return StopStrings(config.rollout.stop, own)
 

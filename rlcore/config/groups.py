@@ -47,12 +47,12 @@ def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrid
     available = groups(config_dir)
     selections, values = [], []
     for word in words:
-        override = _own_environment(_parse_word(word))
-        if override.key_or_group in available:
-            _require_options(override, available[override.key_or_group])
-            selections.append(override)
-        else:
-            values.append(override)
+        for override in _own_class(_parse_word(word)):
+            if override.key_or_group in available:
+                _require_options(override, available[override.key_or_group])
+                selections.append(override)
+            else:
+                values.append(override)
     return Overrides(tuple(selections), tuple(values))
 
 
@@ -124,10 +124,15 @@ def _parse_word(word: str) -> Override:
     return override
 
 
-def _own_environment(override: Override) -> Override:
-    """`environment=path/to/file.py:Class` names a class where other groups only have options."""
-    own = override.key_or_group == "environment" and ":" in str(override.value())
-    return _parse_word(f"environment.name={override.get_value_string()}") if own else override
+def _own_class(override: Override) -> list[Override]:
+    """`environment=path/to/file.py:Class`, and `task` alike, name a class where other groups only
+    have options."""
+    group, chosen = override.key_or_group, override.value()
+    if group not in ("environment", "task") or not isinstance(chosen, str) or ":" not in chosen:
+        return [override]
+    named = _parse_word(f"{group}.name={override.get_value_string()}")
+    # The option `own` replaces the arguments of the task that is chosen by default.
+    return [_parse_word("task=own"), named] if group == "task" else [named]
 
 
 def _require_options(override: Override, options: dict[str, Path]) -> None:

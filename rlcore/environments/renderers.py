@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlcore.environments.protocol import Action, Message, Opening, Renderer, ToolCall
-from rlcore.models.text import decode_response
+from rlcore.models.text import decode_response, uses_template
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
@@ -19,7 +19,7 @@ def make_renderer(
 ) -> Renderer:
     """The renderer of one episode, by the rule of `models.text.encode_prompt`: the tokenizer's chat
     template if it has one and `chat_template` is not "off"."""
-    chat = chat_template == "auto" and getattr(tokenizer, "chat_template", None)
+    chat = uses_template(tokenizer, chat_template)
     return (ChatRenderer if chat else PlainRenderer)(tokenizer, system_prompt, tuple(stop))
 
 

@@ -34,6 +34,12 @@ def padding(tokenizer: Any) -> int:
     return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
 
 
+def uses_template(tokenizer: Any, chat_template: str) -> bool:
+    """Whether prompts go through the tokenizer's chat template: it has one, and `chat_template` is
+    not "off"."""
+    return chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+
+
 def encode_prompt(
     tokenizer: Any, question: str, *, chat_template: str, system_prompt: str | None
 ) -> list[int]:
@@ -41,7 +47,7 @@ def encode_prompt(
 
     `chat_template="off"` ignores the template.
     """
-    if chat_template == "auto" and getattr(tokenizer, "chat_template", None):
+    if uses_template(tokenizer, chat_template):
         messages: list[dict[str, str]] = [{"role": "user", "content": question}]
         if system_prompt:
             messages.insert(0, {"role": "system", "content": system_prompt})

@@ -36,16 +36,21 @@ def read_answer(
     able to reinforce them. `prompt`: the prompt's text, for display."""
     versions = trajectory.token_version
     text = decode(trajectory.sampled_ids.tolist())
-    found = [at for at in (text.find(s) for s in stop) if at >= 0]
     return Answer(
         group_id=trajectory.group_id,
         sample_index=trajectory.sample_index,
         draw_id=trajectory.draw_id,
         prompt_id=trajectory.prompt_id,
-        text=text[: min(found)] if found else text,
+        text=cut(text, stop),
         tokens=len(trajectory.logp_inf),
         versions=(int(versions.min()), int(versions.max())) if len(versions) else None,
         finish_reason=trajectory.finish_reason,
         purpose=trajectory.purpose,
         prompt=prompt,
     )
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """A response up to its first stop string."""
+    found = [at for at in (text.find(s) for s in stop) if at >= 0]
+    return text[: min(found)] if found else text

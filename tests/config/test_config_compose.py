@@ -20,6 +20,7 @@ MANDATORY = {
     "leetcode": ["task.args.train_path=train.jsonl"],
     "mbpp": ["task.args.train_path=train.jsonl"],
     "file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
+    "own": ["task.name=digits"],
     "ray": ["cluster.address=head:6379"],
     "draft": ["actor.draft.draft_path=folder"],
     "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
@@ -70,6 +71,13 @@ def test_an_environment_of_one_s_own_is_named_as_an_option_is(tmp_path, monkeypa
     assert config.environment.max_turns == 3
     assert run("environment=package.games:Game").environment.name == "package.games:Game"
     assert not run().environment.played and run("environment=higher_lower").environment.played
+
+
+def test_a_task_of_one_s_own_is_named_as_an_option_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = run("task=own/tasks.py:Task", "task.args.level=3").task
+    assert (task.name, task.args) == (f"{tmp_path}/own/tasks.py:Task", {"level": 3})
+    assert run("task=package.tasks:Task").task.name == "package.tasks:Task"
 
 
 PAPERS = sorted(option for group, option in OPTIONS if option.startswith("paper/"))
@@ -199,8 +207,8 @@ def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "mine.py").write_text("def grade(item, response):\n    return 1.0\n")
-    values = {"train_path": data, "grader": f"{tmp_path}/mine.py:grade"}
-    assert set(groups()["task"]) == set(TASKS)
+    values = {"train_path": data, "grader": f"{tmp_path}/mine.py:grade", "name": "digits"}
+    assert set(groups()["task"]) == {*TASKS, "own"}
     for option in groups()["task"]:
         keys = [word.partition("=")[0] for word in MANDATORY.get(option, [])]
         words = [f"{key}={values[key.rpartition('.')[2]]}" for key in keys]

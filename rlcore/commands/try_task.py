@@ -1,0 +1,280 @@
+"""`rlcore try`: prompts as the model will see them, and what the graders say to known answers,
+before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.commands import roles
+from rlcore.commands.notes import note
+from rlcore.commands.preflight import make_tasks, tokenizer_of, training_sources
+from rlcore.commands.reward_checks import check_rewards
+from rlcore.config.names import load_own
+from rlcore.config.schema import RunConfig
+from rlcore.errors import DeadlineExceeded, UserError
+from rlcore.interfaces import Task
+from rlcore.loop.prompts import PromptSource
+from rlcore.models.text import decode_response, uses_template
+from rlcore.rollout.answers import cut
+from rlcore.spec import refuse
+from rlcore.tasks.graders import Graders
+from rlcore.tasks.scoring import Scored
+from rlcore.types import Answer, Item, Score
+
+DEFAULT_PROMPTS, MOST_PROMPTS = 3, 1000
+FURTHER = 16  # problems after those shown, among which one with another answer is looked for
+SHOWN_IDS = 16
+SHOWN_HEAD, SHOWN_TAIL = 200, 80  # characters of a response: answers are at the end
+WAKE_S = 0.2  # between two looks at graders that may have failed
+WORKED, REFERENCE = "worked answer", "reference answer"
+ANOTHER, EMPTY = "another problem's answer", "empty response"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A response that is graded as if the model had sampled it."""
+
+    what: str  # WORKED, REFERENCE, ANOTHER or EMPTY
+    text: str  # what the grader receives
+    tokens: int | None = None  # None: no tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A prompt and the responses that are tried on it."""
+
+    item: Item
+    lines: list[str]  # the prompt, as it is shown
+    refused: bool  # a run would refuse it
+    responses: list[Response]
+
+
+def prompts_asked(word: str | None) -> int:
+    """The number in `n=5`. Raises UserError."""
+    if word is None:
+        return DEFAULT_PROMPTS
+    if not word.isdecimal() or not 1 <= int(word) <= MOST_PROMPTS:
+        raise UserError(f"n={word} is not accepted: give a number of prompts, 1 to {MOST_PROMPTS}.")
+    return int(word)
+
+
+def try_task(config: RunConfig, n: int) -> int:
+    """Print the first n prompts of every training task and the verdicts on known answers.
+
+    Starts graders as a run does, and no engine or learner. Returns 1 if a run would refuse one of
+    the prompts or a score failed, else 0. Raises UserError.
+    """
+    refuse(
+        config.environment.played,
+        f"environment.name={config.environment.name} asks its questions while an episode is "
+        "played, which rlcore try does not do: leave environment out to try the task alone.",
+    )
+    load_own(config)
+    check_rewards(config)
+    tasks = make_tasks(config)
+    natural = any(task.alphabet() is None for task in tasks.values())
+    tokenizer = None if config.model.path is None and natural else tokenizer_of(config, tasks)
+    sources = training_sources(config, tasks, tokenizer)
+    trials = {label: _trials(config, label, s, tokenizer, n) for label, s in sources.items()}
+    scores = _graded(config, trials)
+    faults = 0
+    for label, its in trials.items():
+        note(_title(config, label, tasks[label], len(its)))
+        note(_rendering(config, tokenizer))
+        for trial, verdicts in zip(its, scores[label]):
+            for line in [*trial.lines, *_verdicts(config, label, trial, verdicts)]:
+                note(line)
+        for line in _summary(its, scores[label]):
+            note(line)
+        faults += sum(trial.refused for trial in its)
+        faults += sum(s.status != "ok" for verdicts in scores[label] for s in verdicts)
+    return 1 if faults else 0
+
+
+def _trials(
+    config: RunConfig, label: str, source: PromptSource, tokenizer: Any, n: int
+) -> list[Trial]:
+    items = _items(source, n + FURTHER)
+    refuse(
+        not items,
+        f"{config.task_key(label)}.name={config.tasks[label].name} has no problems: name a file of "
+        f"them with {config.task_key(label)}.args.train_path.",
+    )
+    stop = roles.stop_strings(config)
+    trials = []
+    for at, item in enumerate(items[:n]):
+        lines, refused = _prompt(source, tokenizer, item)
+        texts = responses(source.task, item, [*items[at + 1 :], *items[:at]])
+        graded = [_as_sampled(tokenizer, what, t, stop.of(item.prompt_id)) for what, t in texts]
+        trials.append(Trial(item, lines, refused, graded))
+    return trials
+
+
+def _items(source: PromptSource, count: int) -> list[Item]:
+    """The first training problems that the run would draw; held-out ones of a task without."""
+    size = source.task.size("train")
+    if size != 0:
+        return source.peek(count if size is None else min(count, size))
+    held = source.task.size("heldout")
+    return [
+        source.task.item("heldout", i) for i in range(count if held is None else min(count, held))
+    ]
+
+
+def responses(task: Task, item: Item, others: Sequence[Item]) -> list[tuple[str, str]]:
+    """(what it is, text) of the responses to try on a problem: the known answer, that of one of
+    the `others` which has another, and none at all."""
+    known = _known(task, item)
+    tried = [known] if known else []
+    for other in others:
+        found = _known(task, other)
+        if found and found[1] != (known or ("", ""))[1] and other.answer != item.answer:
+            tried.append((ANOTHER, found[1]))
+            break
+    return [*tried, (EMPTY, "")]
+
+
+def _known(task: Task, item: Item) -> tuple[str, str] | None:
+    worked = task.worked_answer(item)
+    if worked is not None:
+        return WORKED, worked
+    return (REFERENCE, item.answer) if item.answer else None
+
+
+def _as_sampled(tokenizer: Any, what: str, text: str, stop: Sequence[str]) -> Response:
+    """A text as graders would receive it: out of tokens, and cut at the stop strings."""
+    if tokenizer is None:
+        return Response(what, cut(text, stop))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return Response(what, cut(decode_response(tokenizer, ids), stop), len(ids))
+
+
+def _prompt(source: PromptSource, tokenizer: Any, item: Item) -> tuple[list[str], bool]:
+    """(lines that show a prompt, whether a run would refuse it)."""
+    if tokenizer is None:
+        return ["", item.prompt_id, *_quoted(item.question)], False
+    try:
+        ids = source.encode(item).tolist()
+    except UserError as error:
+        return ["", f"{item.prompt_id}  REFUSED: {error}", *_quoted(item.question)], True
+    # Special tokens are what there is to see of a template.
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    first = " ".join(map(str, ids[:SHOWN_IDS])) + (" ..." if len(ids) > SHOWN_IDS else "")
+    lines = ["", f"{item.prompt_id}  {len(ids)} tokens: {first}", *_quoted(text)]
+    return lines, False
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"  | {line}" for line in text.split("\n")]
+
+
+def _graded(
+    config: RunConfig, trials: Mapping[str, Sequence[Trial]]
+) -> dict[str, list[list[Score]]]:
+    """The scores of every trial's responses, by the graders of a run and under their deadlines."""
+    everything = [trial for its in trials.values() for trial in its]
+    answers = [
+        Answer(group, sample, "try:0", trial.item.prompt_id, response.text, response.tokens or 0)
+        for group, trial in enumerate(everything)
+        for sample, response in enumerate(trial.responses)
+    ]
+    scores: dict[tuple[int, int], Score] = {}
+    arrived = threading.Condition()
+
+    def on_scored(scored: Scored) -> None:
+        with arrived:
+            scores.update({(a.group_id, a.sample_index): score for a, score in scored})
+            arrived.notify_all()
+
+    graders = Graders(roles.grader_pools(config), on_scored=on_scored, note=note)
+    deadline = time.monotonic() + config.evaluation.timeout_s
+    try:
+        graders.submit(answers)
+        with arrived:
+            while not arrived.wait_for(lambda: len(scores) == len(answers), WAKE_S):
+                graders.check()
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"{len(answers) - len(scores)} answers were not graded within "
+                        f"evaluation.timeout_s={config.evaluation.timeout_s:g}"
+                    )
+    finally:
+        graders.close()
+    by_trial = iter(
+        [scores[group, sample] for sample in range(len(trial.responses))]
+        for group, trial in enumerate(everything)
+    )
+    return {label: [next(by_trial) for _ in its] for label, its in trials.items()}
+
+
+def _title(config: RunConfig, label: str, task: Task, shown: int) -> str:
+    size = task.size("train")
+    if size == 0:
+        return f"task {label}: {shown} of {task.size('heldout')} held-out prompts"
+    of = "" if size is None else f" of {size}"
+    return f"task {label}: {shown}{of} training prompts, as seed={config.seed} draws them"
+
+
+def _rendering(config: RunConfig, tokenizer: Any) -> str:
+    """One line on the tokenizer and the chat template."""
+    model = config.model
+    if tokenizer is None:
+        return "no tokenizer: model.path=FOLDER shows the tokens and the chat template"
+    whose = f"model.path={model.path}" if model.path else "the fresh model, a token a character"
+    if uses_template(tokenizer, model.chat_template):
+        template = "on"
+    elif model.chat_template == "off":
+        template = "off, by model.chat_template=off"
+    else:
+        template = "off, since the tokenizer has none"
+    return f"tokenizer of {whose}; chat template {template}"
+
+
+def _verdicts(config: RunConfig, label: str, trial: Trial, scores: Sequence[Score]) -> list[str]:
+    limit = config.rollout_of(label).max_new_tokens
+    lines = []
+    for response, score in zip(trial.responses, scores):
+        shown = json.dumps(response.text, ensure_ascii=False)
+        if len(shown) > SHOWN_HEAD + SHOWN_TAIL:
+            shown = f"{shown[:SHOWN_HEAD]} ... {shown[-SHOWN_TAIL:]}"
+        size = "" if response.tokens is None else f" ({response.tokens} tokens)"
+        lines.append(f"  {response.what}{size}: {verdict(score)}")
+        lines.append(f"    {shown}")
+        if response.what == WORKED and (response.tokens or 0) > limit:
+            lines.append(f"    longer than max_new_tokens={limit}: the model could not give it")
+    return lines
+
+
+def verdict(score: Score) -> str:
+    """A score in words: `reward 0.5 (correct 0, format 1)`."""
+    if score.status != "ok" or score.reward is None:
+        return f"FAILED ({score.status}): {score.error}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in score.parts.items())
+    return f"reward {score.reward:.4g}{f' ({parts})' if parts else ''}"
+
+
+def _summary(trials: Sequence[Trial], scores: Sequence[Sequence[Score]]) -> list[str]:
+    """Mean reward of each kind of response, and what is odd about them."""
+    found: dict[str, list[float]] = {}
+    failed = 0
+    for trial, verdicts in zip(trials, scores):
+        for response, score in zip(trial.responses, verdicts):
+            if score.reward is None:
+                failed += 1
+            else:
+                found.setdefault(response.what, []).append(score.reward)
+    means = {what: sum(rewards) / len(rewards) for what, rewards in found.items()}
+    listed = [f"{what} {mean:.4g} ({len(found[what])})" for what, mean in means.items()]
+    lines = ["", f"mean reward: {', '.join(listed) or 'none'}; {failed} failed scores"]
+    right = [mean for what, mean in means.items() if what in (WORKED, REFERENCE)]
+    wrong = [mean for what, mean in means.items() if what in (ANOTHER, EMPTY)]
+    if not right:
+        lines.append("the task has no known answers: no response was tried that should be right")
+    elif wrong and max(right) <= max(wrong):
+        lines.append("the grader does not prefer known answers to wrong ones: is it right?")
+    return [*lines, ""]

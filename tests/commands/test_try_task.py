@@ -1,0 +1,185 @@
+"""`rlcore try`: what the model would be asked, and what the graders say, without a run."""
+
+import json
+
+import pytest
+
+from rlcore.cli import main
+from rlcore.commands.try_task import (
+    ANOTHER,
+    EMPTY,
+    REFERENCE,
+    WORKED,
+    prompts_asked,
+    responses,
+    verdict,
+)
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.types import Item, Score
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+ROWS = [{"question": f"{n}+1", "answer": str(n + 1)} for n in range(1, 6)]
+GRADER = """
+def grade(item, response):
+    if response == "":
+        raise ValueError("nothing to judge")
+    return float(response == item.answer), {"length": len(response)}
+
+def generous(item, response):
+    return 1.0
+"""
+TASK = """
+from rlcore.types import Grade, Item
+
+class Echo:
+    name = "echo"
+
+    def __init__(self, *, word="yes"):
+        self.word = word
+
+    def size(self, split):
+        return 2
+
+    def item(self, split, index):
+        return Item(f"{self.name}/{split}/{index}", f"say {self.word} {index}", f"{index}")
+
+    def grade(self, item, response):
+        return Grade(float(response == f"{self.word} {item.answer}"))
+
+    def worked_answer(self, item):
+        return f"{self.word} {item.answer}"
+
+    def alphabet(self):
+        return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(GRADER)
+    (tmp_path / "tasks.py").write_text(TASK)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    made = build_char_tokenizer("0123456789+<>abcdefghijklmnopqrstuvwxyz .")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(tmp_path / "model")
+    return made
+
+
+FILE = ("task=file", "task.args.train_path=rows.jsonl", "task.args.grader=mine.py:grade")
+
+
+def tried(capsys, *words, code=0):
+    assert main(["try", *words]) == code
+    return capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_prompts_and_verdicts_of_a_generated_task(tmp_path, capsys):
+    shown = tried(capsys, "n=2", "seed=3")
+    assert "task digits: 2 training prompts, as seed=3 draws them" in shown
+    assert "chat template off, since the tokenizer has none" in shown
+    assert shown.count("worked answer (") == 2 and shown.count("digits/train/") == 2
+    assert "worked answer 1 (2), another problem's answer 0 (2), empty response 0 (2)" in shown
+    assert "0 failed scores" in shown and not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.processes
+def test_the_rendered_prompt_is_what_the_model_gets(tokenizer, capsys):
+    words = (*FILE, "model.path=model", "n=1", "seed=1")
+    shown = tried(capsys, *words, "model.system_prompt=count", code=1)
+    assert "chat template on" in shown
+    (rendered,) = (line for line in shown.splitlines() if line.startswith("  | "))
+    question = rendered.removeprefix("  | <system>count<user>").removesuffix("<assistant>")
+    assert question in [row["question"] for row in ROWS]
+    ids = tokenizer.encode(rendered.removeprefix("  | "), add_special_tokens=False)
+    assert f"{len(ids)} tokens: {' '.join(map(str, ids[:16]))} ..." in shown
+    off = tried(capsys, *words, "model.chat_template=off", code=1)
+    assert f"  | {question}\n" in off and "off, by model.chat_template=off" in off
+
+
+@pytest.mark.processes
+def test_what_a_users_grader_says_and_where_it_fails(capsys):
+    shown = tried(capsys, *FILE, "n=2", code=1)
+    assert "no tokenizer: model.path=FOLDER" in shown
+    assert "reference answer: reward 1 (length 1)" in shown
+    assert "another problem's answer: reward 0 (length 1)" in shown
+    assert "empty response: FAILED (error): ValueError: nothing to judge" in shown
+    assert "2 failed scores" in shown
+    generous = tried(capsys, *FILE[:2], "task.args.grader=mine.py:generous", "n=1")
+    assert "does not prefer known answers to wrong ones" in generous
+
+
+@pytest.mark.processes
+def test_a_prompt_that_a_run_would_refuse_is_shown_with_its_sentence(tokenizer, capsys):
+    words = ("model.path=model", "model.max_len=20", "rollout.max_new_tokens=8", "n=1")
+    shown = tried(capsys, *FILE, *words, "task.args.answer_field=null", code=1)
+    assert "REFUSED: model.max_len: prompt file/train/" in shown
+    assert "no known answers" in shown
+
+
+@pytest.mark.processes
+def test_a_task_of_ones_own_has_none_of_the_default_tasks_arguments(capsys):
+    shown = tried(capsys, "task=tasks.py:Echo", "task.args.word=no", "n=9")
+    assert "task echo: 2 of 2 training prompts" in shown and '"no 1"' in shown
+    assert "worked answer 1 (2), another problem's answer 0 (2)" in shown
+
+
+@pytest.mark.processes
+def test_every_task_of_a_mixture_is_shown_with_its_own_settings(capsys):
+    digits = ",".join(f"'{n}'" for n in range(10))
+    shown = tried(capsys, "task=[digits,arithmetic]", "n=1", f"task.digits.stop=[{digits}]")
+    first, second = shown.split("task arithmetic: 1 training prompts")
+    assert "digits/train/" in first and "arithmetic/train/" in second
+    # cut at its first character, as a sampled answer would be
+    assert "worked answer 0 (1)" in first and "does not prefer known answers" in first
+    assert "worked answer 1 (1)" in second
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["n=0"], "n=0 is not accepted"),
+        (["n=some"], "n=some is not accepted"),
+        (["environment=attempts"], "environment.name=attempts asks its questions while"),
+        (["task=none.py:Task"], "task.name="),
+        (["task=file"], "task.args.grader has no default"),
+        (["model.path=nowhere"], "model.path="),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_in_a_sentence(capsys, words, said):
+    assert main(["try", *words]) == 2
+    (sentence,) = capsys.readouterr().err.strip().splitlines()
+    assert said in sentence
+
+
+def test_the_number_of_prompts():
+    assert prompts_asked("7") == 7 and prompts_asked(None) > 0
+    with pytest.raises(UserError, match="n=-1"):
+        prompts_asked("-1")
+
+
+class Known:
+    def worked_answer(self, item):
+        return item.meta.get("worked")
+
+
+def test_responses_are_the_known_answer_another_and_nothing():
+    one, same, two = Item("t/train/0", "a", "1"), Item("t/train/1", "b", "1"), Item("", "c", "2")
+    assert responses(Known(), one, [same, two]) == [(REFERENCE, "1"), (ANOTHER, "2"), (EMPTY, "")]
+    assert responses(Known(), one, [same]) == [(REFERENCE, "1"), (EMPTY, "")]
+    assert responses(Known(), Item("t/train/2", "d", ""), []) == [(EMPTY, "")]
+    worked = Item("t/train/3", "e", "3", {"worked": "so 3"})
+    assert responses(Known(), worked, [])[0] == (WORKED, "so 3")
+
+
+def test_verdicts_in_words():
+    ok = Score(0, 0, "d", "ok", 0.5, {"correct": 0.0, "format": 1.0})
+    assert verdict(ok) == "reward 0.5 (correct 0, format 1)"
+    late = Score(0, 0, "d", "timeout", error="the grader passed its deadline of 10 s")
+    assert verdict(late) == "FAILED (timeout): the grader passed its deadline of 10 s"
