@@ -15,7 +15,16 @@ from rlcore.config.compose import load
 from rlcore.planner.gpus import GPUS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("ARCHITECTURE", "CONTRIBUTING", "faults", "mixtures", "planning", "rewards", "tasks")
+PAGES = (
+    "ARCHITECTURE",
+    "CONTRIBUTING",
+    "faults",
+    "mixtures",
+    "planning",
+    "rewards",
+    "tasks",
+    "trl",
+)
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in PAGES)]
 PLACES = {
     "NAME": "quickstart",

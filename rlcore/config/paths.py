@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from rlcore.config.corrections import CorrectionList
 from rlcore.config.schema import RunConfig
+from rlcore.environments.specs import EnvironmentSpec
 from rlcore.rollout.specs import ActorSpec
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec
@@ -24,8 +25,6 @@ def absolute(config: RunConfig) -> RunConfig:
     )
     tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
     names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
-    environment = config.environment
-    played = environment.name and _code(environment.name)
     update: dict[str, Any] = {
         "run_dir": os.path.abspath(config.run_dir),
         "model": model.model_copy(update={"path": _path(model.path), "warmup": warmup}),
@@ -38,10 +37,18 @@ def absolute(config: RunConfig) -> RunConfig:
             if isinstance(config.task, dict)
             else _task(config.task)
         ),
-        "environment": environment.model_copy(update={"name": played}),
+        "environment": _environment(config.environment),
         "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
     }
     return config.model_copy(update=update)
+
+
+def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
+    args = dict(environment.args)
+    if isinstance(args.get("rewards"), list):  # functions that score a class written for TRL
+        args["rewards"] = [_code(str(name)) for name in args["rewards"]]
+    name = environment.name and _code(environment.name)
+    return environment.model_copy(update={"name": name, "args": args})
 
 
 def _actor(actor: ActorSpec) -> ActorSpec:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from rlcore.environments.protocol import Environment
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.registry import resolve
+from rlcore.registry import load_object, resolve
 
 ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.alphabet_sort:AlphabetSort",
@@ -22,6 +23,14 @@ ENVIRONMENTS: dict[str, str] = {
     "rooms": "rlcore.environments.rooms:Rooms",
     "task": "rlcore.environments.one_turn:OneTurn",
 }
+TRL = "rlcore.environments.trl:trl_maker"
+
+
+def _written_for_trl(cls: Any, spec: EnvironmentSpec) -> bool:
+    """Whether a class has TRL's methods. One that has all of rlcore's own is taken for its own."""
+    own = all(callable(getattr(cls, method, None)) for method in ("reset", "step", "grade"))
+    scored = hasattr(cls, "get_reward") or "rewards" in spec.args
+    return not own and isinstance(cls, type) and hasattr(cls, "reset") and scored
 
 
 def environment_maker(spec: EnvironmentSpec, task: Task) -> Callable[[], Environment]:
@@ -32,11 +41,20 @@ def environment_maker(spec: EnvironmentSpec, task: Task) -> Callable[[], Environ
     """
     assert spec.name is not None
     cls = resolve(ENVIRONMENTS, spec.name, key="environment.name")
+    if _written_for_trl(cls, spec):
+        adapted: Callable[[], Environment] = load_object(TRL)(cls, spec, task)
+        return adapted
+    if isinstance(cls, dict):
+        raise UserError(
+            f"environment.name={spec.name} is a dictionary of environments, of which TRL chooses "
+            "one by row, and a run plays one: name a class."
+        )
     for method in ("reset", "step", "grade"):
         if not callable(getattr(cls, method, None)):
             raise UserError(
                 f"environment.name={spec.name} has no method {method}: an environment has reset, "
-                "step and grade (rlcore.environments.protocol)."
+                "step and grade (rlcore.environments.protocol), and one written for TRL has reset "
+                "and get_reward, or reward functions in environment.args.rewards."
             )
     args = dict(spec.args)
     if "task" in inspect.signature(cls).parameters:

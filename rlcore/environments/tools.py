@@ -43,13 +43,21 @@ def _json_type(hint: Any) -> dict[str, str]:
     return {"type": known} if known else {}
 
 
-def answer_calls(tools: Mapping[str, Tool], calls: Sequence[ToolCall]) -> list[Message]:
+def as_json(answer: Any) -> str:
+    """What a tool has returned, as the model reads it: text as it is, anything else as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def answer_calls(
+    tools: Mapping[str, Tool], calls: Sequence[ToolCall], *, shown: Callable[[Any], str] = as_json
+) -> list[Message]:
     """One message of role "tool" for every call, in order. A tool that raises, or is called in a
-    way that it does not accept, answers with its error."""
-    return [{"role": "tool", "name": c.name, "content": _answer(tools, c)} for c in calls]
+    way that it does not accept, answers with its error. `shown`: a tool's answer as text; what it
+    raises is the environment's fault, not the model's."""
+    return [{"role": "tool", "name": c.name, "content": _answer(tools, c, shown)} for c in calls]
 
 
-def _answer(tools: Mapping[str, Tool], call: ToolCall) -> str:
+def _answer(tools: Mapping[str, Tool], call: ToolCall, shown: Callable[[Any], str]) -> str:
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: there is no tool {call.name}; choose one of: {', '.join(tools)}."
@@ -57,4 +65,4 @@ def _answer(tools: Mapping[str, Tool], call: ToolCall) -> str:
         answer = tool(**call.arguments)
     except Exception as error:  # whatever it is, the model may try again
         return f"Error: {type(error).__name__}: {error}"[:MAX_ERROR]
-    return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+    return shown(answer)

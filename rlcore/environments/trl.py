@@ -1,0 +1,161 @@
+"""Classes written for TRL's `environment_factory`, unchanged.
+
+The protocol is that of TRL 1.16 (huggingface/trl, trl/trainer/grpo_trainer.py): `reset(**row)`
+begins an episode, every other public method is a tool, a turn without a tool call ends the episode,
+and `get_reward()` or reward functions that take `environments` score it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlcore.environments.protocol import Action, Environment, Message, Opening, Reply
+from rlcore.environments.specs import EnvironmentSpec
+from rlcore.environments.tools import answer_calls
+from rlcore.environments.trl_class import (
+    TrlTool,
+    accepted,
+    check_class,
+    reward_functions,
+    tools_of,
+)
+from rlcore.errors import UserError
+from rlcore.interfaces import Task
+from rlcore.types import Grade, Item
+
+RewardFunctions = Mapping[str, Callable[..., Any]]
+
+
+def trl_maker(cls: type, spec: EnvironmentSpec, task: Task) -> Callable[[], Environment]:
+    """A function that builds the adapter of such a class; the class itself is built at reset.
+
+    Raises UserError for a class whose tools, rewards or `reset` rlcore cannot serve.
+    """
+    key = f"environment.name={spec.name}"
+    args = dict(spec.args)
+    functions = reward_functions(args.pop("rewards", []), cls.__name__)
+    tools = tools_of(cls, key)
+    needed = check_class(cls, args, key)
+    if needed and task.size("train") != 0:
+        columns = row_of(task.item("train", 0))
+        missing = sorted(needed - columns.keys())
+        if missing:
+            raise UserError(
+                f"{key}: reset requires {', '.join(missing)}, and a row of task {task.name} has "
+                f"{', '.join(columns)}: with task=file, list it in task.args.meta_fields."
+            )
+    return partial(TrlEnvironment, partial(cls, **args), tools, functions)
+
+
+def row_of(item: Item) -> dict[str, Any]:
+    """A problem as TRL's row: `prompt`, `question`, `answer`, and the item's `meta`, which may
+    replace them."""
+    prompt = [{"role": "user", "content": item.question}]
+    return {"prompt": prompt, "question": item.question, "answer": item.answer, **item.meta}
+
+
+class TrlEnvironment(Environment):
+    """One episode of an instance that `build` makes."""
+
+    def __init__(
+        self,
+        build: Callable[[], Any],
+        tools: Mapping[str, TrlTool],
+        functions: RewardFunctions,
+    ) -> None:
+        self._build = build
+        self._tools = tools
+        self._functions = functions
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def reset(self, item: Item, seed: int) -> Opening:
+        # TRL hands no seed on: what such a class draws at random comes from the global generators,
+        # and is to be the same for all samples of a group and after a resume.
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        self._asked = self._answered = 0
+        self._row = row_of(item)
+        self._instance = self._build()
+        seen = self._awaited(self._instance.reset(**accepted(self._instance.reset, self._row)))
+        text = "" if seen is None else shown(seen, "reset")
+        question: Message = {"role": "user", "content": item.question + text}
+        self._prompt = [question]
+        self._said: list[Message] = []
+        return Opening([question], [tool.schema for tool in self._tools.values()])
+
+    def step(self, action: Action) -> Reply:
+        said: Message = {"role": "assistant", "content": action.text}
+        calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in action.tool_calls]
+        if not calls:
+            self._said.append(said)
+            return Reply(over=True)
+        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        self._asked += len(calls)
+        tools = {name: partial(self._called, name) for name in self._tools}
+        answers = answer_calls(tools, action.tool_calls, shown=partial(shown, what="a tool"))
+        self._said += [said, *answers]
+        return Reply(answers)
+
+    def _called(self, name: str, /, **arguments: Any) -> Any:
+        self._tools[name].check(arguments)
+        answer = self._awaited(getattr(self._instance, name)(**arguments))
+        self._answered += 1
+        return answer
+
+    def _awaited(self, value: Any) -> Any:
+        """`value`, or what a coroutine gives, on one event loop for the whole episode."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_value(value))
+
+    def grade(self) -> Grade:
+        rewards: dict[str, Any] = {}
+        if hasattr(self._instance, "get_reward"):
+            name = type(self._instance).__name__
+            rewards[name] = self._awaited(self._instance.get_reward())
+        rewards |= {name: self._scored(name, f) for name, f in self._functions.items()}
+        # TRL leaves out what is None
+        parts = {name: float(reward) for name, reward in rewards.items() if reward is not None}
+        if not parts:
+            raise ValueError(f"no reward was given: {', '.join(rewards)} returned None")
+        counts = {"tool_calls": self._asked, "failed_calls": self._asked - self._answered}
+        return Grade(sum(parts.values()), {**parts, **counts})
+
+    def _scored(self, name: str, function: Callable[..., Any]) -> Any:
+        """What a reward function of TRL gives to a batch of this one episode."""
+        columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
+        batch = {"prompts": [self._prompt], "completions": [self._said], **columns}
+        batch["environments"] = [self._instance]
+        scores = self._awaited(function(**accepted(function, batch)))
+        if not isinstance(scores, Sequence | np.ndarray) or len(scores) != 1:
+            raise ValueError(f"{name} returned {scores!r:.80}, not a list of one reward")
+        return scores[0]
+
+    def close(self) -> None:
+        """End the event loop."""
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+
+async def _value(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def shown(value: Any, what: str) -> str:
+    """A value as text, as TRL writes it. Raises ValueError for content that is not text."""
+    if not isinstance(value, list) or not all(isinstance(v, dict) and "type" in v for v in value):
+        return str(value)
+    other = [block["type"] for block in value if block["type"] != "text"]
+    if other:
+        raise ValueError(f"{what} returned content of type {other[0]}; rlcore trains on text alone")
+    return "".join(block["text"] for block in value)
