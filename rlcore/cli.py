@@ -31,6 +31,10 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       add or remove rollout actors of a running job
   rlcore launch cluster=slurm ... [dry_run=true]
       start a run elsewhere (or print what would be started)
+  rlcore watch run_dir=DIR [once=true] [key=value ...]
+      the console of a run that was started elsewhere; once=true shows it as it is now
+  rlcore compare DIR DIR [json=true]
+      where two runs' configurations differ, and their final metrics side by side
   rlcore report DIR [DIR ...] [out=FILE]
       report.html of one run in its folder, or of several overlaid in the working directory
   rlcore fetch name=smollm2-135m out=FOLDER
@@ -151,6 +155,28 @@ def _launch(words: list[str]) -> int:
     return launch(config, words, dry_run=dry_run)
 
 
+def _watch(words: list[str]) -> int:
+    once, words = _flag(words, "once")
+    run_dir, _ = _take(words, "run_dir")
+    if run_dir is None:
+        raise UserError("run_dir= is missing: name the run to watch.")
+    if not os.path.isfile(os.path.join(run_dir, "config.yaml")):
+        raise UserError(f"run_dir={run_dir} holds no run: it has no config.yaml.")
+    config = _config(_of_run(words))
+    from rlcore.commands.watch import watch
+
+    return watch(config, once=once)
+
+
+def _compare(words: list[str]) -> int:
+    as_json, run_dirs = _flag(words, "json")
+    if len(run_dirs) != 2:
+        raise UserError(f"rlcore compare takes two run directories, got {len(run_dirs)}.")
+    from rlcore.commands.compare import compare
+
+    return compare(run_dirs[0], run_dirs[1], as_json=as_json)
+
+
 def _report(words: list[str]) -> int:
     out, run_dirs = _take(words, "out")
     from rlcore.commands.report import report
@@ -235,6 +261,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "scale": _scale,
     "launch": _launch,
+    "watch": _watch,
+    "compare": _compare,
     "report": _report,
     "fetch": _fetch,
     "plan": _plan,

@@ -20,6 +20,7 @@ PAGES = (
     "CONTRIBUTING",
     "faults",
     "mixtures",
+    "monitoring",
     "planning",
     "rewards",
     "tasks",
@@ -87,7 +88,7 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
             continue
         verb, rest = words[1], [concrete(w) for w in words[2:] if w not in ("...", "[DIR")]
         assert verb in VERBS, words
-        if "--help" in rest or verb in ("report", "doctor", "fetch"):
+        if "--help" in rest or verb in ("report", "doctor", "fetch", "compare"):
             continue
         if verb == "scale":
             assert parse([w for w in rest if not w.startswith("run_dir=")])
@@ -101,7 +102,9 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
         if verb == "plan":
             own, rest = split(rest)
             assert {"rates", "gpu"} & set(own) and own.get("gpu", "h100") in GPUS
-        rest = [w for w in rest if w.partition("=")[0] not in ("out", "checkpoint", "dry_run")]
+        rest = [
+            w for w in rest if w.partition("=")[0] not in ("out", "checkpoint", "dry_run", "once")
+        ]
         rest += [] if any(w.startswith("run_dir=") for w in rest) else ["run_dir=DIR"]
         assert load(rest).schedule.steps > 0, words
 

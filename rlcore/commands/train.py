@@ -16,6 +16,7 @@ from rlcore.commands.session import Session, connected
 from rlcore.commands.sizes import stored_bytes
 from rlcore.commands.stopping import StopSignals
 from rlcore.commands.warm_up import starting_model, with_drafts
+from rlcore.commands.watch import course_of
 from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.errors import RoleLost, StageError
@@ -73,7 +74,11 @@ def train(config: RunConfig) -> int:
     run_dir = open_run_dir(config)
     settings = config.model_dump(mode="json")
     with open_logger(
-        run_dir, config.logging, config=settings, total_steps=config.schedule.steps
+        run_dir,
+        config.logging,
+        config=settings,
+        total_steps=config.schedule.steps,
+        course=course_of(config),
     ) as logger:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
         run = Run(config, prepared, logger, reporter, scale, StopSignals())

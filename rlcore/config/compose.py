@@ -52,6 +52,14 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def recorded(run_dir: str | Path) -> dict[str, Any]:
+    """Every key of a run's config.yaml, such as `learner.lr`, as it was written; not checked.
+
+    Raises UserError for a folder without one.
+    """
+    return _flat(_read(Path(run_dir) / "config.yaml"))
+
+
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
     folders = roots(config_dir)
     tasks = mixture.selected(words.selections)

@@ -4,7 +4,7 @@ sample completions."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from rlcore.metrics.cells import CELLS, duration, evaluations, number
-from rlcore.metrics.names import combine, declared
+from rlcore.metrics.digest import Digest
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import BaseSink, Decoded
 
-RECENT = 20  # steps that the pace, and so the remaining time, is averaged over
 COMPLETIONS = 4
-COMPARED = (
-    "reward/mean",
-    "response_length/mean",
-    "mismatch/kl_k3",
-    "mismatch/ess",
-    "staleness/mean",
-)
 
 
 class ConsoleSink(BaseSink):
@@ -40,11 +32,8 @@ class ConsoleSink(BaseSink):
         self.console = console or Console()
         self.run_dir = run_dir
         self.total_steps = total_steps
-        self.first: Row | None = None
-        self.row: Row | None = None
-        self.recent: list[Row] = []
-        # (step, results), oldest first
-        self.evals: list[tuple[int, dict[str, float | int | None]]] = []
+        self.digest = Digest()
+        self.now = ""  # what the run does, and waits for
         self.decoded: Sequence[Decoded] = ()
         # <task>_<mode> -> answers of the first and of the newest evaluation
         self.answers: dict[str, tuple[Sequence[Decoded], Sequence[Decoded]]] = {}
@@ -57,19 +46,29 @@ class ConsoleSink(BaseSink):
             )
 
     def log(self, row: Row) -> None:
-        self.first = self.first or row
-        self.row = row
-        self.recent = [*self.recent, row][-RECENT:]
-        found = evaluations(row)
-        if found:
-            at = row.get("eval/policy_version")
-            version = row["step"] if at is None else at
-            self.evals.append((int(version), found))  # type: ignore[arg-type]
+        self.digest.add(row)
+        self.show()
+
+    def catch_up(self, rows: Iterable[Row]) -> None:
+        """Take in the rows of steps that were taken before anyone watched, without showing them."""
+        for row in rows:
+            self.digest.add(row)
+        # The run is as old as its rows say, not as this console.
+        self.started = time.monotonic() - ((self.digest.row or {}).get("time/total_s") or 0.0)
+
+    def show(self) -> None:
+        """Update the live table, or print the line of the newest step."""
         if self._live is not None:
             self._live.start()
             self._live.update(self.table())
-        else:
-            self.console.print(self.line(row), markup=False, highlight=False, soft_wrap=True)
+        elif self.digest.row is not None:
+            line = self.line(self.digest.row)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        self.now = f"{name}, waits for {waits_for}" if waits_for else name
+        if self._live is not None and self._live.is_started:
+            self.show()
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         if not decoded:
@@ -105,9 +104,7 @@ class ConsoleSink(BaseSink):
 
     def remaining(self, step: int) -> str:
         """Estimated time of the remaining steps at the recent pace."""
-        seconds = [s for r in self.recent if (s := r.get("time/step_s")) is not None]
-        pace = sum(seconds) / len(seconds) if seconds else 0.0
-        return duration(pace * max(0, self.total_steps - step))
+        return duration(self.digest.pace_s() * max(0, self.total_steps - step))
 
     def line(self, row: Row) -> str:
         """One step as one line."""
@@ -120,9 +117,10 @@ class ConsoleSink(BaseSink):
 
     def table(self) -> RenderableType:
         """The live view."""
-        if self.row is None:
-            return "starting"
-        row, step = self.row, int(self.row["step"])  # type: ignore[arg-type]
+        row = self.digest.row
+        if row is None:
+            return self.now or "starting"
+        step = int(row["step"])  # type: ignore[arg-type]
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold")
         table.add_column(justify="left")
@@ -130,11 +128,13 @@ class ConsoleSink(BaseSink):
             shown = cell.show(row)
             if shown is not None:
                 table.add_row(cell.label, shown)
-        if self.evals:
-            at, found = self.evals[-1]
+        if self.digest.evals:
+            at, found = self.digest.evals[-1]
             for name, value in found.items():
-                first = number(self.evals[0][1].get(name))
+                first = number(self.digest.evals[0][1].get(name))
                 table.add_row(f"eval {name}", f"{number(value)}  (version {at}, first {first})")
+        if self.now:
+            table.add_row("now", escape(self.now))
         elapsed = duration(time.monotonic() - self.started)
         title = (
             f"step {step}/{self.total_steps}   {elapsed} elapsed, {self.remaining(step)} remaining"
@@ -150,29 +150,12 @@ class ConsoleSink(BaseSink):
         table = Table(title=title, title_justify="left", show_edge=False)
         for heading in ("", "first", "last"):
             table.add_column(heading)
-        if self.evals:
-            first, last = self.evals[0][1], self.evals[-1][1]
-            for name in last:
-                table.add_row(f"eval {name}", number(first.get(name)), number(last[name]))
-        if self.first is not None and self.row is not None:
-            for name in (n for n in COMPARED if n in self.row):
-                table.add_row(name, number(self.first.get(name)), number(self.row[name]))
-            for name, value in self._recent_means().items():
-                table.add_row(f"{name}, last {len(self.recent)} steps", "", value)
+        for figure in self.digest.figures():
+            table.add_row(figure.label, figure.first, figure.shown)
         for name, value in extra.items():
             shown = number(value) if isinstance(value, int | float) else escape(str(value))
             table.add_row(escape(str(name)), "", shown)
         return table
-
-    def _recent_means(self) -> dict[str, str]:
-        """Rates and the learner's waiting over the last steps."""
-        means = combine([{k: v for k, v in r.items() if declared(k)} for r in self.recent])
-        rates = ("throughput/rollout_tokens_per_s", "throughput/train_tokens_per_s")
-        shown = {name: number(means[name]) for name in rates if name in means}
-        if means.get("time/step_s") and "time/wait_data_s" in means:
-            share = means["time/wait_data_s"] / means["time/step_s"]
-            shown["learner waits"] = f"{share:.0%}"
-        return shown
 
 
 def completion(sample: Decoded) -> RenderableType:

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.health import Course, Health
 from rlcore.metrics.rows import sanitize
-from rlcore.metrics.sinks import Decoded, JsonlSink, SamplesSink, Sink, WandbSink
+from rlcore.metrics.sinks import Decoded, HealthSink, JsonlSink, SamplesSink, Sink, WandbSink
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.metrics.status import StatusSink
 
@@ -84,11 +85,17 @@ class MetricsLogger:
 
 
 def open_logger(
-    run_dir: str | Path, spec: LoggingSpec, *, config: Mapping[str, Any], total_steps: int
+    run_dir: str | Path,
+    spec: LoggingSpec,
+    *,
+    config: Mapping[str, Any],
+    total_steps: int,
+    course: Course | None = None,
 ) -> MetricsLogger:
     """The sinks of a run directory, which is created if it does not exist.
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
+    `course`: what warnings know of the schedule; None: the run does not warn.
     A live console falls back to plain where the output is no terminal. Raises UserError when W&B
     refuses to start, the Prometheus port is taken, or metrics.jsonl is damaged.
     """
@@ -109,7 +116,11 @@ def open_logger(
     except BaseException:
         MetricsLogger(sinks).close()
         raise
-    return MetricsLogger(sinks)
+    logger = MetricsLogger(sinks)
+    if course is not None:
+        health = Health(spec.warnings, course)
+        logger.sinks.append(HealthSink(run_dir, health, logger.note))
+    return logger
 
 
 def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -87,26 +87,71 @@ class RowFile:
         replace_file(self.path, text, durable=True)
 
 
+class RowTail:
+    """The rows of a file that another process writes, as they come."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._read = 0  # bytes
+        self._lines = 0
+        self._file = 0  # inode
+
+    def rewritten(self) -> bool:
+        """Whether the file is another one than was read from: the run was resumed, and rows beyond
+        its checkpoint were dropped."""
+        try:
+            return self._replaced(self.path.stat())
+        except FileNotFoundError:
+            return self._read > 0
+
+    def new(self) -> list[Row]:
+        """The whole rows written since the last call; none of a file that was rewritten.
+
+        Raises UserError for a broken line.
+        """
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if self._replaced(found):
+                    return []
+                self._file = found.st_ino
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        data = data[: data.rfind(b"\n") + 1]
+        lines = data.decode(errors="replace").split("\n")[:-1]
+        rows = _parsed(lines, self.path, self._lines)
+        self._read += len(data)
+        self._lines += len(lines)
+        return rows
+
+    def _replaced(self, found: os.stat_result) -> bool:
+        return self._read > 0 and (found.st_ino != self._file or found.st_size < self._read)
+
+
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of a file that may still be written: an incomplete last line is ignored.
 
     Raises UserError for a broken line elsewhere.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    whole = lines[:-1]  # a line without its newline is incomplete, even if it parses
+    return RowTail(path).new()
+
+
+def _parsed(lines: Sequence[str], path: Path, before: int) -> list[Row]:
+    """Rows of whole lines; `before`: lines of the file that come before them."""
     rows: list[Row] = []
-    for number, line in enumerate(whole, start=1):
+    for place, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as e:
-            if number == len(whole):
+            if place == len(lines):
                 break  # cut off by a crash and completed with a newline since
-            raise UserError(f"{path}:{number} is not a JSON object: {line[:60]!r}.") from e
+            raise UserError(f"{path}:{before + place} is not a JSON object: {line[:60]!r}.") from e
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise UserError(f"{path}:{number} is not a metrics row: it has no integer step.")
+            raise UserError(
+                f"{path}:{before + place} is not a metrics row: it has no integer step."
+            )
         rows.append(row)
     return rows
 

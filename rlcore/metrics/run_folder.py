@@ -29,11 +29,8 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Everything a report shows of a run directory. Raises UserError if it is none."""
+    require_run(folder)
     config = folder / "config.yaml"
-    if not (folder / "metrics.jsonl").exists() and not config.exists():
-        raise UserError(
-            f"{folder} is not a run directory: it holds neither metrics.jsonl nor config.yaml."
-        )
     return Run(
         name=folder.resolve().name,
         folder=folder,
@@ -41,6 +38,14 @@ def read_run(folder: Path) -> Run:
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         samples=_samples(folder / "samples"),
     )
+
+
+def require_run(folder: Path) -> None:
+    """Raise UserError for a folder that holds no run."""
+    if not any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        raise UserError(
+            f"{folder} is not a run directory: it holds neither metrics.jsonl nor config.yaml."
+        )
 
 
 def thin(rows: list[Row], points: int = MAX_POINTS) -> list[Row]:
@@ -65,9 +70,10 @@ def _samples(folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     for file in sorted(folder.glob("*.jsonl")):
         kind, _, rest = file.stem.partition("_")
         newest[f"{kind} {rest.partition('_')[2]}"] = file
-    return [(f.stem, _records(f)[:MAX_SAMPLES]) for f in newest.values()]
+    return [(f.stem, records(f)[:MAX_SAMPLES]) for f in newest.values()]
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def records(file: Path) -> list[dict[str, Any]]:
+    """The decoded trajectories of one file of samples/."""
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     return [json.loads(line) for line in lines if line.strip()]

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlcore.errors import UserError
 from rlcore.files import replace_file
-from rlcore.metrics.rows import Row, RowFile
+from rlcore.metrics.health import Health
+from rlcore.metrics.rows import Row, RowFile, read_rows
 
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
 
@@ -98,6 +99,23 @@ class SamplesSink(BaseSink):
             found = re.fullmatch(r"step_(\d+)", file.stem)
             if found and int(found[1]) > step:
                 file.unlink()
+
+
+class HealthSink(BaseSink):
+    """Notes what `metrics/health.py` finds wrong. Comes after JsonlSink, whose rows it reads when a
+    run goes on."""
+
+    def __init__(self, run_dir: Path, health: Health, note: Callable[[str], None]) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._health = health
+        self._note = note
+
+    def log(self, row: Row) -> None:
+        for text in self._health.add(row):
+            self._note(f"warning: {text}")
+
+    def resume_at(self, step: int) -> None:
+        self._health.resume(read_rows(self._path))
 
 
 class WandbSink(BaseSink):

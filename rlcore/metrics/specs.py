@@ -7,6 +7,39 @@ from typing import Literal
 from rlcore.spec import Spec, setting
 
 
+class WarningsSpec(Spec):
+    """When a run warns, once each, that something is likely to be wrong (`metrics/health.py`).
+
+    Bounds from below are off at 0, bounds from above at 1.
+    """
+
+    window: int = setting(20, "steps that a warning looks at", unit="steps", gt=0)
+    ess: float = setting(0.5, "warn of a mean mismatch/ess below", ge=0, le=1)
+    acceptance: float = setting(0.8, "warn of a mean mismatch/acceptance below", ge=0, le=1)
+    clip_share: float = setting(
+        0.3, "warn of a larger share of tokens clipped by the policy loss", ge=0, le=1
+    )
+    staleness_share: float = setting(
+        0.9,
+        "warn of a mean staleness/mean above this share of a bound that is 2 steps or more",
+        ge=0,
+        le=1,
+    )
+    learner_idle: float = setting(
+        0.75, "warn of a learner that waits for data for a larger share of the time", ge=0, le=1
+    )
+    engine_idle: float = setting(
+        0.5, "warn of engines that do not decode for a larger share of the time", ge=0, le=1
+    )
+    flat_steps: int = setting(
+        200, "warn of rewards that have not risen over so many steps; 0: off", unit="steps", ge=0
+    )
+    entropy: float = setting(0.01, "warn of a mean entropy below", unit="nats", ge=0)
+    failed_scores: float = setting(
+        0.01, "warn of a larger share of samples whose score failed or timed out", ge=0, le=1
+    )
+
+
 class LoggingSpec(Spec):
     """Sinks of metrics and samples."""
 
@@ -23,3 +56,4 @@ class LoggingSpec(Spec):
     )
     samples_per_step: int = setting(4, "decoded trajectories kept each step under samples/", ge=0)
     report: bool = setting(True, "write report.html at the end")
+    warnings: WarningsSpec = WarningsSpec()

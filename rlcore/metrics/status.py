@@ -7,11 +7,28 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rlcore.files import replace_file
 from rlcore.metrics.sinks import BaseSink
+
+FINAL = ("ended", "failed")  # phases after which nothing more comes
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """What status.json says, or None before it is written."""
+    try:
+        return json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def age_s(status: Mapping[str, Any]) -> float:
+    """Seconds since the run began what it does, by this machine's clock."""
+    since = datetime.fromisoformat(status["since"])
+    return max(0.0, time.time() - since.timestamp())
 
 
 class StatusSink(BaseSink):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlcore.errors import StageError, UserError
-from rlcore.metrics.rows import RowFile, read_rows, sanitize
+from rlcore.metrics.rows import RowFile, RowTail, read_rows, sanitize
 
 
 def fill(path, steps, **extra):
@@ -129,3 +129,28 @@ def test_a_killed_writer_leaves_whole_consecutive_rows(tmp_path):
     steps = [r["step"] for r in read_rows(path)]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
     fill(path, [len(steps) + 1])
+
+
+def test_a_tail_gives_each_row_once_and_notices_another_file(tmp_path):
+    rows, tail = RowFile(tmp_path / "metrics.jsonl"), RowTail(tmp_path / "metrics.jsonl")
+    assert tail.new() == [] and not tail.rewritten()
+    for step in (1, 2, 3):
+        rows.log(sanitize({"step": step}))
+        assert [r["step"] for r in tail.new()] == [step]
+    assert not tail.rewritten()
+    rows.truncate_after(1)
+    for step in (2, 3, 4):
+        rows.log(sanitize({"step": step}))
+    # longer than what was read, but not its continuation
+    assert tail.rewritten() and tail.new() == []
+
+
+def test_a_tail_names_the_broken_line_by_its_place_in_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    fill(path, (1, 2))
+    tail = RowTail(path)
+    assert len(tail.new()) == 2
+    with path.open("a") as file:
+        file.write('broken\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:3"):
+        tail.new()

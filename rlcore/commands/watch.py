@@ -1,0 +1,140 @@
+"""`rlcore watch`: the console of a run that was started elsewhere, out of its run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rlcore.buffer.admission import StalenessBound
+from rlcore.config.schema import RunConfig
+from rlcore.metrics.cells import duration
+from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.health import Course, Health
+from rlcore.metrics.rows import RowTail
+from rlcore.metrics.run_folder import records
+from rlcore.metrics.status import FINAL, age_s, read_status
+
+POLL_S = 1.0
+
+
+def watch(
+    config: RunConfig,
+    *,
+    once: bool,
+    console: Console | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
+    """Show the run in `config.run_dir` until it has ended, or with `once` as it is now.
+
+    Waits for as long as the run takes; Ctrl-C ends it and does nothing to the run. Returns 1 if the
+    run has failed, else 0. Raises UserError if metrics.jsonl is damaged.
+    """
+    view = View(config, console or Console(), live=not once)
+    try:
+        ended = view.update()
+        if once:
+            view.print()
+        while not once and not ended:
+            sleep(POLL_S)
+            ended = view.update()
+        if ended and not once:
+            view.end()
+    finally:
+        view.sink.close()
+    return 1 if view.phase == "failed" else 0
+
+
+def course_of(config: RunConfig) -> Course:
+    """What warnings need to know of the run's schedule."""
+    bound = StalenessBound.of(config.schedule)
+    return Course(staleness_bound=bound.cap, takes_turns=bound.synchronous)
+
+
+class View:
+    """A console that follows the files of a run directory."""
+
+    def __init__(self, config: RunConfig, console: Console, *, live: bool) -> None:
+        self._config = config
+        self._console = console
+        self._live = live and config.logging.console != "plain"
+        self._printing = live  # steps and warnings as they come
+        self._status: dict[str, Any] | None = None
+        self._health = Health(config.logging.warnings, course_of(config))
+        self._warnings: list[str] = []
+        self._tail = RowTail(self.folder / "metrics.jsonl")
+        self._caught_up = False
+        self.sink = self._console_of_run()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self._config.run_dir)
+
+    @property
+    def phase(self) -> str:
+        """What the run does: a phase of status.json."""
+        return str(self._status["phase"]) if self._status else "start"
+
+    def update(self) -> bool:
+        """Take in what is new; returns whether the run has ended or failed."""
+        # Before the rows: once it says that the run has ended, no row is missing.
+        self._status = read_status(self.folder)
+        if self._tail.rewritten():  # resumed from a checkpoint: its later rows come again
+            self.sink.close()
+            self._health.resume([])
+            self._tail = RowTail(self.folder / "metrics.jsonl")
+            self._caught_up = False
+            self.sink = self._console_of_run()
+        rows = self._tail.new()
+        self._show_activity()
+        if not self._caught_up:
+            self._caught_up = True
+            self.sink.catch_up(rows)
+            if self._printing:
+                self.sink.show()
+        elif self._printing:
+            for row in rows:
+                self.sink.log(row)
+        for text in (text for row in rows for text in self._health.add(row)):
+            self._warnings.append(text)
+            if self._printing:
+                self.sink.note(f"warning: {text}")
+        return self.phase in FINAL
+
+    def print(self) -> None:
+        """The run as it is now, and every warning so far."""
+        self._console.print(self.sink.table())
+        for text in self._warnings:
+            self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def end(self) -> None:
+        """What the run's own console shows at its end."""
+        if self.phase == "failed":
+            assert self._status is not None
+            self.sink.note(f"the run failed after step {self._status['step']}: see its log")
+        for file in sorted((self.folder / "samples").glob("eval_*.jsonl")):
+            self.sink.samples(file.stem, records(file))
+        for file in sorted((self.folder / "samples").glob("step_*.jsonl"))[-1:]:
+            self.sink.samples(file.stem, records(file))
+        row = self.sink.digest.row or {}
+        steps, seconds = row.get("step") or 0, row.get("time/total_s") or 0.0
+        self.sink.finish({"steps": steps, "seconds": seconds})
+
+    def _console_of_run(self) -> ConsoleSink:
+        return ConsoleSink(
+            run_dir=self.folder,
+            total_steps=self._config.schedule.steps,
+            live=self._live,
+            console=self._console,
+        )
+
+    def _show_activity(self) -> None:
+        if self._status is None:
+            return
+        waits_for = self._status["waits_for"]
+        if waits_for:
+            waits_for += f", for {duration(age_s(self._status))}"
+        self.sink.activity(self.phase, waits_for, self._status["step"])

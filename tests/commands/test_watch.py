@@ -1,0 +1,166 @@
+"""`rlcore watch` on the files of a run that another process writes."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from rlcore.cli import main
+from rlcore.commands.watch import course_of, watch
+from rlcore.config.compose import load, to_yaml
+
+STEPS = 9
+
+
+def row(step, **extra):
+    return {
+        "step": step,
+        "policy_version": step,
+        "reward/mean": step / 10,
+        "reward/std": 0.1,
+        "mismatch/ess": 0.2,
+        "time/step_s": 2.0,
+        "time/total_s": 2.0 * step,
+        **extra,
+    }
+
+
+class Folder:
+    """A run directory as a run writes it."""
+
+    def __init__(self, path):
+        self.path = path
+        words = ["experiment=quickstart", f"run_dir={path}", f"schedule.steps={STEPS}"]
+        self.config = load([*words, "logging.warnings.window=2"])
+        (path / "config.yaml").write_text(to_yaml(self.config))
+
+    def rows(self, *steps, mode="a"):
+        with (self.path / "metrics.jsonl").open(mode) as file:
+            file.writelines(json.dumps(row(step)) + "\n" for step in steps)
+
+    def status(self, phase, step, waits_for=""):
+        shown = {"phase": phase, "step": step, "steps": STEPS, "waits_for": waits_for}
+        text = json.dumps({**shown, "since": "2026-01-31T12:00:05Z", "pid": 1})
+        (self.path / "status.json").write_text(text)
+
+    def watched(self, *events):
+        """Exit code and output of a watcher; each event happens in one of its pauses."""
+        out, coming = io.StringIO(), list(events)
+        console = Console(file=out, width=160)
+        # A watcher that pauses without an event left has missed the end: IndexError.
+        code = watch(self.config, once=False, console=console, sleep=lambda _: coming.pop(0)())
+        assert not coming
+        return code, out.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def test_it_shows_steps_as_they_come_and_ends_with_the_run(folder):
+    folder.rows(1)
+    folder.status("rollout", 1, "a training batch")
+
+    def second():
+        folder.rows(2)
+
+    def last():
+        folder.rows(3)
+        folder.status("ended", 3)
+
+    code, text = folder.watched(second, last)
+    assert code == 0
+    assert [text.count(f"step {step}/{STEPS}") for step in (1, 2, 3)] == [1, 1, 1]
+    assert text.count("warning: mismatch/ess is 0.2") == 1
+    assert "reward/mean" in text and "seconds" in text  # the summary
+
+
+def test_half_a_row_waits_for_its_other_half(folder):
+    folder.rows(1)
+    whole = json.dumps(row(2)) + "\n"
+
+    def part():
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write(whole[:20])
+
+    def rest():
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write(whole[20:])
+        folder.status("ended", 2)
+
+    code, text = folder.watched(part, rest)
+    assert code == 0 and text.count(f"step 2/{STEPS}") == 1
+
+
+def test_a_run_that_fails_ends_it_with_1(folder):
+    folder.rows(1, 2)
+    code, text = folder.watched(lambda: folder.status("failed", 2))
+    assert code == 1 and "the run failed after step 2" in text
+
+
+def test_it_starts_anew_with_a_run_that_lost_its_last_steps(folder):
+    folder.rows(1, 2, 3)
+
+    def resumed():
+        folder.rows(1, mode="w")
+
+    def end():
+        folder.rows(2)
+        folder.status("ended", 2)
+
+    _, text = folder.watched(resumed, end)
+    assert text.count(f"step 3/{STEPS}") == 1 and text.count(f"step 2/{STEPS}") == 1
+    assert text.count("warning:") == 1
+
+
+def test_the_answers_before_and_after_are_shown_at_the_end(folder):
+    folder.rows(1)
+    folder.status("ended", 1)
+    samples = folder.path / "samples"
+    samples.mkdir()
+    for version, answer in ((0, "wrong"), (1, "right")):
+        sample = {"prompt_id": "digits/1", "prompt": "32=", "response": answer, "reward": 1.0}
+        name = f"eval_{version:06d}_digits_greedy.jsonl"
+        (samples / name).write_text(json.dumps(sample) + "\n")
+    _, text = folder.watched()
+    assert "before" in text and "wrong" in text and "after" in text and "right" in text
+
+
+def test_once_prints_the_present_state_and_ends(folder, capsys):
+    folder.rows(1, 2, 3)
+    folder.status("rollout", 3, "a training batch")
+    assert main(["watch", f"run_dir={folder.path}", "once=true"]) == 0
+    text = capsys.readouterr().out
+    assert f"step 3/{STEPS}" in text and "0.3 ± 0.1" in text
+    assert "rollout, waits for a training batch, for" in text
+    assert "logging.warnings.ess=0.5" in text
+    words = [f"run_dir={folder.path}", "once=true", "logging.warnings.ess=0.1"]
+    assert main(["watch", *words]) == 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_that_has_just_been_started_can_be_watched(folder, capsys):
+    assert main(["watch", f"run_dir={folder.path}", "once=true"]) == 0
+    assert "starting" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ([], "run_dir= is missing"),
+        (["run_dir=/nowhere"], "run_dir=/nowhere holds no run"),
+        (["run_dir=/nowhere", "once=perhaps"], "once=perhaps is not accepted"),
+    ],
+)
+def test_what_is_no_run_is_refused(words, sentence, capsys):
+    assert main(["watch", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_warnings_know_the_schedule():
+    bound = course_of(load(["run_dir=DIR", "schedule=async", "schedule.max_staleness=4"]))
+    assert bound.staleness_bound == 4 and not bound.takes_turns
+    turns = course_of(load(["run_dir=DIR", "schedule=on_policy"]))
+    assert turns.staleness_bound == 0 and turns.takes_turns
