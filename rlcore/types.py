@@ -39,6 +39,10 @@ ActorKind = Literal[
 ]
 
 
+# {"role": ..., "content": text} and whatever else a chat template reads, in OpenAI's form
+Message = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One problem of a task: text only, rebuilt from (split, index) wherever it is needed.
@@ -50,6 +54,12 @@ class Item:
     question: str  # what the model is asked, before any chat template
     answer: str  # the reference the grader compares with; may be ""
     meta: dict[str, Any] = field(default_factory=dict)  # JSON-able extras for the grader
+    # What the model is asked, where that is more than `question`, which is then the last of them.
+    messages: tuple[Message, ...] = ()
+
+    def opening(self) -> list[Message]:
+        """What the model is asked, as the messages of a conversation."""
+        return list(self.messages) or [{"role": "user", "content": self.question}]
 
 
 @dataclass(frozen=True, slots=True)

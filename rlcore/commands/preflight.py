@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
 from rlcore.tasks import make_task
 from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.types import Message
 
 _NO_HELDOUT = "has no held-out problems to evaluate on: name a file of them"
 ALL = 1 << 20  # more rows than are ever checked before a run
@@ -203,9 +204,9 @@ def _source(
     # A response must always fit behind its prompt.
     room = model.max_len - rollout.max_new_tokens
 
-    def encode(text: str) -> list[int]:
+    def encode(asked: str | Sequence[Message]) -> list[int]:
         return encode_prompt(
-            tokenizer, text, chat_template=model.chat_template, system_prompt=model.system_prompt
+            tokenizer, asked, chat_template=model.chat_template, system_prompt=model.system_prompt
         )
 
     # An environment asks the questions itself, where the episode is played.

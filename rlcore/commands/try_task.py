@@ -157,16 +157,23 @@ def _as_sampled(tokenizer: Any, what: str, text: str, stop: Sequence[str]) -> Re
 def _prompt(source: PromptSource, tokenizer: Any, item: Item) -> tuple[list[str], bool]:
     """(lines that show a prompt, whether a run would refuse it)."""
     if tokenizer is None:
-        return ["", item.prompt_id, *_quoted(item.question)], False
+        return ["", item.prompt_id, *_quoted(_as_text(item))], False
     try:
         ids = source.encode(item).tolist()
     except UserError as error:
-        return ["", f"{item.prompt_id}  REFUSED: {error}", *_quoted(item.question)], True
+        return ["", f"{item.prompt_id}  REFUSED: {error}", *_quoted(_as_text(item))], True
     # Special tokens are what there is to see of a template.
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     first = " ".join(map(str, ids[:SHOWN_IDS])) + (" ..." if len(ids) > SHOWN_IDS else "")
     lines = ["", f"{item.prompt_id}  {len(ids)} tokens: {first}", *_quoted(text)]
     return lines, False
+
+
+def _as_text(item: Item) -> str:
+    """A prompt without a tokenizer's template; the messages of a conversation with their roles."""
+    if not item.messages:
+        return item.question
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in item.messages)
 
 
 def _quoted(text: str) -> list[str]:

@@ -39,7 +39,7 @@ class Attempts(Environment):
         self._item = item
         self._count = 0
         self._verdict: Grade | None = None
-        return Opening([{"role": "user", "content": item.question}])
+        return Opening(item.opening())
 
     def step(self, action: Action) -> Reply:
         self._count += 1

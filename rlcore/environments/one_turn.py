@@ -16,7 +16,7 @@ class OneTurn(Environment):
     def reset(self, item: Item, seed: int) -> Opening:
         self._item = item
         self._response = ""
-        return Opening([{"role": "user", "content": item.question}])
+        return Opening(item.opening())
 
     def step(self, action: Action) -> Reply:
         self._response = action.text

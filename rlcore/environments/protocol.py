@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlcore.types import Grade, Item
-
-Message = dict[str, Any]
+from rlcore.types import Grade, Item, Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlcore.environments.protocol import Action, Environment, Message, Opening, Reply
+from rlcore.environments.protocol import Action, Environment, Opening, Reply
 from rlcore.environments.tools import answer_calls, tool_schema
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
@@ -71,8 +71,7 @@ class PythonTool(Environment):
         self._earlier: list[str] = []  # programs that ran to their end
         self._runs = 0
         self._failed = 0
-        question: Message = {"role": "user", "content": item.question}
-        return Opening([question], [tool_schema(self.python)])
+        return Opening(item.opening(), [tool_schema(self.python)])
 
     def step(self, action: Action) -> Reply:
         if not action.tool_calls:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlcore.environments.protocol import Action, Message, Opening, Renderer, ToolCall
-from rlcore.models.text import decode_response, uses_template
+from rlcore.models.text import decode_response, plain_text, uses_template, with_system
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
@@ -35,8 +35,7 @@ class PlainRenderer(Renderer):
     def open(self, opening: Opening) -> list[int]:
         if opening.tools:
             raise ValueError("tools need a tokenizer with a chat template, which tells of them")
-        text = "".join(m["content"] for m in opening.messages)
-        return self._encode(text if not self._system_prompt else f"{self._system_prompt}\n{text}")
+        return self._encode(plain_text(with_system(opening.messages, self._system_prompt)))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -71,8 +70,7 @@ class ChatRenderer(Renderer):
         self._answer: Sequence[int] = ()  # the last turn of the model
 
     def open(self, opening: Opening) -> list[int]:
-        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
-        self._messages = [*system, *opening.messages]
+        self._messages = with_system(opening.messages, self._system_prompt)
         self._tools = list(opening.tools) or None
         if self._tools and not self._template_shows_tools():
             self._messages.insert(0, {"role": "system", "content": _described(self._tools)})

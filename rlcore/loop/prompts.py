@@ -15,12 +15,13 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
 from rlcore.loop.difficulty import Difficulty
 from rlcore.seeding import derive_seed
-from rlcore.types import Item, Request, SamplingSpec
+from rlcore.types import Item, Message, Request, SamplingSpec
 
 ENDLESS_CHECK = 256  # items of a generated task that are checked before a run
 
 Outcome = tuple[str, float]  # prompt id, share of its samples that passed
-Encode = Callable[[str], list[int]]  # a question's token ids, chat template applied
+# token ids of a question or of messages, chat template applied
+Encode = Callable[[str | Sequence[Message]], list[int]]
 
 
 class PromptSource:
@@ -108,7 +109,7 @@ class PromptSource:
         prompt that the model cannot hold."""
         if self._encode is None:
             return np.zeros(0, np.int32)
-        ids = self._encode(item.question)
+        ids = self._encode(item.messages or item.question)
         if len(ids) > self.max_prompt_tokens:
             raise UserError(
                 f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import UserError
+from rlcore.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,22 +42,49 @@ def uses_template(tokenizer: Any, chat_template: str) -> bool:
 
 
 def encode_prompt(
-    tokenizer: Any, question: str, *, chat_template: str, system_prompt: str | None
+    tokenizer: Any,
+    asked: str | Sequence[Message],
+    *,
+    chat_template: str,
+    system_prompt: str | None,
 ) -> list[int]:
-    """Token ids of a prompt: through the tokenizer's chat template if it has one, else unchanged.
+    """Token ids of a question or of the messages of a conversation: through the tokenizer's chat
+    template if it has one, else as plain text.
 
-    `chat_template="off"` ignores the template.
+    `chat_template="off"` ignores the template. Raises UserError for messages that the template
+    refuses.
     """
-    if uses_template(tokenizer, chat_template):
-        messages: list[dict[str, str]] = [{"role": "user", "content": question}]
-        if system_prompt:
-            messages.insert(0, {"role": "system", "content": system_prompt})
+    from jinja2 import TemplateError
+
+    given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = with_system(given, system_prompt)
+    if not uses_template(tokenizer, chat_template):
+        return list(tokenizer.encode(plain_text(messages), add_special_tokens=False))
+    try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        return list(ids)
-    text = question if not system_prompt else f"{system_prompt}\n{question}"
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    except TemplateError as error:
+        roles = ", ".join(str(message["role"]) for message in messages)
+        raise UserError(
+            f"model.chat_template=auto: the tokenizer's template does not take a conversation of "
+            f"{roles} ({error}): change the data or model.system_prompt, or set "
+            "model.chat_template=off."
+        ) from error
+    return list(ids)
+
+
+def with_system(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """The messages behind the system prompt, unless they begin with a system turn of their own."""
+    own = bool(messages) and messages[0]["role"] == "system"
+    if not system_prompt or own:
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def plain_text(messages: Sequence[Message]) -> str:
+    """The texts of messages one after the other, system turns on lines of their own."""
+    return "".join(m["content"] + ("\n" if m["role"] == "system" else "") for m in messages)
 
 
 def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:

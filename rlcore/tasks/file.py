@@ -7,6 +7,7 @@ from typing import Any
 
 from rlcore.registry import LoadError, load_object
 from rlcore.tasks.arguments import ArgumentError
+from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import as_grade
 from rlcore.tasks.records import Record, RecordTask, pick, pick_text
 from rlcore.types import Grade, Item
@@ -16,10 +17,12 @@ class FileTask(RecordTask):
     """`grader` is "package.module:function" or "path/to/file.py:function", called as function(item,
     response).
 
-    It returns a number, (number, {part: number}) or a `Grade`, and raises when it cannot judge.
-    `answer_field` may be None if the grader needs no reference. `meta_fields` are columns
-    (JSON-able values) that the grader finds in `item.meta`; `worked_field` is a column of full
-    answers for supervised warm-up.
+    `question_field` holds a text or the messages of a conversation; None: the column question,
+    prompt or messages. The function returns a number, (number, {part: number}) or a `Grade`, and
+    raises when it cannot judge. `answer_field` may be None if the grader needs no reference.
+    `meta_fields` are columns (JSON-able values) that the grader finds in `item.meta`;
+    `worked_field` is a column of full answers for supervised warm-up; without it, a conversation's
+    last turn is one, if it is the assistant's.
     """
 
     name = "file"
@@ -28,7 +31,7 @@ class FileTask(RecordTask):
         self,
         *,
         grader: str,
-        question_field: str = "question",
+        question_field: str | None = None,
         answer_field: str | None = "answer",
         worked_field: str | None = None,
         meta_fields: Sequence[str] = (),
@@ -50,11 +53,13 @@ class FileTask(RecordTask):
 
     def record(self, row: dict[str, Any]) -> Record:
         question, answer, worked = self._fields
+        asked = pick_question(row, question)
         return Record(
-            pick_text(row, question),
+            asked.question,
             pick_text(row, answer, answer=True) if answer else "",
-            pick_text(row, worked) if worked else None,
+            pick_text(row, worked) if worked else asked.answer,
             {name: pick(row, name) for name in self._meta_fields},
+            asked.messages,
         )
 
     def grade(self, item: Item, response: str) -> Grade:

@@ -8,6 +8,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlcore.tasks.arguments import share
+from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, RowError, pick_text
 from rlcore.types import Grade, Item
@@ -47,7 +48,9 @@ class Gsm8k(RecordTask):
             raise RowError(
                 f"field {answer_field} does not end in '#### <number>'", missing_answer=True
             )
-        return Record(pick_text(row, question_field), str(number), CALCULATOR.sub("", solution))
+        asked = pick_question(row, question_field)
+        worked = CALCULATOR.sub("", solution)
+        return Record(asked.question, str(number), worked, messages=asked.messages)
 
     def grade(self, item: Item, response: str) -> Grade:
         text, marked = final_answer(response)

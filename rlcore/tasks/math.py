@@ -11,6 +11,7 @@ import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from rlcore.tasks.arguments import share
+from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, pick_text
 from rlcore.types import Grade, Item
@@ -52,7 +53,8 @@ class Math(RecordTask):
         solution = pick_text(row, worked) if worked else ""
         if last_boxed(solution) != reference:  # published solutions do not always box their answer
             solution = f"{solution}\n\\boxed{{{reference}}}".lstrip()
-        return Record(pick_text(row, question), reference, solution)
+        asked = pick_question(row, question)
+        return Record(asked.question, reference, solution, messages=asked.messages)
 
     def grade(self, item: Item, response: str) -> Grade:
         boxed = last_boxed(response)

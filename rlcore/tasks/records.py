@@ -1,19 +1,17 @@
-"""Tasks whose problems are the rows of local JSONL or Parquet files, all validated when the task is
-built."""
+"""Tasks whose problems are the rows of local data files, all validated when the task is built."""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlcore.interfaces import Split, Task
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
-from rlcore.types import Grade, Item
+from rlcore.tasks.row_files import rows
+from rlcore.types import Grade, Item, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,7 @@ class Record:
     answer: str
     worked: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()  # the whole conversation, where it is more than the question
 
 
 class RowError(ValueError):
@@ -35,11 +34,12 @@ class RowError(ValueError):
 
 
 class RecordTask(Task, ABC):
-    """`train_path` and `heldout_path` name a .jsonl or .parquet file each; one may be None, its
-    split is then empty.
+    """`train_path` and `heldout_path` name a .jsonl, .parquet or .arrow file each, or a folder that
+    a Hugging Face data set was saved to; one may be None, its split is then empty.
 
     A field is a column name or a dotted path into it (`reward_model.ground_truth`,
-    `prompt.0.content`). `instruction` is appended to every question. missing_answer="skip" leaves
+    `prompt.0.content`). `instruction` is appended to every question, on a line of its own, which is
+    the last message of a conversation. missing_answer="skip" leaves
     rows without an answer out and counts them in `skipped`.
     """
 
@@ -83,7 +83,7 @@ class RecordTask(Task, ABC):
         if path is None:
             return []
         argument, records = f"{split}_path", []
-        for number, row in _rows(argument, path):
+        for number, row in rows(argument, path):
             try:
                 records.append(self.record(row))
             except RowError as error:
@@ -119,7 +119,15 @@ class RecordTask(Task, ABC):
         meta = (
             {**record.meta, "worked": record.worked} if record.worked is not None else record.meta
         )
-        return Item(format_prompt_id(self.name, split, index), question, record.answer, meta)
+        return Item(
+            format_prompt_id(self.name, split, index),
+            question,
+            record.answer,
+            meta,
+            (*record.messages[:-1], {**record.messages[-1], "content": question})
+            if record.messages
+            else (),
+        )
 
     def worked_answer(self, item: Item) -> str | None:
         return item.meta.get("worked")
@@ -159,44 +167,3 @@ def pick_text(row: dict[str, Any], path: str, *, answer: bool = False) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {path} is {type(value).__name__}, not text or a number")
     return str(value)
-
-
-def _rows(argument: str, path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(row number from 1, row) of a file; in a JSONL file the row number is the line number."""
-    file = Path(str(path)).expanduser()
-    if file.suffix not in (".jsonl", ".parquet"):
-        raise ArgumentError(
-            argument, path, "is not accepted: the file's suffix must be .jsonl or .parquet."
-        )
-    if not file.is_file():
-        raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
-    yield from (_jsonl if file.suffix == ".jsonl" else _parquet)(argument, file)
-
-
-def _jsonl(argument: str, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ArgumentError(
-                            argument, file, f"has a bad row: row {number} is not a JSON object."
-                        )
-                    yield number, row
-    except json.JSONDecodeError as error:
-        raise ArgumentError(
-            argument, file, f"has a bad row: row {number} is not JSON ({error.msg})."
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(argument, file, f"cannot be read: {error}.") from error
-
-
-def _parquet(argument: str, file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ArgumentError(argument, file, f"cannot be read as Parquet: {error}.") from error

@@ -104,6 +104,17 @@ def test_the_rendered_prompt_is_what_the_model_gets(tokenizer, capsys):
 
 
 @pytest.mark.processes
+def test_system_turns_of_conversations_are_shown(tokenizer, tmp_path, capsys):
+    system, user = {"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}
+    row = {"messages": [system, user, {"role": "assistant", "content": "2"}], "answer": "2"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    shown = tried(capsys, *FILE, "model.path=model", code=1)
+    assert "  | <system>add<user>1+1<assistant>\n" in shown
+    assert "worked answer (1 tokens): reward 1 (length 1)" in shown
+    assert "  | [system] add\n  | [user] 1+1\n" in tried(capsys, *FILE, code=1)
+
+
+@pytest.mark.processes
 def test_what_a_users_grader_says_and_where_it_fails(capsys):
     shown = tried(capsys, *FILE, "n=2", code=1)
     assert "no tokenizer: model.path=FOLDER" in shown

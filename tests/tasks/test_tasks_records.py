@@ -130,7 +130,7 @@ def test_parquet_with_nested_fields_and_an_instruction(tmp_path):
         (None, ".jsonl", "names no file"),
         (b"", ".jsonl", "is an empty data set"),
         (b"\n\n", ".jsonl", "is an empty data set"),
-        (b"{}", ".csv", "the file's suffix must be .jsonl or .parquet"),
+        (b"{}", ".csv", "give a .jsonl, .parquet or .arrow file, or a folder"),
         (
             b'{"question": "q", "answer": "#### 1"}\n\n{"question": "q"}\n',
             ".jsonl",
@@ -143,10 +143,11 @@ def test_parquet_with_nested_fields_and_an_instruction(tmp_path):
             "row 1: field answer does not end in '#### <number>'",
         ),
         (b'{"question": " ", "answer": "#### 1"}\n', ".jsonl", "row 1: field question is empty"),
-        (b'{"question": ["q"], "answer": "#### 1"}\n', ".jsonl", "row 1: field question is list"),
+        (b'{"question": ["q"], "answer": "#### 1"}\n', ".jsonl", "row 1: field question.0 is str"),
         (b'{"question": "q", "answer": "#### 1"}\nnonsense\n', ".jsonl", "row 2 is not JSON"),
         (b"[1]\n", ".jsonl", "row 1 is not a JSON object"),
         (b"\xff\xfe", ".jsonl", "cannot be read"),
+        (b"not arrow at all", ".arrow", "cannot be read as Arrow"),
         (b"not parquet at all", ".parquet", "cannot be read as Parquet"),
     ],
 )
