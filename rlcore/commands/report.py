@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from rlcore.commands.watch import judged
+from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.metrics.report import write_report
+from rlcore.metrics.rows import Row
 
 
 def report(run_dirs: Sequence[str], out: str | None) -> int:
     """Write the report and print where it is. Raises UserError for a folder that holds no run."""
     if not run_dirs:
         raise UserError("rlcore report needs at least one run directory.")
-    print(write_report(run_dirs, out))
+    print(write_report(run_dirs, out, _judge))
     return 0
+
+
+def _judge(folder: Path, rows: Sequence[Row]) -> list[str]:
+    """A run's warnings by its own bounds. The report is of use without them, so that a run without
+    a configuration, or with one that this version refuses, is said to be not judged."""
+    if not (folder / "config.yaml").is_file():
+        return ["not judged, since the folder holds no config.yaml"]
+    try:
+        config = load([f"run_dir={folder}", "resume=auto"])
+    except UserError as e:
+        return [f"not judged: {e}"]
+    return judged(config, rows)

@@ -16,7 +16,7 @@ from rlcore.commands.session import Session, connected
 from rlcore.commands.sizes import stored_bytes
 from rlcore.commands.stopping import StopSignals
 from rlcore.commands.warm_up import starting_model, with_drafts
-from rlcore.commands.watch import course_of
+from rlcore.commands.watch import course_of, judged
 from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.errors import RoleLost, StageError
@@ -91,7 +91,7 @@ def train(config: RunConfig) -> int:
         finally:
             # Also after a failure: the report is how one looks for its cause.
             if config.logging.report and (run_dir / "metrics.jsonl").exists():
-                write_report(run_dir)
+                write_report(run_dir, judge=lambda _, rows: judged(config, rows))
     return STOPPED if progress.step < config.schedule.steps else 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from rlcore.buffer.admission import StalenessBound
 from rlcore.config.schema import RunConfig
 from rlcore.metrics.cells import duration
 from rlcore.metrics.console import ConsoleSink
-from rlcore.metrics.health import Course, Health
-from rlcore.metrics.rows import RowTail
+from rlcore.metrics.health import Course, Health, warnings
+from rlcore.metrics.rows import Row, RowTail
 from rlcore.metrics.run_folder import records
 from rlcore.metrics.status import FINAL, age_s, read_status
 
@@ -52,6 +52,11 @@ def course_of(config: RunConfig) -> Course:
     """What warnings need to know of the run's schedule."""
     bound = StalenessBound.of(config.schedule)
     return Course(staleness_bound=bound.cap, takes_turns=bound.synchronous)
+
+
+def judged(config: RunConfig, rows: Iterable[Row]) -> list[str]:
+    """Every warning that the rows of a run give cause for, by its own bounds."""
+    return warnings(rows, config.logging.warnings, course_of(config))
 
 
 class View:

@@ -18,7 +18,7 @@ from rlcore.metrics.cells import tasks as tasks_of
 from rlcore.metrics.figures import figures
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
-from rlcore.metrics.run_folder import Run, read_run
+from rlcore.metrics.run_folder import Judge, Run, read_run
 
 HEADLINE = (
     "step",
@@ -56,15 +56,18 @@ Plotly.newPlot('chart'+i,f.data,f.layout,{responsive:true,displaylogo:false}));
 
 
 def write_report(
-    run_dirs: str | Path | Sequence[str | Path], out: str | Path | None = None
+    run_dirs: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    judge: Judge | None = None,
 ) -> Path:
     """Write the report of one run (default: RUN_DIR/report.html) or of several overlaid (default:
     report.html in the working directory, since it belongs to none of their folders).
 
-    Raises UserError for a folder that holds no run.
+    `judge` finds the warnings that are listed above the curves; None: none are. Raises UserError
+    for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(folder, judge) for folder in folders]
     beside = folders[0] if len(folders) == 1 else Path()
     target = beside / "report.html" if out is None else Path(out)
     replace_file(target, render(_distinct(runs)))
@@ -82,7 +85,7 @@ def render(runs: Sequence[Run]) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         # Inlined (4 MB), so that the page opens years later and without a network.
         f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body><h1>{title}</h1>{_headline(runs)}"
+        f"<body><h1>{title}</h1>{_headline(runs)}{_warnings(runs)}"
         f'<div class="charts">{divs or "<p>No learner step is finished yet.</p>"}</div>{body}'
         f'<script id="figures" type="application/json">{data}</script>'
         f"<script>{DRAW}</script></body></html>\n"
@@ -109,6 +112,18 @@ def _headline(runs: Sequence[Run]) -> str:
     ]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><tr><th>run</th>{head}</tr>{body}</table>"
+
+
+def _warnings(runs: Sequence[Run]) -> str:
+    """What each run that was judged should be warned of."""
+    shown = []
+    for run in runs:
+        if run.warnings is None:
+            continue
+        lines = "".join(f"<li>{escape(text)}</li>" for text in run.warnings)
+        found = f"<ul>{lines}</ul>" if lines else "<p>None by the bounds of logging.warnings.</p>"
+        shown.append(f"<h3>Warnings: {escape(run.name)}</h3>{found}")
+    return "".join(shown)
 
 
 def _last(rows: Iterable[Row], name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,26 @@ class Run:
     config: str
     # (file name, records)
     samples: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    # None: not judged
+    warnings: list[str] | None = None
 
 
-def read_run(folder: Path) -> Run:
+# Warnings about the run in a folder, by its rows.
+Judge = Callable[[Path, Sequence[Row]], list[str]]
+
+
+def read_run(folder: Path, judge: Judge | None = None) -> Run:
     """Everything a report shows of a run directory. Raises UserError if it is none."""
     require_run(folder)
     config = folder / "config.yaml"
+    rows = read_rows(folder / "metrics.jsonl")
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        rows=thin(read_rows(folder / "metrics.jsonl")),
+        rows=thin(rows),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         samples=_samples(folder / "samples"),
+        warnings=judge(folder, rows) if judge is not None else None,
     )
 
 

@@ -51,6 +51,10 @@ class StatusSink(BaseSink):
         self._shown = (name, waits_for, step)
         self._write()
 
+    def resume_at(self, step: int) -> None:
+        # An earlier command may have left "ended" or "failed", and connecting takes a while.
+        self.activity("start", "the cluster", step)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._ended = True
         self.activity("ended", "", int(summary.get("steps", self._shown[2])))

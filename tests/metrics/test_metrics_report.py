@@ -108,6 +108,20 @@ def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_ther
     assert "seed: 1" in page.text
 
 
+def test_warnings_of_each_run_stand_above_the_curves(tmp_path):
+    runs = [make_run(tmp_path / name) for name in ("well", "ill")]
+
+    def judge(folder, rows):
+        return [f"<b>ESS</b> of {len(rows)} rows"] if folder.name == "ill" else []
+
+    text = write_report(runs, tmp_path / "both.html", judge).read_text()
+    page = Page(text).text
+    assert "<b>ESS" not in text and page.count("<b>ESS</b> of 6 rows") == 1
+    assert page.index("Warnings: ill") > page.index("None by the bounds of logging.warnings")
+    assert text.index("Warnings: ill") < text.index('id="chart0"')
+    assert "Warnings" not in write_report(runs[0]).read_text()  # nobody judged
+
+
 def test_samples_of_several_turns_are_shown_by_turn(tmp_path):
     folder = make_run(tmp_path / "run", steps=1)
     said = [("", "5", 0.5), (EVIL, "7", -1.25)]

@@ -45,6 +45,15 @@ def test_since_is_when_it_began_to_wait(tmp_path, monkeypatch):
         logger.finish({"steps": 3})
 
 
+def test_a_run_that_goes_on_is_not_ended_any_more(tmp_path):
+    for step in (0, 3):
+        with open_logger(tmp_path, QUIET, config={}, total_steps=9) as logger:
+            logger.resume_at(step)
+            assert (status(tmp_path)["phase"], status(tmp_path)["step"]) == ("start", step)
+            logger.finish({"steps": 3})
+        assert status(tmp_path)["phase"] == "ended"
+
+
 def test_a_failed_run_says_so(tmp_path):
     with (
         pytest.raises(RuntimeError),
