@@ -33,6 +33,7 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
     """
     prepared = prepare(config)
+    config = prepared.config
     refuse_another_run(config)
     _check_writable(Path(config.run_dir))
     start = _start(config, prepared)

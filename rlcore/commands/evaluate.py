@@ -31,6 +31,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
     if folder is None:
         check_attention(config)
     prepared = prepare(config, trains=False)
+    config = prepared.config
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     note(f"evaluating {folder or model_path}")

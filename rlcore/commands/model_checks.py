@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,11 @@ from rlcore.spec import refuse
 EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
 
 
-def check_models(config: RunConfig, tokenizer: Any) -> None:
-    """Check the policy and every draft. `tokenizer`: the policy's. Raises UserError."""
+def check_models(config: RunConfig, tokenizer: Any) -> int:
+    """Check the policy and every draft; the size of their vocabulary. `tokenizer`: the policy's.
+    Raises UserError."""
     policy = _policy(config, tokenizer)
-    size, k = int(policy["vocab_size"]), config.rollout.logprobs_k
-    refuse(
-        k > size,
-        f"rollout.logprobs_k={k} is more than the model's vocabulary of {size} tokens: choose 0 to "
-        f"{size}.",
-    )
+    size = int(policy["vocab_size"])
     for label, actor in config.actor.items():
         model = policy
         if actor.draft_path is not None:
@@ -48,6 +44,31 @@ def check_models(config: RunConfig, tokenizer: Any) -> None:
     plain = evaluation_actor(config)
     if plain is not None:
         _check_heads(f"evaluation.dense_actor, as actor.{next(iter(config.actor))}", policy, plain)
+    return size
+
+
+def within_vocabulary(config: RunConfig, size: int, say: Callable[[str], None]) -> RunConfig:
+    """The run with no more top log-probs than there are tokens, `size`, which is every log-prob
+    that there is."""
+    k = config.rollout.logprobs_k
+    if k <= size:
+        return config
+    say(
+        f"rollout.logprobs_k={k} is above the model's vocabulary of {size} tokens, and is taken as "
+        f"{size}"
+    )
+    rollout = config.rollout.model_copy(update={"logprobs_k": size})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def require_end(config: RunConfig, tokenizer: Any) -> None:
+    """Raise UserError for a tokenizer without an end of sequence, which worked answers end with."""
+    refuse(
+        tokenizer.eos_token_id is None,
+        f"model.path={config.model.path} has a tokenizer without an end of sequence, which a "
+        "warm-up puts behind every worked answer: name an eos_token in its tokenizer_config.json, "
+        "or choose another model.",
+    )
 
 
 def check_attention(config: RunConfig) -> None:

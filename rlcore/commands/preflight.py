@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.capacity import check_capacity
-from rlcore.commands.model_checks import check_models
+from rlcore.commands.model_checks import check_models, within_vocabulary
+from rlcore.commands.notes import note
 from rlcore.commands.reward_checks import check_rewards
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
@@ -36,6 +37,7 @@ ALL = 1 << 20  # more rows than are ever checked before a run
 class Prepared:
     """What the composition root needs besides the configuration."""
 
+    config: RunConfig  # as the model can take it
     prompts: Prompts
     requests: RequestMaker
     heldout: HeldOutRequests
@@ -70,7 +72,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     tasks = make_tasks(config)
     alphabet = _alphabet(tasks)
     tokenizer = tokenizer_of(config, tasks)
-    check_models(config, tokenizer)
+    config = within_vocabulary(config, check_models(config, tokenizer), note)
     train = training_sources(config, tasks, tokenizer)
     if config.environment.played:
         for task in tasks.values():
@@ -88,6 +90,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     asked = {label: _asked(config.rollout_of(label), pipeline) for label in config.tasks}
     usual, seed = _asked(config.rollout, pipeline), config.seed
     return Prepared(
+        config,
         prompts,
         RequestMaker(
             prompts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlcore.commands.model_checks import require_end
 from rlcore.commands.notes import note
 from rlcore.commands.preflight import open_run_dir, prepare
 from rlcore.commands.session import connected
@@ -16,6 +17,7 @@ def sft(config: RunConfig) -> int:
     """Warm up `model.path` or a fresh model on worked answers; writes `run_dir/model`, a Hugging
     Face folder."""
     prepared = prepare(config, evaluates=False)
+    require_end(config, prepared.tokenizer)
     run_dir = open_run_dir(config)
     out = run_dir / "model"
     refuse(out.exists(), f"run_dir={run_dir} already holds a model: choose another folder.")

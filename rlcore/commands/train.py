@@ -41,6 +41,7 @@ class Run:
     """What all attempts of one command share."""
 
     config: RunConfig
+    given: RunConfig  # as it was composed, which a resumed run is composed from
     prepared: Prepared
     logger: MetricsLogger
     reporter: RunReporter
@@ -81,7 +82,7 @@ def train(config: RunConfig) -> int:
         course=course_of(config),
     ) as logger:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
-        run = Run(config, prepared, logger, reporter, scale, StopSignals())
+        run = Run(prepared.config, config, prepared, logger, reporter, scale, StopSignals())
         run.stop.interrupt()
         if idle := roles.idle_clip(config):
             reporter.note(idle)
@@ -113,7 +114,7 @@ def _recovering(run: Run) -> Progress:
         # Rows and samples beyond the checkpoint come again.
         run.logger.resume_at(began_at)
         # Before anything starts, so that even a run that dies at once can be resumed.
-        replace_file(run.folder / "config.yaml", to_yaml(run.config))
+        replace_file(run.folder / "config.yaml", to_yaml(run.given))
         try:
             return _attempt(run, start, patience_s)
         except RoleLost as e:

@@ -23,7 +23,9 @@ class RolloutSpec(Spec):
     min_p: float = setting(0.0, "0: off; DVP sets it", ge=0, le=1)
     max_new_tokens: int = setting(64, "longest response", unit="tokens", gt=0)
     stop: tuple[str, ...] = setting((), "strings that end a response")
-    logprobs_k: int = setting(20, "top log-probs stored per token; 0: the sampled one only", ge=0)
+    logprobs_k: int = setting(
+        20, "top log-probs stored per token, at most the vocabulary; 0: the sampled one only", ge=0
+    )
     request_timeout_s: float = setting(
         600.0,
         "what decoding 1024 tokens may take, and more in proportion: then another actor goes on "

@@ -172,7 +172,7 @@ class Simulation:
         spec = self.scenario.difficulty
         return PromptSource(
             CountingTask(label, train=self.scenario.problems),
-            lambda text: [1 + int(str(c)) for c in text],
+            lambda asked: [1 + int(c) for c in str(asked)],
             run_seed=0,
             max_prompt_tokens=16,
             difficulty=None if spec is None else Difficulty(spec, task_seed(0, label)),

@@ -45,7 +45,6 @@ def refused(capsys):
         (["learner.lrr=1"], ["learner.lrr", "learner.lr"]),
         (["learner.zero_stage=5"], ["learner.zero_stage", "5", "3"]),
         (["schedule=weekly"], ["schedule", "weekly", "on_policy"]),
-        (["rollout.logprobs_k=1000"], ["rollout.logprobs_k=1000", "vocabulary"]),
         (["task=gsm8k", "task.args.train_path=missing.jsonl"], ["missing.jsonl"]),
         (["model.path=no/such/folder"], ["model.path=/", "no/such/folder"]),
         (["cluster.num_cpus=1"], ["cluster.num_cpus=1", "learner"]),

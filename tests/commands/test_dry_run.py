@@ -90,11 +90,16 @@ def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "x" / "metrics.jsonl"])
 
 
+def test_more_log_probs_than_the_vocabulary_has_are_shown_as_the_vocabulary(capsys):
+    shown = printed(capsys, "run_dir=x", "rollout.logprobs_k=1000")
+    assert "rollout.logprobs_k=1000 is above the model's vocabulary of 64 tokens" in shown
+    assert "logprobs_k=64" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["learner.lrr=1"], "learner.lr"),
-        (["rollout.logprobs_k=1000"], "rollout.logprobs_k=1000"),
         (["cluster.num_cpus=1"], "cluster.num_cpus=1 is too few"),
         (["actor.bf16.num_gpus=64"], "actor.bf16.num_gpus=64"),
         (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1 does not answer"),

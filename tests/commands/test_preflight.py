@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import rlcore
+from rlcore.cli import main
 from rlcore.commands import roles
 from rlcore.commands.preflight import prepare
 from rlcore.config.compose import load
@@ -43,6 +44,33 @@ def test_a_model_whose_tokenizer_has_no_pad_token_has_a_padding(tmp_path):
     made = prepared(folder)
     assert made.tokenizer.pad_token_id is None
     assert made.pad_id == made.tokenizer.eos_token_id
+
+
+def test_more_log_probs_than_tokens_are_all_of_them(model, capsys):
+    size = len(build_char_tokenizer(ALPHABET))
+    asked = prepared(model, "rollout.logprobs_k=999")
+    said = f"rollout.logprobs_k=999 is above the model's vocabulary of {size} tokens"
+    assert capsys.readouterr().out.splitlines() == [f"{said}, and is taken as {size}"]
+    assert asked.config.rollout.logprobs_k == size
+    (first, *_) = asked.requests.group(0, "digits/train/0")
+    assert first.sampling.logprobs_k == size
+    job = roles.rollout_job(asked.config, "bf16", asked.config.actor["bf16"], str(model))
+    assert job.engine.logprobs_k == size
+    assert roles.policy_job(asked.config, str(model), 0).sampling.logprobs_k == size
+    whole = prepared(model, f"rollout.logprobs_k={size}")
+    assert whole.config.rollout.logprobs_k == size and not capsys.readouterr().out
+
+
+def test_a_warm_up_needs_an_end_of_sequence(tmp_path, capsys):
+    folder = _made(tmp_path / "endless")
+    tokenizer = build_char_tokenizer(ALPHABET)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    words = ["model=path", f"model.path={folder}", f"run_dir={tmp_path / 'run'}", *LENGTHS]
+    assert main(["sft", *words]) == 2
+    *_, sentence = capsys.readouterr().err.strip().splitlines()
+    assert f"model.path={folder} has a tokenizer without an end of sequence" in sentence
+    assert not (tmp_path / "run").exists()
 
 
 def test_nobody_asks_the_tokenizer_for_its_pad_token_directly():
