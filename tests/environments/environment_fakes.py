@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -65,6 +66,24 @@ class Echo:
         self._misbehave("grade")
         parts = {"seed": self.seed % 1000, "process": os.getpid()}
         return Grade(float(len(self.texts)), parts, self.late)
+
+
+class Dice:
+    """Asks for a number three times and answers with a die, which also rewards the turn."""
+
+    def reset(self, item, seed):
+        self.random = random.Random(seed)
+        self.left = 3
+        return Opening([{"role": "user", "content": item.question}])
+
+    def step(self, action):
+        self.left -= 1
+        die = self.random.randint(1, 6)
+        message = {"role": "user", "content": str(die)}
+        return Reply([message], over=not self.left, reward=die / 6)
+
+    def grade(self):
+        return self.random.random()
 
 
 class Calculator:
