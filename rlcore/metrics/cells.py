@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlcore.metrics.names import is_accuracy
+from rlcore.metrics.names import declared, is_accuracy
 from rlcore.metrics.rows import Row
 
 
@@ -35,8 +36,36 @@ def duration(seconds: float) -> str:
 
 
 def evaluations(row: Row) -> dict[str, float | int | None]:
-    """Held-out accuracies of a row, by task/metric."""
-    return {n.removeprefix("eval/"): row[n] for n in row if is_accuracy(n)}
+    """Held-out accuracies and mean rewards of a row, by task/metric."""
+    shown = (n for n in row if is_accuracy(n) or _is_held_out_reward(n))
+    return {n.removeprefix("eval/"): row[n] for n in shown}
+
+
+def partial_rewards(found: Mapping[str, float | int | None]) -> set[str]:
+    """Of an evaluation, the mean rewards that differ from the accuracy of the same answers: the
+    task gives part of a reward to answers that are not right."""
+    differing = set()
+    for name, reward in found.items():
+        task, _, metric = name.rpartition("/")
+        if not metric.endswith("_reward"):
+            continue
+        # mean@4 and greedy are the accuracies beside sampled_reward and greedy_reward
+        mate = f"{task}/{'greedy' if metric == 'greedy_reward' else 'mean'}"
+        accuracies = [found[n] for n in found if n.partition("@")[0] == mate]
+        if any(not _close(reward, accuracy) for accuracy in accuracies):
+            differing.add(name)
+    return differing
+
+
+def _is_held_out_reward(name: str) -> bool:
+    metric = declared(name)
+    return metric is not None and metric.name.startswith("eval/") and metric.unit == "reward"
+
+
+def _close(first: float | None, second: float | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return math.isclose(first, second, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _pair(first: str, second: str, text: str) -> Callable[[Row], str | None]:

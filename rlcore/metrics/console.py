@@ -111,7 +111,8 @@ class ConsoleSink(BaseSink):
         step = int(row["step"])  # type: ignore[arg-type]
         parts = [f"step {step}/{self.total_steps}"]
         parts += [f"{c.label} {shown}" for c in CELLS if (shown := c.show(row)) is not None]
-        parts += [f"eval {name} {number(value)}" for name, value in evaluations(row).items()]
+        found = self.digest.shown(evaluations(row))
+        parts += [f"eval {name} {number(value)}" for name, value in found.items()]
         parts.append(f"remaining {self.remaining(step)}")
         return "  |  ".join(parts)
 
@@ -130,7 +131,7 @@ class ConsoleSink(BaseSink):
                 table.add_row(cell.label, shown)
         if self.digest.evals:
             at, found = self.digest.evals[-1]
-            for name, value in found.items():
+            for name, value in self.digest.shown(found).items():
                 first = number(self.digest.evals[0][1].get(name))
                 table.add_row(f"eval {name}", f"{number(value)}  (version {at}, first {first})")
         if self.now:

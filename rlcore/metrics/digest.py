@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlcore.metrics.cells import evaluations, number
+from rlcore.metrics.cells import evaluations, number, partial_rewards
 from rlcore.metrics.names import combine, declared
 from rlcore.metrics.rows import Row
+
+Evaluation = dict[str, float | int | None]  # by task/metric
 
 RECENT = 20  # steps that the pace, and so the remaining time, is averaged over
 COMPARED = (
@@ -55,7 +57,8 @@ class Digest:
         self.row: Row | None = None
         self.recent: list[Row] = []
         # (version, results), oldest first
-        self.evals: list[tuple[int, dict[str, float | int | None]]] = []
+        self.evals: list[tuple[int, Evaluation]] = []
+        self._partial: set[str] = set()
 
     def add(self, row: Row) -> None:
         """Take in the row of the next step."""
@@ -67,6 +70,11 @@ class Digest:
             at = row.get("eval/policy_version")
             version = row["step"] if at is None else at
             self.evals.append((int(version), found))  # type: ignore[arg-type]
+            self._partial |= partial_rewards(found)
+
+    def shown(self, found: Evaluation) -> Evaluation:
+        """An evaluation without mean rewards that always were the accuracy."""
+        return {n: v for n, v in found.items() if not n.endswith("_reward") or n in self._partial}
 
     def pace_s(self) -> float:
         """Mean seconds of a step over the last steps; 0 before the first."""
@@ -78,7 +86,7 @@ class Digest:
         found: list[Figure] = []
         if self.evals:
             first, last = self.evals[0][1], self.evals[-1][1]
-            found += [Figure(f"eval {n}", last[n], number(first.get(n))) for n in last]
+            found += [Figure(f"eval {n}", last[n], number(first.get(n))) for n in self.shown(last)]
         if self.first is None or self.row is None:
             return found
         for name in (n for n in COMPARED if n in self.row):

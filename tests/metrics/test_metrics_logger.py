@@ -209,6 +209,21 @@ def test_the_end_shows_greedy_answers_before_and_after(tmp_path):
     assert "between" not in end and "sampled" not in end
 
 
+@pytest.mark.parametrize("reward, shown", [(0.5, True), (0.25, False)])
+def test_a_mean_reward_stands_beside_an_accuracy_that_it_differs_from(tmp_path, reward, shown):
+    sink, out = console_sink(tmp_path, terminal=False)
+    names = ("eval/a/greedy", "eval/a/greedy_reward", "eval/a/mean@2", "eval/a/sampled_reward")
+    # nothing was right or rewarded at the beginning
+    for step, values in ((1, (0.0, 0.0, 0.0, 0.0)), (2, (0.25, reward, 0.25, 0.25))):
+        sink.log(sanitize(row(step, **dict(zip(names, values)))))
+    assert ("eval a/greedy_reward 0.5" in out.getvalue()) == shown
+    assert "sampled_reward" not in out.getvalue()
+    sink.finish({})
+    lines = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines()]
+    assert (["eval a/greedy_reward", "0", "0.5"] in lines) == shown
+    assert ["eval a/greedy", "0", "0.25"] in lines
+
+
 def test_a_run_that_ends_before_its_first_step_still_has_an_end(tmp_path):
     sink, out = console_sink(tmp_path, terminal=True)
     sink.finish({"steps": 0})
