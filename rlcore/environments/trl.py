@@ -57,8 +57,7 @@ def trl_maker(cls: type, spec: EnvironmentSpec, task: Task) -> Callable[[], Envi
 def row_of(item: Item) -> dict[str, Any]:
     """A problem as TRL's row: `prompt`, `question`, `answer`, and the item's `meta`, which may
     replace them."""
-    prompt = [{"role": "user", "content": item.question}]
-    return {"prompt": prompt, "question": item.question, "answer": item.answer, **item.meta}
+    return {"prompt": item.opening(), "question": item.question, "answer": item.answer, **item.meta}
 
 
 class TrlEnvironment(Environment):
@@ -85,10 +84,10 @@ class TrlEnvironment(Environment):
         self._instance = self._build()
         seen = self._awaited(self._instance.reset(**accepted(self._instance.reset, self._row)))
         text = "" if seen is None else shown(seen, "reset")
-        question: Message = {"role": "user", "content": item.question + text}
-        self._prompt = [question]
+        *before, last = item.opening()
+        self._prompt = [*before, {**last, "content": last["content"] + text}]
         self._said: list[Message] = []
-        return Opening([question], [tool.schema for tool in self._tools.values()])
+        return Opening(self._prompt, [tool.schema for tool in self._tools.values()])
 
     def step(self, action: Action) -> Reply:
         said: Message = {"role": "assistant", "content": action.text}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_reset_receives_the_row_and_its_text_follows_the_question():
     assert opening.messages == [{"role": "user", "content": "Count. In steps of 2 to 3."}]
     _, opening = begun("Silent", rewards=[f"{FAKES}:total"])
     assert opening.messages == [{"role": "user", "content": "Count."}]
+
+
+def test_a_conversation_is_the_row_s_prompt_and_text_follows_its_last_message():
+    told = {"role": "system", "content": "Be brief."}
+    asked = {"role": "user", "content": "Count."}
+    item = replace(ITEM, messages=(told, asked))
+    _, opening = begun("Prompted", item)
+    assert opening.messages == [told, {"role": "user", "content": "Count. (system, user)"}]
+    assert asked == {"role": "user", "content": "Count."}
 
 
 def test_calls_are_checked_and_the_model_reads_what_is_wrong():

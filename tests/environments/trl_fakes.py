@@ -60,6 +60,11 @@ class Drawn(Silent):
         return 0.0
 
 
+class Prompted(Drawn):
+    def reset(self, prompt):
+        return f" ({', '.join(m['role'] for m in prompt)})"
+
+
 class Painter(Drawn):
     def paint(self) -> list:
         """Paint."""
