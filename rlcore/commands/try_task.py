@@ -165,7 +165,7 @@ def _prompt(source: PromptSource, tokenizer: Any, item: Item) -> tuple[list[str]
     # Special tokens are what there is to see of a template.
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     first = " ".join(map(str, ids[:SHOWN_IDS])) + (" ..." if len(ids) > SHOWN_IDS else "")
-    lines = ["", f"{item.prompt_id}  {len(ids)} tokens: {first}", *_quoted(text)]
+    lines = ["", f"{item.prompt_id}  {_tokens(len(ids))}: {first}", *_quoted(text)]
     return lines, False
 
 
@@ -174,6 +174,10 @@ def _as_text(item: Item) -> str:
     if not item.messages:
         return item.question
     return "\n".join(f"[{message['role']}] {message['content']}" for message in item.messages)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def _quoted(text: str) -> list[str]:
@@ -224,7 +228,8 @@ def _title(config: RunConfig, label: str, task: Task, shown: int) -> str:
     if size == 0:
         return f"task {label}: {shown} of {task.size('heldout')} held-out prompts"
     of = "" if size is None else f" of {size}"
-    return f"task {label}: {shown}{of} training prompts, as seed={config.seed} draws them"
+    prompts = "prompt" if shown == 1 and not of else "prompts"
+    return f"task {label}: {shown}{of} training {prompts}, as seed={config.seed} draws them"
 
 
 def _rendering(config: RunConfig, tokenizer: Any) -> str:
@@ -249,7 +254,7 @@ def _verdicts(config: RunConfig, label: str, trial: Trial, scores: Sequence[Scor
         shown = json.dumps(response.text, ensure_ascii=False)
         if len(shown) > SHOWN_HEAD + SHOWN_TAIL:
             shown = f"{shown[:SHOWN_HEAD]} ... {shown[-SHOWN_TAIL:]}"
-        size = "" if response.tokens is None else f" ({response.tokens} tokens)"
+        size = "" if response.tokens is None else f" ({_tokens(response.tokens)})"
         lines.append(f"  {response.what}{size}: {verdict(score)}")
         lines.append(f"    {shown}")
         if response.what == WORKED and (response.tokens or 0) > limit:

@@ -110,7 +110,7 @@ def test_system_turns_of_conversations_are_shown(tokenizer, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     shown = tried(capsys, *FILE, "model.path=model", code=1)
     assert "  | <system>add<user>1+1<assistant>\n" in shown
-    assert "worked answer (1 tokens): reward 1 (length 1)" in shown
+    assert "worked answer (1 token): reward 1 (length 1)" in shown
     assert "  | [system] add\n  | [user] 1+1\n" in tried(capsys, *FILE, code=1)
 
 
@@ -145,7 +145,7 @@ def test_a_task_of_ones_own_has_none_of_the_default_tasks_arguments(capsys):
 def test_every_task_of_a_mixture_is_shown_with_its_own_settings(capsys):
     digits = ",".join(f"'{n}'" for n in range(10))
     shown = tried(capsys, "task=[digits,arithmetic]", "n=1", f"task.digits.stop=[{digits}]")
-    first, second = shown.split("task arithmetic: 1 training prompts")
+    first, second = shown.split("task arithmetic: 1 training prompt,")
     assert "digits/train/" in first and "arithmetic/train/" in second
     # cut at its first character, as a sampled answer would be
     assert "worked answer 0 (1)" in first and "does not prefer known answers" in first
