@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "ARCHITECTURE",
     "CONTRIBUTING",
+    "environments",
     "faults",
     "mixtures",
     "monitoring",

@@ -1,4 +1,4 @@
-"""The environment that docs/CONTRIBUTING.md shows works as it stands there."""
+"""The environments that docs/environments.md shows work as they stand there."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from environment_fakes import ScriptedSampler, ask
 
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
+from rlcore.environments.protocol import Action, ToolCall
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.environments.worked import worked_episode
 from rlcore.errors import UserError
@@ -15,16 +16,32 @@ from rlcore.models.fresh import build_char_tokenizer
 from rlcore.tasks import make_task
 from rlcore.tasks.specs import EvalTaskSpec
 
-PAGE = Path(__file__).parents[2] / "docs" / "CONTRIBUTING.md"
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 TASK = EvalTaskSpec(name="digits", args={"min_digits": 1, "max_digits": 1})
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+
+
+def test_the_first_example_has_twenty_lines_of_code():
+    assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 20
+
+
+def test_the_example_with_a_tool_plays(tmp_path):
+    (tmp_path / "mine.py").write_text(EXAMPLES[1])
+    task = make_task("arithmetic", {})
+    item = task.item("train", 0)
+    spec = EnvironmentSpec(name=f"{tmp_path}/mine.py:Calculator")
+    environment = environment_maker(spec, task)()
+    opening = environment.reset(item, 0)
+    assert [t["function"]["name"] for t in opening.tools] == ["add"]
+    calls = (ToolCall("add", {"a": 2, "b": 3}), ToolCall("add", {"a": 2}))
+    right, wrong = environment.step(Action("", calls)).messages
+    assert right["content"] == "5" and wrong["content"].startswith("Error: TypeError")
+    assert environment.step(Action(item.answer)).over and environment.grade() == 1.0
 
 
 @pytest.mark.processes
 def test_the_example_plays(tmp_path):
-    (code,) = [
-        c for c in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "Reply" in c
-    ]
-    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "mine.py").write_text(EXAMPLES[0])
     spec = EnvironmentSpec(name=f"{tmp_path}/mine.py:Countdown", max_turns=20)
     tokenizer = build_char_tokenizer("0123456789")
     play = Play(EnvironmentJob(spec, TASK, "digits", max_len=500), tokenizer, ("bf16-0", "bf16"))
