@@ -122,3 +122,9 @@ def test_the_english_is_plain():
         flowing = re.sub(r"\s+(?:# +)?", " ", text.lower())  # a phrase may span two lines
         found += [f"{path.relative_to(ROOT)}: {words}" for words in phrase.findall(flowing)]
     assert found == []
+
+
+def test_no_two_test_modules_share_a_name():
+    """pytest imports them by name alone: two of one name stop the whole suite."""
+    names = [p.name for p in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(n for n in set(names) if names.count(n) > 1) == []
