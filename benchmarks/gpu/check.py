@@ -183,6 +183,14 @@ def last_line(log: Path) -> str:
     return (errors or lines)[-1][:200] if lines else "it printed nothing"
 
 
+def in_order(names: Sequence[str], *, has_model: bool) -> list[Part]:
+    """The parts of these names in the order given, after the model's if none is there yet."""
+    parts = {p.name: p for p in PARTS}
+    # where it is named, it stands where it was put: parts before it need no model
+    model = [] if has_model or "model" in names else ["model"]
+    return [parts[n] for n in (*model, *names) if n != "model" or not has_model]
+
+
 def speedups(rows: Sequence[Row]) -> list[Row]:
     """Decoding of sparse and FP8 actors as a multiple of bf16's, where both speeds were printed."""
     rate = "decode tokens/s"
@@ -250,7 +258,6 @@ def main() -> None:
         rows.add(machine(args.device, args.shape))
     except (OSError, IndexError, subprocess.SubprocessError):
         sys.exit("no CUDA GPU: nothing to check (--shape tiny --device cpu is the dry run)")
-    chosen = [p for p in PARTS if p.name in {*args.parts, "model"}]
     with contextlib.ExitStack() as stack:
         folder = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +266,7 @@ def main() -> None:
         lists = (",".join(map(str, numbers)) for numbers in (contexts, batches))
         words = (str(folder.resolve()), args.shape, args.device, *lists)
         check(
-            [p for p in chosen if p.name != "model" or not (folder / "model").exists()],
+            in_order(args.parts, has_model=(folder / "model").exists()),
             lambda part, deadline_s: run_child(part, deadline_s, rows, words),
             rows.add,
             device=args.device,

@@ -57,6 +57,16 @@ def test_the_budget_holds_whatever_the_parts_take(monkeypatch):
     assert {"kernel", "model", "bf16", "sparse", "fp8", "update", "loop"} < set(given)
 
 
+def test_parts_run_in_the_order_that_was_asked_for():
+    def found(*names, has_model):
+        return [p.name for p in check.in_order(names, has_model=has_model)]
+
+    assert found("loop", "bf16", has_model=False) == ["model", "loop", "bf16"]
+    assert found("loop", "bf16", has_model=True) == ["loop", "bf16"]
+    assert found("kernel", "model", "bf16", has_model=False) == ["kernel", "model", "bf16"]
+    assert found(*(p.name for p in PARTS), has_model=False) == [p.name for p in PARTS]
+
+
 @pytest.mark.processes
 def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeypatch):
     stand_in = tmp_path / "parts.py"
