@@ -16,7 +16,7 @@ WORKDIR /opt/rlcore
 
 # Packages are a separate layer, because the lock changes less often than the code.
 ARG RLCORE_TORCH_INDEX=
-COPY --chown=rlcore pyproject.toml README.md ./
+COPY --chown=rlcore pyproject.toml README.md LICENSE ./
 COPY --chown=rlcore requirements requirements
 COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
 RUN RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cpu

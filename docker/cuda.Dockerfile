@@ -24,7 +24,7 @@ ARG FLASH_ATTN=0
 ARG MAX_JOBS=8
 ARG FLASH_ATTN_CUDA_ARCHS="80;90"
 ARG RLCORE_TORCH_INDEX=
-COPY --chown=rlcore pyproject.toml README.md ./
+COPY --chown=rlcore pyproject.toml README.md LICENSE ./
 COPY --chown=rlcore requirements requirements
 COPY --chown=rlcore rlcore/__init__.py rlcore/__init__.py
 RUN FLASH_ATTN="$FLASH_ATTN" RLCORE_TORCH_INDEX="$RLCORE_TORCH_INDEX" bash requirements/install.sh cuda

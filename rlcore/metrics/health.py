@@ -59,6 +59,10 @@ class Window:
         return values[-1] - values[0] if values else 0.0
 
 
+# A warning's sentence, or None.
+Rule = Callable[[Window, WarningsSpec], str | None]
+
+
 class Health:
     """Takes the rows of a run in order and says what is new to warn of."""
 
@@ -103,30 +107,16 @@ def _sentence(what: str, window: Window, bound: str, advice: str) -> str:
     return f"{what} ({window.steps}; {KEY}.{bound}): {advice}"
 
 
-def _ess(window: Window, spec: WarningsSpec) -> str | None:
-    mean = window.mean("mismatch/ess")
-    if mean is None or mean >= spec.ess:
-        return None
-    return _sentence(
-        f"mismatch/ess is {number(mean)}",
-        window,
-        f"ess={spec.ess}",
-        "the samples hardly speak for the learner's policy; lower schedule.max_staleness, or "
-        "choose more precise actors or another correction",
-    )
+def _below(metric: str, bound: str, advice: str) -> Rule:
+    """Warns where the window's mean of a metric is below a bound."""
 
+    def rule(window: Window, spec: WarningsSpec) -> str | None:
+        mean, least = window.mean(metric), getattr(spec, bound)
+        if mean is None or mean >= least:
+            return None
+        return _sentence(f"{metric} is {number(mean)}", window, f"{bound}={least}", advice)
 
-def _acceptance(window: Window, spec: WarningsSpec) -> str | None:
-    mean = window.mean("mismatch/acceptance")
-    if mean is None or mean >= spec.acceptance:
-        return None
-    return _sentence(
-        f"mismatch/acceptance is {number(mean)}",
-        window,
-        f"acceptance={spec.acceptance}",
-        "the actors' policy has moved away from the learner's; lower schedule.max_staleness, or "
-        "choose actors nearer to the learner",
-    )
+    return rule
 
 
 def _clip_share(window: Window, spec: WarningsSpec) -> str | None:
@@ -182,19 +172,6 @@ def _engine_idle(window: Window, spec: WarningsSpec) -> str | None:
     )
 
 
-def _entropy(window: Window, spec: WarningsSpec) -> str | None:
-    mean = window.mean("entropy")
-    if mean is None or mean >= spec.entropy:
-        return None
-    return _sentence(
-        f"entropy is {number(mean)} nats",
-        window,
-        f"entropy={spec.entropy}",
-        "the policy hardly explores any more; lower learner.lr, or raise algorithm.eps_high or "
-        "algorithm.entropy_coef",
-    )
-
-
 def _failed_scores(window: Window, spec: WarningsSpec) -> str | None:
     failed = window.gained("ledger/score_errors") + window.gained("ledger/score_timeouts")
     samples = window.gained("buffer/arrived_samples")
@@ -231,13 +208,28 @@ def _flat(window: Window) -> str | None:
 
 
 # By the setting that bounds each.
-RULES: dict[str, Callable[[Window, WarningsSpec], str | None]] = {
-    "ess": _ess,
-    "acceptance": _acceptance,
+RULES: dict[str, Rule] = {
+    "ess": _below(
+        "mismatch/ess",
+        "ess",
+        "the samples hardly speak for the learner's policy; lower schedule.max_staleness, or "
+        "choose more precise actors or another correction",
+    ),
+    "acceptance": _below(
+        "mismatch/acceptance",
+        "acceptance",
+        "the actors' policy has moved away from the learner's; lower schedule.max_staleness, or "
+        "choose actors nearer to the learner",
+    ),
     "clip_share": _clip_share,
     "staleness_share": _staleness,
     "learner_idle": _learner_idle,
     "engine_idle": _engine_idle,
-    "entropy": _entropy,
+    "entropy": _below(
+        "entropy",
+        "entropy",
+        "the policy hardly explores any more; lower learner.lr, or raise algorithm.eps_high "
+        "or algorithm.entropy_coef",
+    ),
     "failed_scores": _failed_scores,
 }

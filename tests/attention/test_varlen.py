@@ -95,6 +95,27 @@ def test_packed_sequences_equal_sdpa_on_each_in_values_and_gradients(calls, chan
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_a_torch_without_groups_is_given_a_key_head_for_each_query_head(monkeypatch):
+    """torch 2.11, of the GPU kit."""
+    heads = []
+
+    def kernel(q, k, v, *args, **kwargs):
+        assert "enable_gqa" not in kwargs
+        heads.append((q.shape[1], k.shape[1], v.shape[1]))
+        return plain(q, k, v, *args, **kwargs, enable_gqa=False)
+
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "_TAKES_GROUPS", False)
+    dense, packed = models()
+    ids = sequences()
+    alone = torch.cat([dense(i[None], use_cache=False).logits[0] for i in ids])
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    how = {"position_ids": positions, "sequences": Sequences.of(positions)}
+    together = packed(torch.cat(ids)[None], use_cache=False, **how).logits[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert heads == [(4, 4, 4)] * 3
+
+
 def test_padded_rows_equal_sdpa_where_there_are_tokens(calls):
     dense, packed = models()
     ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.int64)

@@ -334,6 +334,6 @@ def test_images_copy_what_the_install_script_reads(profile):
     text = (ROOT / f"docker/{profile}.Dockerfile").read_text()
     assert f"bash requirements/install.sh {profile}" in text
     before = text.split("bash requirements/install.sh")[0]
-    for source in ("pyproject.toml", "requirements", "rlcore/__init__.py"):
+    for source in ("pyproject.toml", "LICENSE", "requirements", "rlcore/__init__.py"):
         assert source in before and (ROOT / source).exists()
     assert ".venv" in (ROOT / f"docker/{profile}.Dockerfile.dockerignore").read_text().splitlines()
