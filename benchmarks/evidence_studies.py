@@ -1,0 +1,96 @@
+"""What each study of `evidence.py` runs: data, no logic.
+
+A study has one knob, the size of the mismatch. Which size the methods are compared at is found by
+the uncorrected arm and the matched one alone (`evidence.choose`), before any method runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Words = tuple[str, ...]
+
+#: Sources whose change makes a finished run old: what computes an update.
+UPDATE = (
+    "rlcore/corrections",
+    "rlcore/objectives",
+    "rlcore/learner/loss.py",
+    "rlcore/learner/steps.py",
+    "rlcore/learner/update.py",
+    "rlcore/tasks/digits.py",
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One experiment over sizes of a mismatch.
+
+    Example: jackpot; knob "H"; sizes {"16": ("schedule.steps_per_publish=16",)}; the matched arm
+    has size "1"; arms {"tis": ("correction=[tis]",)}, the uncorrected one without words."""
+
+    experiment: str
+    knob: str
+    matched: tuple[str, Words]  # its size as a label, and its words
+    sizes: Mapping[str, Words]  # from small to large; the uncorrected arm runs at each
+    arms: Mapping[str, Words]  # run at the chosen size
+    further: Mapping[str, Mapping[str, Words]] = field(default_factory=dict)  # by size, then by arm
+    metric: str = "eval/digits/greedy"
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    sources: tuple[str, ...] = UPDATE
+
+
+def _phases(*lengths: int) -> dict[str, Words]:
+    return {str(h): (f"schedule.steps_per_publish={h}",) for h in lengths}
+
+
+_UNCLIPPED = ("algorithm.eps_low=1.0", "algorithm.eps_high=1000.0")
+_STALENESS_ARMS: dict[str, Words] = {
+    "clip off": _UNCLIPPED,
+    "tis": ("correction=[tis]",),
+    "tis adjusted": ("correction=[tis]", "correction.tis.adjusted=true"),
+    "jackpot ref": ("correction=[jackpot]", "correction.jackpot.target=ref"),
+    "jackpot new": (
+        "correction=[jackpot]",
+        "correction.jackpot.target=new",
+        "correction.jackpot.short_circuit=true",
+    ),
+    "jackpot new, clip on": ("correction=[jackpot]", "correction.jackpot.target=new"),
+}
+_ROUNDING_ARMS: dict[str, Words] = {
+    "tis C=2": ("correction=[tis]", "correction.tis.cap=2"),
+    "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
+    "tis C=10": ("correction=[tis]", "correction.tis.cap=10"),
+    "ais": ("correction=[ais]",),
+}
+_NOISE_ARMS: dict[str, Words] = {
+    "tis": ("correction=[tis,veto]",),
+    "mis": ("correction=[mis,veto]",),
+    "dvp": ("correction=[dvp,veto]",),
+    "dvp + mis": ("correction=[dvp,mis,veto]",),
+}
+
+STUDIES: dict[str, Study] = {
+    "jackpot": Study(
+        experiment="evidence/jackpot",
+        knob="H",
+        matched=("1", ("schedule.steps_per_publish=1",)),
+        sizes=_phases(16, 64, 128),
+        arms=_STALENESS_ARMS,
+        further={"128": _STALENESS_ARMS},
+    ),
+    "ais": Study(
+        experiment="evidence/ais",
+        knob="rounding of the actor's weights",
+        matched=("none", ("actor=[bf16]",)),
+        sizes={name: (f"actor.fp8.rounding={name}",) for name in ("int8", "fp8", "int4")},
+        arms=_ROUNDING_ARMS,
+    ),
+    "dvp": Study(
+        experiment="evidence/dvp",
+        knob="standard deviation of the noise on the actor's logits",
+        matched=("0", ("actor.bf16.logit_noise=0.0",)),
+        sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.25, 0.5, 1.0, 2.0)},
+        arms=_NOISE_ARMS,
+    ),
+}

@@ -1,0 +1,153 @@
+"""The studies of `evidence.py`: which runs are due, how a size is chosen, what a page says."""
+
+import itertools
+import json
+
+import evidence
+import evidence_page
+import evidence_tables
+import pytest
+from evidence_studies import STUDIES, Study
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlcore.config.compose import load
+
+TINY = Study(
+    experiment="evidence/jackpot",
+    knob="H",
+    matched=("1", ("a=1",)),
+    sizes={"2": ("a=2",), "4": ("a=4",)},
+    arms={"tis": ("b=tis",)},
+    further={"4": {"tis": ("b=tis",)}},
+    seeds=(0, 1),
+)
+
+
+def line(arm, size, seed, final, collapse=None, sources="now"):
+    return {
+        "arm": arm,
+        "size": size,
+        "seed": seed,
+        "final": final,
+        "best": final,
+        "collapse": collapse,
+        "sources": sources,
+        "machine": "a machine",
+        "curve": [(1, 0.3), (32, final)],
+    }
+
+
+def swept(uncorrected):
+    """A whole sweep: the matched arm ends at 0.8, the uncorrected one at the given accuracies."""
+    return [
+        made
+        for seed in TINY.seeds
+        for made in (
+            line("matched", "1", seed, 0.8),
+            *(line("uncorrected", size, seed, final) for size, final in uncorrected.items()),
+        )
+    ]
+
+
+def test_methods_run_only_after_the_sweep_has_chosen_a_size():
+    first = list(evidence.missing(TINY, []))
+    assert {job.arm for job in first} == {"matched", "uncorrected"} and len(first) == 6
+    found = swept({"2": 0.6, "4": 0.5})
+    assert list(evidence.missing(TINY, found)) == []
+    jobs = list(evidence.missing(TINY, [*found, {"chosen": "2"}]))
+    assert [(job.arm, job.size, job.seed) for job in jobs] == [
+        ("tis", "2", 0),
+        ("tis", "2", 1),
+        ("tis", "4", 0),
+        ("tis", "4", 1),
+    ]
+    assert jobs[0].words == ("a=2", "b=tis")
+    assert list(evidence.missing(TINY, [*found, {"chosen": None}])) == []
+
+
+def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    ran = []
+
+    def run(study, job):
+        ran.append((job.arm, job.size, job.seed))
+        return line(job.arm, job.size, job.seed, 0.8 if job.arm == "matched" else 0.5)
+
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
+    monkeypatch.setattr(evidence, "run", run)
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr(evidence_page, "PAGES", tmp_path)
+    page = f"text\n{evidence_page.BEGIN}\nold\n{evidence_page.END}\nmore\n"
+    (tmp_path / "jackpot.md").write_text(page)
+    (tmp_path / "jackpot.jsonl").write_text(json.dumps(line("matched", "1", 0, 0.8)) + "\n")
+    monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot"])
+    evidence.main()
+    evidence.main()
+    assert len(ran) == len(set(ran)) == 5 + 2 + 2 and ("matched", "1", 0) not in ran
+    written = (tmp_path / "jackpot.md").read_text()
+    assert "Chosen by the sweep: H = 2." in written and "old\n" not in written
+    assert written.startswith("text\n") and written.endswith("more\n")
+    assert (tmp_path / "jackpot.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("uncorrected", "chosen"),
+    [({"2": 0.75, "4": 0.70}, "4"), ({"2": 0.6, "4": 0.5}, "2"), ({"2": 0.79, "4": 0.75}, None)],
+)
+def test_the_smallest_size_that_costs_ten_points_is_chosen(uncorrected, chosen):
+    found = swept(uncorrected)
+    assert evidence_tables.choose(found, ["2", "4"], "matched", "uncorrected") == chosen
+
+
+def test_a_size_at_which_most_seeds_collapse_is_chosen():
+    found = [line("matched", "1", s, 0.5) for s in range(3)]
+    found += [line("uncorrected", "2", s, 0.5, collapse=64 if s else None) for s in range(3)]
+    assert evidence_tables.choose(found, ["2"], "matched", "uncorrected") == "2"
+    found = [{**made, "collapse": None} for made in found]
+    assert evidence_tables.choose(found, ["2"], "matched", "uncorrected") is None
+
+
+def test_a_collapse_is_a_fall_below_half_of_the_best_so_far():
+    assert evidence_tables.collapse_step([(1, 0.2), (32, 0.6), (64, 0.25)]) == 64
+    assert evidence_tables.collapse_step([(1, 0.2), (32, 0.6), (64, 0.5), (96, 0.9)]) is None
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_an_interval_holds_its_mean_and_lies_within_the_values(values):
+    mean, low, high = evidence_tables.interval(values)
+    assert min(values) - 1e-9 <= low <= mean + 1e-9 and mean - 1e-9 <= high <= max(values) + 1e-9
+    assert evidence_tables.interval(values) == (mean, low, high)
+
+
+def test_differences_are_paired_by_seed():
+    found = [line("tis", "2", s, 0.5 + s / 10) for s in (0, 1, 2)]
+    found += [line("uncorrected", "2", s, 0.4 + s / 10) for s in (2, 1)]
+    pairs = evidence_tables.paired(found, "tis", "uncorrected", "2")
+    assert pairs == pytest.approx([0.1, 0.1])
+
+
+def test_the_table_counts_lines_of_other_sources_as_old():
+    found = [line("matched", "1", 0, 0.8), line("matched", "1", 1, 0.6, sources="before")]
+    (row,) = evidence_tables.rows(found, "matched", "uncorrected", "now")
+    assert row["seeds"] == "2 (1 old)" and row["final accuracy"].startswith("0.700 [0.600, 0.800]")
+
+
+def test_comments_do_not_change_the_digest_of_sources(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = evidence_tables.source_digest(tmp_path, ["a.py"])
+    (tmp_path / "a.py").write_text("# why\nx = 1\n")
+    assert evidence_tables.source_digest(tmp_path, ["a.py"]) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert evidence_tables.source_digest(tmp_path, ["a.py"]) != before
+
+
+@pytest.mark.parametrize("name", list(STUDIES))
+def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
+    study = STUDIES[name]
+    sizes = itertools.product(study.sizes.items(), [("uncorrected", ()), *study.arms.items()])
+    combined = [(*size, *arm) for (_, size), (_, arm) in sizes]
+    for words in [study.matched[1], *combined]:
+        load([f"experiment={study.experiment}", *words, f"run_dir={tmp_path}"])
+    page = (evidence_page.PAGES / f"{name}.md").read_text()
+    assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
+    assert evidence_tables.source_digest(evidence.ROOT, study.sources)
