@@ -19,6 +19,7 @@ from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from rlcore.cluster.calls import last_line
+from rlcore.cluster.cpu_libraries import Processor, wanted
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
@@ -192,6 +193,9 @@ def _start_local(**settings: Any) -> None:
     """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may
     exceed once."""
     _stay_on_loopback()
+    # Ray's processes inherit them; the user's own choice stays
+    for name, value in wanted(Processor.here()).items():
+        os.environ.setdefault(name, value)
     # the run itself reports, in one sentence, which process died; Ray's paragraph stays in its logs
     ray_logging.stdout_deduplicator.skip_re = re.compile("A worker died or was killed")
     settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}

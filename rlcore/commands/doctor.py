@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from rlcore.cluster.cpu_libraries import Processor, described
 from rlcore.cluster.specs import RaySpec
 from rlcore.commands.gpu_needs import lacking, this_machine
 
@@ -40,6 +41,7 @@ def doctor() -> int:
     checks: dict[str, Callable[[], Finding]] = {
         "Python": _python,
         "cores": _cores,
+        "CPU kernels": _kernels,
         "memory": _memory,
         "disk": _disk,
         "/dev/shm": _shared_memory,
@@ -70,6 +72,10 @@ def _python() -> Finding:
 def _cores() -> Finding:
     count = os.cpu_count() or 0
     return count >= 2, f"{count} (an actor and a learner need one each)"
+
+
+def _kernels() -> Finding:
+    return True, described(Processor.here(), os.environ)
 
 
 def _memory() -> Finding:
