@@ -8,7 +8,7 @@ DEMO_MODEL := cache/models/smollm2-135m
 # Tests without any of these marks start no process.
 NO_PROCESS := not slow and not engine and not ranks and not cluster and not processes
 
-.PHONY: help venv quickstart demo test test-fast test-slow lint wheel faults clean
+.PHONY: help venv quickstart demo test test-fast test-slow lint wheel docs faults clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,15 +33,23 @@ test-slow: venv  ## the tests marked slow
 	$(PY) -m pytest -m slow
 
 lint: venv  ## ruff, import rules, mypy
-	$(PY) -m ruff check rlcore tests benchmarks
+	$(PY) -m ruff check rlcore tests benchmarks docs
 	.venv/bin/lint-imports
 	$(PY) -m mypy
 
 wheel: venv  ## build a wheel into dist/, with the configuration and the launchers inside
 	$(PY) -m pip wheel -q --no-deps --no-build-isolation -w dist .
 
+.venv-docs/bin/mkdocs: requirements/docs.lock
+	python3.11 -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+docs: .venv-docs/bin/mkdocs  ## build docs/ as a site into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
 	$(PY) benchmarks/faults.py --out docs/faults.md
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-docs site .pytest_cache .mypy_cache .ruff_cache

@@ -67,13 +67,21 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield from _keys(inner, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
         if not found:
             key = f"{prefix}{name}"
-            # Their type is a string, since a user's own name may stand there.
-            names = registered(key)
-            kind = "|".join([*names, "file.py:Class"]) if names else _type(info.annotation)
-            yield f"  {f'{key}: {kind}{_default(info)}':<66} {_meaning(info)}".rstrip()
+            default = written_default(info)
+            after = " (required)" if default is None else f" = {default}"
+            shown = f"{key}: {kind_of(key, info)}{after}"
+            yield f"  {shown:<66} {meaning_of(info)}".rstrip()
 
 
-def _meaning(info: FieldInfo) -> str:
+def kind_of(key: str, info: FieldInfo) -> str:
+    """Type or choices of a key."""
+    # Their type is a string, since a user's own name may stand there.
+    names = registered(key)
+    return "|".join([*names, "file.py:Class"]) if names else _type(info.annotation)
+
+
+def meaning_of(info: FieldInfo) -> str:
+    """Meaning and unit of a key."""
     extra = info.json_schema_extra
     unit = extra.get("unit") if isinstance(extra, dict) else None
     return f"{info.description or ''}{f' [{unit}]' if unit else ''}"
@@ -94,10 +102,9 @@ def _type(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-def _default(info: FieldInfo) -> str:
+def written_default(info: FieldInfo) -> str | None:
+    """The default as one would write it, shortened; None if the key is required."""
     if info.is_required():
-        return " (required)"
+        return None
     value = info.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
-        return ""
-    return f" = {shorten(json.dumps(value), 40, placeholder=' ...')}"
+    return "" if value is PydanticUndefined else shorten(json.dumps(value), 40, placeholder=" ...")

@@ -1,0 +1,159 @@
+"""Writes the parts of docs/ that follow from the code: the configuration reference, the table of
+metrics, and the keys of every correction. `python docs/generate.py`; a test compares."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from pydantic import BaseModel  # noqa: E402
+
+from rlcore.config.corrections import shipped  # noqa: E402
+from rlcore.config.help import kind_of, meaning_of, written_default  # noqa: E402
+from rlcore.config.schema import RunConfig  # noqa: E402
+from rlcore.config.sentences import sections  # noqa: E402
+from rlcore.corrections.registry import CORRECTIONS  # noqa: E402
+from rlcore.metrics.guide import GUIDES  # noqa: E402
+from rlcore.metrics.names import METRICS, Metric  # noqa: E402
+from rlcore.registry import resolve  # noqa: E402
+
+HEADING = {
+    "model": "The starting model: [Start here](index.md), README.",
+    "task": "Problems and graders: [Data, tasks and graders](tasks.md), "
+    "[Several tasks](mixtures.md), [Further rewards](rewards.md).",
+    "environment": "Episodes of several turns: [Environments](environments.md).",
+    "actor": "Engines that sample: [Cheap actors](cheap-actors.md).",
+    "rollout": "What is sampled of each prompt.",
+    "correction": "[Corrections](corrections/index.md).",
+    "algorithm": "[Policy losses and advantages](losses.md).",
+    "schedule": "[Schedules](schedules.md).",
+    "learner": "What trains: [GPUs and many nodes](scaling.md).",
+    "cluster": "Processes and what travels between them: [GPUs and many nodes](scaling.md), "
+    "[Resume and faults](faults.md).",
+    "evaluation": "Held-out prompts.",
+    "checkpoint": "[Checkpoints](faults.md#checkpoints).",
+    "logging": "[Monitoring](monitoring.md).",
+}
+
+
+def configuration() -> str:
+    """docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "Every key, from the schema; made by `python docs/generate.py`. `rlcore train --help`",
+        "prints the same with the groups, options and experiments. LABEL is a name that the run",
+        "gives, such as `bf16` of the selected actor. A value is given as `key=value`, a group as",
+        "`group=option`, several corrections, actors or tasks as a list.",
+    ]
+    top = [n for n, i in RunConfig.model_fields.items() if not list(sections(i.annotation))]
+    seen: dict[type[BaseModel], str] = {}
+    lines += ["", "## The run", "", *_table(RunConfig, "", top)]
+    for name, info in RunConfig.model_fields.items():
+        found = list(sections(info.annotation))
+        if not found:
+            continue
+        lines += ["", f"## {name}", "", HEADING[name]]
+        for model, labelled in found:
+            lines += _section(model, f"{name}.{'LABEL.' if labelled else ''}", seen)
+    return "\n".join(lines) + "\n"
+
+
+def _section(
+    model: type[BaseModel], prefix: str, seen: dict[type[BaseModel], str]
+) -> Iterator[str]:
+    """The tables of a specification, and of those in it; one that stands elsewhere too, once."""
+    title = prefix.rstrip(".")
+    base = next((m for m in seen if issubclass(model, m)), None)
+    if base is model:
+        yield from ["", f"### {title}", "", f"The same keys as `{seen[model]}`."]
+        return
+    inherited = set(base.model_fields) if base else set()
+    fields = {n: i for n, i in model.model_fields.items() if n not in inherited}
+    plain = [name for name, info in fields.items() if not list(sections(info.annotation))]
+    if plain:
+        also = ["", f"Besides the keys of `{seen[base]}`:"] if base else []
+        yield from ["", f"### {title}", *also, "", *_table(model, prefix, plain)]
+    seen[model] = title
+    for name, info in fields.items():
+        for inner, labelled in sections(info.annotation):
+            yield from _section(inner, f"{prefix}{name}.{'LABEL.' if labelled else ''}", seen)
+
+
+def _table(model: type[BaseModel], prefix: str, names: list[str]) -> Iterator[str]:
+    yield from ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for name in names:
+        info = model.model_fields[name]
+        key, default = f"{prefix}{name}", written_default(info)
+        shown = "required" if default is None else f"`{default}`"
+        cells = [f"`{key}`", f"`{kind_of(key, info)}`", shown, meaning_of(info)]
+        yield "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    escaped = text.replace("|", "\\|")
+    return escaped if "`" in text else escaped.replace("<", "&lt;").replace("*", "\\*")
+
+
+def metrics() -> str:
+    """The tables of docs/metrics.md, one for each first segment of the names."""
+    groups: dict[str, list[Metric]] = {}
+    for metric in METRICS:
+        groups.setdefault(_group(metric.name), []).append(metric)
+    lines = []
+    for group, members in groups.items():
+        lines += ["", f"## {group}", ""]
+        lines += [
+            "| metric | unit | meaning | healthy | otherwise |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for metric in members:
+            healthy, otherwise = GUIDES.get(metric.name, ("describes the run", ""))
+            cells = (f"`{metric.name}`", metric.unit, metric.meaning, healthy, otherwise)
+            lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join([*lines[1:], ""])
+
+
+def _group(name: str) -> str:
+    first, slash, _ = name.partition("/")
+    return {"reward_parts": "reward"}.get(first, first) if slash else "Single metrics"
+
+
+def correction_keys(name: str) -> str:
+    """The table of a correction's page."""
+    spec = resolve(CORRECTIONS, name, key="correction")
+    return "\n".join(_table(spec, f"correction.{name}.", list(spec.model_fields))) + "\n"
+
+
+def between(text: str, name: str, content: str) -> str:
+    """The page with what stands between its two marks replaced."""
+    head, opening, rest = text.partition(f"<!-- {name} -->\n")
+    _, closing, tail = rest.partition(f"<!-- end of the {name.partition(':')[0]} -->")
+    if not opening or not closing:
+        raise ValueError(f"a page lacks the marks of {name}")
+    return head + opening + "\n" + content + "\n" + closing + tail
+
+
+def pages() -> dict[Path, Callable[[], str]]:
+    """What each generated page holds."""
+
+    def marked(path: Path, name: str, content: Callable[[], str]) -> Callable[[], str]:
+        return lambda: between(path.read_text(), name, content())
+
+    found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
+    found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
+    for name in CORRECTIONS:
+        path = DOCS / "corrections" / f"{name}.md"
+        keys = f"keys: correction.{name}"
+        found[path] = marked(path, keys, lambda name=name: correction_keys(name))
+    return found
+
+
+if __name__ == "__main__":
+    assert set(shipped().model_fields) == {*CORRECTIONS, "none"}
+    for path, content in pages().items():
+        path.write_text(content())

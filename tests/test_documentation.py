@@ -1,0 +1,123 @@
+"""The pages of docs/: links and anchors hold, none is missing, generated parts are current."""
+
+import importlib.util
+import re
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlcore.config.groups import groups
+from rlcore.corrections.registry import CORRECTIONS
+from rlcore.metrics.guide import GUIDES
+from rlcore.metrics.names import METRICS
+from rlcore.objectives.registry import ADVANTAGES, LOSSES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+EVIDENCE = DOCS / "evidence"  # results, of which the first page lists the others
+PAGES = [p for p in sorted(DOCS.rglob("*.md")) if p.parent != EVIDENCE or p.stem == "README"]
+LINKING = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted({*PAGES, *EVIDENCE.glob("*.md")}),
+    *ROOT.glob("benchmarks/**/*.md"),
+]
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def prose(path):
+    return re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+
+
+def links(path):
+    return [link for link in LINK.findall(prose(path)) if not re.match(r"\w+:", link)]
+
+
+@cache
+def anchors(path):
+    """Of a page's headings, as the web views of Git hosts and docs/hooks.py make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)", prose(path), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+        names = (f"{slug}-{n}" if n else slug for n in count())
+        found.add(next(name for name in names if name not in found))
+    return found
+
+
+def navigation(node):
+    if isinstance(node, str):
+        return [node]
+    children = node.values() if isinstance(node, dict) else node
+    return [page for child in children for page in navigation(child)]
+
+
+def site():
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_the_check_of_links_sees_them():
+    assert sum(len(links(page)) for page in LINKING) > 200
+    assert "which-one" in anchors(DOCS / "corrections" / "index.md")
+    assert "adding-a-correction" in anchors(DOCS / "CONTRIBUTING.md")
+
+
+def test_every_page_is_in_the_navigation_once():
+    pages = [str(p.relative_to(DOCS)) for p in PAGES]
+    assert sorted(navigation(site()["nav"])) == sorted(pages)
+
+
+def test_the_readme_links_to_every_page():
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")}
+    own_page = {DOCS / "corrections" / f"{name}.md" for name in CORRECTIONS}
+    assert set(PAGES) - own_page - linked == set()
+
+
+def test_every_correction_has_a_page_with_the_same_sections():
+    pages = {p.stem: p for p in (DOCS / "corrections").glob("*.md")}
+    overview = pages.pop("index")
+    assert set(pages) == set(CORRECTIONS)
+    for name, page in pages.items():
+        wanted = ["When to use it", "Formula", "Keys", "What to watch", "When it does not help"]
+        assert re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) == [*wanted, "Source"]
+        assert f"]({name}.md)" in overview.read_text()
+
+
+def test_every_loss_advantage_and_algorithm_is_described():
+    text = (DOCS / "losses.md").read_text()
+    for name in LOSSES:
+        (section,) = re.findall(rf"^## .*`algorithm\.loss={name}`\n(.*?)^## ", text, re.M | re.S)
+        for part in ("**When**", "**Watch**", "**Does not help**", "**Source**"):
+            assert part in section, name
+    for name in (*ADVANTAGES, *groups()["algorithm"]):
+        assert f"`{name}`" in text, name
+
+
+def test_ranges_are_given_for_metrics_that_exist():
+    assert set(GUIDES) - {metric.name for metric in METRICS} == set()
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_generated_pages_are_current():
+    for path, content in generator().pages().items():
+        assert path.read_text() == content(), f"run python docs/generate.py: {path.name} differs"
