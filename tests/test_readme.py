@@ -40,6 +40,7 @@ NEEDS = {  # further options that one option requires
     "correction=[tis,opsm]": ["correction.opsm.delta=0.1"],
     "correction.opsm.delta=0.1": ["correction=opsm"],
     "correction.dvp.zero=trajectory": ["correction=[dvp,mis]"],
+    "environment=endpoint": ["model=smollm2"],
     "algorithm.turn_share=0.5": ["environment=task"],
     "algorithm.turn_discount=0.9": ["environment=task", "algorithm.turn_share=0.5"],
     "correction=[dppo]": ["algorithm=dppo"],

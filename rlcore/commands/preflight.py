@@ -16,6 +16,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.environments import environment_maker
+from rlcore.environments.renderers import check_template
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.loop.difficulty import Difficulty
@@ -77,6 +78,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     if config.environment.played:
         for task in tasks.values():
             environment_maker(config.environment, task)
+        check_template(config.environment, tokenizer, config.model.chat_template)
     if trains:
         for label, source in train.items():
             _check_train(config, label, source)

@@ -32,6 +32,7 @@ def check_environment(c: RunConfig) -> None:
             f"{key} does not go with actor.{label}.kind=sparse, whose attention and the learner's "
             "tell a prompt from one response: use actor=bf16 or fp8, or environment=none.",
         )
+    _endpoint(c)
     a = c.algorithm
     refuse(
         a.overlong_share > 0,
@@ -43,6 +44,28 @@ def check_environment(c: RunConfig) -> None:
         f"environment.step_timeout_s={environment.step_timeout_s:g} is above "
         f"environment.episode_timeout_s={environment.episode_timeout_s:g}, which ends the episode "
         "first: lower the first or raise the second.",
+    )
+
+
+def _endpoint(c: RunConfig) -> None:
+    """What a program that calls the model as an endpoint does not go with."""
+    if c.environment.name != "endpoint":
+        return
+    key = "environment.name=endpoint"
+    refuse(
+        c.model.path is None,
+        f"{key} needs a model whose tokenizer has a chat template, which a fresh model of an "
+        "alphabet has not: set model.path (model=smollm2).",
+    )
+    refuse(
+        c.model.chat_template == "off",
+        f"{key} does not go with model.chat_template=off, which would join the messages of a "
+        "program without their roles: use model.chat_template=auto.",
+    )
+    refuse(
+        c.algorithm.turn_share > 0,
+        f"{key} rewards whole episodes, so that algorithm.turn_share={c.algorithm.turn_share:g} "
+        "would have no rewards of turns: leave it 0.",
     )
 
 

@@ -47,6 +47,8 @@ def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
     args = dict(environment.args)
     if isinstance(args.get("rewards"), list):  # functions that score a class written for TRL
         args["rewards"] = [_code(str(name)) for name in args["rewards"]]
+    if isinstance(args.get("program"), str):  # what environment=endpoint plays
+        args["program"] = _code(args["program"])
     name = environment.name and _code(environment.name)
     return environment.model_copy(update={"name": name, "args": args})
 

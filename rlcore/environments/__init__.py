@@ -18,6 +18,7 @@ from rlcore.registry import load_object, resolve
 ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.alphabet_sort:AlphabetSort",
     "attempts": "rlcore.environments.attempts:Attempts",
+    "endpoint": "rlcore.environments.endpoint.environment:Endpoint",
     "higher_lower": "rlcore.environments.higher_lower:HigherLower",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
     "rooms": "rlcore.environments.rooms:Rooms",

@@ -42,17 +42,28 @@ class Played:
 
 
 @dataclass(slots=True)
+class Conversation:
+    """One of an episode's conversations with the model; most episodes have one."""
+
+    renderer: Renderer
+    part: int = 0  # of the episode, that its next turn belongs to
+    ids: list[int] = field(default_factory=list)  # of this part so far, the next turn's prompt
+
+
+@dataclass(slots=True)
 class Episode:
     """The state of one episode between two turns."""
 
     request: Request
     draw_id: str
-    renderer: Renderer
     number: int  # unique within the actor's process
+    conversations: list[Conversation]
+    now: Conversation = field(init=False)  # the one of the last turn, or of the next
     link: Link | None = None
-    ids: list[int] = field(default_factory=list)  # of the part so far, the next turn's prompt
     # turns of every part, each a record of one turn after all that came before
     turns: list[list[Trajectory]] = field(default_factory=lambda: [[]])
+    max_tokens: int | None = None  # of the next turn, where its environment allows fewer
+    hosts_program: bool = False  # as its environment says (`protocol.Environment`)
     step_parts: dict[str, float] = field(default_factory=dict)  # sums over the steps
     stepped: list[int] = field(default_factory=list)  # turns that its environment was given
     rewards: dict[int, float] = field(default_factory=dict)  # of turns, where it gave one
@@ -62,6 +73,9 @@ class Episode:
     begun: float = field(default_factory=time.monotonic)
     environment_s: float = 0.0
     out_of_room: bool = False  # model.max_len has ended it
+
+    def __post_init__(self) -> None:
+        self.now = self.conversations[0]
 
     @property
     def count(self) -> int:
@@ -84,27 +98,42 @@ class Episode:
         seed = self.request.seed
         if self.count:
             seed = derive_seed(seed, "turn", self.count)
-        ids = np.array(self.ids, np.int32)
-        return replace(self.request, prompt_ids=ids, seed=seed, purpose=self.purpose_of_turns)
+        sampling = self.request.sampling
+        if self.max_tokens is not None:
+            most = min(self.max_tokens, sampling.max_new_tokens)
+            sampling = replace(sampling, max_new_tokens=most)
+        return replace(
+            self.request,
+            prompt_ids=np.array(self.now.ids, np.int32),
+            sampling=sampling,
+            seed=seed,
+            purpose=self.purpose_of_turns,
+        )
 
     def add(self, turn: Trajectory) -> list[int]:
         """Take a turn that the engine has sampled; its tokens.
 
         Raises ValueError if it does not begin with the turns before it.
         """
-        turns = self.turns[-1]
+        turns = self.turns[self.now.part]
         known = turns[-1].token_ids if turns else turn.token_ids[:0]
         if not np.array_equal(turn.token_ids[: len(known)], known):
             raise ValueError("the renderer has changed the tokens of an earlier turn")
         turns.append(turn)
-        self.ids = turn.token_ids.tolist()
+        self.now.ids = turn.token_ids.tolist()
         sampled: list[int] = turn.sampled_ids.tolist()
         return sampled
 
     def begin_part(self, ids: list[int]) -> None:
-        """The prefix could not be kept."""
+        """The prefix could not be kept, or another conversation begins."""
+        self.now.part = len(self.turns)
         self.turns.append([])
-        self.ids = ids
+        self.now.ids = ids
+
+    def begin_conversation(self, renderer: Renderer) -> None:
+        """The next part is the first of a further conversation."""
+        self.now = Conversation(renderer)
+        self.conversations.append(self.now)
 
     def graded(self, grade: Mapping[str, Any]) -> dict[str, Any]:
         """What the score has of an environment's grade: reward, parts, rewards of turns.
@@ -178,15 +207,15 @@ class Episode:
     def _nothing(self, actor_id: str, actor_kind: ActorKind) -> Trajectory:
         """A record without a sampled token, of an episode that failed before its first."""
         k = max(0, self.request.sampling.logprobs_k)
-        r = self.request
+        r, ids = self.request, self.now.ids
         return Trajectory(
-            token_ids=np.array(self.ids or [0], np.int32),
-            sampled=np.zeros(len(self.ids) or 1, bool),
+            token_ids=np.array(ids or [0], np.int32),
+            sampled=np.zeros(len(ids) or 1, bool),
             logp_inf=np.zeros(0, np.float32),
             topk_ids=np.zeros((0, k), np.int32),
             topk_logp=np.zeros((0, k), np.float32),
             token_version=np.zeros(0, np.int32),
-            turn_starts=np.array([len(self.ids) or 1], np.int32),
+            turn_starts=np.array([len(ids) or 1], np.int32),
             actor_id=actor_id,
             actor_kind=actor_kind,
             group_id=r.group_id,

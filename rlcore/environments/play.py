@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.environments.episode import Episode, Played
+from rlcore.environments.episode import Conversation, Episode, Played
 from rlcore.environments.processes import EnvironmentDied, EnvironmentServer, Link
-from rlcore.environments.protocol import Opening
+from rlcore.environments.protocol import Opening, Renderer
 from rlcore.environments.renderers import make_renderer
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import StageError
@@ -30,6 +30,7 @@ from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
 SERVER_RESTARTS = 3
 EPISODES_A_PROCESS = 500  # one after the other, in case an environment leaks memory
 CUT = " [cut: {} more tokens]"
+TURNS, LENGTH = "environment.max_turns", "model.max_len"  # limits that end an episode
 
 
 class Play:
@@ -103,19 +104,21 @@ class Play:
     def _begin(self, request: Request) -> None:
         if request.request_id in self.open:  # it is asked for again while it is still played
             self.drop({request.request_id})
+        number, first = next(self._count), Conversation(self._renderer())
+        episode = Episode(request, f"{self._names}{number}", number, [first])
+        episode.ends_at = time.monotonic() + self._job.environment.episode_timeout_s
+        self.open[request.request_id] = episode
+        self.counters["episodes"] += 1
+        self._guarded(episode, self._reset)
+
+    def _renderer(self) -> Renderer:
         job = self._job
-        renderer = make_renderer(
+        return make_renderer(
             self._tokenizer,
             chat_template=job.chat_template,
             system_prompt=job.system_prompt,
             stop=job.stop,
         )
-        number = next(self._count)
-        episode = Episode(request, f"{self._names}{number}", renderer, number)
-        episode.ends_at = time.monotonic() + job.environment.episode_timeout_s
-        self.open[request.request_id] = episode
-        self.counters["episodes"] += 1
-        self._guarded(episode, self._reset)
 
     def _reset(self, episode: Episode) -> None:
         episode.link = self._linked()
@@ -124,7 +127,13 @@ class Play:
         index = r.group_id if r.purpose == "train" else r.prompt_id
         kind = r.purpose.split("/")[0]
         seed = derive_seed(self._job.run_seed, "environment", kind, index)
-        self._call(episode, "reset", prompt_id=r.prompt_id, seed=seed)
+        sampling = {
+            "evaluates": r.purpose != "train",
+            "temperature": r.sampling.temperature,
+            "top_p": r.sampling.top_p,
+            "stop": list(r.sampling.stop),
+        }
+        self._call(episode, "reset", prompt_id=r.prompt_id, seed=seed, sampling=sampling)
 
     def _linked(self) -> Link:
         while self._idle:
@@ -173,63 +182,90 @@ class Play:
         if "error" in answer:
             self._fail(episode, "error", answer["error"])
         elif call == "reset":
-            self._sample(episode, self._opening(episode, answer))
+            episode.hosts_program = answer["hosts_program"]
+            episode.max_tokens = answer["max_tokens"]
+            episode.now.ids = self._opening(episode, answer)
+            self._sample(episode)
         elif call == "step":
             self._answer(episode, answer)
         else:
             self._finish(episode, "ok", **episode.graded(answer))
 
     def _opening(self, episode: Episode, answer: dict[str, Any]) -> list[int]:
-        ids = episode.renderer.open(Opening(answer["messages"], answer["tools"]))
+        ids = episode.now.renderer.open(Opening(answer["messages"], answer["tools"]))
         if not 0 < len(ids) < self._job.max_len:
             raise ValueError(
                 f"an opening of {len(ids)} tokens does not fit model.max_len={self._job.max_len}"
             )
         return ids
 
-    def _sample(self, episode: Episode, ids: list[int]) -> None:
-        """Have the engine sample the next turn after these tokens."""
-        episode.ids = ids
+    def _sample(self, episode: Episode) -> None:
+        """Have the engine sample the next turn."""
         self.to_sample.append(episode.next_request())
 
     def _act(self, episode: Episode, turn: Trajectory) -> None:
-        action = episode.renderer.parse(episode.add(turn))
-        if action.error:
+        action = episode.now.renderer.parse(episode.add(turn))
+        if action.error and not episode.hosts_program:
             self._go_on(episode, [{"role": "user", "content": action.error}])
             return
         calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in action.tool_calls]
         episode.stepped.append(episode.count - 1)
-        self._call(episode, "step", text=action.text, tool_calls=calls)
+        said = {"text": action.text, "tool_calls": calls, "finish_reason": turn.finish_reason}
+        tokens = [len(turn.prompt_ids), len(turn.sampled_ids)]
+        self._call(episode, "step", **said, tokens=tokens)
 
     def _answer(self, episode: Episode, answer: dict[str, Any]) -> None:
         for name, value in answer["parts"].items():
             episode.step_parts[name] = episode.step_parts.get(name, 0.0) + value
         if answer["reward"] is not None:
             episode.rewards[episode.stepped[-1]] = answer["reward"]
+        episode.max_tokens = answer["max_tokens"]
         if answer["over"]:
             self._call(episode, "grade")
+        elif answer["opening"] is not None:
+            self._turn_to(episode, answer["opening"])
         else:
+            if answer["conversation"] is not None:
+                episode.now = episode.conversations[answer["conversation"]]
             self._go_on(episode, answer["messages"])
+
+    def _turn_to(self, episode: Episode, opening: dict[str, Any]) -> None:
+        """A further conversation, or the grade where a limit ends the episode."""
+        if episode.count >= self._job.environment.max_turns:
+            self._call(episode, "grade", limit=TURNS)
+            return
+        renderer = self._renderer()
+        ids = renderer.open(Opening(opening["messages"], opening["tools"]))
+        if len(ids) >= self._job.max_len:
+            episode.out_of_room = True
+            self._call(episode, "grade", limit=LENGTH)
+            return
+        episode.begin_conversation(renderer)
+        episode.begin_part(ids)
+        self._sample(episode)
 
     def _go_on(self, episode: Episode, messages: list[dict[str, Any]]) -> None:
         """The next turn, or the grade where a limit ends the episode."""
         if episode.count >= self._job.environment.max_turns:
-            self._call(episode, "grade")
+            self._call(episode, "grade", limit=TURNS)
             return
-        before = episode.ids
-        ids = episode.renderer.extend(before, self._shortened(messages))
+        now = episode.now
+        before = now.ids
+        ids = now.renderer.extend(before, self._shortened(messages))
         kept = ids is not None
         if ids is None:
-            ids = episode.renderer.reopen()
+            ids = now.renderer.reopen()
         elif ids[: len(before)] != before:
             raise ValueError("the renderer has changed the tokens of an earlier turn")
         if len(ids) >= self._job.max_len:
             episode.out_of_room = True
-            self._call(episode, "grade")
+            self._call(episode, "grade", limit=LENGTH)
             return
-        if not kept:
+        if kept:
+            now.ids = ids
+        else:
             episode.begin_part(ids)
-        self._sample(episode, ids)
+        self._sample(episode)
 
     def _shortened(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with at most `max_observation_tokens` tokens of text together."""
@@ -276,7 +312,8 @@ class Play:
 
     def _finish(self, episode: Episode, status: ScoreStatus, **score: Any) -> None:
         del self.open[episode.request.request_id]
-        self._release(episode, reuse=status == "ok")
+        # What a program leaves behind (threads, connections) ends with its process.
+        self._release(episode, reuse=status == "ok" and not episode.hosts_program)
         self.done.append(episode.played(status, self._decode, self._actor, **score))
 
     def _release(self, episode: Episode, *, reuse: bool) -> None:

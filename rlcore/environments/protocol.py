@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from rlcore.types import Grade, Item, Message
+from rlcore.types import FinishReason, Grade, Item, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Opening:
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", ...}}
+    max_tokens: int | None = None  # of the next turn, where rollout.max_new_tokens allows more
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Action:
     text: str  # cut before the first stop string, without special tokens
     tool_calls: tuple[ToolCall, ...] = ()
     error: str = ""  # why the turn could not be read; the model receives this sentence
+    finish_reason: FinishReason = "stop"
+    tokens: tuple[int, int] = (0, 0)  # of the turn's prompt, and sampled in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,21 @@ class Reply:
     # parts of this step: their sums over the episode are reported with the parts of the grade
     parts: Mapping[str, float] = field(default_factory=dict)
     reward: float | None = None  # of this turn; it adds to the grade's reward
+    # instead of `messages`: another conversation begins, as a further part of the episode
+    opening: Opening | None = None
+    # which of the episode's conversations `messages` continue; None: the one of the last turn
+    conversation: int | None = None
+    max_tokens: int | None = None  # of the next turn, as in `Opening`
 
 
 class Environment(Protocol):
     """Built as Class(**environment.args). What raises, passes its deadline or ends its process
     gives a failed score."""
+
+    # Whether it runs a program of a user's that calls the model (`environments/endpoint`). It then
+    # has `told` and `limited` too, is given turns that cannot be read, as text, and what is left
+    # of the program ends with its process, which plays no other episode.
+    hosts_program: ClassVar[bool] = False
 
     def reset(self, item: Item, seed: int) -> Opening:
         """Begin the episode of a problem. `seed` is the same for all samples of a group."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlcore.environments.protocol import Action, Message, Opening, Renderer, ToolCall
+from rlcore.environments.specs import EnvironmentSpec
+from rlcore.errors import UserError
 from rlcore.models.text import decode_response, plain_text, uses_template, with_system
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -21,6 +23,15 @@ def make_renderer(
     template if it has one and `chat_template` is not "off"."""
     chat = uses_template(tokenizer, chat_template)
     return (ChatRenderer if chat else PlainRenderer)(tokenizer, system_prompt, tuple(stop))
+
+
+def check_template(spec: EnvironmentSpec, tokenizer: Any, chat_template: str) -> None:
+    """Raise UserError for an environment whose messages need a chat template, without one."""
+    if spec.name == "endpoint" and not uses_template(tokenizer, chat_template):
+        raise UserError(
+            "environment.name=endpoint needs a tokenizer with a chat template, and that of "
+            "model.path has none: choose a chat model."
+        )
 
 
 class PlainRenderer(Renderer):
@@ -123,6 +134,11 @@ class ChatRenderer(Renderer):
         """The special token that the last turn ended with; None: it was cut off."""
         last = int(self._answer[-1])
         return last if last in self._tokenizer.all_special_ids else None
+
+
+def written_call(name: str, arguments: Any) -> str:
+    """A tool call as the model writes it: `_FORM`."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def _described(tools: Sequence[Any]) -> str:

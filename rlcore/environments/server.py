@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlcore.environments import environment_maker
-from rlcore.environments.protocol import Action, Environment, ToolCall
+from rlcore.environments.protocol import Action, Environment, Opening, Reply, ToolCall
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
@@ -149,19 +149,45 @@ class Server:
     def _answer(self, environment: Environment, call: dict[str, Any]) -> dict[str, Any]:
         if call["call"] == "reset":
             _, split, index = parse_prompt_id(call["prompt_id"])
+            hosts = getattr(environment, "hosts_program", False)
+            if hosts:
+                environment.told(call["sampling"])  # type: ignore[attr-defined]
             opening = environment.reset(self._task.item(split, index), call["seed"])
-            return {"messages": _texts(opening.messages), "tools": list(opening.tools)}
+            limit = {"max_tokens": opening.max_tokens, "hosts_program": hosts}
+            return {**_opening(opening), **limit}
         if call["call"] == "step":
-            calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
-            reply = environment.step(Action(call["text"], calls))
-            parts = {str(name): float(value) for name, value in reply.parts.items()}
-            reward = None if reply.reward is None else float(reply.reward)
-            shown = {"messages": _texts(reply.messages), "over": bool(reply.over)}
-            return {**shown, "parts": parts, "reward": reward}
+            return _reply(environment.step(_action(call)))
+        if "limit" in call and hasattr(environment, "limited"):
+            environment.limited(call["limit"])
         grade = as_grade(environment.grade(), by_turn=True)
         if hasattr(environment, "close"):
             environment.close()
         return asdict(grade)
+
+
+def _action(call: dict[str, Any]) -> Action:
+    calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
+    told = {"finish_reason": call["finish_reason"], "tokens": tuple(call["tokens"])}
+    return Action(call["text"], calls, **told)
+
+
+def _opening(opening: Opening) -> dict[str, Any]:
+    return {"messages": _texts(opening.messages), "tools": list(opening.tools)}
+
+
+def _reply(reply: Reply) -> dict[str, Any]:
+    opening, max_tokens = reply.opening, reply.max_tokens
+    if opening is not None:
+        max_tokens = opening.max_tokens
+    return {
+        "messages": _texts(reply.messages),
+        "over": bool(reply.over),
+        "parts": {str(name): float(value) for name, value in reply.parts.items()},
+        "reward": None if reply.reward is None else float(reply.reward),
+        "opening": None if opening is None else _opening(opening),
+        "conversation": reply.conversation,
+        "max_tokens": max_tokens,
+    }
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -247,6 +247,15 @@ REFUSED = [  # words; parts that the sentence must hold
         ["environment=task", "task.grade_weight=0.5"],
         ["environment.name=task", "task.grade_weight=0.5"],
     ),
+    (["environment=endpoint"], ["environment.name=endpoint", "model.path", "chat template"]),
+    (
+        ["environment=endpoint", "model=smollm2", "model.chat_template=off"],
+        ["environment.name=endpoint", "model.chat_template=off"],
+    ),
+    (
+        ["environment=endpoint", "model=smollm2", "algorithm.turn_share=1"],
+        ["environment.name=endpoint", "algorithm.turn_share=1"],
+    ),
     (["environment.max_turns=0"], ["environment.max_turns=0", "greater than 0"]),
     (["algorithm.turn_share=0.5"], ["algorithm.turn_share=0.5", "choose an environment"]),
     (

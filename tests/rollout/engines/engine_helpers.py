@@ -89,6 +89,14 @@ def requests(
     ]
 
 
+def model_logp(model: Model, t: Trajectory) -> np.ndarray:
+    """[S]: log-probs of the sampled tokens of all turns, from one plain forward."""
+    at = torch.tensor(np.flatnonzero(t.sampled))
+    with torch.no_grad():
+        logits = model.hf(torch.tensor(t.token_ids[None].astype(np.int64))).logits[0]
+    return logits.log_softmax(-1)[at - 1, torch.tensor(t.sampled_ids).long()].numpy()
+
+
 def drain(engine: Any) -> list[Trajectory]:
     """Step until nothing is left; trajectories by sample index."""
     done: list[Trajectory] = []

@@ -6,7 +6,7 @@ import queue
 
 import numpy as np
 import pytest
-import torch
+from engine_helpers import model_logp
 
 from rlcore.environments.player import EpisodePlayer, Exits
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
@@ -60,21 +60,13 @@ def collect(finished, count):
     return [finished.get(timeout=60) for _ in range(count)]
 
 
-def logp(model, t):
-    """[S]: log-probs of the sampled tokens of all turns, from one plain forward."""
-    at = torch.tensor(np.flatnonzero(t.sampled))
-    with torch.no_grad():
-        logits = model.hf(torch.tensor(t.token_ids[None].astype(np.int64))).logits[0]
-    return logits.log_softmax(-1)[at - 1, torch.tensor(t.sampled_ids).long()].numpy()
-
-
 def test_every_sampled_token_of_every_turn_has_its_log_prob(player, played, model_a):
     player.submit(ask(8))
     for episode in collect(played, 8):
         assert episode.score.status == "ok" and episode.score.parts["turns"] == TURNS
         (t,) = episode.parts
         assert len(t.turn_starts) == TURNS
-        np.testing.assert_allclose(t.logp_inf, logp(model_a, t), atol=1e-5)
+        np.testing.assert_allclose(t.logp_inf, model_logp(model_a, t), atol=1e-5)
         assert t.topk_ids.shape == (len(t.sampled_ids), 20)
         turns = np.split(t.sampled, t.turn_starts)[1:]
         # a turn, then its answer of one character; the last turn has none
@@ -109,7 +101,7 @@ def test_weights_may_change_within_and_between_turns(player, played, model_a, mo
         assert np.all(np.diff(t.token_version) >= 0)
         for version, model in ((0, model_a), (1, model_b)):
             own = t.token_version == version
-            np.testing.assert_allclose(t.logp_inf[own], logp(model, t)[own], atol=1e-5)
+            np.testing.assert_allclose(t.logp_inf[own], model_logp(model, t)[own], atol=1e-5)
         seen.add(tuple(sorted(set(t.token_version.tolist()))))
     assert (0, 1) in seen
 

@@ -1,0 +1,1 @@
+"""Programs that speak to an OpenAI-style chat completions endpoint, as environments."""
