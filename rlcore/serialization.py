@@ -166,7 +166,7 @@ def dump_scores(scores: Sequence[Score]) -> str:
             "status": s.status,
             "reward": None if s.reward is None else _number(s.reward),
             "parts": _numbers(s.parts),
-            "turn_rewards": [_number(r) for r in s.turn_rewards],
+            **{n: list(map(_number, getattr(s, n))) for n in ("turn_rewards", "token_rewards")},
             "error": s.error,
             "seconds": _number(s.seconds),
         }
@@ -332,11 +332,11 @@ def _score(fields: dict[str, Any]) -> Score:
             raise ValueError(f"{name}={fields[name]!r} is not a value of that field")
     if fields["status"] not in get_args(ScoreStatus):
         raise ValueError(f"status={fields['status']!r} is not a value of that field")
-    reward = fields.pop("reward")
     return Score(
-        reward=None if reward is None else float(reward),
+        reward=None if (reward := fields.pop("reward")) is None else float(reward),
         parts={name: float(value) for name, value in fields.pop("parts").items()},
-        turn_rewards=tuple(float(value) for value in fields.pop("turn_rewards")),
+        turn_rewards=tuple(map(float, fields.pop("turn_rewards"))),
+        token_rewards=tuple(map(float, fields.pop("token_rewards", ()))),  # older ones have none
         seconds=float(fields.pop("seconds")),
         **fields,
     )

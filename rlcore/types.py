@@ -72,6 +72,7 @@ class Grade:
     reward: float
     parts: dict[str, float] = field(default_factory=dict)  # e.g. {"correct": 1.0, "format": 0.5}
     turn_rewards: tuple[float, ...] = ()  # besides `reward`; environments alone may give them
+    token_rewards: tuple[float, ...] = ()  # besides `reward`, one a sampled token
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,8 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     # one a turn, `reward` is their sum; (): none was given, and all belongs to the last turn
     turn_rewards: tuple[float, ...] = ()
+    # one a sampled token, over all turns; `reward` is their sum and `turn_rewards` theirs by turn
+    token_rewards: tuple[float, ...] = ()
     error: str = ""  # one line: what the grader raised, or the deadline it passed
     seconds: float = 0.0  # the grading took
 
@@ -234,6 +237,7 @@ class Answer:
     finish_reason: FinishReason = "stop"
     purpose: str = "train"
     prompt: str = ""  # evaluation: the prompt's text, for display
+    pieces: tuple[str, ...] = ()  # text of each sampled token, for a grader that asks for them
 
     @property
     def request_id(self) -> str:

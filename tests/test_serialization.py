@@ -95,6 +95,7 @@ def all_scores(draw):
         reward=draw(st.floats()) if status == "ok" else None,
         parts=draw(numbers),
         turn_rewards=tuple(draw(st.lists(st.floats(), max_size=3))),
+        token_rewards=tuple(draw(st.lists(st.floats(), max_size=3))),
         error=draw(st.text(max_size=20)),
         seconds=draw(st.floats()),
     )

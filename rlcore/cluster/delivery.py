@@ -30,13 +30,19 @@ class Delivery:
     graders alone, with the text of their prompt."""
 
     def __init__(
-        self, outlets: Outlets, decode: Callable[[Sequence[int]], str], stop: StopStrings
+        self,
+        outlets: Outlets,
+        decode: Callable[[Sequence[int]], str],
+        stop: StopStrings,
+        in_pieces: frozenset[str] = frozenset(),
     ) -> None:
-        """`decode`: token ids to text. `stop`: strings that text is cut before."""
+        """`decode`: token ids to text. `stop`: strings that text is cut before. `in_pieces`: tasks
+        whose graders ask for the text of every token."""
         self.error: BaseException | None = None  # what ended the thread
         self._outlets = outlets
         self._decode = decode
         self._stop = stop
+        self._in_pieces = in_pieces
         self._queue: queue.SimpleQueue[list[Trajectory | Played] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
@@ -84,4 +90,6 @@ class Delivery:
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
-        return read_answer(t, self._decode, self._stop.of(t.prompt_id), prompt=prompt)
+        in_pieces = t.prompt_id.partition("/")[0] in self._in_pieces
+        stop = self._stop.of(t.prompt_id)
+        return read_answer(t, self._decode, stop, prompt=prompt, in_pieces=in_pieces)

@@ -57,4 +57,5 @@ class RolloutJob:
     engine: EngineJob  # actor_id is that of the process
     tokenizer_path: str  # for the text that graders are given
     stop: StopStrings  # that text is cut before
-    environment: EnvironmentJob | None = None  # what plays episodes of several turns
+    in_pieces: frozenset[str] = frozenset()  # tasks whose graders ask for the text of every token
+    environments: tuple[EnvironmentJob, ...] = ()  # what plays episodes of several turns

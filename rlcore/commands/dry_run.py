@@ -169,8 +169,8 @@ def _tasks(config: RunConfig) -> list[str]:
 
 def _trained(config: RunConfig, label: str) -> str:
     spec = config.tasks[label]
-    judged, played = _count(spec.grader_processes, "grader"), config.environment
-    if played.played:
+    judged, played = _count(spec.grader_processes, "grader"), config.played.get(label)
+    if played is not None:
         judged = f"played in {played.name}, at most {_count(played.max_turns, 'turn')} an episode"
     line = f"training on {spec.name}, {judged}"
     if not isinstance(spec, MixedTaskSpec):

@@ -90,7 +90,7 @@ def check_simulated(config: RunConfig) -> None:
         "one distribution of lengths. Plan each task by itself.",
     )
     refuse(
-        config.environment.played,
+        bool(config.played),
         "environment= cannot be planned: turns and the time of tools are not simulated. Plan the "
         "run with environment=none.",
     )

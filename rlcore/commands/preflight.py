@@ -75,10 +75,8 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     tokenizer = tokenizer_of(config, tasks)
     config = within_vocabulary(config, check_models(config, tokenizer), note)
     train = training_sources(config, tasks, tokenizer)
-    if config.environment.played:
-        for task in tasks.values():
-            environment_maker(config.environment, task)
-        check_template(config.environment, tokenizer, config.model.chat_template)
+    for label in config.played:
+        _check_environment(config, label, tasks[label], tokenizer)
     if trains:
         for label, source in train.items():
             _check_train(config, label, source)
@@ -105,6 +103,18 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         tokenizer,
         alphabet,
     )
+
+
+def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any) -> None:
+    """Raise UserError for a class or arguments that no episode can be played with."""
+    environment = config.environment_of(label)
+    try:
+        environment_maker(environment, task)
+        check_template(environment, tokenizer, config.model.chat_template)
+    except UserError as error:
+        # An environment knows the section `environment` alone, not that of a label.
+        key = config.environment_key(label)
+        raise UserError(str(error).replace("environment.", f"{key}.")) from error
 
 
 def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> Asked:
@@ -215,7 +225,7 @@ def _source(
         )
 
     # An environment asks the questions itself, where the episode is played.
-    played = config.environment.played and label in config.tasks
+    played = label in config.played
     return PromptSource(
         task,
         None if played else encode,

@@ -17,6 +17,7 @@ from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
 from rlcore.rollout.answers import StopStrings
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.tasks import tasks_with_tokens
 from rlcore.tasks.graders import GraderPool
 from rlcore.types import POLICY, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
@@ -135,25 +136,32 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
     )
-    stop, environment = stop_strings(config), environment_job(config)
-    return RolloutJob(engine, tokenizer_path=model_path, stop=stop, environment=environment)
-
-
-def environment_job(config: RunConfig) -> EnvironmentJob | None:
-    """What plays the training task's episodes; None: every answer is one turn."""
-    if not config.environment.played:
-        return None
-    ((label, task),) = config.tasks.items()
-    return EnvironmentJob(
-        environment=config.environment,
-        task=task,
-        label=label,
-        max_len=config.model.max_len,
-        run_seed=config.seed,
-        stop=config.rollout.stop,
-        chat_template=config.model.chat_template,
-        system_prompt=config.model.system_prompt,
+    stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
+    return RolloutJob(
+        engine,
+        tokenizer_path=model_path,
+        stop=stop,
+        in_pieces=tasks_with_tokens({**config.tasks, **config.evaluation.tasks}),
+        environments=environments,
     )
+
+
+def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
+    """What plays the episodes of each training task, by label; without one an answer is one
+    turn."""
+    return {
+        label: EnvironmentJob(
+            environment=environment,
+            task=config.tasks[label],
+            label=label,
+            max_len=config.model.max_len,
+            run_seed=config.seed,
+            stop=config.rollout_of(label).stop,
+            chat_template=config.model.chat_template,
+            system_prompt=config.model.system_prompt,
+        )
+        for label, environment in config.played.items()
+    }
 
 
 def stop_strings(config: RunConfig) -> StopStrings:
@@ -196,6 +204,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         corrections=config.correction.chosen(),
         sampling=_longest_sampling(config),
         task_advantages=_advantages(config),
+        task_temperatures=_temperatures(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,
@@ -207,6 +216,11 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
 def _advantages(config: RunConfig) -> dict[str, str]:
     """Of each of several tasks."""
     return {label: config.advantage_of(label)[1] for label in mixed(config)}
+
+
+def _temperatures(config: RunConfig) -> dict[str, float]:
+    """Of each of several tasks."""
+    return {label: config.rollout_of(label).temperature for label in mixed(config)}
 
 
 def _longest_sampling(config: RunConfig) -> SamplingSpec:
@@ -231,6 +245,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         corrections={"tis": TisSpec()},
         sampling=_longest_sampling(config),
         task_advantages=_advantages(config),
+        task_temperatures=_temperatures(config),
         total_steps=config.schedule.steps,
         run_seed=config.seed,
         pad_id=pad_id,

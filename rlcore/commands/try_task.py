@@ -69,11 +69,13 @@ def try_task(config: RunConfig, n: int) -> int:
     Starts graders as a run does, and no engine or learner. Returns 1 if a run would refuse one of
     the prompts or a score failed, else 0. Raises UserError.
     """
-    refuse(
-        config.environment.played,
-        f"environment.name={config.environment.name} asks its questions while an episode is "
-        "played, which rlcore try does not do: leave environment out to try the task alone.",
-    )
+    for label, environment in config.played.items():
+        key = config.environment_key(label)
+        refuse(
+            True,
+            f"{key}.name={environment.name} asks its questions while an episode is played, which "
+            f"rlcore try does not do: {key}=none tries the task alone.",
+        )
     load_own(config)
     check_rewards(config)
     tasks = make_tasks(config)

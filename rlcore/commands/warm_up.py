@@ -8,7 +8,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from rlcore.commands.preflight import Prepared
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
-from rlcore.environments.specs import EnvironmentSpec
 from rlcore.environments.worked import worked_episode
 from rlcore.errors import UserError
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.prompts import Prompts
+from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
-from rlcore.types import POLICY
+from rlcore.types import POLICY, Item
 
 NOTED_EVERY = 20  # steps
 Note = Callable[[str], None]
@@ -127,21 +125,27 @@ def supervise(
 
 def _examples(config: RunConfig, prompts: Prompts, tokenizer: Any) -> Callable[[], TokenSequence]:
     """A function that gives the next worked answer, or the next worked episode."""
-    job = roles.environment_job(config)
-    if job is None:
-        return partial(example, prompts, tokenizer)
-    task = prompts.source(prompts.peek(1)[0].prompt_id).task
-    make = environment_maker(job.environment, task)
-    return lambda: TokenSequence(*worked_episode(job, make(), prompts.next(), tokenizer))
+    jobs, makers = roles.environment_jobs(config), {}
+
+    def another() -> TokenSequence:
+        item = prompts.next()
+        label = item.prompt_id.partition("/")[0]
+        job = jobs.get(label)
+        if job is None:
+            return example(prompts.source(item.prompt_id), item, tokenizer)
+        if label not in makers:
+            task = prompts.source(item.prompt_id).task
+            makers[label] = environment_maker(job.environment, task)
+        return TokenSequence(*worked_episode(job, makers[label](), item, tokenizer))
+
+    return another
 
 
-def example(prompts: Prompts, tokenizer: Any) -> TokenSequence:
-    """Prompt and worked answer, with end of sequence, of the next training item.
+def example(source: PromptSource, item: Item, tokenizer: Any) -> TokenSequence:
+    """An item's prompt and worked answer, with end of sequence.
 
     Raises UserError if it has no worked answer.
     """
-    item = prompts.next()
-    source = prompts.source(item.prompt_id)
     answer = source.task.worked_answer(item)
     if answer is None:
         raise UserError(
@@ -173,11 +177,12 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
     )
 
 
-def _played(environment: EnvironmentSpec) -> dict[str, Any]:
+def _played(config: RunConfig) -> dict[str, Any]:
     """What worked episodes depend on; nothing without an environment."""
-    if not environment.played:
-        return {}
-    return {"environment": [environment.name, environment.args, environment.max_turns]}
+    found = {label: [e.name, e.args, e.max_turns] for label, e in config.played.items()}
+    if config.mixed:
+        return {"environments": found} if found else {}
+    return {"environment": next(iter(found.values()))} if found else {}
 
 
 def _fingerprint(config: RunConfig) -> str:
@@ -189,7 +194,7 @@ def _fingerprint(config: RunConfig) -> str:
         "max_len": model.max_len,
         "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
         "task": _tasks(config),
-        **_played(config.environment),
+        **_played(config),
         "seed": config.seed,
         "format": 1,  # raised when equal settings begin to mean another model
     }

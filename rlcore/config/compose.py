@@ -93,7 +93,7 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
         mixture.keep_one(cfg.get("task"))
     if tasks:
         cfg["task"] = mixture.composed(cfg.get("task"), {t: files["task"][t] for t in tasks})
-    _lay_over(cfg, words.values)
+    _lay_over(cfg, words.values, config_dir)
     return cfg
 
 
@@ -116,13 +116,13 @@ def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> Di
     """
     cfg = OmegaConf.create(_escaped(_read(saved)))
     if not words.selections:
-        _lay_over(cfg, words.values)
+        _lay_over(cfg, words.values, config_dir)
         return cfg
     fresh = _composed(words, config_dir)
     # A group that is named again replaces the saved one whole, as it does in a new run.
     for group in {o.key_or_group for o in words.selections} - {"experiment"}:
         cfg[group] = fresh[group]
-    _lay_over(cfg, words.values)
+    _lay_over(cfg, words.values, config_dir)
     experiment = words.selected().get("experiment")
     if experiment:
         _require_same(cfg, fresh, f"experiment={experiment}", saved)
@@ -140,7 +140,9 @@ def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) ->
         )
 
 
-def _lay_over(cfg: DictConfig, values: Iterable[Override]) -> None:
+def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Path | None) -> None:
+    environments = groups(config_dir)["environment"]
+    mixture.name_environments(cfg, environments)
     # Of the selection: a label that a word adds must not make the next word's typing error valid.
     labels = {group: list(cfg.get(group) or {}) for group in LABELLED}
     labels |= mixture.labels(cfg)
@@ -155,6 +157,8 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override]) -> None:
                 OmegaConf.update(cfg, key, value, merge=True, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as e:
             raise UserError(f"{word} does not fit: {one_line(e)}.") from e
+        # now, since the next word may set one of its keys
+        mixture.name_environments(cfg, environments)
 
 
 def _require_label(override: Override, labels: dict[str, list[str]]) -> None:

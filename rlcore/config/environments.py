@@ -3,55 +3,68 @@
 from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
+from rlcore.environments.specs import EnvironmentSpec
 from rlcore.spec import refuse
 
 
 def check_environment(c: RunConfig) -> None:
     """Raise UserError for what an environment does not go with."""
     _turns(c)
-    environment = c.environment
-    if not environment.played:
+    for label in c.tasks:
+        _section(c, label)
+    for label, environment in c.played.items():
+        _played(c, label, environment)
+
+
+def _section(c: RunConfig, label: str) -> None:
+    """A task's own section replaces the run's whole, so that one without a name plays nothing."""
+    environment, key = c.environment_of(label), c.environment_key(label)
+    if key == "environment" or environment.played:
         return
-    key = f"environment.name={environment.name}"
+    given = [n for n, v in environment if v != getattr(EnvironmentSpec(), n)]
     refuse(
-        c.mixed,
-        f"{key} plays the problems of one task, and task holds tasks by label "
-        f"({', '.join(c.tasks)}): choose one task, or environment=none.",
+        bool(given),
+        f"{key}.{''.join(given[:1])} is of an environment that has no name: add "
+        f"{key}.name=NAME (the section environment is not read beside it).",
     )
-    task = next(iter(c.tasks.values()))
+
+
+def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
+    section, task = c.environment_key(label), c.tasks[label]
+    key = f"{section}.name={environment.name}"
     refuse(
         task.weighed,
-        f"{key} grades its episodes itself, and task.rewards or task.grade_weight="
-        f"{task.grade_weight} would be ignored: leave both at their defaults, or use "
-        "environment=none.",
+        f"{key} grades its episodes itself, and {c.task_key(label)}.rewards or "
+        f"{c.task_key(label)}.grade_weight={task.grade_weight} would be ignored: leave both at "
+        f"their defaults, or use {section}=none.",
     )
-    for label, actor in c.actor.items():
+    for actor_label, actor in c.actor.items():
         # Its rule treats what was sampled as no prompt; of a later turn that is the first turns.
         refuse(
             actor.kind == "sparse",
-            f"{key} does not go with actor.{label}.kind=sparse, whose attention and the learner's "
-            "tell a prompt from one response: use actor=bf16 or fp8, or environment=none.",
+            f"{key} does not go with actor.{actor_label}.kind=sparse, whose attention and the "
+            f"learner's tell a prompt from one response: use actor=bf16 or fp8, or {section}=none.",
         )
-    _endpoint(c)
-    a = c.algorithm
+    _endpoint(c, section, environment)
+    share = c.algorithm.overlong_share
     refuse(
-        a.overlong_share > 0,
-        f"{key} does not go with algorithm.overlong_share={a.overlong_share}, which measures an "
-        "episode by rollout.max_new_tokens, the limit of one turn: leave it 0.",
+        share > 0,
+        f"{key} does not go with algorithm.overlong_share={share}, which measures an episode by "
+        "rollout.max_new_tokens, the limit of one turn: leave it 0.",
     )
     refuse(
         environment.step_timeout_s > environment.episode_timeout_s,
-        f"environment.step_timeout_s={environment.step_timeout_s:g} is above "
-        f"environment.episode_timeout_s={environment.episode_timeout_s:g}, which ends the episode "
+        f"{section}.step_timeout_s={environment.step_timeout_s:g} is above "
+        f"{section}.episode_timeout_s={environment.episode_timeout_s:g}, which ends the episode "
         "first: lower the first or raise the second.",
     )
 
 
-def _endpoint(c: RunConfig) -> None:
+def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
     """What a program that calls the model as an endpoint does not go with."""
-    if c.environment.name != "endpoint":
+    if environment.name != "endpoint":
         return
-    key = "environment.name=endpoint"
+    key = f"{section}.name=endpoint"
     refuse(
         c.model.path is None,
         f"{key} needs a model whose tokenizer has a chat template, which a fresh model of an "
@@ -78,12 +91,18 @@ def _turns(c: RunConfig) -> None:
         f"algorithm.turn_discount={a.turn_discount:g} is of algorithm.turn_share, which is 0, so "
         "that it would be ignored: leave it at 1, or set algorithm.turn_share above 0.",
     )
+    refuse(
+        a.turn_share == 0 and a.credit == "token",
+        "algorithm.credit=token is of algorithm.turn_share, which is 0, so that it would be "
+        "ignored: leave it at turn, or set algorithm.turn_share above 0.",
+    )
     if not a.turn_share:
         return
     refuse(
-        not c.environment.played,
+        not c.played and a.credit == "turn",
         f"{key} shares an episode's reward between its turns, and without an environment every "
-        "episode is one turn: leave it 0, or choose an environment.",
+        "episode is one turn: leave it 0, choose an environment, or, where a grader rewards single "
+        "tokens, algorithm.credit=token.",
     )
     for label, spec in c.correction.chosen().items():
         refuse(

@@ -14,6 +14,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from rlcore.config.schema import task_form
+from rlcore.config.sentences import closest
+from rlcore.errors import UserError
 from rlcore.spec import refuse
 from rlcore.tasks.specs import TaskSpec
 
@@ -55,6 +57,24 @@ def composed(before: Any, options: Mapping[str, Path]) -> DictConfig:
         for label in tasks.keys() & before.keys():
             tasks[label] = OmegaConf.merge(tasks[label], before[label])
     return OmegaConf.create(tasks)
+
+
+def name_environments(cfg: DictConfig, options: Mapping[str, Path]) -> None:
+    """Replace `task.LABEL.environment=NAME` by the option of that name, or by a user's own class.
+    `options`: the files of the group environment."""
+    for label in labels(cfg).get(GROUP, ()):
+        section = cfg[GROUP][label]
+        name = section.get("environment") if isinstance(section, DictConfig) else None
+        if not isinstance(name, str):
+            continue
+        if ":" in name:
+            section["environment"] = {"name": name}
+            continue
+        if name not in options:
+            choices = [*options, "path/to/file.py:Class"]
+            key = f"task.{label}.environment"
+            raise UserError.choice(key, name, choices, closest(name, options))
+        section["environment"] = OmegaConf.load(options[name])
 
 
 def keep_one(task: Any) -> None:

@@ -21,6 +21,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "learner.engine": LEARNER_ENGINES,
     "actor.LABEL.engine": ROLLOUT_ENGINES,
     "environment.name": ENVIRONMENTS,
+    "task.LABEL.environment.name": ENVIRONMENTS,
 }
 
 
@@ -33,6 +34,11 @@ def named(config: RunConfig) -> Iterator[tuple[str, str, Mapping[str, str]]]:
     """(key, value, registry) of every setting of a run that names an implementation."""
     for pattern, registry in REGISTRIES.items():
         group, _, leaf = pattern.rpartition(".")
+        if group == "task.LABEL.environment":
+            for label, environment in config.played.items():
+                if (key := config.environment_key(label)) != "environment":
+                    yield f"{key}.{leaf}", environment.name or "", registry
+            continue
         if group == "actor.LABEL":
             for label, actor in config.actor.items():
                 yield f"actor.{label}.{leaf}", getattr(actor, leaf), registry

@@ -6,7 +6,7 @@ import os
 from typing import Any, TypeVar
 
 from rlcore.config.corrections import CorrectionList
-from rlcore.config.schema import RunConfig
+from rlcore.config.schema import MixedTask, RunConfig
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.rollout.specs import ActorSpec
 from rlcore.tasks.rewards.specs import RewardSpec
@@ -75,6 +75,8 @@ def _task(task: AnyTask) -> AnyTask:
     update: dict[str, Any] = {"name": _code(task.name), "args": args, "rewards": rewards}
     if isinstance(task, MixedTaskSpec) and task.advantage is not None:
         update["advantage"] = _code(task.advantage)
+    if isinstance(task, MixedTask) and task.environment is not None:
+        update["environment"] = _environment(task.environment)
     return task.model_copy(update=update)
 
 

@@ -42,7 +42,8 @@ def check_rewards(c: RunConfig) -> None:
         )
     keyed = [key for key, r in rewards(c) if r.endpoint and r.endpoint.api_key_env]
     programs = {key: task.args for key, task in tasks(c).items()}
-    for key, args in {**programs, "environment": c.environment.args}.items():
+    played = {c.environment_key(label): spec.args for label, spec in c.played.items()}
+    for key, args in {**programs, **played}.items():
         refuse(
             bool(keyed) and args.get("confinement") == "reduced",
             f"{key}.args.confinement=reduced does not go with {''.join(keyed[:1])}.api_key_env: a "

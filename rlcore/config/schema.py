@@ -57,14 +57,22 @@ def task_form(value: Any) -> Literal["one", "several"]:
     return "one"
 
 
+class MixedTask(MixedTaskSpec):
+    """`task.LABEL`: one task of several, and how its episodes are played."""
+
+    environment: EnvironmentSpec | None = setting(
+        None, "as the section environment, or the name of an environment; null: that section"
+    )
+
+
 TaskSection = Annotated[
-    Annotated[TaskSpec, Tag("one")] | Annotated[dict[str, MixedTaskSpec], Tag("several")],
+    Annotated[TaskSpec, Tag("one")] | Annotated[dict[str, MixedTask], Tag("several")],
     Discriminator(task_form),
 ]
 
 
 # Settings of `rollout` that a task of several may have of its own.
-OWN_ROLLOUT = ("samples_per_prompt", "max_new_tokens", "stop")
+OWN_ROLLOUT = ("samples_per_prompt", "max_new_tokens", "stop", "temperature")
 
 
 class RunConfig(Spec):
@@ -122,9 +130,25 @@ class RunConfig(Spec):
             return f"{self.task_key(label)}.advantage", str(own)
         return "algorithm.advantage", self.algorithm.advantage
 
+    def environment_of(self, label: str) -> EnvironmentSpec:
+        """How the episodes of a training task are played."""
+        own: EnvironmentSpec | None = getattr(self.tasks[label], "environment", None)
+        return self.environment if own is None else own
+
+    def environment_key(self, label: str) -> str:
+        """The key of those settings."""
+        own = getattr(self.tasks[label], "environment", None) is not None
+        return f"{self.task_key(label)}.environment" if own else "environment"
+
+    @property
+    def played(self) -> dict[str, EnvironmentSpec]:
+        """The environment of each training task whose episodes have several turns, by label."""
+        found = {label: self.environment_of(label) for label in self.tasks}
+        return {label: spec for label, spec in found.items() if spec.played}
+
     def most_sampled(self, label: str) -> int:
         """Tokens that the model samples in an episode of a training task, at most."""
-        turns = self.environment.max_turns if self.environment.played else 1
+        turns = self.played[label].max_turns if label in self.played else 1
         return min(turns * self.rollout_of(label).max_new_tokens, self.model.max_len - 1)
 
     def rollout_of(self, label: str) -> RolloutSpec:

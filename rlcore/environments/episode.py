@@ -32,6 +32,11 @@ def is_turn(trajectory: Trajectory) -> bool:
     return TURN in trajectory.purpose
 
 
+def is_turn_id(request_id: str) -> bool:
+    """The same of a request's id."""
+    return TURN in request_id
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """An episode that is over: its records, one a part, and its score."""
@@ -81,6 +86,11 @@ class Episode:
     def count(self) -> int:
         """Turns of the model so far."""
         return sum(len(turns) for turns in self.turns)
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(len(turn.sampled_ids) for turns in self.turns for turn in turns)
 
     @property
     def purpose_of_turns(self) -> str:
@@ -138,10 +148,15 @@ class Episode:
     def graded(self, grade: Mapping[str, Any]) -> dict[str, Any]:
         """What the score has of an environment's grade: reward, parts, rewards of turns.
 
-        The grade's reward is the last turn's. Raises ValueError for a grade that rewards another
-        number of turns than its environment was given.
+        The grade's reward is the last turn's, or the last token's where tokens are rewarded. Raises
+        ValueError for a grade that rewards another number of turns than its environment was given,
+        or of tokens than were sampled.
         """
-        own = grade["turn_rewards"]
+        own, tokens = grade["turn_rewards"], grade["token_rewards"]
+        if tokens and not own and len(tokens) == len(self.stepped) != self.tokens:
+            own, tokens = tokens, ()
+        if tokens:
+            return self._graded_by_token(grade, tokens)
         if own and len(own) != len(self.stepped):
             raise ValueError(f"grade rewards {len(own)} turns, of {len(self.stepped)} that it saw")
         for turn, reward in zip(self.stepped, own):
@@ -153,6 +168,23 @@ class Episode:
         turns = [self.rewards.get(i, 0.0) for i in range(self.count)]
         turns[-1] += grade["reward"]
         return {"reward": math.fsum(turns), "parts": parts, "turn_rewards": tuple(turns)}
+
+    def _graded_by_token(self, grade: Mapping[str, Any], tokens: Sequence[float]) -> dict[str, Any]:
+        """The same of a grade that rewards every token; replies' rewards are of their turns' last
+        tokens."""
+        if len(tokens) != self.tokens:
+            raise ValueError(
+                f"grade rewards {len(tokens)} tokens or turns, of {self.tokens} tokens and "
+                f"{len(self.stepped)} turns that it saw"
+            )
+        rewards, end = list(tokens), 0
+        own = dict(zip(self.stepped, grade["turn_rewards"]))
+        for number, turn in enumerate(turn for turns in self.turns for turn in turns):
+            end += len(turn.sampled_ids)
+            rewards[end - 1] += self.rewards.get(number, 0.0) + own.get(number, 0.0)
+        rewards[-1] += grade["reward"]
+        parts = {**grade["parts"], **self.step_parts, "turns": float(self.count)}
+        return {"reward": math.fsum(rewards), "parts": parts, "token_rewards": tuple(rewards)}
 
     def played(
         self, status: ScoreStatus, decode: Any, actor: tuple[str, ActorKind], **score: Any

@@ -16,11 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlcore.environments.episode import Played, is_turn
+from rlcore.environments.episode import Played
 from rlcore.environments.play import Play
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import DeadlineExceeded
-from rlcore.tasks import parse_prompt_id
 from rlcore.types import ActorKind, Request, Trajectory
 
 MAX_WAIT_S = 0.5  # between two looks at the deadlines
@@ -52,7 +51,6 @@ class EpisodePlayer:
     ) -> None:
         """`actor`: id and kind. Starts the environments' process; raises StageError."""
         self.error: BaseException | None = None  # what ended the thread
-        self._job = job
         self._exits = exits
         self._play = Play(job, tokenizer, actor)
         # from other threads
@@ -71,10 +69,6 @@ class EpisodePlayer:
         self._thread = threading.Thread(target=self._main, name="episodes", daemon=True)
         self._thread.start()
 
-    def plays(self, request: Request) -> bool:
-        """Whether a request is an episode; others are answered in one turn."""
-        return parse_prompt_id(request.prompt_id)[0] == self._job.label
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue episodes."""
         self._put("play", list(requests))
@@ -83,14 +77,9 @@ class EpisodePlayer:
         """Drop episodes; unknown ids are ignored."""
         self._put("abort", set(request_ids))
 
-    def finished(self, trajectories: list[Trajectory]) -> None:
-        """From the engine's thread: turns, and answers that belong to no episode."""
-        turns = [t for t in trajectories if is_turn(t)]
-        others = [t for t in trajectories if not is_turn(t)]
-        if turns:
-            self._put("turns", turns)
-        if others:
-            self._exits.others(others)
+    def finished(self, turns: list[Trajectory]) -> None:
+        """Turns, from the engine's thread."""
+        self._put("turns", turns)
 
     def status(self) -> dict[str, int]:
         """Counts since the start."""
@@ -101,6 +90,10 @@ class EpisodePlayer:
             self._inbox.append((what, value))
         with contextlib.suppress(BlockingIOError):  # it has been woken often enough
             self._wake.send(b"x")
+
+    def end_processes(self) -> None:
+        """End the environments of a player that was never started."""
+        self._play.close()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the thread and every environment; open episodes are lost."""

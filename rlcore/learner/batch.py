@@ -6,7 +6,7 @@ Rows are episodes, columns their sampled tokens over all turns and parts, in ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,12 +80,13 @@ class Turns:
     """The turns of a step's episodes: at most K of any of them.
 
     Example, an episode of two turns and three tokens: Turns(tensor([[-0.5, 1.0]]), tensor([2]),
-    tensor([[0, 0, 1]]))
+    tensor([[0, 0, 1]]), tensor([[0.0, -0.5, 1.0]]))
     """
 
     rewards: Tensor  # [B, K] float64, 0 behind an episode's last turn
     count: Tensor  # [B] int64
     of_token: Tensor  # [B, T] int64: the turn that sampled each token; 0 where there is none
+    token_rewards: Tensor  # [B, T] float64; a turn's, where only turns were rewarded, on its last
 
 
 @dataclass(slots=True)
@@ -141,8 +142,14 @@ def rows_of(step: StepTensors, rows: Tensor) -> StepTensors:
     return StepTensors(**chosen)
 
 
-def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.device) -> StepBatch:
-    """Tensors of one rank's groups.
+def build_batch(
+    groups: Sequence[Group],
+    *,
+    with_topk: bool,
+    device: torch.device,
+    sharper: Mapping[str, float] | None = None,
+) -> StepBatch:
+    """Tensors of one rank's groups. `sharper`: of the tokens of each task (`TokenSequence`).
 
     Raises ValueError for an episode without a reward: buffers leave those out.
     """
@@ -178,7 +185,9 @@ def build_batch(groups: Sequence[Group], *, with_topk: bool, device: torch.devic
         sent.topk_logp_inf = rows.tokens("topk_logp", -np.inf, np.float32, k)
     arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
     tasks = tuple(g.prompt_id.partition("/")[0] for g in groups for _ in g.episodes)
-    return StepBatch([of_episode(e) for e in episodes], sent, arrival, rows.turns(), tasks)
+    sharpness = [(sharper or {}).get(task, 1.0) for task in tasks]
+    tokens: list[EpisodeTokens] = [of_episode(e, s) for e, s in zip(episodes, sharpness)]
+    return StepBatch(tokens, sent, arrival, rows.turns(), tasks)
 
 
 class _Rows:
@@ -207,27 +216,52 @@ class _Rows:
         return torch.from_numpy(out).to(self._device)
 
     def turns(self) -> Turns:
-        """Raises ValueError for a score that does not reward every turn of its episode."""
+        """Raises ValueError for a score that does not reward every turn or token of its episode."""
         counts = [sum(len(t.turn_starts) for t in e.parts) for e in self._episodes]
         rewards = np.zeros((len(counts), max([1, *counts])))
         of_token = np.zeros((len(counts), self._width), np.int64)
+        by_token = np.zeros((len(counts), self._width))
         for row, (e, count) in enumerate(zip(self._episodes, counts)):
-            given = e.score.turn_rewards or [*[0.0] * (count - 1), e.score.reward or 0.0]
-            if len(given) != count:
-                name = e.parts[0].request_id
-                raise ValueError(f"episode {name} has {count} turns and {len(given)} rewards")
-            rewards[row, :count] = given
             numbers = _turn_numbers(e)
             of_token[row, : len(numbers)] = numbers
+            given = _turn_rewards(e, count, numbers)
+            rewards[row, :count] = given
+            by_token[row, : len(numbers)] = e.score.token_rewards or _on_last_tokens(given, numbers)
         return Turns(
             torch.from_numpy(rewards).to(self._device),
             self.column(counts, torch.int64),
             torch.from_numpy(of_token).to(self._device),
+            torch.from_numpy(by_token).to(self._device),
         )
 
     def column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One value an episode, [B]."""
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _turn_rewards(episode: Episode, count: int, numbers: np.ndarray) -> Sequence[float]:
+    """Of its `count` turns. `numbers` [S]: the turn of each sampled token."""
+    score, name = episode.score, episode.parts[0].request_id
+    if score.token_rewards:
+        if len(score.token_rewards) != len(numbers):
+            raise ValueError(
+                f"episode {name} has {len(numbers)} tokens and {len(score.token_rewards)} rewards"
+            )
+        summed: list[float] = np.bincount(numbers, score.token_rewards, count).tolist()
+        return summed
+    given = score.turn_rewards or [*[0.0] * (count - 1), score.reward or 0.0]
+    if len(given) != count:
+        raise ValueError(f"episode {name} has {count} turns and {len(given)} rewards")
+    return given
+
+
+def _on_last_tokens(given: Sequence[float], numbers: np.ndarray) -> np.ndarray:
+    """[S]: rewards of turns on their last tokens; one without a token has its on the one before."""
+    out = np.zeros(len(numbers))
+    if len(numbers):
+        last = np.searchsorted(numbers, np.arange(len(given)), side="right") - 1
+        np.add.at(out, np.maximum(last, 0), given)
+    return out
 
 
 def _turn_numbers(episode: Episode) -> np.ndarray:

@@ -47,6 +47,8 @@ class MicroBatch:
     row: Tensor  # [N] int64, 0..b-1: the token's episode
     column: Tensor  # [N] int64, 0..T-1: the token's index among its episode's sampled tokens
     prompt_lens: Tensor  # [s] int64, first observation of each sequence, in the order of the rows
+    # [N] float32: `TokenSequence.sharper` of each token; None: 1 everywhere
+    sharper: Tensor | None = None
     shared: SharedRows | None = None  # in the shared layout: how attention reads its positions
 
     @property
@@ -205,4 +207,11 @@ def _micro_batch(
     }
     tensors = {n: torch.from_numpy(np.array(a, dtype=np.int64)) for n, a in arrays.items()}
     moved = {name: t.to(device) for name, t in tensors.items()}
-    return MicroBatch(**moved, shared=laid.shared)
+    return MicroBatch(**moved, sharper=_sharper(sequences, device), shared=laid.shared)
+
+
+def _sharper(sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor | None:
+    if all(s.sharper == 1 for s in sequences):
+        return None
+    values = np.repeat([s.sharper for s in sequences], [s.scored for s in sequences])
+    return torch.from_numpy(values.astype(np.float32)).to(device)

@@ -124,7 +124,8 @@ class Policy(nn.Module):
         self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
-        """[N, D]: the state that predicts each sampled token."""
+        """[N, D]: the state that predicts each sampled token, times its `sharper`: the head, which
+        knows one temperature, then gives log-probs at the one that sampled the token."""
         base = self.lm.base_model
         states = base(  # type: ignore[operator]
             input_ids=mb.input_ids,
@@ -133,7 +134,8 @@ class Policy(nn.Module):
             # no mask: padding is at the right, and positions separate packed sequences
             **{"attention_mask": None, **self._attending(mb)},
         ).last_hidden_state
-        return states.flatten(0, 1).index_select(0, mb.predict)
+        predicting: Tensor = states.flatten(0, 1).index_select(0, mb.predict)
+        return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
         """What the attention of every layer reads of a micro-batch, made once."""
@@ -161,7 +163,10 @@ class Policy(nn.Module):
 
         ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions.
         """
-        return self.head(self.hidden(mb), mb.targets, ids, spec, base)
+        hidden = self.hidden(mb)
+        if not spec.fp32:  # float32 of a product with `sharper`
+            hidden = hidden.to(self.head.weight.dtype)
+        return self.head(hidden, mb.targets, ids, spec, base)
 
 
 class FrozenPolicy:

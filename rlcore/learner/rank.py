@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,9 @@ class LearnerRank(RankState):
         self._reduce = parts.reduce
         self._layout = parts.layout
         self._costs = parts.costs
+        self._sharper = {
+            task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
+        }
         self._phase: list[StepBatch] = []  # its batches, from their p_ref pass on
         self._taken = 0  # steps of the phase
         self._steps = 0  # that it has in all
@@ -75,14 +79,19 @@ class LearnerRank(RankState):
 
     def _batch(self, groups: Sequence[Group]) -> StepBatch:
         """The batch of some groups, in micro-batches; of those responses that are trained on."""
-        with_topk, device = self._update.topk > 0, self.engine.device
-        batch = build_batch(groups, with_topk=with_topk, device=device)
+        built = partial(
+            build_batch,
+            with_topk=self._update.topk > 0,
+            device=self.engine.device,
+            sharper=self._sharper,
+        )
+        batch = built(groups)
         batch.micro = self._micro_batches(batch.episodes)
         if self.job.keep_by_acceptance is None:
             return batch
         ref = self._update.score_ref(batch)
         chosen, rows = keep_accepted(groups, batch, ref, self.job.keep_by_acceptance)
-        kept = build_batch(chosen, with_topk=with_topk, device=device)
+        kept = built(chosen)
         kept.micro = self._micro_batches(kept.episodes)
         kept.ref = ref.rows(rows, kept.sent.mask.shape[1])  # p_ref's pass is not made twice
         kept.metrics = selection_metrics(batch, ref, rows, self._reduce)

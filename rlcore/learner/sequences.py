@@ -22,6 +22,8 @@ class TokenSequence:
 
     token_ids: np.ndarray  # [L] integers
     sampled: np.ndarray  # [L] bool
+    # the head's temperature over the one at which it was sampled: logits are multiplied by it
+    sharper: float = 1.0
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.sampled):
@@ -68,6 +70,6 @@ class TokenSequence:
         return self.token_ids[: len(self)]
 
 
-def of_episode(episode: Episode) -> tuple[TokenSequence, ...]:
+def of_episode(episode: Episode, sharper: float = 1.0) -> tuple[TokenSequence, ...]:
     """The sequences of an episode's records, in order."""
-    return tuple(TokenSequence(t.token_ids, t.sampled) for t in episode.parts)
+    return tuple(TokenSequence(t.token_ids, t.sampled, sharper) for t in episode.parts)

@@ -209,6 +209,8 @@ class LearnerJob:
     keep_by_acceptance: int | None = None
     # advantage of each of several tasks, by label; empty: objective.advantage of all episodes
     task_advantages: Mapping[str, str] = field(default_factory=dict)
+    # at which each of several tasks is sampled, by label; empty: sampling.temperature
+    task_temperatures: Mapping[str, float] = field(default_factory=dict)
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
 
 

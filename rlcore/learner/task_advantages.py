@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlcore.interfaces import Reduce
-from rlcore.learner.batch import StepBatch
+from rlcore.learner.batch import StepBatch, Turns
 from rlcore.learner.specs import LearnerJob
 from rlcore.objectives.protocols import Advantage
 from rlcore.objectives.registry import make_advantage
@@ -37,6 +37,7 @@ class TaskAdvantages:
         }
         self._share = job.objective.turn_share
         self._discount = job.objective.turn_discount
+        self._by_token = job.objective.credit == "token"
 
     def over_tokens(self, batch: StepBatch, reduce: Reduce) -> Tensor:
         """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
@@ -45,7 +46,7 @@ class TaskAdvantages:
         values = over_tokens(self(batch, reduce), mask)
         if not self._share:
             return values
-        turns = self.of_turns(batch, reduce).gather(1, batch.turns.of_token) * mask
+        turns = self.of_turns(batch, reduce).gather(1, self._turns(batch).of_token) * mask
         return (1 - self._share) * values + self._share * turns
 
     def __call__(self, batch: StepBatch, reduce: Reduce) -> Tensor:
@@ -60,8 +61,9 @@ class TaskAdvantages:
         return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
 
     def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
-        """[B, K] float32: the advantage of each turn from its reward to go."""
-        turns, mask = batch.turns, batch.sent.mask
+        """[B, K] float32: the advantage of each turn, or of each token in the place of a turn, from
+        its reward to go."""
+        turns, mask = self._turns(batch), batch.sent.mask
         to_go = rewards_to_go(turns.rewards, self._discount)
         numbers = torch.arange(to_go.shape[1], device=to_go.device)
         present = numbers < turns.count[:, None]
@@ -79,11 +81,19 @@ class TaskAdvantages:
 
         return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
 
+    def _turns(self, batch: StepBatch) -> Turns:
+        """What a reward to go is of: `credit`."""
+        if not self._by_token:
+            return batch.turns
+        rewards, mask = batch.turns.token_rewards, batch.sent.mask
+        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        return Turns(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
+
     def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
         """Of turns, where advantages are made of them."""
         if not self._share:
             return {}
-        turns, ids = batch.turns, batch.sent.group_ids
+        turns, ids = self._turns(batch), batch.sent.group_ids
         numbers = torch.arange(turns.rewards.shape[1], device=ids.device)
         present = numbers < turns.count[:, None]
         rows = torch.stack(torch.broadcast_tensors(ids[:, None], numbers), -1)[present]

@@ -28,13 +28,18 @@ class ObjectiveSpec(Spec):
     )
     turn_share: float = setting(
         0.0,
-        "environments: share of a token's advantage that is of its turn's reward to go; the rest "
-        "is of its episode's reward",
+        "share of a token's advantage that is of its turn's reward to go; the rest is of its "
+        "episode's reward",
         ge=0,
         le=1,
     )
     turn_discount: float = setting(
         1.0, "turn_share: what a reward counts for the turn before it", ge=0, le=1
+    )
+    credit: Literal["turn", "token"] = setting(
+        "turn",
+        "turn_share: what a reward to go is of; token: every token is a turn of its own, and one "
+        "reward of a whole turn is its last token's",
     )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)

@@ -29,13 +29,16 @@ def read_answer(
     stop: Sequence[str],
     *,
     prompt: str = "",
+    in_pieces: bool = False,
 ) -> Answer:
     """The answer of an episode of one record, cut before its first stop string.
 
     The trajectory keeps the tokens of the stop string: they were sampled, and the learner must be
-    able to reinforce them. `prompt`: the prompt's text, for display."""
+    able to reinforce them. `prompt`: the prompt's text, for display. `in_pieces`: whether the text
+    of every token is wanted besides."""
     versions = trajectory.token_version
-    text = decode(trajectory.sampled_ids.tolist())
+    ids: list[int] = trajectory.sampled_ids.tolist()
+    text = decode(ids)
     return Answer(
         group_id=trajectory.group_id,
         sample_index=trajectory.sample_index,
@@ -47,6 +50,7 @@ def read_answer(
         finish_reason=trajectory.finish_reason,
         purpose=trajectory.purpose,
         prompt=prompt,
+        pieces=tuple(decode([token]) for token in ids) if in_pieces else (),
     )
 
 

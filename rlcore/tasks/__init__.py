@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
-from rlcore.registry import resolve
+from rlcore.registry import load_object, resolve
 from rlcore.tasks.arguments import ArgumentError
+from rlcore.tasks.grades import wants_tokens
+from rlcore.tasks.specs import EvalTaskSpec
 
 TASKS: dict[str, str] = {
     "alphabet_sort": "rlcore.tasks.alphabet_sort:AlphabetSort",
@@ -48,6 +50,19 @@ def make_task(
         raise UserError(error.sentence(f"{key}.args")) from error
     task.name = label
     return cast(Task, task)
+
+
+def tasks_with_tokens(specs: Mapping[str, EvalTaskSpec]) -> frozenset[str]:
+    """Labels of the tasks whose graders ask for the text of every token. Raises UserError."""
+    found = set()
+    for label, spec in specs.items():
+        grade = resolve(TASKS, spec.name, key="task.name").grade
+        own = spec.args.get("grader")
+        if spec.name == "file" and isinstance(own, str):
+            grade = load_object(own)
+        if wants_tokens(grade):
+            found.add(label)
+    return frozenset(found)
 
 
 def _check_names(cls: type, name: str, args: Mapping[str, Any], key: str) -> None:

@@ -8,21 +8,21 @@ from typing import Any
 from rlcore.registry import LoadError, load_object
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.conversations import pick_question
-from rlcore.tasks.grades import as_grade
+from rlcore.tasks.grades import as_grade, wants_tokens
 from rlcore.tasks.records import Record, RecordTask, pick, pick_text
 from rlcore.types import Grade, Item
 
 
 class FileTask(RecordTask):
     """`grader` is "package.module:function" or "path/to/file.py:function", called as function(item,
-    response).
+    response), and with tokens=[...], the text of every sampled token, if it has that parameter.
 
     `question_field` holds a text or the messages of a conversation; None: the column question,
-    prompt or messages. The function returns a number, (number, {part: number}) or a `Grade`, and
-    raises when it cannot judge. `answer_field` may be None if the grader needs no reference.
-    `meta_fields` are columns (JSON-able values) that the grader finds in `item.meta`;
-    `worked_field` is a column of full answers for supervised warm-up; without it, a conversation's
-    last turn is one, if it is the assistant's.
+    prompt or messages. The function returns a number, a list with one for every token, either of
+    them as (it, {part: number}), or a `Grade`, and raises when it cannot judge. `answer_field` may
+    be None if the grader needs no reference. `meta_fields` are columns (JSON-able values) that the
+    grader finds in `item.meta`; `worked_field` is a column of full answers for supervised warm-up;
+    without it, a conversation's last turn is one, if it is the assistant's.
     """
 
     name = "file"
@@ -62,5 +62,6 @@ class FileTask(RecordTask):
             asked.messages,
         )
 
-    def grade(self, item: Item, response: str) -> Grade:
-        return as_grade(self._grader(item, response))
+    def grade(self, item: Item, response: str, tokens: Sequence[str] = ()) -> Grade:
+        further = {"tokens": tokens} if wants_tokens(self._grader) else {}
+        return as_grade(self._grader(item, response, **further))

@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlcore.types import Grade
 
 
 def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
-    """A `Grade` from a Grade, a number or (number, parts). Raises ValueError for anything else, NaN
-    and infinities, and for rewards of turns unless `by_turn`."""
+    """A `Grade` from a Grade, a number, a list with a reward for every token, or either with parts
+    as (it, parts). Raises ValueError for anything else, NaN and infinities, and for rewards of
+    turns unless `by_turn`."""
     turns: tuple[float, ...] = ()
+    tokens: Sequence[float] = ()
     if isinstance(value, Grade):
-        reward, parts, turns = value.reward, value.parts, value.turn_rewards
+        reward, parts = value.reward, value.parts
+        turns, tokens = value.turn_rewards, value.token_rewards
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         reward, parts = value
     else:
         reward, parts = value, {}
+    if isinstance(reward, list):
+        if not reward:
+            raise ValueError("the grader's list of rewards is empty")
+        reward, tokens = 0.0, reward
     if turns and not by_turn:
         raise ValueError("the grader rewards turns, which only an environment's grade may do")
     return Grade(
         _finite(reward, "reward"),
         {str(name): _finite(part, f"part {name}") for name, part in parts.items()},
         tuple(_finite(turn, "turn's reward") for turn in turns),
+        tuple(_finite(token, "token's reward") for token in tokens),
     )
+
+
+def wants_tokens(grade: Callable[..., Any]) -> bool:
+    """Whether a grader asks for the text of every token."""
+    return "tokens" in inspect.signature(grade).parameters
+
+
+def dense(grade: Grade, tokens: int) -> tuple[float, tuple[float, ...]]:
+    """(reward, rewards of tokens) of a response of so many tokens; the grade's own reward is the
+    last token's. Raises ValueError where another number of tokens is rewarded."""
+    given = grade.token_rewards
+    if not given:
+        return grade.reward, ()
+    if len(given) != tokens:
+        raise ValueError(f"the grader rewards {len(given)} tokens, and the response has {tokens}")
+    rewards = (*given[:-1], given[-1] + grade.reward)
+    return math.fsum(rewards), rewards
 
 
 def _finite(value: Any, what: str) -> float:

@@ -82,8 +82,9 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, items: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        """Send pairs of texts; a verdict for each, in order, is then read with `receive`."""
+    def ask(self, items: Sequence[Sequence[Any]], timeout_s: float) -> None:
+        """Send what a worker is asked; a verdict for each item, in order, is then read with
+        `receive`."""
         self._send([list(item) for item in items], timeout_s)
 
     def _send(self, message: Any, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """The process that runs graders: `python -m rlcore.tasks.grading_worker <socket fd>`.
 
 It exchanges JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered
-by {"ready": true} or {"fatal": sentence}; then a line with a list of [prompt id, response],
-answered by one line for every item as it is done. It dies with its parent, and loads neither models
-nor tensors."""
+by {"ready": true} or {"fatal": sentence}; then a line with a list of [prompt id, response, number
+of its tokens, their texts], answered by one line for every item as it is done. It dies with its
+parent, and loads neither models nor tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks import make_task, parse_prompt_id
-from rlcore.tasks.grades import as_grade
+from rlcore.tasks.grades import as_grade, dense, wants_tokens
 
 EXIT_OUT_OF_MEMORY = 77
 MAX_ERROR = 300  # characters
@@ -76,25 +76,28 @@ def main(fd: int) -> None:
         return
     _send(link, {"ready": True})
     for line in lines:
-        for prompt_id, response in json.loads(line):
-            _send(link, _verdict(tasks, prompt_id, response, settings["timeout_s"]))
+        for asked in json.loads(line):
+            _send(link, _verdict(tasks, asked, settings["timeout_s"]))
 
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:
     link.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _verdict(
-    tasks: dict[str, Task], prompt_id: str, response: str, timeout_s: float
-) -> dict[str, Any]:
+def _verdict(tasks: dict[str, Task], asked: list[Any], timeout_s: float) -> dict[str, Any]:
+    prompt_id, response, tokens, pieces = asked
     start = time.monotonic()
     try:
         # Set anew each time: a grader may have installed its own alarm.
         with _Alarm(timeout_s):
             label, split, index = parse_prompt_id(prompt_id)
             task = tasks[label]
-            grade = as_grade(task.grade(task.item(split, index), response))
-        verdict: dict[str, Any] = {"status": "ok", "reward": grade.reward, "parts": grade.parts}
+            further = {"tokens": pieces} if wants_tokens(task.grade) else {}
+            grade = as_grade(task.grade(task.item(split, index), response, **further))
+            reward, by_token = dense(grade, tokens)
+        verdict: dict[str, Any] = {"status": "ok", "reward": reward, "parts": grade.parts}
+        if by_token:
+            verdict["token_rewards"] = by_token
     except _Deadline:
         verdict = {"status": "timeout"}
     except MemoryError:

@@ -180,7 +180,7 @@ class Scorer:
         handed_over = started = time.monotonic()
         finished = 0
         try:
-            worker.ask([(e.answer.prompt_id, e.answer.text) for e in chunk], timeout_s)
+            worker.ask([_asked(e.answer) for e in chunk], timeout_s)
             for entry in chunk:
                 started = time.monotonic()
                 if started - handed_over > HAND_OVER_S or not worker.ready(HAND_OVER_S):
@@ -217,6 +217,7 @@ class Scorer:
             verdict["status"],
             verdict.get("reward"),
             verdict.get("parts", {}),
+            token_rewards=tuple(verdict.get("token_rewards", ())),
             error=error,
             seconds=verdict["seconds"],
         )
@@ -239,3 +240,7 @@ class Scorer:
             self.timeouts += statuses.count("timeout")
             self._unfinished -= len(done)
             self._state.notify_all()
+
+
+def _asked(answer: Answer) -> list[Any]:
+    return [answer.prompt_id, answer.text, answer.tokens, list(answer.pieces)]

@@ -104,6 +104,9 @@ class MixedTaskSpec(TaskSpec):
         None, "longest response; null: rollout.max_new_tokens", unit="tokens", gt=0
     )
     stop: tuple[str, ...] | None = setting(None, "strings that end a response; null: rollout.stop")
+    temperature: float | None = setting(
+        None, "of sampling; the learner applies the same; null: rollout.temperature", gt=0
+    )
     advantage: str | None = setting(
         None, "how its rewards become advantages, or file.py:Class; null: algorithm.advantage"
     )

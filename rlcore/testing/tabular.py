@@ -32,7 +32,8 @@ class TabularPolicy(nn.Module):
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, V]: the logits of each sampled token, which stand for its hidden state."""
-        return self.logits[mb.input_ids.flatten()[mb.predict]]
+        logits = self.logits[mb.input_ids.flatten()[mb.predict]]
+        return logits if mb.sharper is None else logits * mb.sharper[:, None]
 
     def forward(
         self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None

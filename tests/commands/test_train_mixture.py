@@ -55,3 +55,31 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     }
     report = (whole / "report.html").read_text()
     assert "<h3>Tasks</h3>" in report and "Reward by task" in report
+
+
+@pytest.mark.slow
+def test_tasks_of_one_run_are_played_in_their_own_environments(command, small, tmp_path):
+    own = [w for w in small if not w.startswith(("experiment=", "task."))]
+    run = command(
+        *("train", "experiment=agent_quickstart", *own, f"run_dir={tmp_path}/run"),
+        *("task=[higher_lower,digits,arithmetic]", "environment=none", "schedule.steps=4"),
+        "task.higher_lower.environment=higher_lower",
+        *("task.arithmetic.environment=attempts", "task.arithmetic.args.max_digits=1"),
+        *("task.arithmetic.temperature=0.8", "task.arithmetic.max_new_tokens=5"),
+        *("task.digits.args={min_digits: 2, max_digits: 2}", "rollout.max_new_tokens=4"),
+        "algorithm.turn_share=0.5",
+    )
+    assert run.wait() == 0, run.text[-3000:]
+    found = rows(tmp_path / "run")
+    assert [r["step"] for r in found] == [1, 2, 3, 4]
+    turns = {
+        label: max(r.get(f"task/{label}/reward_parts/turns", 0.0) for r in found)
+        for label in ("higher_lower", "digits", "arithmetic")
+    }
+    assert turns["digits"] == 0 and 1 < turns["higher_lower"] <= 3 and 1 < turns["arithmetic"] <= 3
+    for row in found:
+        # the learner scores every task's tokens at the temperature that sampled them
+        assert row["mismatch/abs_dlogp_mean"] < 0.05
+    assert found[0]["mismatch/abs_dlogp_mean"] < 1e-4
+    assert {f"eval/{label}/greedy" for label in turns} <= found[-1].keys()
+    assert found[-1]["ledger/score_errors"] == 0

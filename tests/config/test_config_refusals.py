@@ -240,10 +240,6 @@ REFUSED = [  # words; parts that the sentence must hold
         ["environment.step_timeout_s=700", "environment.episode_timeout_s=600"],
     ),
     (
-        ["environment=task", "task=[digits,arithmetic]"],
-        ["environment.name=task", "digits, arithmetic"],
-    ),
-    (
         ["environment=task", "task.grade_weight=0.5"],
         ["environment.name=task", "task.grade_weight=0.5"],
     ),
@@ -258,6 +254,7 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["environment.max_turns=0"], ["environment.max_turns=0", "greater than 0"]),
     (["algorithm.turn_share=0.5"], ["algorithm.turn_share=0.5", "choose an environment"]),
+    (["algorithm.credit=token"], ["algorithm.credit=token", "algorithm.turn_share above 0"]),
     (
         ["environment=task", "algorithm.turn_discount=0.9"],
         ["algorithm.turn_discount=0.9", "algorithm.turn_share above 0"],

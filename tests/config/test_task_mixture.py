@@ -76,6 +76,42 @@ def test_a_task_s_own_rollout_settings_replace_the_run_s_and_no_others():
     assert own.temperature == 0.7 and usual == config.rollout and usual.stop == ("x",)
 
 
+def test_a_task_s_own_temperature_is_its_rollout_s_alone():
+    config = run("task=[digits,arithmetic]", "task.digits.temperature=0.6")
+    assert config.rollout_of("digits").temperature == 0.6
+    assert config.rollout_of("arithmetic").temperature == config.rollout.temperature == 1
+
+
+def test_tasks_have_environments_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["task=[digits,arithmetic,higher_lower]", "environment=task", "environment.max_turns=2"]
+    words += ["rollout.max_new_tokens=20"]
+    own = ["task.higher_lower.environment=higher_lower", "task.digits.environment=none"]
+    config = run(*words, *own, "task.higher_lower.environment.max_turns=5")
+    assert {label: (e.name, e.max_turns) for label, e in config.played.items()} == {
+        "arithmetic": ("task", 2),
+        "higher_lower": ("higher_lower", 5),
+    }
+    assert config.environment_of("higher_lower").args == {"guesses": 3}
+    assert [config.most_sampled(label) for label in config.tasks] == [20, 40, 100]
+    added = "+task.mine={name: digits, environment: games.py:Game}"
+    config = run("task=[digits]", added)
+    assert {label: (e.name, e.max_turns) for label, e in config.played.items()} == {
+        "mine": (f"{tmp_path}/games.py:Game", 8)
+    }
+
+
+def test_an_environment_of_a_task_is_kept_and_changed_on_resume(tmp_path):
+    words = ["task=[digits,higher_lower]", "task.higher_lower.environment=higher_lower"]
+    config = load([f"run_dir={tmp_path}", *words])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    again = load(
+        [f"run_dir={tmp_path}", "resume=auto", "task.higher_lower.environment.max_turns=4"]
+    )
+    assert again.played["higher_lower"].max_turns == 4 and list(again.played) == ["higher_lower"]
+    assert again.environment_of("higher_lower").name == "higher_lower"
+
+
 PAIR = "task=[digits,arithmetic]"
 REFUSED = [
     (["task=[]"], ["task=[]"]),
@@ -111,11 +147,32 @@ REFUSED = [
         [PAIR, "task.digits.max_new_tokens=9", "algorithm.overlong_share=0.2"],
         ["algorithm.overlong_share=0.2", "64, 9"],
     ),
-    # one head of the learner divides by one temperature
+    ([PAIR, "task.digits.temperature=0"], ["task.digits.temperature=0", "greater than 0"]),
     (
-        [PAIR, "task.digits.temperature=0.7"],
-        ["task.digits.temperature=0.7", "perhaps rollout.temperature is meant"],
+        [PAIR, "task.digits.environment=hilo"],
+        ["task.digits.environment=hilo", "higher_lower", "file.py:Class"],
     ),
+    (
+        [PAIR, "task.digits.environment.name=hilo"],
+        ["task.digits.environment.name=hilo", "higher_lower"],
+    ),
+    (
+        [PAIR, "environment=task", "task.digits.environment.max_turns=3"],
+        ["task.digits.environment.max_turns", "task.digits.environment.name=NAME"],
+    ),
+    (
+        [PAIR, "task.digits.environment=task", "task.digits.grade_weight=0.5"],
+        ["task.digits.environment.name=task", "task.digits.grade_weight=0.5"],
+    ),
+    (
+        [PAIR, "task.digits.environment=task", "task.digits.environment.step_timeout_s=700"],
+        ["task.digits.environment.step_timeout_s=700", "task.digits.environment.episode_timeout_s"],
+    ),
+    (
+        [PAIR, "task.digits.environment=task", "actor=sparse"],
+        ["task.digits.environment.name=task", "actor.sparse.kind=sparse"],
+    ),
+    (["task=digits", "task.environment=task"], ["task.environment=task"]),
     ([PAIR, "task.digits.advantage=gae"], ["task.digits.advantage=gae", "rloo", "file.py"]),
     (
         [PAIR, "task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],

@@ -91,9 +91,25 @@ def test_rewards_of_turns_and_of_the_grade_add_up(start, args, turns):
     assert played.score.parts.get("turn_rewards", 0.0) == (sum(turns) - 3.0 if turns else 0.0)
 
 
+def test_a_list_has_a_reward_for_every_turn_or_for_every_token(start):
+    """Of three turns of three, two and three tokens."""
+    tokens = [0.0, 0.25, 0.5, 1.0, 0.0, 0.0, 0.0, 2.0]
+    args = {"listed": tokens, "rewards": [None, 4.0, None]}
+    sampler = start(make_job(args=args))
+    sampler.play.add(ask(1))
+    (played,) = sampler.run()
+    assert played.score.token_rewards == (0.0, 0.25, 0.5, 1.0, 4.0, 0.0, 0.0, 2.0)
+    assert played.score.reward == 7.75 and not played.score.turn_rewards
+    sampler = start(make_job(args={"listed": [0.5, 0.0, 1.0]}))
+    sampler.play.add(ask(1))
+    (played,) = sampler.run()
+    assert played.score.turn_rewards == (0.5, 0.0, 1.0) and not played.score.token_rewards
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        ({"listed": [1.0, 2.0]}, "rewards 2 tokens or turns, of 8 tokens and 3 turns"),
         ({"late": [1.0, 2.0]}, "grade rewards 2 turns, of 3 that it saw"),
         ({"rewards": ["inf"] * 3}, "step raised ValueError: Out of range float values"),
         ({"rewards": ["a lot"] * 3}, "step raised ValueError"),

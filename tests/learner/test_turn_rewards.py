@@ -158,3 +158,52 @@ def test_a_score_that_leaves_a_turn_out_is_an_error():
     wrong.episodes[1].score = replace(wrong.episodes[1].score, turn_rewards=(1.0,))
     with pytest.raises(ValueError, match="has 2 turns and 1 rewards"):
         build_batch([wrong], with_topk=False, device=torch.device("cpu"))
+
+
+# of the tokens of each episode; the sums by turn are REWARDS
+BY_TOKEN = [(0.25, 0.0, 0.25), (-1.0, 0.0, 0.5, 0.0, -0.25), (0.0, 0.5, 0.5, 2.0)]
+
+
+def by_token():
+    found = group()
+    for e, given in zip(found.episodes, BY_TOKEN):
+        e.score = replace(e.score, turn_rewards=(), token_rewards=given)
+    return found
+
+
+def reference(rewards, discount):
+    """Each token's reward to go less the mean of the group's tokens at its place, by hand."""
+    to_go = []
+    for row in rewards:
+        out = [0.0] * (len(row) + 1)
+        for t in reversed(range(len(row))):
+            out[t] = row[t] + discount * out[t + 1]
+        to_go.append(out[:-1])
+    width = max(map(len, rewards))
+    at = [[row[t] for row in to_go if t < len(row)] for t in range(width)]
+    return [[g - sum(at[t]) / len(at[t]) for t, g in enumerate(row)] for row in to_go]
+
+
+def test_rewards_of_tokens_count_by_turn_unless_tokens_are_credited(model):
+    turned = advantages(model, [group()], turn_share=0.5)
+    assert torch.equal(advantages(model, [by_token()], turn_share=0.5), turned)
+    whole = advantages(model, [group()])
+    assert torch.equal(advantages(model, [by_token()]), whole)
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.5, 0.0])
+def test_every_token_may_have_the_advantage_of_its_own_reward_to_go(model, discount):
+    settings = {"turn_share": 1.0, "turn_discount": discount, "credit": "token"}
+    found = advantages(model, [by_token()], **settings)
+    torch.testing.assert_close(found, padded(reference(BY_TOKEN, discount)))
+    # a turn's reward is its last token's
+    last = [(0.0, 0.0, 0.5), (0.0, -1.0, 0.0, 0.0, 0.25), (0.0, 0.0, 1.0, 2.0)]
+    found = advantages(model, [group()], **settings)
+    torch.testing.assert_close(found, padded(reference(last, discount)))
+
+
+def test_a_score_that_leaves_a_token_out_is_an_error():
+    wrong = by_token()
+    wrong.episodes[1].score = replace(wrong.episodes[1].score, token_rewards=(1.0,))
+    with pytest.raises(ValueError, match="has 5 tokens and 1 rewards"):
+        build_batch([wrong], with_topk=False, device=torch.device("cpu"))

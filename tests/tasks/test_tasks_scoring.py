@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
-from rlcore.tasks import make_task
+from rlcore.tasks import make_task, tasks_with_tokens
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.testing.records import make_answer
@@ -161,6 +162,38 @@ def test_output_does_not_block_a_grader(args):
 def test_rewards_and_parts_are_passed_on(args):
     results = run(file_task(args), ["return parts", "return true"])
     assert [(s.reward, s.parts) for s in results] == [(0.5, {"style": 0.25}), (1.0, {})]
+
+
+BY_TOKEN = """
+def score(item, response, tokens):
+    rewards = [float(token.isdigit()) for token in tokens]
+    return (rewards[1:] if response == "short" else rewards), {"digits": sum(rewards)}
+"""
+
+
+def test_a_grader_may_see_and_reward_every_token(args, tmp_path):
+    (tmp_path / "tokens.py").write_text(BY_TOKEN)
+    task = file_task({**args, "grader": f"{tmp_path}/tokens.py:score"})
+    assert tasks_with_tokens(task) == {"t"} and not tasks_with_tokens(file_task(args))
+    scored = []
+    scorer = Scorer(task, graders(), on_scored=scored.extend)
+    pieces = ("a", "7", "")  # the last token ends the response
+    try:
+        scorer.submit(
+            [
+                replace(answer(text, i), tokens=3, pieces=pieces)
+                for i, text in enumerate(["a7", "short", "a7"])
+            ]
+        )
+        scorer.drain(90)
+    finally:
+        scorer.close()
+    scores = sorted((s for _, s in scored), key=lambda s: s.group_id)
+    assert [s.status for s in scores] == ["ok", "error", "ok"]
+    assert scores[1].error == "ValueError: the grader rewards 2 tokens, and the response has 3"
+    assert scores[0].token_rewards == (0.0, 1.0, 0.0) and scores[0].reward == 1.0
+    assert scores[0].parts == {"digits": 1.0}
+    assert (scorer.scored, scorer.errors) == (2, 1)
 
 
 def test_an_item_whose_process_died_once_is_tried_again(args, tmp_path):

@@ -12,12 +12,13 @@ import ray
 
 from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.cluster.jobs import Hosting, RolloutJob
+from rlcore.environments.episode import is_turn_id
 from rlcore.errors import UserError
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 if TYPE_CHECKING:
-    from rlcore.environments.player import EpisodePlayer
+    from rlcore.environments.players import Players
 
 T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
@@ -50,27 +51,29 @@ class RolloutActor:
             _bounded(self._scorer.submit_scored.remote),
             self._delivered,
         )
-        self.delivery = Delivery(outlets, lambda ids: decode_response(tokenizer, ids), job.stop)
+        decode = lambda ids: decode_response(tokenizer, ids)  # noqa: E731
+        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces)
         self.engine = start_engine(job.engine)
-        self.player = self._player(job)
-        finished = self.player.finished if self.player else self.delivery.put
+        self.players = self._players(job)
+        finished = self.players.finished if self.players else self.delivery.put
         self.worker = RolloutWorker(self.engine, finished)
-        if self.player:
-            self.player.start(self.worker)
+        if self.players:
+            self.players.start(self.worker)
         self.transport: Any = make_transport(self._hosting)
         self.receiver: Any = make_receiver(self._hosting) if self.transport is None else None
         return os.getpid()
 
-    def _player(self, job: RolloutJob) -> EpisodePlayer | None:
-        from rlcore.environments.player import EpisodePlayer, Exits
+    def _players(self, job: RolloutJob) -> Players | None:
+        from rlcore.environments.player import Exits
+        from rlcore.environments.players import Players
         from rlcore.models.text import load_tokenizer
 
-        if job.environment is None:
+        if not job.environments:
             return None
         actor = job.engine.actor_id, job.engine.actor.reported_kind
         exits = Exits(self.delivery.put, self.delivery.put)
-        # a tokenizer of its own: they are not made for two threads
-        return EpisodePlayer(job.environment, load_tokenizer(job.tokenizer_path), actor, exits)
+        tokenizers = [load_tokenizer(job.tokenizer_path) for _ in job.environments]
+        return Players(job.environments, tokenizers, actor, exits)
 
     def _delivered(self, trajectories: list[Trajectory]) -> None:
         self._open -= {t.request_id for t in trajectories}
@@ -79,9 +82,9 @@ class RolloutActor:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
         cannot serve. `begun`: records that `cut` of another actor gave of them."""
         self._open |= {r.request_id for r in requests}
-        if self.player is not None:
-            self.player.submit([r for r in requests if self.player.plays(r)])
-            requests = [r for r in requests if not self.player.plays(r)]
+        if self.players is not None:
+            self.players.submit([r for r in requests if self.players.plays(r)])
+            requests = [r for r in requests if not self.players.plays(r)]
         earlier = [load_trajectory(record) for record in begun]
         try:
             self.worker.submit(requests, earlier).result(timeout=SUBMIT_TIMEOUT_S)
@@ -89,8 +92,8 @@ class RolloutActor:
             raise UserError(f"a rollout actor refused a request: {e}") from e
 
     def abort(self, request_ids: list[str]) -> None:
-        if self.player is not None:
-            self.player.abort(request_ids)
+        if self.players is not None:
+            self.players.abort(request_ids)
         self.worker.abort(request_ids)
         self._open -= set(request_ids)
 
@@ -168,16 +171,17 @@ class RolloutActor:
         status = self.worker.status()
         if self.delivery.error is not None:
             status["error"] = status["error"] or f"delivery failed: {self.delivery.error!r}"
-        if self.player is not None:
-            if self.player.error is not None:
-                status["error"] = status["error"] or f"playing failed: {self.player.error!r}"
+        if self.players is not None:
+            if self.players.error is not None:
+                status["error"] = status["error"] or f"playing failed: {self.players.error!r}"
             # episodes have a deadline of their own, and cannot move to another actor
-            status = {**status, **self.player.status(), "decoding_s": {}}
+            decoding = {i: s for i, s in status["decoding_s"].items() if not is_turn_id(i)}
+            status = {**status, **self.players.status(), "decoding_s": decoding}
         return {**status, "pid": os.getpid(), "rss": psutil.Process().memory_info().rss}
 
     def close(self) -> None:
-        if self.player is not None:
-            self.player.close()
+        if self.players is not None:
+            self.players.close()
         self.worker.close()
 
 

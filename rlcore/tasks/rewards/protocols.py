@@ -31,6 +31,7 @@ class Verdict:
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""  # one line
     seconds: float = 0.0
+    token_rewards: tuple[float, ...] = ()  # of the task's own grader; `value` is their sum
 
 
 Tell = Callable[[Verdict], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +170,14 @@ class WeightedScorer:
         """Scores of the tasks' own graders."""
         finished = []
         for answer, score in scored:
-            verdict = Verdict(score.status, score.reward, score.parts, score.error, score.seconds)
+            verdict = Verdict(
+                score.status,
+                score.reward,
+                score.parts,
+                score.error,
+                score.seconds,
+                score.token_rewards,
+            )
             with self._state:
                 entry = self._open[id(answer)]
             if self._is_last(entry, OWN, verdict):
@@ -269,7 +277,20 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, Verdict]) -
     if OWN in weights:
         # What an evaluation calls correct is the task's verdict, not the sum.
         parts.setdefault("correct", parts[OWN])
-    return Score(*ids, "ok", reward, parts, seconds=seconds)
+    by_token = _by_token(spec, verdicts, reward)
+    return Score(*ids, "ok", reward, parts, token_rewards=by_token, seconds=seconds)
+
+
+def _by_token(
+    spec: EvalTaskSpec, verdicts: Mapping[str, Verdict], reward: float
+) -> tuple[float, ...]:
+    """Those of the task's own grader, weighted; the last token has the other rewards besides, so
+    that the sum is `reward`."""
+    if spec.grade_weight is None or not verdicts[OWN].token_rewards:
+        return ()
+    own = [spec.grade_weight * r for r in verdicts[OWN].token_rewards]
+    own[-1] += reward - math.fsum(own)
+    return tuple(own)
 
 
 def _built(tasks: Mapping[str, EvalTaskSpec]) -> dict[str, Task]:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from engine_helpers import model_logp
 
-from rlcore.environments.player import EpisodePlayer, Exits
+from rlcore.environments.player import Exits
+from rlcore.environments.players import Players
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.worker import RolloutWorker
@@ -39,7 +40,7 @@ def answers():
 @pytest.fixture
 def player(engine, model_a, played, answers):
     exits = Exits(lambda es: [played.put(e) for e in es], lambda ts: [answers.put(t) for t in ts])
-    player = EpisodePlayer(JOB, load_tokenizer(model_a.path), ("bf16-0", "bf16"), exits)
+    player = Players([JOB], [load_tokenizer(model_a.path)], ("bf16-0", "bf16"), exits)
     worker = RolloutWorker(engine, player.finished, flush_interval_s=0.01)
     player.start(worker)
     player.worker = worker

@@ -245,3 +245,10 @@ def test_a_task_without_rewards_keeps_the_plain_scorer():
     scorer = make_scorer({"digits": task()}, GradingSpec(), on_scored=print, note=print)
     scorer.close()
     assert isinstance(scorer, Scorer) and not isinstance(scorer, WeightedScorer)
+
+
+def test_rewards_of_tokens_are_weighed_and_the_other_rewards_are_the_last_token_s():
+    spec = task(grade_weight=2.0, rewards={"more": {"weight": 0.5}})
+    own = Verdict("ok", 0.75, token_rewards=(0.25, 0.5))
+    found = total(make_answer(), spec, {"task": own, "more": Verdict("ok", 3.0)})
+    assert found.reward == 3.0 and found.token_rewards == (0.5, 2.5)
