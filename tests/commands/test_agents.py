@@ -84,3 +84,92 @@ def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(command, sma
     assert not [p for p in servers if p.is_running() and p.status() != "zombie"]
     shown = [json.loads(line) for f in (run_dir / "samples").iterdir() for line in f.open()]
     assert any(set(s["response"]) & set("<>") for s in shown if "response" in s)
+
+
+# Waits in the second turn until the file says go, and leaves a mark of every episode that does.
+WAITING = """
+import os
+import pathlib
+import time
+from rlcore.environments.higher_lower import HigherLower
+
+HERE = pathlib.Path(__file__).parent
+
+class Waiting(HigherLower):
+    def reset(self, item, seed):
+        self.trains = "/heldout/" not in item.prompt_id
+        return super().reset(item, seed)
+
+    def step(self, action):
+        if self.trains and self._count == 1 and (HERE / "wait").exists():
+            (HERE / f"mark-{os.getpid()}").touch()
+            while (HERE / "wait").exists():
+                time.sleep(0.05)
+        return super().step(action)
+"""
+
+
+def stopped_in_turn_two(command, small, folder, *words):
+    """A run of which every open training episode waits in its second turn, after two steps."""
+    (folder / "game.py").write_text(WAITING)
+    own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
+    run = command(
+        *("train", "experiment=agent_quickstart", *own, f"run_dir={folder}/run"),
+        f"environment={folder}/game.py:Waiting",
+        *("environment.step_timeout_s=400", "cluster.heartbeat_s=1", "evaluation.every=1000"),
+        *("evaluation.at_start=false", "checkpoint.every=1", *words),
+    )
+    run.wait_for(lambda: len(rows(folder / "run")) >= 2, what="two steps")
+    (folder / "wait").touch()
+    run.wait_for(lambda: len(list(folder.glob("mark-*"))) >= 4, what="episodes in turn two")
+    return run
+
+
+def trained_on(run_dir):
+    """(step, prompt) of every sample that was shown of a batch; each prompt is one group's."""
+    return [
+        (
+            int(file.stem.removeprefix("step_")),
+            int(json.loads(line)["prompt_id"].rpartition("/")[2]),
+        )
+        for file in sorted((run_dir / "samples").glob("step_*.jsonl"))
+        for line in file.open()
+    ]
+
+
+@pytest.mark.slow
+def test_an_actor_killed_in_turn_two_of_three_costs_no_group(command, small, tmp_path):
+    run = stopped_in_turn_two(command, small, tmp_path, "schedule.steps=8")
+    (victim,) = processes(run, "RolloutActor")
+    victim.kill()
+    run.wait_for(lambda: not victim.is_running() or victim.status() == "zombie", what="its end")
+    (tmp_path / "wait").unlink()
+    assert run.wait() == 0, run.text[-3000:]
+    last = rows(tmp_path / "run")[-1]
+    assert last["step"] == 8 and last["rollout/replacements"] == 1
+    assert last["ledger/consumed"] == 8 * 8 == last["ledger/admitted"]
+    assert last["ledger/failed"] == last.get("ledger/evicted", 0) == 0
+    assert last["ledger/score_errors"] == last["ledger/score_timeouts"] == 0
+
+
+@pytest.mark.slow
+def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
+    command, small, tmp_path
+):
+    words = ("schedule.steps=8", "logging.samples_per_step=100", "schedule.max_staleness=1")
+    run = stopped_in_turn_two(command, small, tmp_path, *words)
+    run.kill()
+    run.wait(30)
+    (tmp_path / "wait").unlink()
+    again = command("train", f"run_dir={tmp_path}/run", "resume=auto")
+    assert again.wait() == 0, again.text[-3000:]
+    found = rows(tmp_path / "run")
+    assert [r["step"] for r in found] == list(range(1, 9))
+    last = found[-1]
+    assert last["ledger/consumed"] == 8 * 8 and last["staleness/max"] <= 1
+    assert last["ledger/failed"] == last.get("ledger/evicted", 0) == 0
+    steps_of = {}
+    for step, prompt in trained_on(tmp_path / "run"):
+        steps_of.setdefault(prompt, set()).add(step)
+    assert sorted(steps_of) == list(range(8 * 8))
+    assert all(len(steps) == 1 for steps in steps_of.values())

@@ -90,7 +90,11 @@ class Dice:
 
 
 class Calculator:
-    """One tool, `divide`; the episode is over when a turn calls none."""
+    """One tool, `divide`; the episode is over when a turn calls none. `sleeps`: seconds that the
+    tool takes over a division by 3."""
+
+    def __init__(self, sleeps=0.0):
+        self.sleeps = sleeps
 
     def reset(self, item, seed):
         self.answers = []
@@ -108,6 +112,7 @@ class Calculator:
 
     def divide(self, a: float, b: float):
         """Divide a by b."""
+        time.sleep(self.sleeps if b == 3 else 0.0)
         return a / b
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from environment_fakes import ScriptedSampler, ask, make_job
 
@@ -173,6 +175,19 @@ def test_a_model_calls_a_tool_and_is_informed_of_its_mistakes(tokenizer):
     text = tokenizer.decode(record.token_ids[~record.sampled].tolist())
     assert "cannot be read" in text and "ZeroDivisionError" in text and "2.0" in text
     assert tokenizer.decode(record.sampled_ids.tolist()) == "<|im_end|>".join([*turns, ""])
+
+
+@pytest.mark.processes
+def test_a_tool_that_sleeps_past_its_deadline_fails_the_episode_and_ends(tokenizer):
+    turn = '<tool_call>{{"name": "divide", "arguments": {{"a": 6, "b": {}}}}}</tool_call>'
+    job = make_job("Calculator", max_len=2048, args={"sleeps": 1000.0}, step_timeout_s=2.0)
+    begun = time.monotonic()
+    played = play(job, tokenizer, [turn.format(2), turn.format(3)])
+    assert (played.score.status, played.score.reward) == ("timeout", None)
+    assert played.score.error == "step passed environment.step_timeout_s=2"
+    assert time.monotonic() - begun < 500
+    # what was sampled before is kept, for display
+    assert len(played.parts[0].turn_starts) == 2
 
 
 @pytest.mark.processes
