@@ -39,11 +39,13 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
         f"their defaults, or use {section}=none.",
     )
     for actor_label, actor in c.actor.items():
-        # Its rule treats what was sampled as no prompt; of a later turn that is the first turns.
+        # A rule for all positions alike is exact over turns. What is prompt differs: to the engine
+        # all turns before, to the learner the first observation.
         refuse(
-            actor.kind == "sparse",
-            f"{key} does not go with actor.{actor_label}.kind=sparse, whose attention and the "
-            f"learner's tell a prompt from one response: use actor=bf16 or fp8, or {section}=none.",
+            actor.sparse is not None and not actor.sparse.sparse_prompt,
+            f"{key} does not go with actor.{actor_label}.sparse.sparse_prompt=false: of a later "
+            "turn, the engine would take the turns before for a dense prompt and the learner would "
+            f"not; set it to true, or {section}=none.",
         )
     _endpoint(c, section, environment)
     share = c.algorithm.overlong_share

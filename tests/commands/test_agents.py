@@ -173,3 +173,20 @@ def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
         steps_of.setdefault(prompt, set()).add(step)
     assert sorted(steps_of) == list(range(8 * 8))
     assert all(len(steps) == 1 for steps in steps_of.values())
+
+
+@pytest.mark.slow
+def test_a_sparse_actor_plays_what_a_learner_of_its_rule_scores(command, small, tmp_path):
+    own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
+    run = command(
+        *("train", "experiment=agent_quickstart", *own, f"run_dir={tmp_path}/run"),
+        *("actor=sparse", "actor.sparse.sparse={block_size: 16, blocks: 2, share: null}"),
+        *("actor.sparse.kv_cache_gib=0.25", "learner.train_sparse=true", "schedule=on_policy"),
+        # episodes of more pages than two
+        *("task.args.digits=6", "environment.args.guesses=8", "rollout.max_new_tokens=8"),
+        *("schedule.steps=2", "schedule.groups_per_step=8"),
+    )
+    assert run.wait() == 0, run.text[-3000:]
+    for row in rows(tmp_path / "run"):
+        assert row["reward_parts/turns"] > 6 and row["response_length/mean"] > 36
+        assert row["mismatch/abs_dlogp_mean"] < 1e-4

@@ -230,7 +230,10 @@ REFUSED = [  # words; parts that the sentence must hold
         ["environment.name=hi"],
         ["environment.name=hi", "python_tool, rooms, task", "file.py:Class"],
     ),
-    (["environment=task", "actor=sparse"], ["environment.name=task", "actor.sparse.kind=sparse"]),
+    (
+        ["environment=task", "actor=sparse", "actor.sparse.sparse.sparse_prompt=false"],
+        ["environment.name=task", "actor.sparse.sparse.sparse_prompt=false", "set it to true"],
+    ),
     (
         ["environment=task", "algorithm.overlong_share=0.5"],
         ["environment.name=task", "algorithm.overlong_share=0.5"],

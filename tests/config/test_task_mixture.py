@@ -169,8 +169,11 @@ REFUSED = [
         ["task.digits.environment.step_timeout_s=700", "task.digits.environment.episode_timeout_s"],
     ),
     (
-        [PAIR, "task.digits.environment=task", "actor=sparse"],
-        ["task.digits.environment.name=task", "actor.sparse.kind=sparse"],
+        [
+            *(PAIR, "task.digits.environment=task", "actor=sparse"),
+            "actor.sparse.sparse.sparse_prompt=false",
+        ],
+        ["task.digits.environment.name=task", "actor.sparse.sparse.sparse_prompt=false"],
     ),
     (["task=digits", "task.environment=task"], ["task.environment=task"]),
     ([PAIR, "task.digits.advantage=gae"], ["task.digits.advantage=gae", "rloo", "file.py"]),
