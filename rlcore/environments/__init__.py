@@ -20,9 +20,11 @@ ENVIRONMENTS: dict[str, str] = {
     "attempts": "rlcore.environments.attempts:Attempts",
     "endpoint": "rlcore.environments.endpoint.environment:Endpoint",
     "higher_lower": "rlcore.environments.higher_lower:HigherLower",
+    "openenv": "rlcore.environments.openenv:OpenEnv",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
     "rooms": "rlcore.environments.rooms:Rooms",
     "task": "rlcore.environments.one_turn:OneTurn",
+    "textarena": "rlcore.environments.textarena:TextArena",
 }
 TRL = "rlcore.environments.trl:trl_maker"
 

@@ -25,6 +25,7 @@ TASKS: dict[str, str] = {
     "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",
     "mbpp": "rlcore.tasks.code:Mbpp",
+    "reasoning_gym": "rlcore.tasks.reasoning_gym:ReasoningGym",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }
 

@@ -224,11 +224,11 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (
         ["environment=higher"],
-        ["environment=higher", "none, python_tool, rooms, task"],
+        ["environment=higher", "none, openenv, python_tool, rooms, task"],
     ),
     (
         ["environment.name=hi"],
-        ["environment.name=hi", "python_tool, rooms, task", "file.py:Class"],
+        ["environment.name=hi", "python_tool, rooms, task, textarena", "file.py:Class"],
     ),
     (
         ["environment=task", "actor=sparse", "actor.sparse.sparse.sparse_prompt=false"],

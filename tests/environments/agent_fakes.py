@@ -263,6 +263,11 @@ def rewards_turns(base_url, api_key, item):
     return Grade(1.0, {}, (1.0,))
 
 
+def rewards_tokens(base_url, api_key, item):
+    nothing(base_url, api_key, item)
+    return [0.0, 1.0]
+
+
 def tools(base_url, api_key, item):
     """A tool is called, answered and told of; a call that cannot be read is text."""
     function = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}

@@ -160,6 +160,7 @@ def test_an_evaluation_samples_by_its_own_settings(play):
         ("raises", "error", "the program raised KeyError: 'what the program missed'"),
         ("exits", "error", "the program raised SystemExit: 3"),
         ("rewards_turns", "error", "rewards turns"),
+        ("rewards_tokens", "error", "a program rewards whole episodes"),
     ],
 )
 def test_a_program_that_fails_costs_its_own_episode(play, program, status, words):

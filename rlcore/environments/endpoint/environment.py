@@ -234,6 +234,8 @@ class Endpoint(Environment):
             grade = as_grade(self._task.grade(self._item, text))
         else:
             grade = as_grade(value)
+        if grade.token_rewards:
+            raise ValueError("a program rewards whole episodes, and tokens are rewarded here")
         counts = {"conversations": len(self._conversations), "refused_calls": self._refused}
         return replace(grade, parts={**grade.parts, **{n: float(c) for n, c in counts.items()}})
 
