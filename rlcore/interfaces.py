@@ -229,6 +229,11 @@ class Correction(Protocol):
         return current
 
 
+# Who, what, start and end in seconds of training time since step 0, share of it spent at work.
+# Example: ("bf16-0", "decode", 12.5, 17.5, 0.83)
+Span = tuple[str, str, float, float, float]
+
+
 class Reporter(Protocol):
     """Receives metrics, samples and messages of the loop."""
 
@@ -252,4 +257,8 @@ class Reporter(Protocol):
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         """Every rollout actor as it is now: "name", and what `Fleet.states` lists."""
+        return None
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """Who worked and who waited between the rows of `step - 1` and `step`."""
         return None

@@ -11,6 +11,9 @@ import numpy as np
 from rlcore.serialization import StoredEpisode, load_trajectory
 from rlcore.types import Answer, Score, Trajectory
 
+PIECES_KEPT = 4096  # tokens of a sample that are written one by one
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
+
 
 def verdict(answer: Answer, score: Score) -> dict[str, Any]:
     """What an evaluation keeps of one sample."""
@@ -31,14 +34,21 @@ def verdict(answer: Answer, score: Score) -> dict[str, Any]:
 
 def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """One sample as `samples/` shows it: of several turns, everything after the first prompt, and
-    besides turn by turn."""
+    besides turn by turn.
+
+    "token_versions": [[version, tokens in a row that it sampled], ...]. "pieces": for each turn the
+    text of each sampled token, of the first PIECES_KEPT tokens.
+    """
     parts = [load_trajectory(record) for record in episode.records]
     first, last, score = parts[0], parts[-1], episode.score
     texts = [decode(t.token_ids[int(t.turn_starts[0]) :].tolist()) for t in parts]
     versions = np.concatenate([t.token_version for t in parts])
     turns = _turns(parts, score, decode)
+    versions_of_tokens = [[int(v), len(list(run))] for v, run in itertools.groupby(versions)]
     return {
         "prompt_id": first.prompt_id,
+        "group_id": first.group_id,
+        "sample": first.sample_index,
         "prompt": decode(first.prompt_ids.tolist()),
         "response": "\n".join(texts),
         "reward": score.reward,
@@ -49,8 +59,37 @@ def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> 
         "actor_kind": first.actor_kind,
         "versions": [int(versions.min()), int(versions.max())] if len(versions) else [],
         "tokens": len(versions),
+        "token_versions": versions_of_tokens,
+        "pieces": _pieces_of_turns(parts, decode),
         **({"turns": turns} if len(turns) > 1 else {}),
     }
+
+
+def pieces(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text that each token adds to those before it. A character of several tokens belongs to
+    the last of them."""
+    found: list[str] = []
+    start = done = 0  # the tokens from start to done give the context that spaces depend on
+    for end in range(1, len(ids) + 1):
+        text = decode(ids[start:end])
+        if text.endswith(UNFINISHED) and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(decode(ids[start:done])) :])
+        start, done = done, end
+    return found
+
+
+def _pieces_of_turns(
+    parts: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]
+) -> list[list[str]]:
+    found, left = [], PIECES_KEPT
+    for t in parts:
+        turns = np.searchsorted(t.turn_starts, np.flatnonzero(t.sampled), side="right")
+        for turn in range(1, len(t.turn_starts) + 1):
+            found.append(pieces(t.sampled_ids[turns == turn][:left].tolist(), decode))
+            left -= len(found[-1])
+    return found
 
 
 def _turns(

@@ -260,7 +260,9 @@ def _writes(config: RunConfig) -> list[str]:
     when = " and ".join(text for text, on in every.items() if on) or "none while the run goes on"
     files = {
         "config.yaml": "this configuration",
+        "about.json": "machine, commit and versions",
         "metrics.jsonl": "one row a step",
+        "timeline.jsonl": "who worked and who waited in the last steps",
         "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",
         "samples/": f"{logging.samples_per_step} of each step",
         "report.html": "at the end" if logging.report else "",

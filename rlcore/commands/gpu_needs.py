@@ -31,6 +31,15 @@ def this_machine() -> GpuMachine:
     return GpuMachine(count, capability, frozenset(found | ({"vllm"} & installed)))
 
 
+def devices() -> list[str]:
+    """The names of the GPUs that torch sees. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
 def lacking(machine: GpuMachine) -> Iterator[tuple[str, str]]:
     """(keys, what the machine lacks for them, "" for nothing). Read in the sources of the locked
     versions; nothing is started."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.commands import roles
+from rlcore.commands.about import write_about
 from rlcore.commands.preflight import Prepared, open_run_dir, prepare
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.session import Session, connected
@@ -73,6 +74,7 @@ def train(config: RunConfig) -> int:
     prepared = prepare(config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     run_dir = open_run_dir(config)
+    write_about(run_dir)
     settings = config.model_dump(mode="json")
     with open_logger(
         run_dir,

@@ -133,6 +133,27 @@ def observed(
     )
 
 
+def sample_log_ratios(
+    sent: StepTensors, ref: Scored, samples: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], list[float | None]]:
+    """log p_ref - log p_inf of the sampled tokens of some episodes (group id, sample index), those
+    that are here; None where there is none."""
+    rows = {name: row for row, name in enumerate(sent.sample_ids.tolist())}
+    found = {}
+    for group_id, index in samples:
+        row = rows.get(group_id * _SAMPLES + index)
+        if row is None:
+            continue
+        on = sent.mask[row]
+        ratios = (ref.logp[row] - sent.logp_inf[row])[on]
+        usable = torch.isfinite(ratios)
+        if ref.inside is not None:
+            usable &= ref.inside[row][on]
+        pairs = zip(ratios.tolist(), usable.tolist())
+        found[group_id, index] = [round(r, 4) if ok else None for r, ok in pairs]
+    return found
+
+
 def rows_of(step: StepTensors, rows: Tensor) -> StepTensors:
     """The same tensors for some of the episodes."""
     values: dict[str, Any] = {name: getattr(step, name) for name in step.__dataclass_fields__}

@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.learner.batch import StepBatch, build_batch, positions, staleness_split
+from rlcore.learner.batch import (
+    StepBatch,
+    build_batch,
+    positions,
+    sample_log_ratios,
+    staleness_split,
+)
 from rlcore.learner.build import build_parts
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
 from rlcore.learner.selection import keep_accepted, selection_metrics
@@ -134,6 +140,18 @@ class LearnerRank(RankState):
             metrics |= companion.step(batch, step, self._update.group_advantages(batch))
         metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
         return metrics
+
+    def log_ratios(
+        self, samples: Sequence[tuple[int, int]]
+    ) -> dict[tuple[int, int], list[float | None]]:
+        """log p_ref - log p_inf of the tokens of those samples (group id, index) that this rank
+        trains on in the current phase, after its first step. None: a token outside the safe set, or
+        without a finite log-prob. Not collective."""
+        found = {}
+        for batch in self._phase:
+            if batch.ref is not None:
+                found |= sample_log_ratios(batch.sent, batch.ref, samples)
+        return found
 
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
         """Continue from `save`.

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from rlcore.types import OnPublish, Request, WeightManifest
 
+SampleKey = tuple[int, int]  # group id, sample index
+# in nats, one a token; None where there is none that is finite, as outside a safe set
+LogRatios = list[float | None]
 Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samples not arrived)
 
 
@@ -105,6 +108,11 @@ class LearnerClient(Protocol):
 
     async def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step of the policy and its companions; metrics."""
+
+    async def log_ratios(self, samples: Sequence[SampleKey]) -> Mapping[SampleKey, LogRatios]:
+        """log p_ref - log p_inf of the sampled tokens of some samples of the current phase, after
+        its first step. Those that it does not train on are left out."""
+        return {}
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         """Gather the weights of every set; with a group transport, announce them. `full`: a

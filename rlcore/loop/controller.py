@@ -30,7 +30,19 @@ from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.publisher import Publisher
 from rlcore.loop.rows import RowWriter
 from rlcore.loop.saver import Cut
+from rlcore.loop.shown import ShownSamples
+from rlcore.loop.timeline import Timeline
 from rlcore.loop.timing import Clocks
+
+BETWEEN = "between steps"
+# What the timeline calls the learner's share of an activity.
+ACTIVITIES = {
+    "start": BETWEEN,
+    "rollout": "waiting for a batch",
+    "publication": "waiting for actors to load",
+    "evaluation": "waiting for an evaluation",
+    "checkpoint": "checkpoint",
+}
 
 
 class Controller:
@@ -54,10 +66,14 @@ class Controller:
         self._plan = plan
         self._clients = clients
         self._parts = parts
-        self._publisher = Publisher(plan, clients, parts.fleet, self.progress)
+        self._timeline = Timeline()
+        self._publisher = Publisher(plan, clients, parts.fleet, self.progress, self._timeline)
         self._dispatcher = Dispatcher(plan, clients.buffer, parts)
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
-        self._rows = RowWriter(clients.buffer, parts.fleet, self.progress, parts.reporter)
+        self._shown = ShownSamples(clients, parts.reporter, plan.samples_per_step)
+        self._rows = RowWriter(
+            clients.buffer, parts.fleet, self.progress, parts.reporter, self._timeline
+        )
         self._pace = CheckpointPace(plan.checkpoint, parts.reporter.note)
         plan.check_resume(self.progress)
         # set while resuming a phase that was interrupted in the middle
@@ -113,6 +129,7 @@ class Controller:
             await self._parts.saver.done(last=True)
 
     def _now(self, activity: str, waits_for: str) -> None:
+        self._timeline.turn(waits_for if activity == "training" else ACTIVITIES[activity])
         self._parts.reporter.activity(activity, waits_for, self.progress.step)
 
     async def _start(self) -> None:
@@ -167,9 +184,7 @@ class Controller:
     async def _begin_phase(self, batches: Batches, clocks: Clocks) -> None:
         """Show a few samples, and have the learner compute p_ref."""
         plan, clients, first = self._plan, self._clients, min(batches)
-        if plan.samples_per_step:
-            samples = await clients.scorer.samples(first, plan.samples_per_step)
-            self._parts.reporter.samples(first + 1, samples)
+        await self._shown.fetch(first)
         resumed, self._resume_phase_from = self._resume_phase_from, None
         several = plan.phases.steps > 1
         if several and resumed is None:
@@ -190,6 +205,7 @@ class Controller:
         self._now("training", f"optimizer step {step + 1}")
         with clocks.measure("learn"):
             metrics = await clients.learner.train_step(step)
+        await self._shown.complete()
         await clients.buffer.commit(step)
         progress.step = step + 1
         progress.in_phase = progress.step != plan.phases.end(step)
@@ -197,10 +213,12 @@ class Controller:
         last = progress.step == plan.steps
         # no publish after a stop: the checkpoint does not need it
         if plan.publishes_after(progress.step):
+            self._timeline.turn("gathering weights")
             await self._publisher.begin(progress.step, full=False)
             if plan.synchronous or last:
                 self._now("publication", f"the actors to prove version {progress.step}")
                 await self._publisher.done()
+        self._timeline.turn(BETWEEN)
         await self._evaluate_if_due(last)
         await self._report(metrics | batch_metrics | self._evaluated, clocks)
         self._evaluated = {}

@@ -12,6 +12,7 @@ from rlcore.loop.loading import WeightLoading
 from rlcore.loop.members import ActorPool, Member, Process, Roster
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.supervision import Supervisor
+from rlcore.loop.timeline import Timeline
 
 
 class Fleet:
@@ -136,6 +137,12 @@ class Fleet:
         at_work = [m for m in self._roster.healthy() if m.pool.purpose != "evaluation"]
         spent = [self._busy_s(m) for m in at_work]
         return sum(spent) / len(spent) if spent else 0.0
+
+    def draw(self, timeline: Timeline) -> None:
+        """Add how much of the time since the last call each actor spent inside engine steps."""
+        for member in self._roster.healthy():
+            for start, end, share in member.process.beats.take():
+                timeline.add(member.name, "decode", start, end, share)
 
     def step_costs(self) -> dict[str, float]:
         """What engine steps cost, by the newest heartbeats, as metrics: mean over the actors of a

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlcore.loop.clients import ActorClient, Spawn
+from rlcore.loop.timeline import Beats
 from rlcore.types import POLICY, Request
 
 Purpose = Literal["all", "training", "evaluation"]
@@ -66,6 +67,7 @@ class Process:
     loading: asyncio.Task[dict[str, float]] | None = None  # on its way to the newest weights
     checking: asyncio.Task[None] | None = None  # a heartbeat that was asked for
     asked_at: float = 0.0  # when that was
+    beats: Beats = field(default_factory=Beats)
 
     def close(self) -> None:
         """Stop waiting for anything of it."""

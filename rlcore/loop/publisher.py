@@ -8,6 +8,7 @@ import asyncio
 from rlcore.loop.clients import Clients, Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.timeline import PUBLICATIONS, Timeline
 from rlcore.loop.timing import now
 
 
@@ -15,12 +16,15 @@ class Publisher:
     """Gathers weights, sends them to the fleet, and records the version that every healthy actor
     has verified."""
 
-    def __init__(self, plan: Plan, clients: Clients, fleet: Fleet, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, clients: Clients, fleet: Fleet, progress: Progress, timeline: Timeline
+    ) -> None:
         self._plan = plan
         self._learner = clients.learner
         self._buffer = clients.buffer
         self._fleet = fleet
         self._progress = progress
+        self._timeline = timeline
         self._delivering: asyncio.Task[dict[str, float]] | None = None
         self._took: dict[str, float] = {}
 
@@ -41,6 +45,7 @@ class Publisher:
         parts = await self._fleet.publish(publication, self._learner.send)
         progress.published = publication.version
         await self._buffer.set_versions(progress.published, progress.step)
+        self._timeline.add(PUBLICATIONS, f"version {publication.version}", start, now())
         named = {f"time/publish_{name}": seconds for name, seconds in parts.items()}
         return {"time/publish_s": now() - start, **named}
 

@@ -8,6 +8,7 @@ from rlcore.interfaces import Reporter
 from rlcore.loop.clients import BufferClient
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Progress
+from rlcore.loop.timeline import Timeline
 from rlcore.loop.timing import Clocks, now
 
 
@@ -15,12 +16,18 @@ class RowWriter:
     """Writes one row a step. Counts of a resumed run go on from its checkpoint's."""
 
     def __init__(
-        self, buffer: BufferClient, fleet: Fleet, progress: Progress, reporter: Reporter
+        self,
+        buffer: BufferClient,
+        fleet: Fleet,
+        progress: Progress,
+        reporter: Reporter,
+        timeline: Timeline,
     ) -> None:
         self._buffer = buffer
         self._fleet = fleet
         self._progress = progress
         self._reporter = reporter
+        self._timeline = timeline
         self._arrived_tokens = 0.0
         self._row_at = 0.0  # when the last row was written, or the time of the first one began
 
@@ -30,6 +37,7 @@ class RowWriter:
         self._arrived_tokens = counts["buffer/arrived_tokens"]
         self._fleet.take_busy_s()
         self._row_at = now()
+        self._timeline.begin(self._progress.seconds)
 
     async def write(
         self, metrics: Mapping[str, float], clocks: Clocks, others: Mapping[str, float]
@@ -62,3 +70,5 @@ class RowWriter:
         }
         self._arrived_tokens = arrived
         self._reporter.row(row)
+        self._fleet.draw(self._timeline)
+        self._reporter.timeline(progress.step, self._timeline.take())

@@ -147,6 +147,7 @@ class Supervisor:
         if status is None:
             return
         process.status = status
+        process.beats.add(status["busy_s"])
         if status["error"]:
             self.mark_failed(member, process, status["error"])
         elif status["heartbeat_age_s"] > limit:

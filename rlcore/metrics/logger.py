@@ -7,12 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlcore.interfaces import Span
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.health import Course, Health
 from rlcore.metrics.rows import sanitize
 from rlcore.metrics.sinks import Decoded, HealthSink, JsonlSink, SamplesSink, Sink, WandbSink
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.metrics.status import StatusSink
+from rlcore.metrics.timeline import TimelineSink
 
 
 class MetricsLogger:
@@ -49,6 +51,11 @@ class MetricsLogger:
         """Every rollout actor as it is now."""
         for sink in self.sinks:
             sink.fleet(actors)
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """Who worked and who waited before this step's row."""
+        for sink in self.sinks:
+            sink.timeline(step, spans)
 
     def resume_at(self, step: int) -> None:
         """Continue after `step`: rows and samples beyond it are dropped, since they come again."""
@@ -102,7 +109,7 @@ def open_logger(
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     status = StatusSink(run_dir, total_steps)
-    sinks: list[Sink] = [JsonlSink(run_dir), SamplesSink(run_dir), status]
+    sinks: list[Sink] = [JsonlSink(run_dir), SamplesSink(run_dir), TimelineSink(run_dir), status]
     if spec.console != "off":
         live = spec.console == "live"
         sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))

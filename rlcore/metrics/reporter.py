@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlcore.interfaces import Reporter
+from rlcore.interfaces import Reporter, Span
 from rlcore.metrics.logger import MetricsLogger
 
 
@@ -32,6 +32,9 @@ class RunReporter(Reporter):
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
         self._logger.activity(name, waits_for, step)
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        self._logger.timeline(step, spans)
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         self._logger.fleet(actors)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from rlcore.errors import UserError
 from rlcore.files import replace_file
+from rlcore.interfaces import Span
 from rlcore.metrics.health import Health
 from rlcore.metrics.rows import Row, RowFile, read_rows
 
@@ -36,6 +37,9 @@ class Sink(Protocol):
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         """Every rollout actor as it is now, by "name" and the keys of `Fleet.states`."""
 
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        """Who worked and who waited before this step's row."""
+
     def resume_at(self, step: int) -> None:
         """The run continues after `step`: forget what was logged beyond it."""
 
@@ -58,6 +62,8 @@ class BaseSink:
     def activity(self, name: str, waits_for: str, step: int) -> None: ...
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None: ...
 
     def resume_at(self, step: int) -> None: ...
 

@@ -14,15 +14,17 @@ from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.readable import readable, verdict
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
-from rlcore.interfaces import Reporter
+from rlcore.interfaces import Reporter, Span
 from rlcore.loop.clients import (
     ActorClient,
     Batch,
     BufferClient,
     LearnerClient,
+    LogRatios,
     Missing,
     Publication,
     RoleWatch,
+    SampleKey,
     ScorerClient,
 )
 from rlcore.serialization import read_header
@@ -163,6 +165,10 @@ class FakeLearner(LearnerClient):
             "grad_norm": 1.0,
         }
 
+    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
+        newest = self.trained[max(self.trained)]
+        return {key: [0.25] for key in samples if key in newest}
+
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         await asyncio.sleep(self.publish_s)
         self.published.append(version)
@@ -286,6 +292,7 @@ class FakeReporter(Reporter):
         self.notes: list[str] = []
         self.shown: dict[int, list[Mapping[str, Any]]] = {}
         self.evaluations: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+        self.timelines: dict[int, list[Span]] = {}
         self._beside = beside
 
     def row(self, row: Mapping[str, float | int | None]) -> None:
@@ -309,6 +316,9 @@ class FakeReporter(Reporter):
     def activity(self, name: str, waits_for: str, step: int) -> None:
         if self._beside is not None:
             self._beside.activity(name, waits_for, step)
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        self.timelines[step] = list(spans)
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         if self._beside is not None:

@@ -1,6 +1,6 @@
 """Verdicts and samples as a person reads them: their keys are read by reports and by users."""
 
-from rlcore.cluster.readable import readable, verdict
+from rlcore.cluster.readable import pieces, readable, verdict
 from rlcore.serialization import StoredEpisode, dump_trajectory
 from rlcore.testing.records import make_answer, make_score, make_trajectory
 
@@ -40,6 +40,8 @@ def test_a_sample_of_one_turn():
     episode = StoredEpisode(make_score(t, 1.0, parts={"correct": 1.0}), (dump_trajectory(t),))
     assert readable(episode, text) == {
         "prompt_id": "digits/train/2",
+        "group_id": 2,
+        "sample": 1,
         "prompt": "34",
         "response": "56",
         "reward": 1.0,
@@ -50,6 +52,8 @@ def test_a_sample_of_one_turn():
         "actor_kind": "bf16",
         "versions": [3, 4],
         "tokens": 2,
+        "token_versions": [[3, 1], [4, 1]],
+        "pieces": [["5", "6"]],
     }
 
 
@@ -61,6 +65,7 @@ def test_a_sample_of_several_turns_shows_what_was_observed_between_them():
         {"part": 0, "observed": "", "said": "56"},
         {"part": 0, "observed": "9", "said": "7"},
     ]
+    assert found["pieces"] == [["5", "6"], ["7"]]
 
 
 def test_turns_of_further_parts_show_their_prompt_and_rewards_are_by_turn():
@@ -73,3 +78,18 @@ def test_turns_of_further_parts_show_their_prompt_and_rewards_are_by_turn():
         (1, "13", "7", -1.0),
         (1, "44", "89", 3.0),
     ]
+    assert found["pieces"] == [["5", "6"], ["7"], ["8", "9"]]
+
+
+def test_pieces_join_to_the_text_and_a_character_of_several_tokens_is_whole():
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    ids = list("aé€b".encode())
+    assert pieces(ids, decode) == ["a", "", "é", "", "", "€", "b"]
+    assert "".join(pieces(ids[:2], decode)) == decode(ids[:2])  # cut in the middle of one
+
+    def spaced(ids):  # as SentencePiece: no space before the first word
+        return " ".join("xyz"[i] for i in ids)
+
+    assert pieces([0, 1, 2], spaced) == ["x", " y", " z"]

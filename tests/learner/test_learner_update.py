@@ -15,6 +15,7 @@ from learner_helpers import (
 )
 
 from rlcore.corrections.reduction import ONE_RANK
+from rlcore.learner.batch import Scored, build_batch, sample_log_ratios
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec
 
@@ -202,3 +203,20 @@ def test_a_step_of_truncated_responses_alone_has_no_gradient(model):
     gradient = update.run(batch, 0, first=True)
     assert gradient.kept == 0 and gradient.metrics["train/overlong_filtered"] == 6
     assert all(not g.any() for g in update.engine.gradients().values())
+
+
+def test_the_log_ratios_of_single_samples():
+    groups = make_groups(3)
+    batch = build_batch(groups, with_topk=False, device=torch.device("cpu"))
+    shape = batch.sent.mask.shape
+    ref = Scored(batch.sent.logp_inf + 0.5, torch.zeros(shape))
+    row = int(batch.sent.mask.sum(dim=1).argmax())
+    ref.logp[row, 0] = float("nan")
+    ref.inside = torch.ones(shape, dtype=torch.bool)
+    ref.inside[row, 1] = False
+    longest = [(g.group_id, e) for g in groups for e in g.episodes][row]
+    known = (longest[0], longest[1].sample_index)
+    found = sample_log_ratios(batch.sent, ref, [known, (10_000, 0)])
+    assert list(found) == [known]
+    assert found[known][:2] == [None, None]
+    assert found[known][2:] == pytest.approx([0.5] * (longest[1].tokens - 2))

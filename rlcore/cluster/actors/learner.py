@@ -100,6 +100,9 @@ class LearnerActor:
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
 
+    def log_ratios(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+        return self.rank.log_ratios(samples)
+
     def sft_step(self, step: int, examples: Sequence[TokenSequence]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)
 

@@ -13,7 +13,14 @@ from rlcore.cluster.clients.rollout import RayRolloutActor
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.receivers import RayReceivers
 from rlcore.learner.sequences import TokenSequence
-from rlcore.loop.clients import ActorClient, Batch, LearnerClient, Publication
+from rlcore.loop.clients import (
+    ActorClient,
+    Batch,
+    LearnerClient,
+    LogRatios,
+    Publication,
+    SampleKey,
+)
 from rlcore.types import POLICY
 from rlcore.weights.parts import InParts, together
 
@@ -98,6 +105,11 @@ class RayLearner(LearnerClient):
         whose = "" if group is self.policy else f"the {group.name}'s "
         what = f"{whose}optimizer step {step + 1}"
         return dict(await group.call(lambda handle: handle.train_step.remote(step), what))
+
+    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
+        ask, what = list(samples), "log-probs of the samples that are shown"
+        answers = await self.policy.call_all(lambda rank: rank.log_ratios.remote(ask), what)
+        return {key: values for answer in answers for key, values in answer.items()}
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         """Gather the weights of every set; companions then follow the policy."""

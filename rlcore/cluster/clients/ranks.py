@@ -39,6 +39,13 @@ class RankGroup:
 
     async def call_each(self, asks: Sequence[Ask], what: str) -> Any:
         """The same with a call of its own for each rank."""
+        return (await self._answers(asks, what))[0]
+
+    async def call_all(self, ask: Ask, what: str) -> list[Any]:
+        """The same call on every rank; all answers."""
+        return await self._answers([ask] * len(self.handles), what)
+
+    async def _answers(self, asks: Sequence[Ask], what: str) -> list[Any]:
         asked = [
             asyncio.create_task(
                 call(
@@ -60,7 +67,7 @@ class RankGroup:
                 if isinstance(error, DeadlineExceeded):
                     raise RoleLost(f"the {self.title} hangs: {str(error).rstrip('.')}") from error
                 raise error
-            return asked[0].result()
+            return [task.result() for task in asked]
         finally:
             for task in asked:
                 task.cancel()
