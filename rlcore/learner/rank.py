@@ -147,7 +147,7 @@ class LearnerRank(RankState):
         """log p_ref - log p_inf of the tokens of those samples (group id, index) that this rank
         trains on in the current phase, after its first step. None: a token outside the safe set, or
         without a finite log-prob. Not collective."""
-        found = {}
+        found: dict[tuple[int, int], list[float | None]] = {}
         for batch in self._phase:
             if batch.ref is not None:
                 found |= sample_log_ratios(batch.sent, batch.ref, samples)

@@ -38,8 +38,8 @@ class Timeline:
     def add(self, who: str, what: str, start: float, end: float, share: float = 1.0) -> None:
         """A span on the loop's clock; `share` of it was spent at work."""
         if self._origin is not None and end > start:
-            times = (round(t - self._origin, 3) for t in (start, end))
-            self._spans.append((who, what, *times, round(share, 3)))
+            since, until = (round(t - self._origin, 3) for t in (start, end))
+            self._spans.append((who, what, since, until, round(share, 3)))
 
     def take(self) -> list[Span]:
         """The spans since the last call; what the learner is at is cut here and goes on."""

@@ -1,7 +1,8 @@
-"""The charts of a report, as plotly figures in plain data."""
+"""The charts of a report by the question that they answer, as plotly figures in plain data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,19 +11,28 @@ from rlcore.metrics.names import Metric, declared
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run
 
-COLORS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+COLORS = ("#3b7ddd", "#dc4040", "#0f9d6b", "#d98a1f", "#8a5cf0", "#1596ad", "#c93a80", "#6a8f1f")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 # Not charted: the x axis, or shown in the table above the charts.
 NOT_CHARTED = {"step", "policy_version", "eval/policy_version", "metrics/nonfinite", "time/step_s"}
+DIGITS = 5  # that a curve's values have
+LEARNS, FRESH, AGREE, TIME, ELSE = QUESTIONS = (
+    "Does it learn?",
+    "Is it fresh?",
+    "Do actor and learner agree?",
+    "Where does the time go?",
+    "Everything else",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
     """One figure: the metrics it shows, by name or by a declared family's template.
 
-    Example: Chart("Reward", ("reward/mean", "reward_parts/<part>"))
+    Example: Chart(LEARNS, "Reward", ("reward/mean", "reward_parts/<part>"))
     """
 
+    question: str
     title: str
     names: tuple[str, ...]
     stacked: bool = False
@@ -34,121 +44,190 @@ class Chart:
         return any(Metric(pattern, "", "").covers(name) for pattern in self.names)
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Runs that differ by their seed alone; usually one run."""
+
+    name: str
+    runs: Sequence[Run]
+
+
 def _each(template: str, *values: str) -> tuple[str, ...]:
     return tuple(template.format(value) for value in values)
 
 
 CHARTS = (
-    Chart("Reward", ("reward/mean", "reward/kept_mean", "reward_parts/<part>")),
-    Chart("Reward by task", ("task/<task>/reward_mean",)),
-    Chart("Groups of the batch by task", ("task/<task>/groups",), stacked=True),
-    Chart("Tokens by task", ("task/<task>/token_share",), stacked=True),
-    Chart("Problems by difficulty", _each("task/<task>/{}", "seen", "solved", "hopeless")),
-    Chart("Held-out accuracy", _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>")),
-    Chart("Response length", ("response_length/mean", "response_length/max")),
-    Chart("Staleness", _each("staleness/{}", "mean", "max", "in_flight_mean", "in_buffer_mean")),
-    Chart("Age of trained tokens", ("staleness/share_<age>",), stacked=True),
-    Chart("Mismatch: KL(p_inf || p_ref)", ("mismatch/kl_k1", "mismatch/kl_k3")),
     Chart(
-        "Mismatch: |log p_ref - log p_inf|",
+        LEARNS,
+        "Held-out accuracy",
+        _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>"),
+    ),
+    Chart(LEARNS, "Reward", ("reward/mean", "reward/kept_mean")),
+    Chart(LEARNS, "Held-out reward", _each("eval/<task>/{}_reward", "greedy", "sampled")),
+    Chart(LEARNS, "Parts of the reward", ("reward_parts/<part>",)),
+    Chart(LEARNS, "Reward by task", ("task/<task>/reward_mean",)),
+    Chart(LEARNS, "Groups of the batch by task", ("task/<task>/groups",), stacked=True),
+    Chart(LEARNS, "Tokens by task", ("task/<task>/token_share",), stacked=True),
+    Chart(LEARNS, "Problems by difficulty", _each("task/<task>/{}", "seen", "solved", "hopeless")),
+    Chart(LEARNS, "Response length", ("response_length/mean", "response_length/max")),
+    Chart(LEARNS, "Entropy", ("entropy",)),
+    Chart(LEARNS, "Loss", ("loss/policy", "loss/kl", "loss/<part>")),
+    Chart(LEARNS, "Gradient norm", ("grad_norm",), log=True),
+    Chart(
+        FRESH,
+        "Staleness",
+        _each("staleness/{}", "mean", "max", "in_flight_mean", "in_buffer_mean"),
+    ),
+    Chart(FRESH, "Age of trained tokens", ("staleness/share_<age>",), stacked=True),
+    Chart(AGREE, "KL(p_inf || p_ref)", ("mismatch/kl_k1", "mismatch/kl_k3")),
+    Chart(
+        AGREE,
+        "|log p_ref - log p_inf|",
         ("mismatch/abs_dlogp_mean", "mismatch/abs_dlogp_max"),
         log=True,
     ),
-    Chart("Mismatch: effective sample size", ("mismatch/ess",)),
+    Chart(AGREE, "Effective sample size", ("mismatch/ess", "mismatch/acceptance")),
     Chart(
-        "Mismatch: tokens affected",
+        AGREE,
+        "Tokens affected",
         _each("mismatch/{}_share", "truncated", "masked", "veto", "outside"),
     ),
     Chart(
+        AGREE,
         "Corrections: share and weight",
         _each("correction/{}", "kept_share", "weight_mean", "zero_weight_share"),
     ),
-    Chart("Corrections: their own figures", ("correction/<name>/<statistic>",)),
-    Chart("Loss", ("loss/policy", "loss/kl", "loss/<part>")),
-    Chart("Gradient norm", ("grad_norm",)),
-    Chart("Entropy", ("entropy",)),
-    Chart("Throughput", _each("throughput/{}_tokens_per_s", "rollout", "train")),
+    Chart(AGREE, "Corrections: their own figures", ("correction/<name>/<statistic>",)),
     Chart(
+        TIME,
         "Time of a step",
         ("time/wait_data_s", "time/learn_s", "time/publish_s", "rest_s"),
         stacked=True,
     ),
-    Chart("Buffer", ("buffer/groups", "buffer/in_flight")),
-    Chart("Ledger", ("ledger/<count>",)),
+    Chart(TIME, "Throughput", _each("throughput/{}_tokens_per_s", "rollout", "train")),
+    Chart(TIME, "Buffer", ("buffer/groups", "buffer/in_flight")),
+    Chart(TIME, "Ledger", ("ledger/<count>",)),
 )
 
 
-def figures(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every chart that has data, and one of all other metrics, so that nothing logged is hidden."""
-    names = {n for run in runs for r in run.rows for n in r} - NOT_CHARTED
+def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
+    """Every chart that has data, and those of all other metrics, so that nothing logged is
+    hidden."""
+    names = {n for f in families for run in f.runs for r in run.rows for n in r} - NOT_CHARTED
     rest = sorted(n for n in names if not any(c.shows(n) for c in CHARTS))
-    families = sorted({n.partition("/")[0] for n in rest})
+    groups = sorted({n.partition("/")[0] for n in rest})
     others = [
-        Chart(f"Also logged: {family}", tuple(n for n in rest if n.partition("/")[0] == family))
-        for family in families
+        Chart(ELSE, f"Also logged: {group}", tuple(n for n in rest if n.partition("/")[0] == group))
+        for group in groups
     ]
-    return [made for chart in (*CHARTS, *others) if (made := figure(chart, runs))["data"]]
+    return [made for chart in (*CHARTS, *others) if (made := figure(chart, families))["data"]]
 
 
-def figure(chart: Chart, runs: Sequence[Run]) -> dict[str, Any]:
+def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
     """A plotly figure: colour distinguishes the metrics of one run, and runs where there are
-    several."""
+    several. Runs of one family are a band from least to greatest, around their mean."""
     traces: list[dict[str, Any]] = []
-    unit = ""
-    for place, run in enumerate(runs):
-        for i, (name, points) in enumerate(_curves(chart, run)):
+    unit, several = "", len(families) > 1
+    for place, family in enumerate(families):
+        for i, (name, curves) in enumerate(_curves(chart, family)):
             metric = declared(name)
-            unit = unit or (metric.unit if metric else "")
-            style = _style(i, place) if len(runs) > 1 else {"color": COLORS[i % 8], "dash": "solid"}
-            label = name if len(runs) == 1 else f"{run.name}: {name}"
-            stack = {"stackgroup": run.name} if chart.stacked else {}
-            traces.append(_trace(label, points, style) | stack)
+            unit = unit or (metric.unit if metric and metric.unit != "1" else "")
+            label = f"{family.name}: {name}" if several else name
+            color, dash = COLORS[(place if several else i) % len(COLORS)], "solid"
+            if several:
+                dash = DASHES[i % len(DASHES)]
+            traces += _band(label, curves, color) if len(curves) > 1 else []
+            stack = {"stackgroup": "all"} if chart.stacked and not several else {}
+            traces.append(_trace(label, _mean(curves), {"color": color, "dash": dash}) | stack)
     return {
+        "question": chart.question,
         "data": traces,
         "layout": {
-            "title": {"text": chart.title, "font": {"size": 15}},
-            "height": 320,
-            "margin": {"l": 60, "r": 10, "t": 40, "b": 40},
+            "title": {"text": chart.title},
             "xaxis": {"title": {"text": "step"}},
-            "yaxis": {"title": {"text": unit}, "type": "log" if chart.log else "linear"},
-            "legend": {"font": {"size": 10}, "orientation": "h", "y": -0.25},
+            "yaxis": {"title": {"text": unit}, **_scale(chart, traces)},
             "hovermode": "x unified",
-            "showlegend": True,
         },
     }
 
 
-def _curves(chart: Chart, run: Run) -> Iterator[tuple[str, list[tuple[Any, Any]]]]:
-    """(metric, its points) of what the chart shows of a run; short names first: share_2 before
+Points = dict[float | int, float]  # step -> value
+
+
+def _curves(chart: Chart, family: Family) -> Iterator[tuple[str, list[Points]]]:
+    """(metric, its points in each run) of what the chart shows; short names first: share_2 before
     share_16."""
-    rows = [_with_rest(r) for r in run.rows] if chart.stacked else run.rows
-    names = {n for r in rows for n in r if chart.shows(n)}
-    for name in sorted(names, key=lambda n: (len(n), n)):
-        points = [(_x(name, r), r[name]) for r in rows if r.get(name) is not None]
-        if points:
-            yield name, points
+    found: dict[str, list[Points]] = {}
+    for run in family.runs:
+        rows = [_with_rest(r) for r in run.rows] if chart.stacked else run.rows
+        for name in {n for r in rows for n in r if chart.shows(n)}:
+            points = {_x(name, r): v for r in rows if (v := r.get(name)) is not None}
+            if points:
+                found.setdefault(name, []).append(points)
+    for name in sorted(found, key=lambda n: (len(n), n)):
+        # a layer without any height would only lengthen the legend
+        if not chart.stacked or any(y for points in found[name] for y in points.values()):
+            yield name, found[name]
 
 
-def _style(curve: int, place: int) -> dict[str, str]:
-    return {"color": COLORS[place % len(COLORS)], "dash": DASHES[curve % len(DASHES)]}
+def _mean(curves: Sequence[Points]) -> Points:
+    """At every step that all of the runs have reached, and as far as the longest goes."""
+    steps = sorted({x for points in curves for x in points})
+    return {x: math.fsum(v) / len(v) for x in steps if (v := _at(curves, x))}
 
 
-def _trace(label: str, points: list[tuple[Any, Any]], style: dict[str, str]) -> dict[str, Any]:
+def _at(curves: Sequence[Points], x: float | int) -> list[float]:
+    return [points[x] for points in curves if x in points]
+
+
+def _band(label: str, curves: Sequence[Points], color: str) -> list[dict[str, Any]]:
+    """Two lines without width, and the colour between them, where at least two runs are."""
+    steps = [x for x in sorted({x for p in curves for x in p}) if len(_at(curves, x)) > 1]
+    common = {
+        "type": "scatter",
+        "mode": "lines",
+        "band": True,
+        "legendgroup": label,
+        "hoverinfo": "skip",
+        "x": steps,
+        "line": {"color": color, "width": 0},
+    }
+    low = {**common, "name": f"{label}, least", "y": [_short(min(_at(curves, x))) for x in steps]}
+    high = {**common, "name": f"{label}, most", "y": [_short(max(_at(curves, x))) for x in steps]}
+    return [low, {**high, "fill": "tonexty", "fillcolor": f"{color}33"}]
+
+
+def _trace(label: str, points: Points, style: dict[str, str]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(points) < 40 else "lines",
         "name": label,
-        "x": [x for x, _ in points],
-        "y": [y for _, y in points],
+        "legendgroup": label,
+        "x": list(points),
+        "y": [_short(y) for y in points.values()],
         "line": {**style, "width": 1.6},
         "marker": {"size": 4},
     }
 
 
-def _x(name: str, row: Row) -> float | int | None:
+def _short(value: float | int) -> float | int:
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def _scale(chart: Chart, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A logarithmic axis where one is asked for and every value has a logarithm."""
+    values = [y for trace in traces for y in trace["y"]]
+    if not chart.log or not values or min(values) <= 0:
+        return {"type": "linear"}
+    # over many decades, labels of minor ticks would lie over each other
+    ticks = {"dtick": 1} if max(values) > 30 * min(values) else {}
+    return {"type": "log", "exponentformat": "e", **ticks}
+
+
+def _x(name: str, row: Row) -> float | int:
     """The step of a value; an evaluation belongs to the version that was evaluated."""
     at = row.get("eval/policy_version") if name.startswith("eval/") else None
-    return row["step"] if at is None else at
+    return row["step"] if at is None else at  # type: ignore[return-value]
 
 
 def _with_rest(row: Row) -> Row:

@@ -1,12 +1,13 @@
-"""report.html: one self-contained page with a run's curves, configuration and sample completions.
+"""report.html: one self-contained page of a run, or of several side by side.
 
-It opens without a network, works on a run that is still going on, and overlays several runs.
+It opens without a network and works on a run that is still going on. Its style and its program are
+in `assets/`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,23 @@ from plotly.offline import get_plotlyjs
 
 from rlcore.files import replace_file
 from rlcore.metrics.cells import tasks as tasks_of
-from rlcore.metrics.figures import figures
+from rlcore.metrics.figures import ELSE, QUESTIONS, TIME, Family, figures
 from rlcore.metrics.names import is_accuracy
+from rlcore.metrics.report_header import header
+from rlcore.metrics.report_samples import samples
 from rlcore.metrics.rows import Row
-from rlcore.metrics.run_folder import Judge, Run, read_run
+from rlcore.metrics.run_folder import MAX_POINTS, Judge, Run, read_run, thin
+from rlcore.metrics.swimlanes import swimlanes
 
+ASSETS = Path(__file__).resolve().parent / "assets"
+# Of the page, besides plotly's 4.8 MB: together they stay under 6 MB.
+FIGURE_BYTES = 550_000
+SAMPLE_BYTES = 350_000
+LEAST_POINTS = 50
+TIMELINES = 4  # runs whose timeline is shown
+CONFIG_CHARS = 40_000
+# Keys that do not make a run another experiment.
+SEED_KEYS = {"seed", "run_dir", "resume"}
 HEADLINE = (
     "step",
     "reward/mean",
@@ -28,31 +41,6 @@ HEADLINE = (
     "staleness/mean",
     "time/total_s",
 )
-# Columns of the tables of samples, of training and of evaluations.
-SAMPLE_COLUMNS = (
-    "prompt_id",
-    "prompt",
-    "response",
-    "reward",
-    "score_status",
-    "actor_kind",
-    "versions",
-    "status",
-)
-STYLE = """
-body{font:14px system-ui,sans-serif;margin:2em;color:#111;background:#fff}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(480px,1fr));gap:12px}
-.chart{border:1px solid #ddd;border-radius:6px;min-height:320px}
-table{border-collapse:collapse;margin:1em 0}
-td,th{border:1px solid #ddd;padding:3px 8px;text-align:left;vertical-align:top}
-code{white-space:pre-wrap;font-size:12px}
-.observed{display:block;color:#777}
-pre{background:#f6f6f6;padding:1em;overflow:auto}
-"""
-DRAW = """
-JSON.parse(document.getElementById('figures').textContent).forEach((f,i)=>
-Plotly.newPlot('chart'+i,f.data,f.layout,{responsive:true,displaylogo:false}));
-"""
 
 
 def write_report(
@@ -60,11 +48,11 @@ def write_report(
     out: str | Path | None = None,
     judge: Judge | None = None,
 ) -> Path:
-    """Write the report of one run (default: RUN_DIR/report.html) or of several overlaid (default:
+    """Write the report of one run (default: RUN_DIR/report.html) or of several together (default:
     report.html in the working directory, since it belongs to none of their folders).
 
-    `judge` finds the warnings that are listed above the curves; None: none are. Raises UserError
-    for a folder that holds no run.
+    `judge` finds the warnings that the verdict is made of; None: there is no verdict. Raises
+    UserError for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]
     runs = [read_run(folder, judge) for folder in folders]
@@ -76,20 +64,58 @@ def write_report(
 
 def render(runs: Sequence[Run]) -> str:
     """The whole page."""
-    shown = figures(runs)
-    divs = "".join(f'<div class="chart" id="chart{i}"></div>' for i in range(len(shown)))
-    data = json.dumps(shown).replace("</", "<\\/")  # text must not close the script element
     title = escape(", ".join(r.name for r in runs))
-    body = "".join(_section(run) for run in runs)
+    shown = _within_budget(runs)
+    style, program = ((ASSETS / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    found = samples(runs, SAMPLE_BYTES)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        # Inlined (4 MB), so that the page opens years later and without a network.
-        f"<style>{STYLE}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body><h1>{title}</h1>{_headline(runs)}{_warnings(runs)}"
-        f'<div class="charts">{divs or "<p>No learner step is finished yet.</p>"}</div>{body}'
-        f'<script id="figures" type="application/json">{data}</script>'
-        f"<script>{DRAW}</script></body></html>\n"
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # A page without an icon asks for /favicon.ico.
+        f'<link rel="icon" href="data:,"><title>{title}</title>'
+        # Inlined, so that the page opens years later and without a network.
+        f"<style>{style}</style><script>{get_plotlyjs()}</script></head>"
+        f"<body><h1>{title}</h1>{_navigation(bool(found))}"
+        f'<section class="runs">{"".join(header(run) for run in runs)}</section>'
+        f"{_headline(runs)}{_charts(shown)}{_browser(found)}{_details(runs)}"
+        f"{_data('figures', shown)}{_data('records', found)}"
+        f"<script>{program}</script></body></html>\n"
     )
+
+
+def _data(name: str, value: Any) -> str:
+    # text must not close the script element, nor open a comment in it
+    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    return f'<script id="{name}" type="application/json">{text}</script>'
+
+
+def _within_budget(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The figures, with as many points as the page may have."""
+    lanes = [lane for run in runs[:TIMELINES] if (lane := swimlanes(run)) is not None]
+    points = MAX_POINTS
+    while True:
+        # one stride for all, so that curves of one family have the same steps
+        stride = max((-(-len(run.rows) // points) for run in runs), default=1)
+        made = figures(families(runs, stride))
+        if len(json.dumps(made)) <= FIGURE_BYTES or points <= LEAST_POINTS:
+            return made + lanes
+        points //= 2
+
+
+def families(runs: Sequence[Run], stride: int) -> list[Family]:
+    """Runs that differ by their seed alone, together; `stride` rows of each become one."""
+    found: dict[str, list[Run]] = {}
+    for place, run in enumerate(runs):
+        settings = {k: v for k, v in run.settings.items() if k not in SEED_KEYS}
+        key = json.dumps(settings, sort_keys=True, default=str) if settings else str(place)
+        found.setdefault(key, []).append(run)
+    return [
+        Family(
+            its[0].name if len(its) == 1 else f"{its[0].name} and {len(its) - 1} more",
+            [Run(r.name, r.folder, thin(r.rows, stride), r.config) for r in its],
+        )
+        for its in found.values()
+    ]
 
 
 def _distinct(runs: list[Run]) -> list[Run]:
@@ -99,6 +125,52 @@ def _distinct(runs: list[Run]) -> list[Run]:
         if names.count(run.name) > 1:
             run.name = str(run.folder)
     return runs
+
+
+def _navigation(with_samples: bool) -> str:
+    links = [f'<a href="#{_anchor(q)}">{escape(q)}</a>' for q in QUESTIONS]
+    links += ['<a href="#samples">Samples</a>'] if with_samples else []
+    smooth = (
+        '<label>Smoothing <select id="smooth"><option value="0">off</option>'
+        '<option value="0.7">light</option><option value="0.95">strong</option></select></label>'
+    )
+    return (
+        f'<nav>{"".join(links)}<span class="grow"></span>{smooth}'
+        '<button id="theme" type="button">Dark</button></nav>'
+    )
+
+
+def _anchor(question: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in question.lower()).strip("-")
+
+
+def _charts(shown: Sequence[dict[str, Any]]) -> str:
+    """A section for each question; what answers none is folded away."""
+    sections = []
+    for question in QUESTIONS:
+        mine = [(i, f) for i, f in enumerate(shown) if f["question"] == question]
+        wide = "".join(_chart(i, f) for i, f in mine if f.get("wide"))
+        rest = "".join(_chart(i, f) for i, f in mine if not f.get("wide"))
+        empty = "<p>Nothing was recorded.</p>"
+        body = f'{wide}<div class="charts">{rest}</div>' if mine else empty
+        if question == ELSE:
+            body = f"<details><summary>{len(mine)} more charts</summary>{body}</details>"
+        if question == TIME and not wide:
+            body = f'<p class="soft">No timeline was recorded.</p>{body}'
+        sections.append(f'<section id="{_anchor(question)}"><h2>{escape(question)}</h2>{body}')
+    return "</section>".join(sections) + "</section>"
+
+
+def _chart(place: int, figure: dict[str, Any]) -> str:
+    layout = figure["layout"]
+    unit, title = layout["yaxis"]["title"]["text"], layout["title"]["text"]
+    below = "".join(f"<div>{escape(line)}</div>" for line in figure.get("below", ()))
+    wide = " wide" if figure.get("wide") else ""
+    return (
+        f'<figure class="chart{wide}"><figcaption>{escape(title)} <small>{escape(unit)}</small>'
+        f'</figcaption><div class="plot" id="chart{place}"></div><div class="legend"></div>'
+        f'<div class="soft below">{below}</div></figure>'
+    )
 
 
 def _headline(runs: Sequence[Run]) -> str:
@@ -111,34 +183,51 @@ def _headline(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><tr><th>run</th>{head}</tr>{body}</table>"
+    return f'<div class="scroll"><table><tr><th>run</th>{head}</tr>{body}</table></div>'
 
 
-def _warnings(runs: Sequence[Run]) -> str:
-    """What each run that was judged should be warned of."""
-    shown = []
-    for run in runs:
-        if run.warnings is None:
-            continue
-        lines = "".join(f"<li>{escape(text)}</li>" for text in run.warnings)
-        found = f"<ul>{lines}</ul>" if lines else "<p>None by the bounds of logging.warnings.</p>"
-        shown.append(f"<h3>Warnings: {escape(run.name)}</h3>{found}")
-    return "".join(shown)
-
-
-def _last(rows: Iterable[Row], name: str) -> str:
+def _last(rows: Sequence[Row], name: str) -> str:
     values = [v for r in rows if (v := r.get(name)) is not None]
     return f"{values[-1]:.4g}" if values else ""
 
 
-def _section(run: Run) -> str:
-    tasks = _task_table(run)
-    samples = [
-        f"<h3>Samples: {escape(name)}</h3>{_sample_table(records)}" for name, records in run.samples
-    ]
-    config = f"<summary>Configuration</summary><pre>{escape(run.config)}</pre>"
-    shown = f"{tasks}{''.join(samples)}<details>{config}</details>"
-    return f"<h2>{escape(run.name)}</h2>{shown}"
+def _browser(found: Sequence[dict[str, Any]]) -> str:
+    """The controls of the sample browser; the page's program fills the rest."""
+    if not found:
+        return ""
+    orders = {
+        "worst": "worst mismatch first",
+        "newest": "newest first",
+        "best": "highest reward first",
+        "poorest": "lowest reward first",
+    }
+    colours = {"ratio": "ratio p_ref/p_inf", "age": "staleness", "none": "nothing"}
+    return (
+        '<section id="samples"><h2>Samples</h2><div class="controls">'
+        '<label>of <select id="kind"><option value="all">all</option></select></label>'
+        f"<label>order {_select('order', orders)}</label>"
+        f"<label>colour by {_select('colour', colours)}</label>"
+        '<label>reward from <input id="least" type="number" step="any"></label>'
+        '<label>to <input id="most" type="number" step="any"></label>'
+        '<span id="count" class="soft"></span></div>'
+        '<p id="key" class="soft"><span id="low"></span> <span class="scale"></span> '
+        '<span id="high"></span></p><div id="cards"></div>'
+        '<button id="more" type="button">More samples</button></section>'
+    )
+
+
+def _select(name: str, options: dict[str, str]) -> str:
+    listed = "".join(f'<option value="{v}">{escape(text)}</option>' for v, text in options.items())
+    return f'<select id="{name}">{listed}</select>'
+
+
+def _details(runs: Sequence[Run]) -> str:
+    shown = []
+    for run in runs:
+        config = escape(run.config[:CONFIG_CHARS])
+        fold = f"<details><summary>Configuration</summary><pre>{config}</pre></details>"
+        shown.append(f"<h2>{escape(run.name)}</h2>{_task_table(run)}{fold}")
+    return "".join(shown)
 
 
 def _task_table(run: Run) -> str:
@@ -158,28 +247,5 @@ def _task_table(run: Run) -> str:
         + "</tr>"
         for task, its in found.items()
     )
-    return f"<h3>Tasks</h3><table><tr><th>task</th>{head}</tr>{lines}</table>"
-
-
-def _sample_table(records: Sequence[dict[str, Any]]) -> str:
-    columns = [c for c in SAMPLE_COLUMNS if any(c in r for r in records)]
-    head = "".join(f"<th>{c}</th>" for c in columns)
-    lines = ["".join(f"<td>{_sample_cell(r, c)}</td>" for c in columns) for r in records]
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _sample_cell(record: dict[str, Any], column: str) -> str:
-    """One value; the response of several turns is shown turn by turn."""
-    if column != "response" or "turns" not in record:
-        return f"<code>{escape(str(record.get(column, '')))}</code>"
-    shown = []
-    for number, turn in enumerate(record["turns"], 1):
-        reward = f", reward {turn['reward']:.4g}" if "reward" in turn else ""
-        part = f", part {turn['part'] + 1}" if turn["part"] else ""
-        observed = f'<code class="observed">{escape(turn["observed"])}</code>'
-        said = f"<code>{escape(turn['said'])}</code>"
-        shown.append(
-            f"<details open><summary>turn {number}{part}{reward}</summary>"
-            f"{observed if turn['observed'] else ''}{said}</details>"
-        )
-    return "".join(shown)
+    table = f"<table><tr><th>task</th>{head}</tr>{lines}</table>"
+    return f'<h3>Tasks</h3><div class="scroll">{table}</div>'

@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlcore.errors import UserError
 from rlcore.metrics.names import combine, declared
 from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.timeline import read_timeline
 
-MAX_POINTS = 1000  # points a curve; longer runs are thinned by each metric's own reduction
-MAX_SAMPLES = 12
+MAX_POINTS = 1000  # points a curve at most
+MAX_SAMPLES = 12  # of one evaluation
+MAX_STEPS = 20  # newest steps whose samples are shown
 
 
 @dataclass(slots=True)
@@ -24,10 +28,20 @@ class Run:
     folder: Path
     rows: list[Row]
     config: str
-    # (file name, records)
-    samples: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
-    # None: not judged
-    warnings: list[str] | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)  # with "kind", "source" and "at"
+    warnings: list[str] | None = None  # None: not judged
+    about: dict[str, Any] = field(default_factory=dict)  # machine, commit, versions
+    status: dict[str, Any] = field(default_factory=dict)  # what it did when that was written
+    timeline: list[dict[str, Any]] = field(default_factory=list)  # of the last steps
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """config.yaml as nested mappings; empty where it is none that can be read."""
+        try:
+            found = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 # Warnings about the run in a folder, by its rows.
@@ -42,10 +56,13 @@ def read_run(folder: Path, judge: Judge | None = None) -> Run:
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        rows=thin(rows),
+        rows=rows,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         samples=_samples(folder / "samples"),
         warnings=judge(folder, rows) if judge is not None else None,
+        about=_object(folder / "about.json"),
+        status=_object(folder / "status.json"),
+        timeline=read_timeline(folder / "timeline.jsonl"),
     )
 
 
@@ -57,13 +74,12 @@ def require_run(folder: Path) -> None:
         )
 
 
-def thin(rows: list[Row], points: int = MAX_POINTS) -> list[Row]:
-    """At most `points` rows: neighbours become one, each metric by its declared reduction, others
-    by their last value."""
-    size = -(-len(rows) // points)
-    if size <= 1:
+def thin(rows: list[Row], stride: int) -> list[Row]:
+    """`stride` neighbours become one row, each metric by its declared reduction, others by their
+    last value."""
+    if stride <= 1:
         return rows
-    return [_as_one(rows[i : i + size]) for i in range(0, len(rows), size)]
+    return [_as_one(rows[i : i + stride]) for i in range(0, len(rows), stride)]
 
 
 def _as_one(rows: list[Row]) -> Row:
@@ -72,14 +88,31 @@ def _as_one(rows: list[Row]) -> Row:
     return {**others, **combine(known)}
 
 
-def _samples(folder: Path) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The newest training samples and the newest of each evaluation."""
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    """Those of the newest training steps, and of the newest of each evaluation."""
+    # Names sort by step.
+    files = [*sorted(folder.glob("step_*.jsonl"))[-MAX_STEPS:]]
     newest: dict[str, Path] = {}
-    # Names sort by step, so the last one of a kind is the newest.
-    for file in sorted(folder.glob("*.jsonl")):
-        kind, _, rest = file.stem.partition("_")
-        newest[f"{kind} {rest.partition('_')[2]}"] = file
-    return [(f.stem, records(f)[:MAX_SAMPLES]) for f in newest.values()]
+    for file in sorted(folder.glob("eval_*.jsonl")):
+        newest[file.stem.split("_", 2)[-1]] = file
+    found = []
+    for file in (*files, *newest.values()):
+        name, at, *label = file.stem.split("_", 2)
+        kind = "training" if name == "step" else f"evaluation {label[0] if label else ''}".strip()
+        said = f"{'step' if name == 'step' else 'version'} {int(at)}" if at.isdigit() else at
+        for record in records(file)[:MAX_SAMPLES]:
+            place = {"kind": kind, "source": said, "at": int(at) if at.isdigit() else 0}
+            found.append({**record, **place})
+    return found
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON object that a report can do without."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def records(file: Path) -> list[dict[str, Any]]:

@@ -3,15 +3,18 @@
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from rlcore.errors import UserError
 from rlcore.metrics.logger import open_logger
 from rlcore.metrics.report import write_report
+from rlcore.metrics.report_samples import samples, shown
 from rlcore.metrics.rows import sanitize
-from rlcore.metrics.run_folder import MAX_POINTS, thin
+from rlcore.metrics.run_folder import MAX_POINTS, Run, thin
 from rlcore.metrics.specs import LoggingSpec
+from rlcore.metrics.swimlanes import swimlanes
 
 EVIL = "</script><script>alert(1)</script>&<b>"
 
@@ -48,6 +51,7 @@ def make_run(folder, steps=6, slope=0.1):
                 "reward": 1.0,
             }
             logger.samples(f"step_{step:06d}", [sample])
+        logger.finish({"steps": steps})
     (folder / "config.yaml").write_text(f"seed: 1\nmodel: {EVIL}\n")
     return folder
 
@@ -72,24 +76,29 @@ def figures(text):
     return {f["layout"]["title"]["text"]: f["data"] for f in json.loads(data)}
 
 
+def records(text):
+    data = re.search(r'<script id="records" type="application/json">(.*?)</script>', text, re.S)[1]
+    return json.loads(data)
+
+
 def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
     target = write_report(make_run(tmp_path / "run"))
     assert target == tmp_path / "run" / "report.html"
     assert target.stat().st_size < 6_000_000
     text = target.read_text()
     page = Page(text)
-    assert page.sources == []  # nothing is fetched
+    assert [s for s in page.sources if not s.startswith("#")] == ["data:,"]  # nothing is fetched
     shown = figures(text)
-    assert [i for i in page.ids if i.startswith("chart")] == [
+    assert sorted(i for i in page.ids if i.startswith("chart")) == sorted(
         f"chart{i}" for i in range(len(shown))
-    ]
+    )
     reward = shown["Reward"][0]
     assert reward["x"] == [1, 2, 3, 4, 5, 6] and reward["y"] == pytest.approx(
         [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
     evals = shown["Held-out accuracy"][0]
     assert evals["x"] == [0, 2, 4]  # at the version that was evaluated
-    assert shown["Mismatch: KL(p_inf || p_ref)"][0]["x"] == [1, 2, 4, 5, 6]  # NaN is a gap
+    assert shown["KL(p_inf || p_ref)"][0]["x"] == [1, 2, 4, 5, 6]  # NaN is a gap
     parts = {t["name"]: t["y"][0] for t in shown["Time of a step"]}
     assert parts == {
         "time/wait_data_s": 0.5,
@@ -103,9 +112,10 @@ def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
 def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_there(tmp_path):
     text = write_report(make_run(tmp_path / "run")).read_text()
     assert "<script>alert(1)" not in text
-    page = Page(text)
-    assert EVIL in page.text and "answer 6" in page.text and "answer 5" not in page.text
-    assert "seed: 1" in page.text
+    assert EVIL in Page(text).text and "seed: 1" in Page(text).text
+    found = records(text)
+    assert {s["response"] for s in found} == {f"answer {step}" for step in range(1, 7)}
+    assert {s["prompt"] for s in found} == {EVIL}
 
 
 def test_warnings_of_each_run_stand_above_the_curves(tmp_path):
@@ -117,9 +127,9 @@ def test_warnings_of_each_run_stand_above_the_curves(tmp_path):
     text = write_report(runs, tmp_path / "both.html", judge).read_text()
     page = Page(text).text
     assert "<b>ESS" not in text and page.count("<b>ESS</b> of 6 rows") == 1
-    assert page.index("Warnings: ill") > page.index("None by the bounds of logging.warnings")
-    assert text.index("Warnings: ill") < text.index('id="chart0"')
-    assert "Warnings" not in write_report(runs[0]).read_text()  # nobody judged
+    assert page.index("Healthy") < page.index("1 warning in 6 steps")
+    assert text.index("1 warning in 6 steps") < text.index('id="chart0"')
+    assert "6 steps; nobody judged them" in write_report(runs[0]).read_text()
 
 
 def test_samples_of_several_turns_are_shown_by_turn(tmp_path):
@@ -132,9 +142,8 @@ def test_samples_of_several_turns_are_shown_by_turn(tmp_path):
     file.write_text(json.dumps(sample) + "\n")
     text = write_report(folder).read_text()
     assert "<script>alert(1)" not in text
-    page = Page(text)
-    assert "turn 1, reward 0.5" in page.text and "turn 2, part 2, reward -1.25" in page.text
-    assert EVIL in page.text and "all of it" not in page.text
+    (found,) = records(text)
+    assert found["turns"] == turns and "response" not in found
 
 
 def test_a_run_that_is_still_written(tmp_path):
@@ -150,6 +159,7 @@ def test_a_run_that_is_still_written(tmp_path):
 
 def test_several_runs_are_overlaid(tmp_path, monkeypatch):
     a, b = make_run(tmp_path / "a" / "run", slope=0.1), make_run(tmp_path / "b" / "run", slope=0.2)
+    (b / "config.yaml").write_text("seed: 1\nlearner: {lr: 0.2}\n")
     text = write_report([a, b], tmp_path / "both.html").read_text()
     reward = figures(text)["Reward"]
     assert [t["y"][-1] for t in reward] == pytest.approx([0.6, 1.2])
@@ -171,7 +181,8 @@ def test_long_runs_are_thinned_by_each_metrics_reduction():
         [
             sanitize({"step": s, "staleness/max": s % 4, "time/step_s": 1.0})
             for s in range(1, count + 1)
-        ]
+        ],
+        stride=4,
     )
     assert len(rows) == MAX_POINTS
     assert rows[0]["step"] == 4 and rows[-1]["step"] == count
@@ -190,10 +201,85 @@ def test_a_run_with_several_tasks_has_a_table_and_charts_of_them(tmp_path):
         logger.log({"step": 1, "policy_version": 1, **by_task, "task/<b>/reward_mean": 0.75})
         logger.log({"step": 2, "policy_version": 2, **by_task})
     text = write_report(tmp_path).read_text()
-    table = re.search(r"<h3>Tasks</h3><table>(.*?)</table>", text).group(1)
+    table = re.search(r"<h3>Tasks</h3><div[^>]*><table>(.*?)</table>", text).group(1)
     assert "<td>short</td><td>0.25</td><td>6</td><td>0.125</td>" in table
     assert "<td>&lt;b&gt;</td><td>0.75</td><td>2</td>" in table  # the newest of each figure
     assert {"task/short/reward_mean", "task/<b>/reward_mean"} == {
         curve["name"] for curve in figures(text)["Reward by task"]
     }
     assert "<h3>Tasks</h3>" not in write_report(make_run(tmp_path / "one")).read_text()
+
+
+def test_runs_that_differ_by_their_seed_are_a_band_around_their_mean(tmp_path):
+    runs = [make_run(tmp_path / f"seed{i}", slope=0.1 * (i + 1)) for i in range(3)]
+    for i, run in enumerate(runs):
+        (run / "config.yaml").write_text(f"seed: {i}\nrun_dir: {run}\nlearner: {{lr: 0.1}}\n")
+    reward = figures(write_report(runs, tmp_path / "r.html").read_text())["Reward"]
+    low, high, mean = reward
+    assert (low["y"][-1], mean["y"][-1], high["y"][-1]) == pytest.approx((0.6, 1.2, 1.8))
+    assert high["fill"] == "tonexty" and mean["name"] == "reward/mean"
+    (runs[2] / "config.yaml").write_text("seed: 0\nlearner: {lr: 0.2}\n")
+    reward = figures(write_report(runs, tmp_path / "r.html").read_text())["Reward"]
+    assert [t["name"] for t in reward if "band" not in t] == [
+        "seed0 and 1 more: reward/mean",
+        "seed2: reward/mean",
+    ]
+
+
+def test_the_head_says_what_was_run_and_with_what(tmp_path):
+    folder = make_run(tmp_path / "run")
+    config = {
+        "model": {"path": "models/some-1b"},
+        "task": {"name": "digits"},
+        "actor": {"cheap": {"kind": "fp8_emulated", "count": 2, "dtype": "auto"}},
+        "correction": {"tis": {"cap": 2.0}},
+        "schedule": {"max_staleness": 3, "steps": 9, "groups_per_step": 4, "steps_per_publish": 2},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
+    about = {"machine": {"cores": 2, "gpus": []}, "commit": "abc+", "versions": {"torch": "2.0"}}
+    (folder / "about.json").write_text(json.dumps(about))
+    page = Page(write_report(folder).read_text()).text
+    for said in (
+        "models/some-1b",
+        "2 x cheap (fp8_emulated), auto",
+        "tis (cap 2.0)",
+        "asynchronous, max_staleness 3, 9 steps of 4 groups, a publication every 2 steps",
+        "2 cores, no GPU",
+        "abc+",
+        "torch 2.0",
+    ):
+        assert said in page, said
+    (folder / "status.json").write_text('{"phase": "failed", "step": 6}')
+    assert "The run failed after step 6." in write_report(folder).read_text()
+
+
+def test_the_samples_with_the_worst_mismatch_are_kept_within_the_budget():
+    made = [
+        {"response": "x" * 100, "log_ratio": [0.0, r, None], "at": i}
+        for i, r in enumerate((0.1, -3.0, 0.5))
+    ]
+    run = Run("a", Path("a"), [], "", samples=made)
+    assert [s["worst"] for s in samples([run], 10_000)] == [-3.0, 0.5, 0.1]
+    assert [s["worst"] for s in samples([run], 500)] == [-3.0, 0.5]
+    long = {"pieces": [["a"] * 800, ["b"] * 800], "at": 1, "response": "c" * 20_000}
+    cut = shown(long, "a", several=False)
+    assert [len(turn) for turn in cut["pieces"]] == [800, 200] and cut["worst"] is None
+    assert len(cut["response"]) < 13_000
+
+
+def test_the_timeline_has_a_lane_for_each_and_says_where_the_time_went():
+    spans = [
+        ["learner", "waiting for a batch", 0.0, 3.0, 1.0],
+        ["learner", "optimizer step 7", 3.0, 4.0, 1.0],
+        ["publications", "version 7", 3.5, 4.0, 1.0],
+        ["bf16-0", "decode", 0.0, 4.0, 0.75],
+    ]
+    run = Run("a", Path("a"), [], "", timeline=[{"step": 7, "spans": spans}])
+    made = swimlanes(run)
+    assert made["layout"]["yaxis"]["categoryarray"] == ["bf16-0", "publications", "learner"]
+    assert made["below"] == [
+        "learner: waiting for a batch 75%, training 25%",
+        "publications: publication 12%",
+        "bf16-0: decoding 75%, idle 25%",
+    ]
+    assert swimlanes(Run("a", Path("a"), [], "")) is None
