@@ -128,8 +128,11 @@ def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
     several. Runs of one family are a band from least to greatest, around their mean."""
     traces: list[dict[str, Any]] = []
     unit, several = "", len(families) > 1
-    for place, family in enumerate(families):
-        for i, (name, curves) in enumerate(_curves(chart, family)):
+    found = [dict(_curves(chart, family)) for family in families]
+    names = sorted({name for its in found for name in its}, key=_shortest_first)
+    for place, (family, its) in enumerate(zip(families, found)):
+        for name, curves in its.items():
+            i = names.index(name)  # the same dash in every run
             metric = declared(name)
             unit = unit or (metric.unit if metric and metric.unit != "1" else "")
             label = f"{family.name}: {name}" if several else name
@@ -155,8 +158,7 @@ Points = dict[float | int, float]  # step -> value
 
 
 def _curves(chart: Chart, family: Family) -> Iterator[tuple[str, list[Points]]]:
-    """(metric, its points in each run) of what the chart shows; short names first: share_2 before
-    share_16."""
+    """(metric, its points in each run) of what the chart shows."""
     found: dict[str, list[Points]] = {}
     for run in family.runs:
         rows = [_with_rest(r) for r in run.rows] if chart.stacked else run.rows
@@ -164,10 +166,15 @@ def _curves(chart: Chart, family: Family) -> Iterator[tuple[str, list[Points]]]:
             points = {_x(name, r): v for r in rows if (v := r.get(name)) is not None}
             if points:
                 found.setdefault(name, []).append(points)
-    for name in sorted(found, key=lambda n: (len(n), n)):
+    for name in sorted(found, key=_shortest_first):
         # a layer without any height would only lengthen the legend
         if not chart.stacked or any(y for points in found[name] for y in points.values()):
             yield name, found[name]
+
+
+def _shortest_first(name: str) -> tuple[int, str]:
+    """share_2 before share_16."""
+    return len(name), name
 
 
 def _mean(curves: Sequence[Points]) -> Points:

@@ -85,7 +85,7 @@ function legend(i) {
   const seen = new Set();
   for (const trace of figures[i].data) {
     const name = trace.legendgroup || trace.name;
-    if (seen.has(name)) continue;
+    if (trace.band || seen.has(name)) continue;
     seen.add(name);
     const mark = el('i');
     const line = trace.line || {};
