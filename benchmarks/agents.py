@@ -18,6 +18,7 @@ from harness import machine, median, rlcore, table
 
 PAGE = Path(__file__).resolve().parent / "results" / "agent_quickstart_cpu.md"
 GUESSES = 3  # of the experiment
+LIMIT_S = 480
 NAME = "eval/higher_lower"
 # the same problems, samples and steps; every sample is one guess, without an answer to it
 KINDS = {
@@ -99,8 +100,9 @@ and with greedy ones; seconds are of the whole command with an empty warm-up cac
 """
 COMPARED = f"""The same game with the same number of episodes and optimizer steps, but a single
 guess without an answer (`environment=none`). Its best of {GUESSES} is the share of numbers that
-{GUESSES} independent guesses find, as many as an episode of several turns has at most. Medians over
-the seeds.
+{GUESSES} independent guesses find, as many as an episode of several turns has at most. Of ten
+numbers, no policy finds more than 1 with a single guess, 3 with three guesses without an answer,
+and 7 with three guesses that are answered. Medians over the seeds.
 """
 
 
@@ -120,10 +122,12 @@ def _row(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verdict(several: list[dict[str, Any]]) -> str:
-    met = [run["seconds"] < 480 and run["end"] >= 2 * run["start"] for run in several]
+    quick = [run for run in several if run["seconds"] < LIMIT_S]
+    sampled = sum(run["end"] >= 2 * run["start"] for run in quick)
+    greedy = sum(run["greedy end"] >= 2 * run["greedy start"] for run in quick)
     return (
-        f"\nThe target, under 480 s and at least twice the success at the start, was met by "
-        f"{sum(met)} of {len(met)} runs."
+        f"\nThe target is at least twice the success at the start in under {LIMIT_S} s. It was met "
+        f"by {sampled} of {len(several)} runs with sampled guesses, by {greedy} with greedy ones."
     )
 
 
