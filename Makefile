@@ -17,7 +17,11 @@ venv:  ## make or update .venv from its lock file (PROFILE=cpu or cuda; FLASH_AT
 	@FLASH_ATTN=$(FLASH_ATTN) bash requirements/install.sh $(PROFILE)
 
 quickstart: venv  ## train a model with RL on two CPU cores, in about five minutes
-	.venv/bin/rlcore train experiment=quickstart run_dir=$(RUN_DIR)
+	@dir=$(RUN_DIR) && .venv/bin/rlcore train experiment=quickstart run_dir=$$dir && \
+	printf '%s\n' "Look at $$dir/report.html: the curves, and answers before and after. Then try, from .venv/bin:" \
+	  "  rlcore try task=digits n=5                   what the model is asked, and what the grader says" \
+	  "  rlcore train experiment=quickstart schedule.max_staleness=8 run_dir=$$dir-stale   older samples" \
+	  "  rlcore compare $$dir $$dir-stale     what that changed" "All pages: docs/index.md"
 
 demo: venv  ## improve a real pretrained model by RL on two CPU cores
 	.venv/bin/rlcore fetch name=smollm2-135m out=$(DEMO_MODEL)

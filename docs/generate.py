@@ -13,6 +13,7 @@ sys.path.insert(0, str(DOCS.parent))
 from pydantic import BaseModel  # noqa: E402
 
 from rlcore.config.corrections import shipped  # noqa: E402
+from rlcore.config.foreign_keys import ENTRIES  # noqa: E402
 from rlcore.config.help import kind_of, meaning_of, written_default  # noqa: E402
 from rlcore.config.schema import RunConfig  # noqa: E402
 from rlcore.config.sentences import sections  # noqa: E402
@@ -123,6 +124,16 @@ def _group(name: str) -> str:
     return {"reward_parts": "reward"}.get(first, first) if slash else "Single metrics"
 
 
+def foreign_keys() -> str:
+    """The table of docs/coming-from.md."""
+    lines = ["| rlcore | verl | TRL | OpenRLHF | |", "| --- | --- | --- | --- | --- |"]
+    for entry in ENTRIES:
+        openrlhf = entry.openrlhf and f"--{entry.openrlhf}"
+        names = (f"`{name}`" if name else "" for name in (entry.verl, entry.trl, openrlhf))
+        lines.append(f"| `{entry.ours}` | " + " | ".join([*names, _cell(entry.note)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def correction_keys(name: str) -> str:
     """The table of a correction's page."""
     spec = resolve(CORRECTIONS, name, key="correction")
@@ -146,6 +157,8 @@ def pages() -> dict[Path, Callable[[], str]]:
 
     found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
     found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
+    foreign = DOCS / "coming-from.md"
+    found[foreign] = marked(foreign, "keys of all", foreign_keys)
     for name in CORRECTIONS:
         path = DOCS / "corrections" / f"{name}.md"
         keys = f"keys: correction.{name}"

@@ -19,6 +19,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       train (or check everything and print what would be started); resume=auto continues a run
   rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]
       prompts as the model will see them, and what the grader says to known answers
+  rlcore sweep experiment=NAME run_dir=DIR seed=0,1,2 [key=a,b ...] [dry_run=true]
+      every combination, one run after another or a Slurm job each, and one report; continues
   rlcore sft experiment=NAME run_dir=DIR [key=value ...]
       supervised warm-up; writes DIR/model
   rlcore eval run_dir=DIR [checkpoint=PATH] [key=value ...]
@@ -47,6 +49,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       what this machine has and lacks, and whether a run starts on it
   rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [json=true]
       how far apart actors and learner of a run are, and which correction fits, before it starts
+  rlcore import-config FILE [out=FOLDER]
+      a configuration of verl, TRL's GRPO or OpenRLHF as an experiment, and what it lacks
 
 `rlcore train --help` lists groups, options, experiments and keys.
 Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
@@ -56,6 +60,18 @@ Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Who read the output has gone (rlcore ... | head): Python would complain at its exit again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        asked = {"-h", "--help"} & set(words)
+        return 1 if words and words[0] in TRAINING and not asked else 0
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0
@@ -72,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as e:
         print(f"rlcore: {e}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise
     except (StageError, DeadlineExceeded, OSError) as e:
         print(f"rlcore: the run ended: {e}", file=sys.stderr)
         return 1
@@ -98,6 +116,14 @@ def _dry_run(words: list[str]) -> int:
     from rlcore.commands.dry_run import dry_run
 
     return dry_run(config, own)
+
+
+def _sweep(words: list[str]) -> int:
+    dry, words = _flag(words, "dry_run")
+    config_dir, words = _take(words, "config_dir")
+    from rlcore.commands.sweep import jobs, sweep
+
+    return sweep(jobs(words, config_dir), config_dir, dry_run=dry)
 
 
 def _try(words: list[str]) -> int:
@@ -199,6 +225,15 @@ def _fetch(words: list[str]) -> int:
     return fetch(name, out)
 
 
+def _import_config(words: list[str]) -> int:
+    out, files = _take(words, "out")
+    if len(files) != 1:
+        raise UserError(f"rlcore import-config takes one file, got {len(files)}.")
+    from rlcore.commands.import_config import import_config
+
+    return import_config(files[0], out or "imported")
+
+
 def _plan(words: list[str]) -> int:
     if words and words[0] == "measure":
         return _plan_measure(words[1:])
@@ -267,8 +302,10 @@ def _flag(words: Sequence[str], key: str) -> tuple[bool, list[str]]:
     return value == "true", others
 
 
+TRAINING = ("train", "sweep", "sft", "eval")  # not done where their output cannot be written
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "sweep": _sweep,
     "try": _try,
     "sft": _sft,
     "eval": _eval,
@@ -279,6 +316,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "report": _report,
     "fetch": _fetch,
+    "import-config": _import_config,
     "plan": _plan,
     "doctor": _doctor,
 }

@@ -1,15 +1,18 @@
-"""docs/ARCHITECTURE.md names files, functions and classes that exist.
+"""The pages of docs/ follow the tree: generated parts are current, the navigation is whole, and
+docs/ARCHITECTURE.md names files, functions and classes that exist.
 
-The page writes them in backticks: `path/file.py`, `path/file.py: name`, `path/file.py: A.method`
+That page writes them in backticks: `path/file.py`, `path/file.py: name`, `path/file.py: A.method`
 (several names with commas between them), or `folder/`. Paths start at rlcore/ or at the repository.
 """
 
 import ast
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 import structure
+import yaml
 from structure import ROOT
 
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
@@ -52,3 +55,27 @@ def test_every_package_has_its_row():
     packages = {p.parent.name for p in (ROOT / "rlcore").glob("*/__init__.py")}
     named = {path.rstrip("/") for path, _ in references()}
     assert packages - named == set()
+
+
+def test_the_generated_pages_are_current():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for path, content in module.pages().items():
+        assert path.read_text() == content(), f"run python docs/generate.py: {path.name} differs"
+
+
+def navigation(node):
+    if isinstance(node, str):
+        return [node]
+    children = node.values() if isinstance(node, dict) else node
+    return [page for child in children for page in navigation(child)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    docs = ROOT / "docs"
+    pages = [str(p.relative_to(docs)) for p in docs.rglob("*.md")]
+    # results, of which the first page lists the others
+    pages = [p for p in pages if not p.startswith("evidence/") or p == "evidence/README.md"]
+    in_mkdocs = navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(in_mkdocs) == sorted(pages)

@@ -1,13 +1,13 @@
-"""The pages of docs/: links and anchors hold, none is missing, generated parts are current."""
+"""The pages of docs/: links and anchors hold, none is missing.
 
-import importlib.util
+That generated parts are current, and the navigation whole, is tested in test_architecture.py."""
+
 import re
 from functools import cache
 from itertools import count
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rlcore.config.groups import groups
 from rlcore.corrections.registry import CORRECTIONS
@@ -48,17 +48,6 @@ def anchors(path):
     return found
 
 
-def navigation(node):
-    if isinstance(node, str):
-        return [node]
-    children = node.values() if isinstance(node, dict) else node
-    return [page for child in children for page in navigation(child)]
-
-
-def site():
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-
-
 @pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for link in links(page):
@@ -74,11 +63,6 @@ def test_the_check_of_links_sees_them():
     assert sum(len(links(page)) for page in LINKING) > 200
     assert "which-one" in anchors(DOCS / "corrections" / "index.md")
     assert "adding-a-correction" in anchors(DOCS / "CONTRIBUTING.md")
-
-
-def test_every_page_is_in_the_navigation_once():
-    pages = [str(p.relative_to(DOCS)) for p in PAGES]
-    assert sorted(navigation(site()["nav"])) == sorted(pages)
 
 
 def test_the_readme_links_to_every_page():
@@ -109,15 +93,3 @@ def test_every_loss_advantage_and_algorithm_is_described():
 
 def test_ranges_are_given_for_metrics_that_exist():
     assert set(GUIDES) - {metric.name for metric in METRICS} == set()
-
-
-def generator():
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_generated_pages_are_current():
-    for path, content in generator().pages().items():
-        assert path.read_text() == content(), f"run python docs/generate.py: {path.name} differs"

@@ -102,19 +102,39 @@ def hydra_word(override: Override) -> str:
     return f"{'+' if override.package else ''}{group_key(override)}={shown}"
 
 
-def _parse_word(word: str) -> Override:
+def each_value(word: str) -> list[str]:
+    """The word once for each value that it gives its key, in the form of Hydra's multirun.
+
+    Example: each_value("seed=0,1") is ["seed=0", "seed=1"]. Raises UserError.
+    """
+    override = _read_word(word)
+    if not override.is_sweep_override():
+        return [word]
+    key = word.partition("=")[0]
     try:
-        override = OverridesParser.create().parse_override(word)
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as e:
+        raise UserError(
+            f"The word {word!r} cannot be swept ({one_line(e)}): write key=a,b,c or key=range(n)."
+        ) from e
+
+
+def _read_word(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
     except HydraException as e:
         raise UserError(
             f"The word {word!r} cannot be read ({one_line(e)}): write key=value or group=option."
         ) from e
+
+
+def _parse_word(word: str) -> Override:
+    override = _read_word(word)
     # Hydra's syntax for several runs, which a forgotten bracket asks for by accident.
     if override.is_sweep_override():
         hint = f"{override.key_or_group}=[{word.partition('=')[2]}]"
         raise UserError(
-            f"The word {word!r} asks for several runs: start them one at a time, or write a list, "
-            f"{hint}."
+            f"The word {word!r} asks for several runs: use rlcore sweep, or write a list, {hint}."
         )
     if override.key_or_group.split(".")[0] == "hydra":
         raise UserError(

@@ -1,0 +1,176 @@
+"""`rlcore sweep`: the same run with several seeds or settings, and one report over all."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from rlcore.commands.launch import launch
+from rlcore.commands.report import report
+from rlcore.config.compose import load
+from rlcore.config.groups import each_value
+from rlcore.config.schema import RunConfig
+from rlcore.errors import StageError
+from rlcore.launch import render
+from rlcore.metrics.status import FINAL, read_status
+from rlcore.spec import refuse
+
+SUBMITTED = "submitted"  # file in the folder of a run that a scheduler has taken
+STOPPED = 130
+State = Literal["finished", "failed", "submitted", "stopped"]
+Start = Callable[[Sequence[str]], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a sweep. Example: Job("seed-1", ("seed=1", "run_dir=runs/s/seed-1"), config)"""
+
+    name: str
+    words: tuple[str, ...]
+    config: RunConfig
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run_dir)
+
+    @property
+    def finished(self) -> bool:
+        status = read_status(self.folder)
+        done = status is not None and status["phase"] == "ended"
+        return done and int(status["step"]) >= self.config.schedule.steps if status else False
+
+    @property
+    def queued(self) -> bool:
+        """Whether a scheduler has it, as far as its folder tells."""
+        status = read_status(self.folder)
+        over = status is not None and status["phase"] in FINAL
+        return (self.folder / SUBMITTED).exists() and not over
+
+
+def jobs(words: Sequence[str], config_dir: str | None = None) -> list[Job]:
+    """Every combination of the values that the words name, checked as a run is.
+
+    `seed=0,1,2` and `learner.lr=1e-4,3e-4` are Hydra's choices, `seed=range(4)` its ranges. Raises
+    UserError if no word has several values, or a combination is refused.
+    """
+    parent = next((w.partition("=")[2] for w in words if w.startswith("run_dir=")), "")
+    refuse(not parent, "run_dir= is missing: name the folder to hold the runs of the sweep.")
+    others = [word for word in words if not word.startswith("run_dir=")]
+    choices = [each_value(word) for word in others]
+    refuse(
+        all(len(values) == 1 for values in choices),
+        "The words name one run: give a key several values, such as seed=0,1,2, or use rlcore "
+        "train.",
+    )
+    found = []
+    for combination in product(*choices):
+        varied = [word for word, values in zip(combination, choices) if len(values) > 1]
+        name = _name(varied)
+        given = (*combination, f"run_dir={Path(parent) / name}")
+        found.append(Job(name, given, load(given, config_dir)))
+    names = [job.name for job in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    refuse(twice is not None, f"Two runs of the sweep are {twice}: leave one of the values out.")
+    return found
+
+
+def sweep(
+    found: Sequence[Job], config_dir: str | None, *, dry_run: bool, start: Start | None = None
+) -> int:
+    """Do the runs one after another, or submit each where `cluster.launch` names a scheduler.
+
+    Runs that have finished are skipped, others are resumed. Returns 0 if all have finished or were
+    submitted, 1 if one failed, 130 if the sweep was stopped.
+    """
+    if dry_run:
+        for job in found:
+            print(f"{job.name}: {'finished' if job.finished else 'rlcore train'} {_shown(job)}")
+        return 0
+    states: dict[str, State] = {}
+    for number, job in enumerate(found, 1):
+        print(f"rlcore sweep: run {number} of {len(found)}: {job.name}", flush=True)
+        states[job.name] = _do(job, config_dir, start or _start)
+        if states[job.name] == "stopped":
+            break
+    print("\n".join(f"{name}: {state}" for name, state in states.items()))
+    _report(found)
+    if "stopped" in states.values():
+        return STOPPED
+    return 1 if "failed" in states.values() else 0
+
+
+def _do(job: Job, config_dir: str | None, start: Start) -> State:
+    if job.finished:
+        return "finished"
+    spec = job.config.cluster.launch
+    words = [*job.words, *([f"config_dir={config_dir}"] if config_dir else [])]
+    if spec.kind in ("slurm", "kubernetes"):
+        return _submit(job, words)
+    code = start(render(spec, words, job.config.run_dir).command)
+    if code == STOPPED:
+        return "stopped"
+    return "failed" if code else "finished"
+
+
+def _submit(job: Job, words: Sequence[str]) -> State:
+    mark = job.folder / SUBMITTED
+    if job.queued:
+        print(f"{job.name} was submitted before; if its job is gone, remove {mark}")
+        return "submitted"
+    try:
+        launch(job.config, words, dry_run=False)
+    except (StageError, OSError) as e:
+        print(f"{job.name}: {e}")
+        return "failed"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    return "submitted"
+
+
+def _start(command: Sequence[str]) -> int:
+    """Run one and wait for it. A signal to the sweep is passed on, so that the run ends with a
+    checkpoint."""
+    # The environment of this command has it, its PATH perhaps not.
+    words = (
+        [sys.executable, "-m", "rlcore.cli", *command[1:]] if command[0] == "rlcore" else command
+    )
+    # A session of its own: Ctrl-C would otherwise reach the run twice, and the second one kills.
+    process = subprocess.Popen(words, start_new_session=True)
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return STOPPED if stopped else code
+
+
+def _report(found: Sequence[Job]) -> None:
+    """report.html over all runs that have taken a step, beside their folders."""
+    begun = [str(job.folder) for job in found if (job.folder / "metrics.jsonl").exists()]
+    if begun:
+        report(begun, str(found[0].folder.parent / "report.html"))
+
+
+def _name(varied: Sequence[str]) -> str:
+    """A folder's name, such as "seed-1_learner.lr-0.0001": run_dir takes no "=" unquoted."""
+    return "_".join(re.sub(r"[^\w.+]+", "-", word).strip("-") for word in varied)
+
+
+def _shown(job: Job) -> str:
+    return " ".join(job.words)

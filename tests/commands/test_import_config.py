@@ -1,0 +1,186 @@
+"""`rlcore import-config`: what is translated passes a dry run, what is not is listed."""
+
+import json
+
+import pytest
+import yaml
+
+from rlcore.cli import main
+from rlcore.config.foreign import translate
+from rlcore.config.foreign_files import read
+from rlcore.config.foreign_keys import ENTRIES, SOURCES
+from rlcore.config.sentences import keys
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+
+VERL = {
+    "data": {
+        "train_files": "train.jsonl",
+        "val_files": ["train.jsonl"],
+        "train_batch_size": 16,
+        "max_prompt_length": 16,
+        "max_response_length": 16,
+    },
+    "actor_rollout_ref": {
+        "model": {"path": "model", "lora_rank": 0},
+        "actor": {
+            "_target_": "verl.workers.config.FSDPActorConfig",
+            "ppo_mini_batch_size": 4,
+            "clip_ratio": 0.2,
+            "clip_ratio_high": 0.28,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "loss_agg_mode": "seq-mean-token-sum",
+            "optim": {"lr": 1e-6, "lr_warmup_steps": -1},
+        },
+        "rollout": {"n": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
+    },
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": False,
+        "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 3.0},
+    },
+    "trainer": {"total_training_steps": 8, "test_freq": -1, "nnodes": 1},
+}
+TRL = """
+model_name_or_path: model
+dataset_name: train.jsonl
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+steps_per_generation: 4
+num_generations: 4
+max_completion_length: 16
+learning_rate: 1.0e-5
+loss_type: dapo
+epsilon: 0.2
+epsilon_high: 0.28
+beta: 0.0
+top_p: 0.9
+max_steps: 6
+lr_scheduler_type: constant_with_warmup
+use_vllm: true
+vllm_importance_sampling_correction: true
+vllm_importance_sampling_mode: token_truncate
+vllm_importance_sampling_cap: 2.5
+"""
+OPENRLHF = r"""
+python3 -m openrlhf.cli.train_ppo_ray \
+   --pretrain model --prompt_data train.jsonl --input_key question --label_key answer \
+   --n_samples_per_prompt 4 --rollout_batch_size 8 --train_batch_size 32 \
+   --prompt_max_len 16 --generate_max_len 16 \
+   --advantage_estimator reinforce_baseline --eps_clip_low_high 0.2 0.27 \
+   --actor_learning_rate 5e-7 --init_kl_coef 1e-3 --kl_estimator k3 --use_kl_loss \
+   --async_train --partial_rollout --async_queue_size 2 --enable_vllm_is_correction \
+   --remote_rm_url http://127.0.0.1:5000/get_reward --colocate_all_models
+"""
+FILES = {"verl.yaml": yaml.safe_dump(VERL), "trl.yaml": TRL, "openrlhf.sh": OPENRLHF}
+HERE = ("learner.num_gpus=0", "learner.zero_stage=0", "actor.bf16.num_gpus=0")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    row = {"prompt": "1+1", "question": "1+1", "answer": "2", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    (tmp_path / "graders.py").write_text("def grade(item, response):\n    return 1.0\n")
+
+
+def translated(name):
+    source, given = read(name)
+    found = translate(source, given)
+    return source, found.values, found.options, {left.key: left.reason for left in found.left}
+
+
+def test_a_configuration_of_verl():
+    source, values, options, left = translated("verl.yaml")
+    assert source == "verl" and options["schedule"] == "large_batch"
+    assert values["schedule.groups_per_step"] == 4 and values["schedule.steps_per_publish"] == 4
+    assert (values["algorithm.eps_low"], values["algorithm.eps_high"]) == (0.2, 0.28)
+    assert values["algorithm.kl_coef"] == 0.001 and values["algorithm.kl_estimator"] == "k3"
+    assert values["algorithm.advantage"] == "dr_grpo" and values["model.max_len"] == 32
+    assert options["correction"] == ["tis"] and values["correction.tis.cap"] == 3.0
+    assert set(left) == {"actor_rollout_ref.actor.loss_agg_mode", "trainer.nnodes"}
+    assert not {"evaluation.every", "rollout.top_k", "learner.lora.rank"} & set(values)
+
+
+def test_a_configuration_of_trl():
+    source, values, options, left = translated("trl.yaml")
+    assert source == "trl" and options["correction"] == ["tis"]
+    assert values["schedule.groups_per_step"] == 4 and values["schedule.steps_per_publish"] == 2
+    assert values["correction.tis.level"] == "token" and values["correction.tis.cap"] == 2.5
+    assert values["algorithm.aggregation"] == "token-mean" and "rollout.top_p" not in values
+    assert "refused" in left["top_p"] and "one process" in left["per_device_train_batch_size"]
+
+
+def test_trls_masks_become_mis(tmp_path):
+    (tmp_path / "trl.yaml").write_text(TRL.replace("token_truncate", "sequence_mask"))
+    _, values, options, _ = translated("trl.yaml")
+    assert options["correction"] == ["mis"] and values["correction.mis.level"] == "sequence"
+    assert (values["correction.mis.low"], values["correction.mis.high"]) == (0.0, 2.5)
+
+
+def test_a_command_line_of_openrlhf():
+    source, values, options, left = translated("openrlhf.sh")
+    assert source == "openrlhf" and options["schedule"] == "async"
+    assert values["schedule.groups_per_step"] == 8 and values["schedule.max_staleness"] == 2
+    assert values["schedule.on_publish"] == "in_flight" and values["learner.lr"] == 5e-7
+    assert (values["algorithm.eps_low"], values["algorithm.eps_high"]) == (0.2, 0.27)
+    assert values["algorithm.advantage"] == "reinforce_pp_baseline"
+    assert "task.rewards" in left["remote_rm_url"] and "--max_steps" not in left
+
+
+def test_a_command_line_of_verl(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "set -x\npython3 -m verl.trainer.main_ppo \\\n  algorithm.adv_estimator=rloo \\\n"
+        "  data.train_files=$NOWHERE/train.parquet data.train_batch_size=64 \\\n"
+        "  actor_rollout_ref.actor.ppo_mini_batch_size=64 +trainer.extra.key=1 $@\n"
+    )
+    source, values, options, left = translated("run.sh")
+    assert source == "verl" and options["schedule"] == "on_policy"
+    assert values["algorithm.advantage"] == "rloo" and values["schedule.groups_per_step"] == 64
+    assert left["trainer.extra.key"] == "no counterpart"
+    assert "holds a variable" in left["data.train_files"]
+
+
+def test_our_side_of_the_table_is_the_schema():
+    ours = {key.replace(".LABEL.", ".bf16.") for key in keys()} | {
+        f"task.args.{name}_path" for name in ("train", "heldout")
+    }
+    ours |= {f"task.args.{name}_field" for name in ("question", "answer")}
+    assert {entry.ours for entry in ENTRIES} - ours == set()
+    for source in SOURCES:
+        named = [entry.of(source) for entry in ENTRIES if entry.of(source)]
+        assert len(named) == len(set(named)) > 25
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_result_passes_a_dry_run(name, tmp_path, capsys):
+    small = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
+    build_fresh_model(tmp_path / "model", "0123456789+", small, seed=0, max_len=64)
+    assert main(["import-config", name, "out=mine"]) == 0
+    said = capsys.readouterr().out
+    assert "not translated" in said and "still missing: task.args.grader" in said
+    words = ["config_dir=mine", f"experiment={name.partition('.')[0]}", "run_dir=x", *HERE]
+    words += ["task.args.grader=graders.py:grade", "model.max_len=64", "dry_run=true"]
+    assert main(["train", *words]) == 0
+    assert "nothing is started" in capsys.readouterr().out
+    assert main(["import-config", name, "out=mine"]) == 2
+    assert "exists: remove it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\n", "holds no settings of verl"),
+        ("a: [\n", "cannot be read"),
+        ("", "holds no settings of verl"),
+    ],
+)
+def test_other_files_are_refused_in_a_sentence(text, said, tmp_path, capsys):
+    (tmp_path / "other.yaml").write_text(text)
+    assert main(["import-config", "other.yaml"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "imported").exists()
