@@ -18,6 +18,7 @@ from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import attention_heads, check_heads, check_length
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
+from rlcore.weights.experts import FAMILIES
 
 # num_experts, num_local_experts, n_routed_experts, moe_num_experts: of all model families
 EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
@@ -90,14 +91,57 @@ def check_attention(config: RunConfig) -> None:
 
 
 def check_dense(model: Mapping[str, Any], *, whose: str) -> None:
-    """Refuse mixtures of experts: vLLM fuses their weights under names that a publication does not
-    have, which would only show at the first one. `model`: a config.json."""
-    for name, value in _settings(model):
+    """Refuse mixtures of experts. `model`: a config.json."""
+    experts = _experts(model)
+    refuse(
+        bool(experts),
+        f"{whose} is a mixture of experts ({experts}), which only a policy can be: choose a dense "
+        "model.",
+    )
+
+
+def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """Refuse a mixture of experts whose weights vLLM holds under other names than are known here,
+    which would only show at the first publication, and settings that were not tried with one.
+    `model`: the policy's config.json."""
+    experts = _experts(model)
+    if not experts:
+        return
+    whose = f"model.path={config.model.path} is a mixture of experts ({experts})"
+    refuse(
+        model.get("model_type") not in FAMILIES,
+        f"{whose} of model_type={model.get('model_type')}, whose weights cannot be published to "
+        f"the rollout actors yet: choose a dense model, or one of {', '.join(FAMILIES)}.",
+    )
+    refuse(
+        config.learner.lora is not None,
+        f"{whose}, which does not go with learner.lora yet: set learner.lora=null.",
+    )
+    for label, actor in config.actor.items():
         refuse(
-            bool(EXPERTS.fullmatch(name)) and isinstance(value, int) and value > 1,
-            f"{whose} is a mixture of experts ({name}={value}), whose weights cannot be published "
-            "to the rollout actors yet: choose a dense model.",
+            actor.kind != "bf16" or actor.rounding != "none",
+            f"{whose}, which actor.{label} with kind={actor.kind} and rounding={actor.rounding} "
+            "cannot serve yet: choose actor=bf16.",
         )
+        refuse(
+            not actor.on_cpu,
+            f"{whose}, which actor.{label}.num_gpus={actor.num_gpus:g} cannot serve yet: on GPUs "
+            f"vLLM may hold experts in another order. Set actor.{label}.num_gpus=0 or choose a "
+            "dense model.",
+        )
+        refuse(
+            actor.tensor_parallel > 1,
+            f"{whose}, which actor.{label}.tensor_parallel={actor.tensor_parallel} cannot split "
+            f"yet: set actor.{label}.tensor_parallel=1.",
+        )
+
+
+def _experts(model: Mapping[str, Any]) -> str:
+    """The setting that makes a model a mixture of experts, as name=value; "" for a dense one."""
+    for name, value in _settings(model):
+        if EXPERTS.fullmatch(name) and isinstance(value, int) and value > 1:
+            return f"{name}={value}"
+    return ""
 
 
 def _settings(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -117,7 +161,7 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
         return _fresh(config.model.fresh, tokenizer)
     weight_files(path)  # refuses a folder without safetensors
     policy = read_config(path)
-    check_dense(policy, whose=f"model.path={path}")
+    check_experts(config, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy
 

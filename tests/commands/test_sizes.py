@@ -1,11 +1,12 @@
 """Sizes of models, by headers and settings, and what is refused because of them."""
 
 import json
+import re
 
 import pytest
 
 from rlcore.commands import sizes
-from rlcore.commands.model_checks import check_dense
+from rlcore.commands.model_checks import check_dense, check_experts
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
@@ -77,9 +78,36 @@ def test_only_the_object_store_must_hold_it():
     ],
     ids=json.dumps,
 )
-def test_mixtures_of_experts_are_refused(config):
+def test_drafts_that_are_mixtures_of_experts_are_refused(config):
     with pytest.raises(UserError, match=r"^model\.path=m is a mixture of experts \(.*=\d+\)"):
         check_dense(config, whose="model.path=m")
+
+
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "says"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, [], "of model_type=mixtral"),
+        ({"num_experts": 8}, [], "of model_type=None"),
+        (MIXTURE, ["learner.lora={rank: 4}"], "set learner.lora=null"),
+        (MIXTURE, ["actor=fp8"], "choose actor=bf16"),
+        (MIXTURE, ["actor=sparse"], "choose actor=bf16"),
+        (MIXTURE, ["actor.bf16.rounding=int8"], "with kind=bf16 and rounding=int8"),
+        (MIXTURE, ["actor.bf16.num_gpus=1"], "Set actor.bf16.num_gpus=0"),
+        (MIXTURE, ["actor.bf16.tensor_parallel=2"], "set actor.bf16.tensor_parallel=1"),
+    ],
+)
+def test_what_does_not_go_with_a_mixture_of_experts_is_refused(model, words, says):
+    config = load(["run_dir=x", *words])
+    with pytest.raises(UserError, match=re.escape(says)):
+        check_experts(config, model)
+
+
+def test_a_known_mixture_of_experts_is_accepted_as_the_policy():
+    check_experts(load(["run_dir=x"]), MIXTURE)
+    check_experts(load(["run_dir=x", "learner.lora={rank: 4}", "actor=fp8"]), {"num_experts": 1})
 
 
 def test_dense_models_are_not():

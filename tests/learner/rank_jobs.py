@@ -437,3 +437,21 @@ def kept_by_acceptance(rank: int, world: int, port: int, model: str) -> list[dic
         one.begin_phase([groups])
         rows.append(one.train_step(0))
     return rows
+
+
+def mixture_weights(
+    rank: int, world: int, port: int, model: str
+) -> dict[int, tuple[dict[str, tuple[int, ...]], dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """stage -> announced shapes, published weights and two of them asked for alone, after a step
+    on a mixture of experts."""
+    out = {}
+    mine = share(make_groups(5), rank, world)
+    for stage in (0, 3):
+        one = learner(rank, world, port, model, zero_stage=stage, lr=1e-2)
+        one.begin_phase([mine])
+        one.train_step(0)
+        shapes = one.published_shapes(POLICY)
+        two = [n for n in shapes if ".experts.2." in n][:2]
+        alone = arrays(dict(one.published_weights(POLICY, "float32", two)))
+        out[stage] = shapes, state(one), alone
+    return out

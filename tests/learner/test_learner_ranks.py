@@ -7,7 +7,10 @@ import math
 import numpy as np
 import pytest
 import rank_jobs as jobs
-from learner_helpers import on_ranks, small_model
+from learner_helpers import ALPHABET, on_ranks, small_model
+
+from rlcore.models.folder import read_weights
+from rlcore.testing.experts import tiny_mixture
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -156,3 +159,20 @@ def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     files = sorted(p.name for p in (tmp_path / "stage3").iterdir())
     assert files == ["learner-00000.safetensors", "learner.json"]
     assert json.loads((tmp_path / "stage3" / "learner.json").read_text())["optimizer_steps"] == 1
+
+
+def test_experts_are_published_one_by_one_at_any_stage(tmp_path):
+    tiny_mixture(tmp_path, ALPHABET, seed=3)
+    before = {n: t.numpy() for n, t in read_weights(tmp_path).items()}
+    single = on_ranks(1, jobs.mixture_weights, str(tmp_path))[0]
+    reference = single[0][1]
+    for shapes, weights, alone in (
+        *single.values(),
+        *on_ranks(2, jobs.mixture_weights, str(tmp_path))[0].values(),
+    ):
+        assert shapes == {n: w.shape for n, w in weights.items()}
+        assert weights.keys() == before.keys()
+        assert _difference(weights, reference) < 1e-4
+        assert len(alone) == 2 and all(np.array_equal(w, weights[n]) for n, w in alone.items())
+    experts = [n for n in before if ".experts." in n]
+    assert any(np.abs(reference[n] - before[n]).max() > 1e-3 for n in experts)

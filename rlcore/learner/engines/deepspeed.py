@@ -41,6 +41,7 @@ from rlcore.learner.policy import Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
 from rlcore.learner.specs import LearnerSpec
 from rlcore.types import TokenScores
+from rlcore.weights.experts import single_shapes, singles
 
 
 class ZeroEngine(TrainEngine):
@@ -153,7 +154,8 @@ class ZeroEngine(TrainEngine):
     # ----- state in and out -----
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.names.items()}
+        held = ((n, tuple(getattr(p, "ds_shape", p.shape))) for n, p in self.names.items())
+        return {n: shape for name, whole in held for n, shape in single_shapes(name, whole).items()}
 
     def weights(
         self, only: Collection[str] | None = None, *, on_device: bool = False
@@ -161,16 +163,20 @@ class ZeroEngine(TrainEngine):
         import deepspeed
 
         for name, p in self.names.items():
-            if only is not None and name not in only:
+            wanted = set(single_shapes(name, tuple(getattr(p, "ds_shape", p.shape))))
+            if only is not None:
+                wanted &= set(only)
+            if not wanted:
                 continue
             layer = self._adapted.get(name)
             parts = [p] if layer is None else [p, *factors(layer)]
             with deepspeed.zero.GatheredParameters(parts, enabled=self._stage == 3):
                 whole = p.detach() if layer is None else merged(p.detach(), layer)
-                if not on_device:
-                    yield name, whole.to("cpu", copy=True)
-                else:  # a gathered weight is freed when the next one is asked for
-                    yield name, whole.clone() if self._stage == 3 else whole
+                for n, part in ((n, part) for n, part in singles(name, whole) if n in wanted):
+                    if not on_device:
+                        yield n, part.to("cpu", copy=True)
+                    else:  # a gathered weight is freed when the next one is asked for
+                        yield n, part.clone() if self._stage == 3 else part
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         found = {n: p for n, (p, _) in self._factors()}

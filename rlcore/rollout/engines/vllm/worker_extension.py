@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.experts import engine_place, in_engine
 
 DIFFERENT = -1  # no tensor's checksum
 _BASE = ".base_layer."  # between the names of an adapted layer and of its parameters
@@ -188,7 +189,9 @@ def second_names(model: Any) -> set[str]:
 
 
 def _siblings(model: Any, name: str) -> tuple[str, list[str]] | None:
-    """(fused parameter, its parts in order) for a name that vLLM fuses."""
+    """(fused parameter, its parts in order) for a name of a linear layer that vLLM fuses."""
+    if engine_place(name) is not None:
+        return None
     for fused, parts in getattr(model, "packed_modules_mapping", {}).items():
         for part in parts:
             if f".{part}." in name and part != fused:
@@ -199,6 +202,8 @@ def _siblings(model: Any, name: str) -> tuple[str, list[str]] | None:
 
 
 def _fused_name(model: Any, name: str) -> str:
+    if (place := engine_place(name)) is not None:
+        return place.parameter
     found = _siblings(model, name)
     return found[0] if found else name
 
@@ -232,6 +237,8 @@ def _held(model: Any, params: Mapping[str, torch.Tensor], name: str) -> _Held:
     """This rank's part of a weight. Raises KeyError for one that the engine does not hold."""
     if name == "lm_head.weight" and _tied(model):
         name = "model.embed_tokens.weight"
+    if (place := engine_place(name)) is not None and place.parameter in params:
+        return _Held(in_engine(place, params[place.parameter]), False)
     found = _siblings(model, name)
     target, parts = found if found else (name, [name])
     if target not in params:

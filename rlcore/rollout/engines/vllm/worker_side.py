@@ -71,7 +71,7 @@ def _gather_logprobs(
 
 
 def _keep_weights_live() -> None:
-    """Keep vLLM's CPU linears from packing their weights at load.
+    """Keep vLLM's CPU layers from packing their weights at load.
 
     Packed weights cannot be updated in place, and a reload silently leaves the tied LM head on its
     old copy.
@@ -79,8 +79,11 @@ def _keep_weights_live() -> None:
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as layers
 
+    from rlcore.rollout.engines.vllm.live_experts_cpu import keep_experts_live
+
     ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda *_: False
+    keep_experts_live()
 
 
 if on_cpu():
