@@ -50,17 +50,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlcore.buffer.specs import BatchingSpec, Phases
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What the rules know of a waiting group."""
-
-    group_id: int
-    deadline: int  # last step that may train on it first
-    finished: bool
-    task: str = ""
-    uses_left: int = 1
+from rlcore.buffer.waiting import Candidate, Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +97,25 @@ class StalenessBound:
         usable = self.phases.batches_before(self.deadline(published) + 1)
         return max(0, usable - self.phases.batches_before(step)) * self.groups_per_step
 
-    def feasible(self, rest: Iterable[int], step: int) -> bool:
-        """Whether groups with these deadlines can all be taken by the batches after that of
-        `step`."""
-        following = self.phases.batches_before(step) + 1
-        return all(
-            self.phases.first_use(following + i // self.groups_per_step) <= deadline
-            for i, deadline in enumerate(sorted(rest))
-        )
+    def feasible(self, rest: Iterable[tuple[int, int]], step: int) -> bool:
+        """Whether groups can all be taken by the batches after that of `step`. `rest`: (deadline,
+        how many have it), ascending."""
+        following, before = self.phases.batches_before(step) + 1, 0
+        for deadline, count in rest:
+            before += count
+            # the last of them comes latest
+            last = following + (before - 1) // self.groups_per_step
+            if count and self.phases.first_use(last) > deadline:
+                return False
+        return True
 
-    def release(self, waiting: Sequence[Candidate], step: int, *, strict: bool) -> list[int] | None:
+    def release(self, waiting: Waiting, step: int, *, strict: bool) -> list[int] | None:
         """Ids of the batch for `step`, ascending, or None if it must wait. `strict`: by id alone,
         finished or not."""
-        order = sorted(waiting, key=lambda c: (c.deadline, c.group_id))
-        batch = [c for c in order if strict or c.finished][: self.groups_per_step]
-        if len(batch) < self.groups_per_step or not all(c.finished for c in batch):
+        batch = waiting.first(self.groups_per_step, strict=strict)
+        if batch is None or not self.feasible(batch.rest(), step):
             return None
-        chosen = {c.group_id for c in batch}
-        if not self.feasible((c.deadline for c in order if c.group_id not in chosen), step):
-            return None
-        return sorted(chosen)
+        return batch.ids()
 
     def excess(self, waiting: Sequence[Candidate], step: int) -> list[int]:
         """Ids that cannot be trained on in time from `step` on. Empty unless a resume changed G, H,

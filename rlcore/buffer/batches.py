@@ -9,33 +9,16 @@ of the phase that use it again, and its groups leave at the commit of the last o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from rlcore.buffer.admission import Candidate, StalenessBound
+from rlcore.buffer.admission import StalenessBound
 from rlcore.buffer.capacity import KEY, MIB, groups_that_fit
 from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.live import LiveGroups
 from rlcore.buffer.sampling import Sampler
 from rlcore.buffer.specs import BatchingSpec, TaskShare
+from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.errors import UserError
-
-
-class Waiting:
-    """Live groups that a later step may use, as they are between two changes of which these are."""
-
-    def __init__(self, groups: list[Candidate]) -> None:
-        self.groups = groups
-        self.uses_left = sum(c.uses_left for c in groups)  # over all of them
-        self.finished = sum(c.finished for c in groups)  # how many of them
-        self._places = {c.group_id: i for i, c in enumerate(groups)}
-
-    def finish(self, group_id: int) -> None:
-        """Note that a group is finished; it may be one that does not wait."""
-        place = self._places.get(group_id)
-        if place is not None and not self.groups[place].finished:
-            self.groups[place] = replace(self.groups[place], finished=True)
-            self.finished += 1
 
 
 class Batches:
@@ -59,10 +42,11 @@ class Batches:
         self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
         # rolled back step, or one of a later epoch -> ids it must get
         self.pinned: dict[int, list[int]] = {}
-        self._changes = 0  # of what was taken or pinned
-        # what waits, and the state that it was found in: samples arrive and groups finish far more
-        # often than it changes, and each time it is asked for
-        self._found: tuple[tuple[int, int, int], Waiting] | None = None
+        # what waits, as it was found at a horizon and has been followed since; None: to be found
+        self._found: Waiting | None = None
+        self._found_at = 0
+        self._touched: list[int] = []  # ids of which something has changed since
+        self._pinned_ids: set[int] | None = None  # of all in `pinned`; None: to be collected
 
     def room(self) -> int:
         """Groups that may be admitted now.
@@ -74,8 +58,8 @@ class Batches:
         capacity = self.bound.capacity(live.published, self._horizon)
         room = max(0, capacity - waiting.uses_left) // self._max_uses
         if capacity:  # a batch needs G different groups, however often each may be used
-            room = max(room, self.bound.groups_per_step - len(waiting.groups))
-        missing = max(0, self._phase_lacks() - len(waiting.groups))
+            room = max(room, self.bound.groups_per_step - len(waiting))
+        missing = max(0, self._phase_lacks() - len(waiting))
         if live.bytes >= self._max_bytes and missing and self._stuck():
             raise UserError(
                 f"{KEY}={self._max_bytes / MIB:g} is too small: {len(live.entries)} groups fill "
@@ -87,7 +71,7 @@ class Batches:
             max_bytes=self._max_bytes,
             used_bytes=live.bytes,
             completed=live.completed_bytes,
-            in_flight=len(waiting.groups) - waiting.finished,
+            in_flight=len(waiting) - waiting.finished,
             missing=missing,
         )
 
@@ -106,16 +90,16 @@ class Batches:
         if waiting.finished < self.bound.groups_per_step:
             return None
         needs_pool = self.sampler.hard_cap and self.bound.synchronous
-        all_finished = waiting.finished == len(waiting.groups)
+        all_finished = waiting.finished == len(waiting)
         complete = needs_pool and all_finished and self.room() == 0
-        return self.sampler.draw(waiting.groups, step, pool_complete=complete)
+        return self.sampler.draw(waiting, step, pool_complete=complete)
 
     def take(self, step: int) -> list[Entry] | None:
         """The groups of the batch of `step`, ascending by id, or None if it must wait."""
         ids = self.choose(step)
         if ids is None:
             return None
-        self._changes += 1
+        self._touch(ids)
         entries = [self._live.entries[i] for i in ids]
         self.pinned.pop(step, None)
         self.taken[step] = ids
@@ -131,8 +115,8 @@ class Batches:
         """The batch of `step` was trained on: groups that no later step will use leave."""
         if step not in self.taken:
             raise ValueError(f"buffer: the batch of step {step} was not taken, or is committed")
-        self._changes += 1
         ids, pinned = self.taken.pop(step), self._all_pinned()
+        self._touch(ids)
         for group_id in ids:
             entry = self._live.entries[group_id]
             entry.taken_by.remove(step)
@@ -144,7 +128,7 @@ class Batches:
 
     def rollback(self, step: int) -> None:
         """Put back the uncommitted batches of `step` and later, to be taken again as they were."""
-        self._changes += 1
+        self.forget()
         for later in sorted((s for s in self.taken if s >= step), reverse=True):
             ids = self.taken.pop(later)
             self.pinned[later] = ids
@@ -156,7 +140,7 @@ class Batches:
     def resume(self) -> None:
         """After a restore: put back what was not committed, and evict what can no longer be trained
         on in time, also out of batches that were chosen by another bound."""
-        self._changes += 1
+        self.forget()
         if self.taken:
             self.rollback(min(self.taken))
         size = self.bound.groups_per_step  # batches of another size are chosen anew
@@ -165,8 +149,8 @@ class Batches:
             for step, ids in self.pinned.items()
             if len(ids) == size and self._in_time(ids, self.bound.phases.first(step))
         }
-        self._changes += 1
-        for group_id in self.bound.excess(self.waiting().groups, self._horizon):
+        self.forget()
+        for group_id in self.bound.excess(self.waiting().candidates(), self._horizon):
             self._live.evict_stale(self._live.entries[group_id])
 
     def _in_time(self, ids: Sequence[int], first: int) -> bool:
@@ -178,33 +162,57 @@ class Batches:
         """The hard cap of orders that may pass a group over: evict those past their deadline."""
         if not self.sampler.hard_cap:
             return
-        pinned = self._all_pinned()
-        for entry in [e for e in self._live.entries.values() if self._expired(e)]:
-            if not entry.taken_by and entry.group_id not in pinned:
-                self._live.evict_stale(entry)
+        pinned, horizon = self._all_pinned(), self._horizon
+        admitted = self._live.admitted_at
+        for version in [v for v in admitted if self.bound.deadline(v) < horizon]:
+            for entry in [self._live.entries[i] for i in admitted[version]]:
+                if not entry.taken_by and entry.group_id not in pinned:
+                    self._live.evict_stale(entry)
 
     def waiting(self) -> Waiting:
         """Live groups that a later step may use, except those that a rolled back step will get
         again."""
-        state = (self._live.changes, self._changes, self.next_step)
-        if self._found is None or self._found[0] != state:
-            self._found = state, Waiting(self._look())
+        horizon, touched = self._horizon, {*self._live.take_touched(), *self._touched}
+        self._touched.clear()
+        if self._found is None:
+            self._found = Waiting(self._look())
         else:
-            for group_id in self._live.newly_finished:
-                self._found[1].finish(group_id)
-        self._live.newly_finished.clear()
-        return self._found[1]
+            if horizon != self._found_at:  # whether a taken group leaves at its commit
+                touched.update(i for ids in self.taken.values() for i in ids)
+            for group_id in sorted(touched):
+                self._follow(self._found, group_id)
+        self._found_at = horizon
+        return self._found
+
+    def forget(self) -> None:
+        """What waits is to be found anew."""
+        self._found = self._pinned_ids = None
+
+    def _touch(self, group_ids: Sequence[int]) -> None:
+        """Batches with these groups were taken, pinned or committed."""
+        self._touched += group_ids
+        self._pinned_ids = None
+
+    def _follow(self, waiting: Waiting, group_id: int) -> None:
+        entry = self._live.entries.get(group_id)
+        candidate = None if entry is None else self._candidate(entry)
+        if candidate is None:
+            waiting.remove(group_id)
+        else:
+            waiting.put(candidate)
 
     def _look(self) -> list[Candidate]:
-        pinned = self._all_pinned()
-        found = []
-        for e in self._live.entries.values():
-            uses_left = self._max_uses - e.uses - len(e.taken_by)
-            leaves_at_commit = e.taken_by and self._expired(e)
-            if uses_left > 0 and e.group_id not in pinned and not leaves_at_commit:
-                deadline = self.bound.deadline(e.admitted_version)
-                found.append(Candidate(e.group_id, deadline, e.finished, e.task, uses_left))
-        return found
+        found = (self._candidate(e) for e in self._live.entries.values())
+        return [candidate for candidate in found if candidate is not None]
+
+    def _candidate(self, entry: Entry) -> Candidate | None:
+        """What the rules know of a group, if a later step may use it."""
+        uses_left = self._max_uses - entry.uses - len(entry.taken_by)
+        leaves_at_commit = entry.taken_by and self._expired(entry)
+        if uses_left <= 0 or entry.group_id in self._all_pinned() or leaves_at_commit:
+            return None
+        deadline = self.bound.deadline(entry.admitted_version)
+        return Candidate(entry.group_id, deadline, entry.finished, entry.task, uses_left)
 
     def check(self) -> None:
         """Raise LedgerError unless uncommitted batches, live groups and what waits agree."""
@@ -212,7 +220,7 @@ class Batches:
         noted = {(s, e.group_id) for e in self._live.entries.values() for s in e.taken_by}
         if taken != noted:
             raise LedgerError("buffer: uncommitted batches and live groups disagree")
-        if self.waiting().groups != self._look():
+        if self.waiting().candidates() != self._look():
             raise LedgerError("buffer: the groups that wait are not those that were counted")
 
     @property
@@ -236,7 +244,9 @@ class Batches:
         return all(step >= start for step in (*self.taken, *self.pinned))
 
     def _all_pinned(self) -> set[int]:
-        return {i for ids in self.pinned.values() for i in ids}
+        if self._pinned_ids is None:
+            self._pinned_ids = {i for ids in self.pinned.values() for i in ids}
+        return self._pinned_ids
 
     def _expired(self, entry: Entry) -> bool:
         return self.bound.deadline(entry.admitted_version) < self._horizon

@@ -87,6 +87,7 @@ class Entry:
     last_step: int = -1  # newest committed step that used it
     taken_by: list[int] = field(default_factory=list)  # uncommitted steps
     losses: int = 0  # times that the actor that sampled it was lost or late
+    held: int = 0  # bytes of it that `LiveGroups.bytes` has counted
 
     @property
     def task(self) -> str:

@@ -88,6 +88,7 @@ class Intake:
         if header.part not in drawing.records:
             drawing.records[header.part] = (header, record)
             self._live.bytes += len(record)
+            entry.held += len(record)
             self._settle(entry, header.sample_index, drawing)
 
     def _add_score(self, score: Score) -> None:
@@ -109,12 +110,11 @@ class Intake:
         """If the drawing is complete, it becomes the sample."""
         if not drawing.complete:
             return
-        before = entry.size
         drawings = entry.drawings.pop(sample_index)
         self.duplicates += sum(d.score is not None for d in drawings.values()) - 1
         sample = ArrivedSample.of(drawing)
         entry.samples[sample_index] = sample
-        self._live.bytes += entry.size - before
+        self._live.resize(entry)
         self._count(entry.prompt_id, sample)
         if len(entry.samples) == self._live.samples(entry):
             self._complete(entry)
@@ -139,9 +139,8 @@ class Intake:
         for entry in [e for e in self._live.entries.values() if not e.finished]:
             n = self._live.samples(entry)
             if len(entry.samples) >= n:
-                before = entry.size
                 entry.samples = dict(sorted(entry.samples.items())[:n])
-                self._live.bytes += entry.size - before
+                self._live.resize(entry)
                 self._complete(entry)
 
     def _complete(self, entry: Entry) -> None:
@@ -159,13 +158,13 @@ class Intake:
             return live.fail(entry, verdict.failed)
         if verdict.evicted:
             return live.evict(entry, verdict.evicted)
-        before = entry.size
+        kept = set(verdict.kept)
         for position, sample in enumerate(usable):
-            if position not in verdict.kept:
+            if position not in kept:
                 sample.records = ()
-        live.bytes += entry.size - before
+        live.resize(entry)
         count, size = live.completed_bytes
-        live.completed_bytes = (count + 1, size + entry.size)
+        live.completed_bytes = (count + 1, size + entry.held)
         live.finish(entry)
 
 

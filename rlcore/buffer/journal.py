@@ -92,9 +92,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     # one of an earlier version of this program counts by task from now on
     live.accounts.restore(state.get("tasks", {}))
     entries = [Entry.from_state(fields, records, scores) for fields in state["groups"]]
-    live.entries = {e.group_id: e for e in entries}
-    live.changes += 1
-    live.bytes = sum(e.size for e in entries)
+    live.restore(entries)
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]
     intake.failed_score = state["failed_score"]
@@ -105,6 +103,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.sampler.restore(state["drawn"], state.get("weights"))
     batches.taken = {int(step): list(ids) for step, ids in state["taken"].items()}
     batches.pinned = {int(step): list(ids) for step, ids in state["pinned"].items()}
+    batches.forget()
     live.check()
     batches.check()
     intake.resume()

@@ -32,9 +32,11 @@ class LiveGroups:
         self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
         self.published = 0
         self.learner = 0
-        self.changes = 0  # of which groups there are
-        # ids since `Batches.waiting` looked: groups finish far more often than the others change
-        self.newly_finished: list[int] = []
+        # id -> nothing, by the version of their admission
+        self.admitted_at: dict[int, dict[int, None]] = {}
+        self._touched: list[int] = []  # ids that came, finished or left since `take_touched`
+        self.waited_for = 0  # groups in flight
+        self._landed: list[int] = []  # ids that ceased to be in flight since `take_landed`
 
     def samples(self, entry: Entry) -> int:
         """Samples that a group has when it is complete."""
@@ -58,14 +60,42 @@ class LiveGroups:
 
     def admit(self, prompt_id: str) -> int:
         """Open one group at the published version; its id."""
-        self.changes += 1
         group_id = self.ledger.admit()
         self.entries[group_id] = Entry(group_id, prompt_id, self.published)
+        self.admitted_at.setdefault(self.published, {})[group_id] = None
+        self._touched.append(group_id)
+        self.waited_for += 1
         return group_id
 
     def unfinished(self) -> bool:
         """Whether any group is in flight."""
-        return any(not e.finished for e in self.entries.values())
+        return self.waited_for > 0
+
+    def restore(self, entries: Iterable[Entry]) -> None:
+        """Continue with these groups, ascending by id."""
+        self.entries = {e.group_id: e for e in entries}
+        self.admitted_at = {}
+        for e in self.entries.values():
+            self.admitted_at.setdefault(e.admitted_version, {})[e.group_id] = None
+            e.held = e.size
+        self.bytes = sum(e.held for e in self.entries.values())
+        self.waited_for = sum(not e.finished for e in self.entries.values())
+
+    def resize(self, entry: Entry) -> None:
+        """Account for what a group holds now."""
+        size = entry.size
+        self.bytes += size - entry.held
+        entry.held = size
+
+    def take_touched(self) -> list[int]:
+        """Ids of the groups that came, finished or left since the last call."""
+        touched, self._touched = self._touched, []
+        return touched
+
+    def take_landed(self) -> list[int]:
+        """Ids of the groups that have ceased to be in flight since the last call."""
+        landed, self._landed = self._landed, []
+        return landed
 
     def in_flight(
         self, group_ids: Iterable[int] | None = None
@@ -103,14 +133,25 @@ class LiveGroups:
 
     def finish(self, entry: Entry) -> None:
         """All of its samples have arrived, and it may be trained on."""
-        self.newly_finished.append(entry.group_id)
+        self._touched.append(entry.group_id)
         entry.finished = True
         entry.arrival_version = self.learner
+        self._land(entry)
+
+    def _land(self, entry: Entry) -> None:
+        self.waited_for -= 1
+        self._landed.append(entry.group_id)
 
     def _drop(self, entry: Entry, reason: str | None) -> None:
-        self.changes += 1
+        self._touched.append(entry.group_id)
         self.accounts.departed(entry.task, reason)
-        self.bytes -= entry.size
+        self.bytes -= entry.held
+        together = self.admitted_at[entry.admitted_version]
+        del together[entry.group_id]
+        if not together:
+            del self.admitted_at[entry.admitted_version]
+        if not entry.finished:
+            self._land(entry)
         del self.entries[entry.group_id]
 
     def check(self) -> None:
@@ -119,6 +160,9 @@ class LiveGroups:
         if self.ledger.live != set(self.entries):
             differing = sorted(self.ledger.live ^ set(self.entries))
             raise LedgerError(f"ledger and live groups disagree on {differing}")
+        there = sum(not e.finished for e in self.entries.values())
+        if self.waited_for != there:
+            raise LedgerError(f"buffer: {self.waited_for} groups in flight counted, not {there}")
         held = sum(e.size for e in self.entries.values())
         if self.bytes != held:
             raise LedgerError(f"buffer: {self.bytes} bytes counted, the live groups hold {held}")

@@ -10,10 +10,10 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
     buffer.live.check()
     buffer.batches.check()
     live, intake = buffer.live, buffer.intake
-    finished = sum(e.finished for e in live.entries.values())
+    finished = len(live.entries) - live.waited_for
     return {
         "buffer/groups": float(finished),
-        "buffer/in_flight": float(len(live.entries) - finished),
+        "buffer/in_flight": float(live.waited_for),
         "buffer/bytes": float(live.bytes),
         "buffer/duplicates": float(intake.duplicates),
         "buffer/late": float(intake.late),
@@ -28,7 +28,7 @@ def waiting_for(buffer: ReplayBuffer, step: int) -> str:
     waiting = buffer.batches.waiting()
     line = (
         f"step {step} needs {buffer.batches.bound.groups_per_step} groups: {waiting.finished} "
-        f"finished, {len(waiting.groups) - waiting.finished} in flight"
+        f"finished, {len(waiting) - waiting.finished} in flight"
     )
     for group_id, (prompt_id, missing) in list(buffer.in_flight().items())[:1]:
         line += (

@@ -8,13 +8,14 @@ If `cluster.buffer_mib` limits admission, the pool depends on record sizes."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.buffer.admission import Candidate, StalenessBound
+from rlcore.buffer.admission import StalenessBound
 from rlcore.buffer.specs import BatchingSpec, TaskShare
+from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.seeding import derive_seed
 
 # A task without a weight is used only when no other task has groups waiting.
@@ -44,34 +45,38 @@ class Sampler:
         self._run_seed = run_seed
         self.weights = weights
         self.drawn: Counter[str] = Counter()
+        # (what waited, which task had no finished group, how many it had): until one of these is
+        # another, there is no batch
+        self._lacked: tuple[int, str, int] | None = None
 
     @property
     def hard_cap(self) -> bool:
         """Whether groups may pass their deadline unused and must then be evicted."""
         return self._order != "fifo"
 
-    def draw(
-        self, waiting: Sequence[Candidate], step: int, *, pool_complete: bool
-    ) -> list[int] | None:
+    def draw(self, waiting: Waiting, step: int, *, pool_complete: bool) -> list[int] | None:
         """Ids for `step`, ascending, or None. `pool_complete`: nothing in flight and no room for
         more groups."""
         if self._order == "fifo":
             return self._bound.release(waiting, step, strict=self._bound.synchronous)
         if self._bound.synchronous and not pool_complete:
             return None
-        pool = sorted((c for c in waiting if c.finished), key=lambda c: c.group_id)
-        if len(pool) < self._bound.groups_per_step:
+        if waiting.finished < self._bound.groups_per_step:
             return None
-        return self._uniform(pool, step) if self._order == "uniform" else self._by_task(waiting)
+        if self._order == "by_task":
+            return self._by_task(waiting)
+        return self._uniform([c for c in waiting.candidates() if c.finished], step)
 
     def confirm(self, tasks: Sequence[str], sign: int = 1) -> None:
         """Count a taken batch towards the shares of its tasks; sign -1 takes it back."""
+        self._lacked = None
         for task in tasks:
             self.drawn[task] += sign
 
     def restore(self, drawn: Mapping[str, int], weights: Mapping[str, float] | None) -> None:
         """Continue from a checkpoint. Under other weights than before (`weights`), shares are
         counted anew: else a task would first make up for what it had not been due."""
+        self._lacked = None
         self.drawn = Counter(drawn if weights == self.weights else {})
 
     def _uniform(self, pool: Sequence[Candidate], step: int) -> list[int]:
@@ -79,25 +84,32 @@ class Sampler:
         picked = generator.choice(len(pool), self._bound.groups_per_step, replace=False)
         return sorted(pool[i].group_id for i in picked.tolist())
 
-    def _by_task(self, waiting: Sequence[Candidate]) -> list[int] | None:
+    def _by_task(self, waiting: Waiting) -> list[int] | None:
         """Each place goes to the task furthest behind its share; a task without waiting groups is
         skipped."""
-        queues: dict[str, list[Candidate]] = {}
-        for c in sorted(waiting, key=lambda c: (c.deadline, c.group_id)):
-            queues.setdefault(c.task, []).append(c)
+        if self._lacked is not None:
+            changes, task, finished = self._lacked
+            if (waiting.changes, waiting.finished_of[task]) == (changes, finished):
+                return None
+        left: Counter[str] = Counter()
+        queues: dict[str, deque[int]] = {}
+        for c in sorted(waiting.candidates(), key=lambda c: (c.deadline, c.group_id)):
+            left[c.task] += 1
+            if c.finished:
+                queues.setdefault(c.task, deque()).append(c.group_id)
         drawn = Counter(self.drawn)
         batch: list[int] = []
         while len(batch) < self._bound.groups_per_step:
-            tasks = [t for t, queue in queues.items() if queue]
+            tasks = [t for t, count in left.items() if count]
             if not tasks:
                 return None
             task = min(tasks, key=lambda t: ((drawn[t] + 1) / self._weight(t), t))
-            ready = next((c for c in queues[task] if c.finished), None)
-            if ready is None:  # its groups are in flight
+            if not queues.get(task):  # its groups are in flight
+                self._lacked = waiting.changes, task, waiting.finished_of[task]
                 return None
-            queues[task].remove(ready)
+            batch.append(queues[task].popleft())
+            left[task] -= 1
             drawn[task] += 1
-            batch.append(ready.group_id)
         return sorted(batch)
 
     def _weight(self, task: str) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from rlcore.loop.members import Held, Member, Process, Roster, Waiting
+from rlcore.loop.members import Held, Member, Process, Waiting
+from rlcore.loop.roster import Roster
 from rlcore.loop.supervision import Supervisor
 from rlcore.types import Request
 
@@ -33,44 +33,41 @@ class Assignments:
         Groups that are already assigned are withdrawn first, unless they are given to another
         member `beside`. Without a member that could take them they wait. A member that fails to
         accept its work is replaced; an engine that refuses a request ends the run with its
-        UserError
-        at the next `Supervisor.watch`.
+        UserError at the next `Supervisor.watch`.
         """
         if not beside:
             self.withdraw(groups)
-        waiting = self._roster.waiting
+        work, waiting = self._roster.work, self._roster.waiting
         batches: dict[Member, list[Request]] = {}
-        for group_id, requests in sorted(groups.items()):
-            able = [
-                m
-                for m in self._roster.rotation()
-                if m.serves(group_id) and group_id not in m.groups
-            ]
-            if not able:
-                (waiting.delayed if beside else waiting.idle)[group_id] = requests
-                continue
-            member = min(able, key=lambda m: m.load)
-            member.groups[group_id] = requests
-            self._moving.discard(group_id)
-            batches.setdefault(member, []).extend(requests)
+        with work.choosing(self._roster.in_rotation) as least_loaded:
+            for group_id, requests in sorted(groups.items()):
+                member = least_loaded(group_id)
+                if member is None:
+                    (waiting.delayed if beside else waiting.idle)[group_id] = requests
+                    continue
+                work.give(member, group_id, requests)
+                self._moving.discard(group_id)
+                batches.setdefault(member, []).extend(requests)
         for member, batch in batches.items():
             self._submit(member, batch)
 
     def withdraw(self, group_ids: Iterable[int]) -> None:
         """Forget these groups, and have members abort their running requests of them."""
-        ids = list(group_ids)
+        ids, work = list(group_ids), self._roster.work
         self._roster.waiting.drop(ids)
-        for member in self._roster.members:
-            taken = [r for g in ids if g in member.groups for r in member.groups.pop(g)]
-            if taken and member.healthy:
-                self._abort(member, [r.request_id for r in taken])
+        taken: dict[Member, list[str]] = {}
+        for group_id in ids:
+            for member in work.holders(group_id):
+                requests = work.take(member, group_id)
+                taken.setdefault(member, []).extend(r.request_id for r in requests)
+        for member in sorted(taken, key=lambda m: m.number):
+            if member.healthy:
+                self._abort(member, taken[member])
 
     def withdraw_evaluation(self) -> None:
         """The same with every group of an evaluation."""
         waiting = self._roster.waiting
-        held = [*waiting.lost, *waiting.idle, *waiting.delayed]
-        for member in self._roster.members:
-            held += member.groups
+        held = [*waiting.lost, *waiting.idle, *waiting.delayed, *self._roster.work.held()]
         self.withdraw({g for g in held if g < 0})
 
     def _submit(self, member: Member, batch: list[Request], begun: Any = None) -> None:
@@ -83,6 +80,8 @@ class Assignments:
 
     def take_waiting(self) -> Waiting:
         """Groups that wait for a member and that one could take now; each is returned once."""
+        if not self._roster.waiting:
+            return Waiting()
         rotation = self._roster.rotation()
         taken, self._roster.waiting = self._roster.waiting.split(
             lambda g: any(m.serves(g) and g not in m.groups for m in rotation)
@@ -97,18 +96,13 @@ class Assignments:
     def overrunning(self, request_timeout_s: float) -> list[int]:
         """Training groups with a request that has decoded for longer than it may, where another
         member of the same pool could go on with it. Time in a queue does not count."""
-        members = self._roster.members
-        holders = Counter(g for m in members for g in m.groups)
-        found = []
-        for member in members:
-            spent = member.process.status.get("decoding_s", {})
-            for group_id, requests in member.groups.items():
-                slow = any(
-                    spent.get(r.request_id, 0.0) > allowed_s(r, request_timeout_s) for r in requests
-                )
-                free = holders[group_id] == 1 and group_id not in self._moving
-                if slow and free and group_id >= 0 and self._successors(member, group_id):
-                    found.append(group_id)
+        found = set()
+        for member in self._roster.members:
+            for group_id in _slow(member, request_timeout_s):
+                alone = len(self._roster.work.holders(group_id)) == 1
+                free = alone and group_id not in self._moving
+                if free and group_id >= 0 and self._successors(member, group_id):
+                    found.add(group_id)
         return sorted(found)
 
     def _successors(self, member: Member, group_id: int) -> list[Member]:
@@ -127,8 +121,7 @@ class Assignments:
         """Have the least loaded other members go on with these groups, from the tokens they have.
         Counts `cut_requests`."""
         for group_id in group_ids:
-            member = next((m for m in self._roster.members if group_id in m.groups), None)
-            if member is not None:
+            for member in self._roster.work.holders(group_id)[:1]:
                 self._moving.add(group_id)
                 member.process.work.put(partial(self._move, member, member.process, group_id))
 
@@ -147,11 +140,11 @@ class Assignments:
         if not left:
             return  # all have finished and are on their way
         self.cut_requests += len(left)
-        del member.groups[group_id]
+        self._roster.work.take(member, group_id)
         # it may have become the only one: then it goes on itself
         able = self._successors(member, group_id) or [member]
         successor = min(able, key=lambda m: m.load)
-        successor.groups[group_id] = left
+        self._roster.work.give(successor, group_id, left)
         self._submit(successor, left, begun)
 
     async def open_requests(self) -> set[str]:
@@ -167,6 +160,19 @@ class Assignments:
     async def _open(self, member: Member) -> list[str]:
         ask = self._supervisor.ask
         return await ask(member, member.process, lambda client: client.open_requests()) or []
+
+
+def _slow(member: Member, request_timeout_s: float) -> set[int]:
+    """Groups of a member with a request that has decoded for longer than it may."""
+    found = set()
+    for name, seconds in member.process.status.get("decoding_s", {}).items():
+        if seconds <= request_timeout_s:
+            continue
+        group_id = int(name.rsplit(":", 2)[1])
+        for request in member.groups.get(group_id, ()):
+            if request.request_id == name and seconds > allowed_s(request, request_timeout_s):
+                found.add(group_id)
+    return found
 
 
 def allowed_s(request: Request, request_timeout_s: float) -> float:

@@ -47,8 +47,12 @@ class BufferClient(Protocol):
     async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         """Admit one group for each of the first prompts, as many as fit now; their ids."""
 
-    async def in_flight(self) -> Missing:
-        """Groups that were admitted and are incomplete."""
+    async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
+        """Groups that were admitted and are incomplete: of these, or all."""
+
+    async def landed(self) -> list[int]:
+        """Ids of the groups that have ceased to be in flight since the last call, finished or
+        dropped."""
 
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         """Count a loss of each: (what is still missing of them, those given up at `limit`)."""

@@ -51,15 +51,11 @@ class Dispatcher:
         """Admit up to `room` of the next prompts: as many as fit when the buffer is asked."""
         if not room:
             return
-        requests, prompts = self._requests, self._requests.prompts
+        prompts = self._requests.prompts
         if prompts.remembers:
             prompts.observe(await self._buffer.outcomes())
         prompt_ids = [item.prompt_id for item in prompts.peek(room)]
-        ids = await self._buffer.admit(prompt_ids)
-        prompts.advance(len(ids))
-        self.groups.assign(
-            {g: (p, tuple(range(requests.asked(p).samples))) for g, p in zip(ids, prompt_ids)}
-        )
+        prompts.advance(await self.groups.admit(prompt_ids))
 
     async def watch_fleet(self) -> None:
         """Heartbeats of the rollout actors, the number asked for, and the work of those that

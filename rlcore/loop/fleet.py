@@ -9,7 +9,8 @@ from rlcore.loop.assignment import Assignments
 from rlcore.loop.clients import ActorClient, Publication
 from rlcore.loop.joint_loading import JointLoading, Send
 from rlcore.loop.loading import WeightLoading
-from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.members import ActorPool, Member, Process
+from rlcore.loop.roster import Roster
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.supervision import Supervisor
 from rlcore.loop.timeline import Timeline
@@ -48,7 +49,7 @@ class Fleet:
             for _ in range(pool.count):
                 name = self._roster.new_name(pool.label)
                 process = Process(pool.spawn(name).client)
-                self._roster.members.append(Member(name, pool, process))
+                self._roster.add(Member(name, pool, process))
 
     @property
     def members(self) -> Sequence[Member]:
@@ -69,13 +70,12 @@ class Fleet:
 
     def states(self) -> list[dict[str, str | float]]:
         """Every member as its newest heartbeat shows it, by name."""
-        rotation = self.rotation()
         shown = ("running", "waiting", "heartbeat_age_s")
         return [
             {
                 "name": m.name,
                 "up": float(m.healthy),
-                "in_rotation": float(m in rotation),
+                "in_rotation": float(self._roster.in_rotation(m)),
                 "version": float(m.process.version),
                 "groups": float(len(m.groups)),
                 **{key: float(m.process.status[key]) for key in shown if key in m.process.status},
@@ -107,7 +107,7 @@ class Fleet:
         for label, count in counts.items():
             members = self._roster.of(label)
             for member in members[count:]:
-                self._roster.members.remove(member)
+                self._roster.remove(member)
                 self.supervisor.retire(member)
                 self._note(f"{member.name} is removed")
             for _ in range(count - len(members)):

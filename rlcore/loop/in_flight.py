@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 
 from rlcore.loop.clients import BufferClient, Missing
 from rlcore.loop.members import Held
 from rlcore.loop.parts import Parts
 from rlcore.loop.timing import now
+from rlcore.loop.turns import in_turns
 from rlcore.types import request_id
 
 LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fails
@@ -25,21 +27,36 @@ class GroupsInFlight:
         self._note = parts.reporter.note
         self._due: dict[int, float] = {}  # group id -> when it is looked for, unless it is whole
         self._idle: set[int] = set()  # of these some sample was with no actor at the last look
+        # held from what the buffer says of groups until they are assigned or withdrawn: else one
+        # could land between the two and be followed without end
+        self._asking = asyncio.Lock()
 
     @property
     def cut_requests(self) -> int:
         """That took longer than rollout.request_timeout_s allows and were moved."""
         return self._assignments.cut_requests
 
-    def assign(self, groups: Missing) -> None:
+    async def assign(self, groups: Missing) -> None:
         """Ask the fleet for these samples of these groups."""
+        requests = await self._asked_of(groups)
         self._due.update(dict.fromkeys(groups, now() + self._timeout_s))
-        self._assignments.assign(self._asked_of(groups))
+        self._assignments.assign(requests)
 
-    def _asked_of(self, groups: Missing) -> Held:
+    async def admit(self, prompt_ids: Sequence[str]) -> int:
+        """Admit one group for each of the first prompts, as many as the buffer takes now, and
+        assign them; how many."""
+        async with self._asking:
+            ids = await self._buffer.admit(prompt_ids)
+            asked = self._requests.asked
+            await self.assign(
+                {g: (p, tuple(range(asked(p).samples))) for g, p in zip(ids, prompt_ids)}
+            )
+        return len(ids)
+
+    async def _asked_of(self, groups: Missing) -> Held:
         return {
             g: [r for r in self._requests.group(g, prompt_id) if r.sample_index in samples]
-            for g, (prompt_id, samples) in groups.items()
+            async for g, (prompt_id, samples) in in_turns(groups.items())
         }
 
     async def resume(self) -> None:
@@ -50,19 +67,17 @@ class GroupsInFlight:
                 f"{len(in_flight)} groups were in flight at the checkpoint: assigned again "
                 f"({spans(in_flight)})"
             )
-            self.assign(in_flight)
+            await self.assign(in_flight)
 
-    async def look(self) -> Missing:
-        """What is in flight. What is not any more, finished or evicted or given up, is withdrawn
-        from the actors that hold it."""
-        known = set(self._due)  # groups admitted meanwhile are not in the answer
-        in_flight = await self._buffer.in_flight()
-        left = known - set(in_flight)
-        for group_id in left:
-            self._due.pop(group_id, None)
-        self._idle -= left
-        self._assignments.withdraw(left)
-        return in_flight
+    async def look(self) -> None:
+        """Withdraw from the actors what is not in flight any more: finished, evicted or given
+        up."""
+        async with self._asking:
+            left = self._due.keys() & set(await self._buffer.landed())
+            for group_id in left:
+                del self._due[group_id]
+            self._idle -= left
+            self._assignments.withdraw(sorted(left))
 
     async def reissue_waiting(self) -> None:
         """Assign again what failed actors were working on, and what silent ones are."""
@@ -74,10 +89,11 @@ class GroupsInFlight:
             await self._assign_again(list(training.lost), "were held by lost actors")
         if not training.idle and not training.delayed:
             return
-        in_flight = await self._buffer.in_flight()
-        self.assign({g: in_flight[g] for g in training.idle if g in in_flight})
-        delayed = {g: in_flight[g] for g in training.delayed if g in in_flight}
-        assignments.assign(self._asked_of(delayed), beside=True)
+        async with self._asking:
+            in_flight = await self._buffer.in_flight([*training.idle, *training.delayed])
+            await self.assign({g: in_flight[g] for g in training.idle if g in in_flight})
+            delayed = {g: in_flight[g] for g in training.delayed if g in in_flight}
+            assignments.assign(await self._asked_of(delayed), beside=True)
 
     async def reissue_vanished(self) -> None:
         """Reassign groups that an actor or the graders lost without an error: samples that no actor
@@ -87,8 +103,9 @@ class GroupsInFlight:
             await self.look()
             return
         still_open = await self._assignments.open_requests()
-        in_flight = await self.look()  # afterwards: a sample may finish between the two
-        due = [g for g in due if g in in_flight]
+        await self.look()  # afterwards: a sample may finish between the two
+        in_flight = await self._buffer.in_flight(due)
+        due = [g for g in due if g in in_flight and g in self._due]
         idle = {g for g in due if not self._all_open(g, in_flight[g][1], still_open)}
         vanished = sorted(idle & self._idle)
         self._due.update(dict.fromkeys(due, now() + self._timeout_s))
@@ -108,7 +125,7 @@ class GroupsInFlight:
         slow = assignments.overrunning(self._timeout_s)
         if not slow:
             return
-        in_flight = await self._buffer.in_flight()
+        in_flight = await self._buffer.in_flight(slow)
         groups = [g for g in slow if g in in_flight]
         self._note(
             f"{len(groups)} groups have decoded for longer than rollout.request_timeout_s="
@@ -119,10 +136,11 @@ class GroupsInFlight:
     async def _assign_again(self, group_ids: list[int], what: str) -> None:
         """Count a loss of these groups and assign them again, or let them fail: a prompt that
         crashes every actor must not reach all of them."""
-        again, given_up = await self._buffer.lost(group_ids, LOSSES)
-        if again:
-            self._note(f"{len(again)} groups {what}: assigned again ({spans(again)})")
-            self.assign(again)
+        async with self._asking:
+            again, given_up = await self._buffer.lost(group_ids, LOSSES)
+            if again:
+                self._note(f"{len(again)} groups {what}: assigned again ({spans(again)})")
+                await self.assign(again)
         if given_up:
             named = ", ".join(f"{g} ({prompt_id})" for g, prompt_id in given_up.items())
             self._note(f"{len(given_up)} groups {what}, {LOSSES} times by now: given up ({named})")
@@ -131,16 +149,20 @@ class GroupsInFlight:
     async def reissue_unscored(self) -> None:
         """The graders' process died with its queued answers: request again every sample that no
         actor is still sampling."""
-        in_flight = await self._buffer.in_flight()
+        before = await self._buffer.in_flight()
         still_open = await self._assignments.open_requests()
-        lost = {}
-        for group_id, (prompt_id, samples) in in_flight.items():
-            if not self._all_open(group_id, samples, still_open):
-                lost[group_id] = (prompt_id, samples)
-        self._note(
-            f"the graders' process died and was restarted: {len(lost)} groups are assigned again"
-        )
-        self.assign(lost)
+        idle = [
+            g for g, (_, samples) in before.items() if not self._all_open(g, samples, still_open)
+        ]
+        async with self._asking:
+            # what they lacked before the actors were asked, of those that are still in flight
+            in_flight = await self._buffer.in_flight(idle)
+            lost = {g: before[g] for g in idle if g in in_flight}
+            self._note(
+                f"the graders' process died and was restarted: {len(lost)} groups are assigned "
+                "again"
+            )
+            await self.assign(lost)
         self._evaluator.again()
 
 

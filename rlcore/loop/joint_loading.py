@@ -14,7 +14,8 @@ from typing import TypeVar
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.loop.clients import ActorClient, Publication
 from rlcore.loop.loading import Ask
-from rlcore.loop.members import Member, Process, Roster
+from rlcore.loop.members import Member, Process
+from rlcore.loop.roster import Roster
 from rlcore.types import POLICY, OnPublish
 
 Send = Callable[[Publication, Sequence[ActorClient]], Awaitable[None]]  # LearnerClient.send

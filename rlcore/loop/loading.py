@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Protocol, TypeVar
 
 from rlcore.loop.clients import ActorClient, Publication
-from rlcore.loop.members import Member, Process, Roster
+from rlcore.loop.members import Member, Process
+from rlcore.loop.roster import Roster
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.timing import now
 
@@ -15,6 +18,7 @@ from rlcore.loop.timing import now
 # heartbeat more, to load new weights
 STRAGGLER = 2.0
 RECHECK_S = 1.0
+FEW = 16  # members still loading besides the silent ones: each that ends is looked at
 
 T = TypeVar("T")
 Loads = Mapping[Member, "asyncio.Task[dict[str, float]]"]
@@ -26,6 +30,43 @@ class Ask(Protocol):
     async def __call__(
         self, member: Member, process: Process, call: Callable[[ActorClient], Awaitable[T]]
     ) -> T | None: ...
+
+
+class _Missing:
+    """Members that are still loading; each that ends is noted once, and wakes the waiter only where
+    that could change its mind."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._loading = {m: t for m, t in loads.items() if not t.done()}
+        self._half = len(loads) / 2
+        self._silent = 0  # of those, when they were last looked at
+        self._ended = asyncio.Event()
+        self.half_at: float | None = None  # when half of the members had the weights
+        self._note_half()
+        for member, task in self._loading.items():
+            task.add_done_callback(partial(self._remove, member))
+
+    def _remove(self, member: Member, task: asyncio.Task[dict[str, float]]) -> None:
+        del self._loading[member]
+        self._note_half()
+        if len(self._loading) <= self._silent + FEW:
+            self._ended.set()
+
+    def _note_half(self) -> None:
+        if self.half_at is None and len(self._loading) <= self._half:
+            self.half_at = now()
+
+    def only_silent(self) -> bool:
+        """Whether all that are still loading are silent."""
+        self._silent = sum(m.suspect for m in self._loading)
+        return self._silent == len(self._loading)
+
+    async def news(self, timeout_s: float) -> None:
+        """Return when one of the last has ended, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        self._ended.clear()
 
 
 class WeightLoading:
@@ -58,20 +99,17 @@ class WeightLoading:
         return {k: max(p[k] for p in parts) for k in parts[0]} if parts else {}
 
     async def _proven(self, loads: Loads) -> None:
-        began = now()
-        half_s: float | None = None  # until half of the members had the weights
+        began, waiting = now(), _Missing(loads)
         while True:
-            missing = {m: t for m, t in loads.items() if not t.done()}
-            awaited = [t for m, t in missing.items() if not m.suspect]
-            if not awaited:
+            if waiting.only_silent():
                 return
-            if half_s is None and 2 * len(missing) <= len(loads):
-                half_s = now() - began
-            patience_s = None if half_s is None else STRAGGLER * half_s + self._heartbeat_s
+            patience_s = None
+            if waiting.half_at is not None:
+                patience_s = STRAGGLER * (waiting.half_at - began) + self._heartbeat_s
             if self._leaves_stragglers and patience_s is not None and now() - began > patience_s:
                 return
             # a member may fall silent meanwhile, which completes no task
-            await asyncio.wait(awaited, timeout=RECHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            await waiting.news(RECHECK_S)
 
     async def catch_up(self, member: Member, ask: Ask) -> bool:
         """Load the newest weights into a new process, however often they change meanwhile; False if

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,7 +84,10 @@ class Member:
     name: str  # "<label>-<number>"
     pool: ActorPool
     process: Process
-    groups: Held = field(default_factory=dict)  # assigned and not known to be complete
+    # assigned and not known to be complete; changed by `Workload` alone
+    groups: Held = field(default_factory=dict)
+    load: int = 0  # requests of these groups
+    number: int = -1  # its place among all members that there ever were
     failures: list[float] = field(default_factory=list)  # within the last hour, by the loop's clock
     healthy: bool = True  # its process is started and has not failed
     suspect: bool = False  # healthy, but silent: it is given nothing until it answers again
@@ -93,11 +96,6 @@ class Member:
         """Whether a group may be assigned to it; evaluation groups are negative."""
         purpose = self.pool.purpose
         return purpose == "all" or (purpose == "evaluation") == (group_id < 0)
-
-    @property
-    def load(self) -> int:
-        """Requests assigned to it whose group has not completed."""
-        return sum(len(r) for r in self.groups.values())
 
 
 @dataclass(slots=True)
@@ -108,6 +106,9 @@ class Waiting:
     idle: Held = field(default_factory=dict)  # there was no actor to give them to
     # of silent actors, which go on with them if they can: assigned to another beside
     delayed: Held = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.idle or self.delayed)
 
     def split(self, keep: Callable[[int], bool]) -> tuple[Waiting, Waiting]:
         """(those whose group id satisfies `keep`, the rest)."""
@@ -122,37 +123,3 @@ class Waiting:
         for group_id in group_ids:
             for held in (self.lost, self.idle, self.delayed):
                 held.pop(group_id, None)
-
-
-class Roster:
-    """All members in the order in which they came, and the groups that wait for one."""
-
-    def __init__(self, pools: Sequence[ActorPool]) -> None:
-        self.pools = {pool.label: pool for pool in pools}
-        self.members: list[Member] = []
-        self.waiting = Waiting()
-        self.published = -1  # the version that every member of the rotation serves, at least
-        self._named = dict.fromkeys(self.pools, 0)
-
-    def rotation(self) -> list[Member]:
-        """The members that may be given work. One whose weights are older than the version noted as
-        published is not among them: groups are admitted under that version."""
-        return [
-            m
-            for m in self.members
-            if m.healthy and not m.suspect and m.process.version >= self.published
-        ]
-
-    def healthy(self) -> list[Member]:
-        """The members whose process runs, silent ones and those with older weights included."""
-        return [m for m in self.members if m.healthy]
-
-    def of(self, label: str) -> list[Member]:
-        """The members of one pool."""
-        return [m for m in self.members if m.pool.label == label]
-
-    def new_name(self, label: str) -> str:
-        """A name that no member of the run has had."""
-        number = self._named[label]
-        self._named[label] += 1
-        return f"{label}-{number}"

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.loop.clients import Spawned
-from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.members import ActorPool, Member, Process
+from rlcore.loop.roster import Roster
 from rlcore.loop.timing import now
 
 
@@ -47,7 +48,7 @@ class Replacements:
         """Start a further member."""
         spawned = pool.spawn(name)
         member = Member(name, pool, Process(spawned.client), healthy=False)
-        self._roster.members.append(member)
+        self._roster.add(member)
         self._await_start(member, spawned)
 
     def _await_start(self, member: Member, spawned: Spawned) -> None:

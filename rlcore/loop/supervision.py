@@ -14,10 +14,12 @@ from typing import TypeVar
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 from rlcore.loop.clients import ActorClient
-from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.members import ActorPool, Member, Process
 from rlcore.loop.replacement import Replacements
+from rlcore.loop.roster import Roster
 from rlcore.loop.specs import SupervisionSpec
 from rlcore.loop.timing import now
+from rlcore.loop.turns import Turns
 
 AN_HOUR_S = 3600.0
 ANSWER_S = 1.0  # heartbeats that come within it are judged in the same round
@@ -57,12 +59,16 @@ class Supervisor:
         self._failure: Exception | None = None
         self._alone_since: float | None = None  # when the last healthy member was lost
         self._news = asyncio.Event()
+        self._turns = Turns()
 
     async def ask(
         self, member: Member, process: Process, call: Callable[[ActorClient], Awaitable[T]]
     ) -> T | None:
         """Call a member's process; one that fails the call is replaced and the answer is None, as
         it is when `process` was replaced before."""
+        if member.process is not process:
+            return None
+        await self._turns.next()
         if member.process is not process:
             return None
         try:
@@ -104,10 +110,10 @@ class Supervisor:
         """Take a member out of the rotation and end its process. Its groups are lost, but for those
         that another member works on too."""
         member.healthy = False
-        held, member.groups = member.groups, {}
-        elsewhere = {g for other in self._roster.members for g in other.groups}
-        self._roster.waiting.drop(held)
-        self._roster.waiting.lost |= {g: r for g, r in held.items() if g not in elsewhere}
+        work, waiting = self._roster.work, self._roster.waiting
+        held = work.take_all(member)
+        waiting.drop(held)
+        waiting.lost |= {g: r for g, r in held.items() if not work.holders(g)}
         member.process.close()
         member.process.client.kill()
         self._news.set()

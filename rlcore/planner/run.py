@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -130,12 +131,14 @@ class PlannedRun(Simulation):
         planned = self.planned
         return [ActorPool(label, self._begin, n) for label, n in planned.actors.items()]
 
+    def make_actor(self, name: str, **arguments: Any) -> RatedActor:
+        """A process of an actor. `arguments`: the further ones of `RatedActor`."""
+        return RatedActor(name, self.buffer, self.scorer, **arguments)
+
     def _begin(self, name: str) -> Spawned:
         planned = self.planned
-        actor = RatedActor(
+        actor = self.make_actor(
             name,
-            self.buffer,
-            self.scorer,
             rates=planned.actor_rates[of_names(name)],
             tokens=planned.simulated_tokens,
             limits=(planned.schedule, planned.supervision),

@@ -60,8 +60,11 @@ class FakeBuffer(BufferClient):
     async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         return await self.actor.admit(list(prompt_ids))
 
-    async def in_flight(self) -> Missing:
-        return await self.actor.in_flight()
+    async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
+        return await self.actor.in_flight(None if group_ids is None else list(group_ids))
+
+    async def landed(self) -> list[int]:
+        return await self.actor.landed()
 
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         return await self.actor.lost(list(group_ids), limit)

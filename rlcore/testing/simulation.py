@@ -139,9 +139,9 @@ class Simulation:
             keep_samples=8,
             tasks=scenario.tasks or None,
         )
-        self.buffer = FakeBuffer(job)
+        self.buffer = self.make_buffer(job)
         self.learner = self.make_learner()
-        self.scorer = FakeScorer(self.buffer, reward=scenario.reward)
+        self.scorer = self.make_scorer()
         self.watch = FakeWatch(
             self.buffer, self.scorer, heartbeat_s=scenario.supervision.heartbeat_s
         )
@@ -159,6 +159,14 @@ class Simulation:
             note=self.reporter.note,
         )
         self.parts = self._parts()
+
+    def make_buffer(self, job: BufferJob) -> FakeBuffer:
+        """The buffer of the run."""
+        return FakeBuffer(job)
+
+    def make_scorer(self) -> FakeScorer:
+        """The graders of the run, which send to `self.buffer`."""
+        return FakeScorer(self.buffer, reward=self.scenario.reward)
 
     def make_learner(self) -> FakeLearner:
         """The learner of the run, which reads from `self.buffer`."""

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlcore.buffer import journal, reports
-from rlcore.buffer.admission import Candidate, StalenessBound
+from rlcore.buffer.admission import StalenessBound
 from rlcore.buffer.specs import Phases
+from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.errors import UserError
 
 runs = settings(max_examples=50, deadline=None)
@@ -205,7 +206,7 @@ def test_released_batches_leave_a_schedule_that_meets_every_deadline(groups, per
     """Against the definition: for every d, at most (d - step) * G of the rest are due by d."""
     bound = StalenessBound(per_step, 1, 5, Phases(1, 1))
     waiting = [Candidate(i, deadline, finished) for i, (deadline, finished) in enumerate(groups)]
-    batch = bound.release(waiting, step, strict=False)
+    batch = bound.release(Waiting(waiting), step, strict=False)
     finished = sorted((c for c in waiting if c.finished), key=lambda c: (c.deadline, c.group_id))[
         :per_step
     ]

@@ -87,8 +87,11 @@ class BufferActor:
         self.buffer.commit(step)
         await self._notify()
 
-    async def in_flight(self) -> Missing:
-        return self.buffer.in_flight()
+    async def in_flight(self, group_ids: list[int] | None = None) -> Missing:
+        return self.buffer.in_flight(group_ids)
+
+    async def landed(self) -> list[int]:
+        return self.buffer.live.take_landed()
 
     async def lost(self, group_ids: list[int], limit: int) -> tuple[Missing, dict[int, str]]:
         again, given_up = self.buffer.lost(group_ids, limit)

@@ -39,8 +39,12 @@ class RayBuffer(BufferClient):
     async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         return list(await self._call(self.handle.admit.remote(list(prompt_ids)), "an admission"))
 
-    async def in_flight(self) -> Missing:
-        return dict(await self._call(self.handle.in_flight.remote(), "the groups in flight"))
+    async def in_flight(self, group_ids: Sequence[int] | None = None) -> Missing:
+        ref = self.handle.in_flight.remote(None if group_ids is None else list(group_ids))
+        return dict(await self._call(ref, "the groups in flight"))
+
+    async def landed(self) -> list[int]:
+        return list(await self._call(self.handle.landed.remote(), "the groups that are complete"))
 
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         ref = self.handle.lost.remote(list(group_ids), limit)

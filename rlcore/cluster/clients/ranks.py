@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,9 +95,9 @@ def deal(groups: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
     """Split (group id, tokens) into `ranks` lists of whole groups with near-equal tokens, longest
     first."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    loads = [(0, place) for place in range(ranks)]  # a heap: of equal loads the first
     for group_id, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
-        place = loads.index(min(loads))
+        load, place = loads[0]
         shares[place].append(group_id)
-        loads[place] += tokens
+        heapq.heapreplace(loads, (load + tokens, place))
     return [sorted(share) for share in shares]
