@@ -8,7 +8,7 @@ import inspect
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,30 +114,6 @@ def in_role(role: str, function: Callable[..., Any], *args: Any) -> Any:
     return context.run(function, *args)
 
 
-class _Charged:
-    """A coroutine whose steps are charged to a role, wherever it is awaited."""
-
-    def __init__(self, coroutine: Any, role: str, meter: Meter) -> None:
-        self._coroutine = coroutine
-        self._role = role
-        self._meter = meter
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        advance, value = self._coroutine.send, None
-        while True:
-            before = self._meter.switch(self._role)
-            try:
-                waits_for = advance(value)
-            except StopIteration as e:
-                return e.value
-            finally:
-                self._meter.switch(before)
-            try:
-                advance, value = self._coroutine.send, (yield waits_for)
-            except BaseException as e:  # cancelled: the coroutine must hear of it
-                advance, value = self._coroutine.throw, e
-
-
 class Across:
     """An object in another process: its coroutines are charged to that role, and what goes in and
     out of them is a message. `payload`: methods whose records are counted by the caller instead."""
@@ -161,7 +137,8 @@ class Across:
                 meter.message(role, name, (args, named))
             else:
                 meter.calls[meter.role, f"{role}.{name}"] += 1
-            result = await _Charged(found(*args, **named), role, meter)
+            # a task of that role, so that what wakes it is charged to the role too
+            result = await in_role(role, asyncio.create_task, found(*args, **named))
             if plain and result is not None:
                 sender = meter.switch(role)
                 meter.message(sender, f"answer to {name}", result)
