@@ -91,11 +91,11 @@ class Rlcore:
         "logging=quiet",
         "checkpoint.at_end=false",
         "checkpoint.every_s=0",
+        "cluster.start_timeout_s=1200",  # starts do not count, and a busy machine takes long
     )
     COMMON = (
         "experiment=quickstart",
         "model=path",
-        "model.max_len=512",
         "learner.lr_schedule=constant",
         *QUIET,
     )
@@ -114,6 +114,7 @@ class Rlcore:
             f"rollout.samples_per_prompt={job['samples']}",
             f"rollout.max_new_tokens={job['max_tokens']}",
             f"model.path={job['model']}",
+            f"model.max_len={job['max_len']}",
             f"learner.lr={job['lr']}",
             f"seed={job['seed']}",
             *job["words"],

