@@ -125,6 +125,13 @@ class LearnerSpec(OptimizerSpec):
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
     )
+    keep_passes_mib: int = setting(
+        0,
+        "where corrections need the whole batch and it takes several micro-batches: keep their "
+        "differentiated passes up to this size on a rank, instead of a pass for p_ref",
+        unit="MiB",
+        ge=0,
+    )
     port: int = setting(0, "rendezvous port of the ranks; 0: any free one", ge=0, lt=65536)
     lora: LoraSpec | None = None
     distill: DistillSpec | None = None
@@ -172,8 +179,23 @@ class LearnerSpec(OptimizerSpec):
             f"{self.dtype} with {key}.num_gpus={self.num_gpus:g} means: choose 1, 2 or 3, or "
             f"{key}.dtype=float32.",
         )
+        self._check_kept(key)
         if self.distill is not None:
             self._check_distill(key)
+
+    def _check_kept(self, key: str) -> None:
+        if not self.keep_passes_mib:
+            return
+        kept = f"{key}.keep_passes_mib={self.keep_passes_mib}"
+        refuse(
+            self.ref_pass == "always",
+            f"{kept} saves the pass that {key}.ref_pass=always asks for: choose one.",
+        )
+        refuse(
+            self.zero_stage == 3,
+            f"{kept} needs whole weights, and {key}.zero_stage=3 gathers them for one pass at a "
+            "time: choose 0, 1 or 2.",
+        )
 
     def _check_distill(self, key: str) -> None:
         refuse(

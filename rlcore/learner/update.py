@@ -3,8 +3,9 @@ every micro-batch.
 
 Two ways lead to the same gradient. Where corrections need the whole batch first and it takes
 several micro-batches, p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is
-the whole share, or each episode is corrected by its own tokens, both come from the pass that is
-differentiated (p_ref only if the phase is one step).
+the whole share, or each episode is corrected by its own tokens, or all passes are kept for their
+backward passes (`kept_passes.py`), both come from what is differentiated (p_ref only if the phase
+is one step).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rlcore.corrections.reduction import ONE_RANK
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import Scored, StepBatch, observed, rows_of
 from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.kept_passes import KeptPasses
 from rlcore.learner.loss import StepLoss
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy
@@ -87,6 +89,7 @@ class Update:
         self._objective = job.objective
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
+        self._kept = KeptPasses(job.learner)
 
     def prepare(self, phase: Sequence[StepBatch], *, first: bool, steps: int | None = None) -> None:
         """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen
@@ -113,14 +116,22 @@ class Update:
         """Whether the p_ref of a step alone may be taken from the pass that is differentiated."""
         if self._ref_pass == "always":
             return False
-        # p_new is p_ref, so `needs.new` asks for no pass of its own
-        apart = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
-        return apart or _one_forward(batch)
+        return self._apart or self._together(batch)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
+        asks for no pass of its own."""
+        return self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
+
+    def _together(self, batch: StepBatch) -> bool:
+        """Whether all differentiated passes may be held at once, as far as is known."""
+        return _one_forward(batch) or self._kept.fit(batch.micro)
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> StepGradient:
         """All backward passes of a step, `first` of its phase or not."""
         advantages = self.group_advantages(batch)
-        if batch.ref is None and not _one_forward(batch):
+        if batch.ref is None and self._apart and not _one_forward(batch):
             return self._correct_each(batch, step, advantages)
         ref, new, ready = self._observe(batch, first=first)
         tensors = observed(batch.sent, step, advantages, ref, new)
@@ -131,27 +142,42 @@ class Update:
         shared = _Shared(batch, tensors.advantages, coefs, first, sums)
         for i, mb in enumerate(batch.micro):
             mine = Corrected(corrected.weight[mb.episodes], corrected.mask[mb.episodes], {})
-            self._backward(shared, i, ready or self._forward(batch, mb, 0), mine)
+            # taken out, so that its memory is free after its backward pass
+            forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
+            self._backward(shared, i, forward, mine)
         return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
 
-    def _observe(self, batch: StepBatch, *, first: bool) -> tuple[Scored, Scored, Forward | None]:
-        """Scores under p_ref and p_new as corrections look at them, and the differentiated pass
-        where they were taken from it."""
+    def _observe(self, batch: StepBatch, *, first: bool) -> tuple[Scored, Scored, list[Forward]]:
+        """Scores under p_ref and p_new as corrections look at them, and the differentiated passes
+        where they were taken from them."""
         needs = self.pipeline.needs
         # at the first step p_new is p_ref; later it is looked at only where a correction asks
         if batch.ref is not None and (first or not needs.new):
-            return batch.ref, batch.ref, None
+            return batch.ref, batch.ref, []
         topk = self.topk if batch.ref is None or needs.topk else 0
-        ready = None
-        # one micro-batch: the pass that is differentiated can be looked at first
-        if _one_forward(batch) and self._ref_pass == "auto":
-            ready = self._forward(batch, batch.micro[0], topk)
+        ready = self._passes(batch, topk) if self._ref_pass == "auto" else []
+        if ready:
+            parts = [(mb, _detached(scores)) for mb, (scores, _) in zip(batch.micro, ready)]
             mask = batch.sent.mask
-            new = Scored.collect(mask.shape, [(batch.micro[0], ready[0])], mask.device)
+            new = Scored.collect(mask.shape, parts, mask.device)
         else:
             new = self._score(batch, self.engine, topk)
         batch.ref = batch.ref or new
         return batch.ref, new, ready
+
+    def _passes(self, batch: StepBatch, topk: int) -> list[Forward]:
+        """The differentiated pass of every micro-batch, which can be looked at before its backward
+        pass; none where they do not fit together."""
+        if not self._together(batch):
+            return []
+        first, *others = batch.micro
+        if not others:
+            return [self._forward(batch, first, topk)]
+        with self._kept.measured(first, self.engine.policy.parameters()):
+            one = self._forward(batch, first, topk)
+        if not self._together(batch):
+            return []
+        return [one, *(self._forward(batch, mb, topk) for mb in others)]
 
     def _correct_each(self, batch: StepBatch, step: int, advantages: Tensor) -> StepGradient:
         """A step whose corrections see one micro-batch at a time, from the differentiated pass."""

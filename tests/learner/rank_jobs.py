@@ -455,3 +455,24 @@ def mixture_weights(
         alone = arrays(dict(one.published_weights(POLICY, "float32", two)))
         out[stage] = shapes, state(one), alone
     return out
+
+
+def kept_and_two(
+    rank: int, world: int, port: int, model: str
+) -> dict[tuple[int, str], tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Weights and metrics after two one-step phases with statistics over several micro-batches, by
+    ZeRO stage, with passes that are kept and with a pass of its own. Shares are unequal."""
+    out = {}
+    ways: dict[str, dict[str, Any]] = {
+        "kept": {"keep_passes_mib": 64},
+        "apart": {"ref_pass": "always"},
+    }
+    for stage in (0, 1, 2):
+        for name, settings in ways.items():
+            job = {"corrections": {"ais": {}}, "zero_stage": stage, "micro_batch_tokens": 40}
+            one = learner(rank, world, port, model, **job, **settings)
+            for s in range(2):
+                one.begin_phase([share(make_groups(4, seed=s), rank, world)])
+                row = one.train_step(s)
+            out[stage, name] = state(one), untimed(row)
+    return out

@@ -56,6 +56,14 @@ def test_a_shared_prefix_changes_no_gradient_at_any_stage(model):
         )
 
 
+def test_passes_that_are_kept_change_no_weight_at_any_stage(model):
+    table = on_ranks(2, jobs.kept_and_two, model)[0]  # this rank has the weights
+    for stage in (0, 1, 2):
+        (weights, row), (again, its_row) = table[stage, "kept"], table[stage, "apart"]
+        assert _difference(weights, again) == 0.0, stage
+        assert row == its_row and "mismatch/ais_alpha" in row
+
+
 VARIANTS = {
     "accepted": {"keep_by_acceptance": 2, "corrections": {"ais": {}}, "zero_stage": 1},
     "none": {},

@@ -136,6 +136,42 @@ def test_a_single_micro_batch_is_scored_and_differentiated_by_one_pass(model, na
     assert torch.equal(logp, its_logp)
 
 
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name", WHOLE_BATCH)
+def test_kept_passes_of_several_micro_batches_give_what_a_pass_of_its_own_gives(model, name, later):
+    results = []
+    for settings in ({"keep_passes_mib": 64}, {"ref_pass": "always"}):
+        update = _update(model, WHOLE_BATCH[name], entropy_coef=0.01, **settings)
+        batch = make_batch(make_groups(5), 40)
+        update.prepare([batch], first=not later)
+        if later:
+            disturb(update.engine.policy)
+        gradient = update.run(batch, 0, first=not later)
+        engine = update.engine
+        results.append((gradient, engine.gradients(), engine.forwards, batch.ref.logp))
+    (one, mine, passes, logp), (two, its, its_passes, its_logp) = results
+    count = len(batch.micro)
+    assert count > 2 and passes == (1 + later) * count
+    assert its_passes == (2 + (later and update.pipeline.needs.new)) * count
+    assert one.kept == two.kept > 0 and one.metrics == two.metrics
+    assert mine.keys() == its.keys() and all(torch.equal(mine[n], its[n]) for n in mine)
+    assert torch.equal(logp, its_logp)
+
+
+def test_passes_that_do_not_fit_are_not_kept_and_tried_once(model):
+    update = _update(model, {"ais": {}}, keep_passes_mib=1)
+    forwards = []
+    for _ in range(2):
+        batch = make_batch(make_groups(30), 400)  # half a megabyte each
+        begun = update.engine.forwards
+        update.prepare([batch], first=True)
+        assert update.run(batch, 0, first=True).kept > 0
+        forwards.append(update.engine.forwards - begun)
+    count = len(batch.micro)
+    # the first step finds out with its first micro-batch, the second one knows
+    assert count > 1 and forwards == [2 * count + 1, 2 * count]
+
+
 def test_the_last_step_of_a_resumed_phase_keeps_the_p_ref_that_the_phase_began_with(model):
     update = _update(model, {"tis": {}})
     batch = make_batch(make_groups(4))
