@@ -95,7 +95,7 @@ def _actors(actors: Any) -> str:
 def _actor(label: str, actor: Mapping[str, Any]) -> str:
     kind, rounding = str(actor.get("kind", "")), actor.get("rounding")
     named = "" if kind == label else f" ({kind})"
-    rounded = f", rounding {rounding}" if rounding not in (None, "none") else ""
+    rounded = f", rounded to {rounding}: emulated" if rounding not in (None, "none") else ""
     return f"{actor.get('count', 1)} x {label}{named}, {actor.get('dtype', '')}{rounded}"
 
 

@@ -20,6 +20,7 @@ SHOWN = (
     "score_status",
     "finish_reason",
     "actor",
+    "actor_kind",
     "tokens",
     "pieces",
     "token_versions",

@@ -457,22 +457,35 @@ def mixture_weights(
     return out
 
 
+#: what passes are kept beside, by name
+BESIDE_KEPT: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero_stage": 0},
+    "stage 1": {"zero_stage": 1},
+    "stage 2": {"zero_stage": 2},
+    "adapters": {"zero_stage": 1, "lora": {"rank": 4}},
+    "checkpointing": {"zero_stage": 2, "gradient_checkpointing": True},
+    "kl": {"zero_stage": 1, "kl_coef": 0.1},
+    "full kl": {"zero_stage": 1, "kl_coef": 0.1, "kl_estimator": "full"},
+    "bfloat16": {"zero_stage": 1, "dtype": "bfloat16"},
+}
+
+
 def kept_and_two(
     rank: int, world: int, port: int, model: str
-) -> dict[tuple[int, str], tuple[dict[str, np.ndarray], dict[str, float]]]:
+) -> dict[tuple[str, str], tuple[dict[str, np.ndarray], dict[str, float]]]:
     """Weights and metrics after two one-step phases with statistics over several micro-batches, by
-    ZeRO stage, with passes that are kept and with a pass of its own. Shares are unequal."""
+    what else is set, with passes that are kept and with a pass of its own. Shares are unequal."""
     out = {}
     ways: dict[str, dict[str, Any]] = {
         "kept": {"keep_passes_mib": 64},
         "apart": {"ref_pass": "always"},
     }
-    for stage in (0, 1, 2):
+    for beside, options in BESIDE_KEPT.items():
         for name, settings in ways.items():
-            job = {"corrections": {"ais": {}}, "zero_stage": stage, "micro_batch_tokens": 40}
-            one = learner(rank, world, port, model, **job, **settings)
+            job = {"corrections": {"ais": {}}, "micro_batch_tokens": 40, **options, **settings}
+            one = learner(rank, world, port, model, **job)
             for s in range(2):
                 one.begin_phase([share(make_groups(4, seed=s), rank, world)])
                 row = one.train_step(s)
-            out[stage, name] = state(one), untimed(row)
+            out[beside, name] = state(one), untimed(row)
     return out

@@ -171,7 +171,8 @@ function card(sample) {
   const facts = [
     sample.prompt_id, sample.source,
     ...Object.entries(sample.reward_parts || {}).map(([k, v]) => `${k} ${fixed(v)}`),
-    sample.actor, sample.tokens === undefined ? null : `${sample.tokens} tokens`,
+    sample.actor_kind ? `${sample.actor} (${sample.actor_kind})` : sample.actor,
+    sample.tokens === undefined ? null : `${sample.tokens} tokens`,
     sample.worst === null ? null : `worst ratio ${fixed(Math.exp(sample.worst))}`,
     sample.finish_reason === 'length' ? 'cut off' : null,
   ];
