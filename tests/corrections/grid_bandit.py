@@ -195,6 +195,7 @@ class Batch:
                 sent.rewards.double()[:, None],
                 torch.ones(len(index), dtype=torch.int64),
                 torch.zeros(sent.mask.shape, dtype=torch.int64),
+                torch.zeros(sent.mask.shape, dtype=torch.float64),
             )
             share = StepBatch(episodes, sent, torch.zeros(len(index), dtype=torch.int32), turns)
             # every row is as long as the longest of its micro-batch
