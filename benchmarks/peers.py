@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import machine, table
 from peer_adapters import PEERS, REFUSALS, Peer, Rlcore
 
@@ -36,7 +37,7 @@ BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 ASYNC, ON_POLICY = "rlcore", "rlcore, on policy"
 SKIPPED = {ASYNC: 3, ON_POLICY: 2}  # steps until caches are warm and the pipeline is full
 PEER_SKIPPED = 1
-QUIET = 0.7  # load above which a figure does not count
+QUIET = 0.3  # cores that others keep busy before a run, above which its figure does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Load:
     groups: int
     max_tokens: int
     max_len: int  # positions of the model
-    rows: int  # sequences of a peer's micro-batch: the fastest of those tried
+    rows: int  # sequences of a peer's micro-batch: chosen by hand, not by a search
     steps: Mapping[str, int]  # by who runs
     samples: int = 8
     lr: float = 1e-8
@@ -96,7 +97,9 @@ def main() -> None:
     print(f"\n{text}")
     if args.out:
         args.out.write_text(text)
-    if args.readme:
+    if args.readme and max(f["busy"] for f in found) > QUIET:
+        print(f"{args.readme} stays as it was: the machine was busy")
+    elif args.readme:
         put(args.readme, short_table(found, [p.name for p in peers]))
 
 
@@ -180,7 +183,7 @@ def measure(
         if runs.have(key):
             continue
         place = folder / f"{load.name}-{who}-{round_}".replace(" ", "_").replace(",", "")
-        busy = os.getloadavg()[0]
+        busy = psutil.cpu_percent(interval=2.0) / 100 * (os.cpu_count() or 1)
         skipped = SKIPPED.get(who, PEER_SKIPPED)
         steps = {name: v[skipped:] for name, v in run(place).items() if isinstance(v, list)}
         means = {name: statistics.mean(values) for name, values in steps.items()}
@@ -193,15 +196,19 @@ def page(found: Sequence[Found], peers: Sequence[str]) -> str:
     rounds = 1 + max(f["round"] for f in found)
     busiest = max(f["busy"] for f in found)
     valid = "" if busiest <= QUIET else " **The machine was busy: these figures do not count.**"
+    rows = " and ".join(str(load.rows) for load in LOADS)
     refusals = "\n".join(f"- {name}: {words}" for name, words in REFUSALS.items())
     return (
         "# rlcore beside its peers\n\n"
         f"`python benchmarks/peers.py --rounds {rounds}` on {machine()}; medians of {rounds}"
-        " rounds, in brackets the smallest and the largest. Load of the machine before a run: at"
-        f" most {busiest:.1f}.{valid}\n\n{short_table(found, peers)}\n\n"
+        " rounds, in brackets the smallest and the largest. Before each run other processes kept at"
+        f" most {busiest:.1f} cores busy.{valid}\n\n{short_table(found, peers)}\n\n"
         "The limit is the larger of engine and learner alone, each with the core that it has in the"
         " run.\n\n"
         f"{table([details(found, load, peers) for load in loads_of(found)])}\n\n"
+        "Prompts are of the same task, not the same ones. rlcore stores 20 top log-probs of every"
+        f" token, peers only the sampled one's. A peer's micro-batches have {rows} sequences, which"
+        " no search has chosen.\n\n"
         f"Peers that were not measured:\n\n{refusals}\n"
     )
 

@@ -202,7 +202,8 @@ def _watch(words: list[str]) -> int:
 
 
 def _compare(words: list[str]) -> int:
-    as_json, run_dirs = _flag(words, "json")
+    as_json, words = _flag(words, "json")
+    run_dirs = _run_dirs(words)
     if len(run_dirs) != 2:
         raise UserError(f"rlcore compare takes two run directories, got {len(run_dirs)}.")
     from rlcore.commands.compare import compare
@@ -211,10 +212,15 @@ def _compare(words: list[str]) -> int:
 
 
 def _report(words: list[str]) -> int:
-    out, run_dirs = _take(words, "out")
+    out, words = _take(words, "out")
     from rlcore.commands.report import report
 
-    return report(run_dirs, out)
+    return report(_run_dirs(words), out)
+
+
+def _run_dirs(words: list[str]) -> list[str]:
+    """Folders, also those named as other commands name theirs: run_dir=DIR."""
+    return [word.removeprefix("run_dir=") for word in words]
 
 
 def _fetch(words: list[str]) -> int:

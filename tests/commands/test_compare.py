@@ -89,3 +89,10 @@ def test_a_run_without_rows_has_no_figures():
 def test_what_is_no_run_is_refused(names, sentence, capsys):
     assert main(["compare", *names]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_folders_may_be_named_as_other_commands_name_theirs(two, capsys):
+    assert main(["compare", *(f"run_dir={folder}" for folder in two), "json=true"]) == 0
+    named = capsys.readouterr().out
+    assert main(["compare", *two, "json=true"]) == 0
+    assert capsys.readouterr().out == named
