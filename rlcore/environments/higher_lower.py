@@ -15,14 +15,17 @@ class HigherLower(Environment):
     guess that hits it within `guesses`, else 0.
 
     `hinted`: share of the worked guesses that heed the hints so far; the others are random. Fresh
-    models learn the form of the game from them, and its strategy from the reward.
+    models learn the form of the game from them, and its strategy from the reward. `forgiving`: an
+    unreadable guess is answered `?` and costs a guess; otherwise it ends the game, so that a policy
+    cannot settle on wasting guesses.
     """
 
-    def __init__(self, *, guesses: int = 4, hinted: float = 0.0) -> None:
+    def __init__(self, *, guesses: int = 4, hinted: float = 0.0, forgiving: bool = True) -> None:
         if guesses < 1 or not 0 <= hinted <= 1:
             raise ValueError("guesses must be at least 1, and hinted a share from 0 to 1")
         self._guesses = guesses
         self._hinted = hinted
+        self._forgiving = forgiving
 
     def reset(self, item: Item, seed: int) -> Opening:
         self._number = item.answer
@@ -39,7 +42,10 @@ class HigherLower(Environment):
         if self._found or self._count >= self._guesses:
             return Reply(over=True)
         hint = self._hint(guess)
-        return Reply([{"role": "user", "content": hint}], parts={"unreadable": hint == UNREADABLE})
+        parts = {"unreadable": float(hint == UNREADABLE)}
+        if hint == UNREADABLE and not self._forgiving:
+            return Reply(over=True, parts=parts)
+        return Reply([{"role": "user", "content": hint}], parts=parts)
 
     def _hint(self, guess: str) -> str:
         if len(guess) != len(self._number) or not (guess.isascii() and guess.isdecimal()):
