@@ -12,6 +12,8 @@ be stopped and continued. Order of the runs:
    collapses in most seeds. If there is none, the study ends here and the page says so.
 3. Every method at that size, with the paper's own settings; then the further arms.
 
+A study without an uncorrected arm has no sweep: seed after seed, all its arms run at all its sizes.
+
 The page `docs/evidence/NAME.md` keeps its text; the block between its two markers, and the figure,
 are made from the lines. The policy is evaluated on a plain engine with its own weights, never on
 the degraded actor.
@@ -34,6 +36,7 @@ from typing import Any
 from evidence_page import write_page
 from evidence_studies import STUDIES, Study, Words
 from evidence_tables import Line, choose, collapse_step, source_digest
+from evidence_trl import run_trl
 from harness import machine, rlcore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,13 +90,21 @@ def append(file: Path, line: Line) -> None:
 def settle(study: Study, file: Path) -> None:
     """Write the choice of the size once the sweep is whole."""
     found = lines(file)
-    if any("chosen" in line for line in found) or next(sweep(study, found), None) is not None:
+    if (
+        not study.swept
+        or any("chosen" in line for line in found)
+        or next(sweep(study, found), None) is not None
+    ):
         return
     append(file, {"chosen": choose(found, list(study.sizes), MATCHED, UNCORRECTED)})
 
 
 def missing(study: Study, found: list[Line]) -> Iterator[Job]:
     """The runs that have no line yet, in order."""
+    if not study.swept:
+        arms = {size: {MATCHED: (), **study.arms} for size in study.sizes}
+        yield from _unrun(study, found, arms)
+        return
     yield from sweep(study, found)
     chosen = next((line["chosen"] for line in found if "chosen" in line), None)
     if chosen is None:
@@ -123,32 +134,45 @@ def _unrun(study: Study, found: list[Line], arms: Any) -> Iterator[Job]:
 
 def run(study: Study, job: Job) -> Line:
     """Run one job and sum it up. Raises RuntimeError when the command fails."""
-    words = (f"experiment={study.experiment}", *job.words, f"seed={job.seed}")
+    words = [f"experiment={study.experiment}", *job.words, f"seed={job.seed}"]
     with tempfile.TemporaryDirectory(prefix="rlcore-evidence-") as folder:
-        run_dir = Path(folder) / "run"
-        done = rlcore("train", *words, *QUIET, run_dir=run_dir, every_s=10)
-        config = config_digest(run_dir / "config.yaml")
-    curve = [(row["step"], row[study.metric]) for row in done.rows if study.metric in row]
-    accuracies = [accuracy for _, accuracy in curve]
+        by = run_trl if job.arm in study.by_trl else run_rlcore
+        found = by(words, study.metric, Path(folder) / "run")
+    accuracies = [accuracy for _, accuracy in found["curve"]]
     return {
         "arm": job.arm,
         "size": job.size,
         "seed": job.seed,
         "final": accuracies[-1],
         "best": max(accuracies),
-        "collapse": collapse_step(curve),
-        "kl": _mean(done.rows, "mismatch/kl_k3"),
-        "ess": _mean(done.rows, "mismatch/ess"),
-        "acceptance": _mean(done.rows, "mismatch/acceptance"),
-        "clipped": _mean(done.rows, "policy/clip_high_share"),
-        "steps": len(done.rows),
-        "seconds": round(done.seconds, 1),
+        "collapse": collapse_step(found["curve"]),
+        **found,
         "machine": machine(),
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "sources": source_digest(ROOT, study.sources),
-        "config": config,
-        "words": list(words),
-        "curve": curve,
+        "words": words,
+    }
+
+
+def run_rlcore(words: list[str], metric: str, run_dir: Path) -> Line:
+    """What a run of rlcore showed. `curve` has (step, accuracy) of each evaluation, `clock` the
+    training seconds since the start at which that step ended."""
+    done = rlcore("train", *words, *QUIET, run_dir=run_dir, every_s=10)
+    rows = done.rows
+    decoded = sum(row.get("time/rollout_s", 0.0) for row in rows)
+    return {
+        "kl": _mean(rows, "mismatch/kl_k3"),
+        "ess": _mean(rows, "mismatch/ess"),
+        "acceptance": _mean(rows, "mismatch/acceptance"),
+        "clipped": _mean(rows, "policy/clip_high_share"),
+        "rapid clipped": _mean(rows, "correction/rapid/clipped_share"),
+        "staleness": _mean(rows, "staleness/mean"),
+        "decoded_per_s": sum(row["train/tokens"] for row in rows) / decoded if decoded else None,
+        "steps": len(rows),
+        "seconds": round(done.seconds, 1),
+        "config": config_digest(run_dir / "config.yaml"),
+        "curve": [(row["step"], row[metric]) for row in rows if metric in row],
+        "clock": [round(row["time/total_s"], 2) for row in rows if metric in row],
     }
 
 

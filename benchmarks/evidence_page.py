@@ -43,6 +43,9 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
 
 def choice(study: Study, lines: Sequence[Line]) -> str:
     """One sentence on the size of the mismatch at which the methods are compared."""
+    if not study.swept:
+        due = len(study.seeds) * len(study.sizes) * (1 + len(study.arms))
+        return f"{sum('arm' in line for line in lines)} of {due} runs have finished."
     chosen = [line["chosen"] for line in lines if "chosen" in line]
     if not chosen:
         return "The sweep over sizes is not whole yet, so that no size has been chosen."
@@ -55,22 +58,27 @@ def choice(study: Study, lines: Sequence[Line]) -> str:
 
 
 def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
-    """Left: accuracy over steps of each arm at the chosen size. Right: final accuracy by size.
+    """Left: accuracy over steps of each arm at the chosen size. Middle: over training seconds.
+    Right: final accuracy by size.
 
     Lines are means over seeds, bands 95% bootstrap intervals of the mean."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     chosen = next((line["chosen"] for line in lines if "chosen" in line), None)
+    if not study.swept:
+        chosen = next(iter(study.sizes))
     shown = [line for line in lines if "arm" in line]
     for arm in dict.fromkeys(line["arm"] for line in shown):
         own = [r for r in shown if r["arm"] == arm and r["size"] in (chosen, study.matched[0])]
         if own:
             _band(left, [r["curve"] for r in own], arm)
+            _over_time(middle, [r for r in own if r.get("clock")])
         _by_size(right, study, [r for r in shown if r["arm"] == arm], arm)
     left.set(xlabel="optimizer step", ylabel="held-out accuracy", title=f"{study.knob} = {chosen}")
+    middle.set(xlabel="training seconds", ylabel="held-out accuracy", title="mean over seeds")
     right.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, metadata={"Date": None})
@@ -82,6 +90,14 @@ def _band(axis: Any, curves: Sequence[Sequence[Sequence[float]]], name: str) -> 
     found = np.array([interval([curve[i][1] for curve in curves]) for i in range(len(steps))])
     axis.plot(steps, found[:, 0], label=name)
     axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15)
+
+
+def _over_time(axis: Any, own: Sequence[Line]) -> None:
+    if not own:
+        axis.plot([], [])  # the next arm keeps its colour
+        return
+    seconds = np.mean([line["clock"] for line in own], axis=0)
+    axis.plot(seconds, np.mean([[got for _, got in line["curve"]] for line in own], axis=0))
 
 
 def _by_size(axis: Any, study: Study, own: Sequence[Line], name: str) -> None:

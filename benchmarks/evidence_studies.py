@@ -27,7 +27,10 @@ class Study:
     """One experiment over sizes of a mismatch.
 
     Example: jackpot; knob "H"; sizes {"16": ("schedule.steps_per_publish=16",)}; the matched arm
-    has size "1"; arms {"tis": ("correction=[tis]",)}, the uncorrected one without words."""
+    has size "1"; arms {"tis": ("correction=[tis]",)}, the uncorrected one without words.
+
+    A study that is not `swept` has no uncorrected arm and chooses no size: all its arms run at all
+    its sizes. An arm in `by_trl` is run by TRL's trainer instead of rlcore."""
 
     experiment: str
     knob: str
@@ -38,6 +41,8 @@ class Study:
     metric: str = "eval/digits/greedy"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     sources: tuple[str, ...] = UPDATE
+    swept: bool = True
+    by_trl: tuple[str, ...] = ()
 
 
 def _phases(*lengths: int) -> dict[str, Words]:
@@ -70,6 +75,22 @@ _NOISE_ARMS: dict[str, Words] = {
     "dvp + mis": ("correction=[dvp,mis,veto]",),
 }
 
+_RAPID_ARMS: dict[str, Words] = {
+    "rapid": ("correction=[rapid]",),
+    "rapid, leave one out": ("correction=[rapid]", "correction.rapid.leave_one_out=true"),
+    "grpo": ("algorithm=grpo",),
+}
+_RAPID_SIZES = _phases(2, 4, 8, 16)
+_ASYNC_ARMS: dict[str, Words] = {
+    "tis": ("correction=[tis]",),
+    "decoupled ppo": ("correction=[tis]", "schedule.steps_per_phase=4"),
+    "jackpot new": ("correction=[jackpot]", "correction.jackpot.target=new"),
+    "vcpo": ("correction=[tis,vcpo]",),
+}
+_ASYNC_SIZES: dict[str, Words] = {
+    str(eta): (f"schedule.max_staleness={eta}",) for eta in (1, 4, 16, 64)
+}
+
 STUDIES: dict[str, Study] = {
     "jackpot": Study(
         experiment="evidence/jackpot",
@@ -92,5 +113,30 @@ STUDIES: dict[str, Study] = {
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
         sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.25, 0.5, 1.0, 2.0)},
         arms=_NOISE_ARMS,
+    ),
+    "rapid": Study(
+        experiment="evidence/rapid",
+        knob="H",
+        matched=("1", ("schedule.steps_per_publish=1", "correction=[rapid]")),
+        sizes=_RAPID_SIZES,
+        arms=_RAPID_ARMS,
+        further={size: _RAPID_ARMS for size in _RAPID_SIZES},
+    ),
+    "staleness": Study(
+        experiment="evidence/staleness",
+        knob="eta",
+        matched=("0", ("schedule=on_policy",)),
+        sizes=_ASYNC_SIZES,
+        arms=_ASYNC_ARMS,
+        further={size: _ASYNC_ARMS for size in _ASYNC_SIZES},
+    ),
+    "trl": Study(
+        experiment="evidence/trl",
+        knob="program",
+        matched=("same", ()),
+        sizes={"same": ()},
+        arms={"TRL": (), "asynchronous": ("schedule=async",)},
+        swept=False,
+        by_trl=("TRL",),
     ),
 }

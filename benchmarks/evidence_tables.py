@@ -12,6 +12,7 @@ import numpy as np
 
 Line = dict[str, Any]
 LOSS = 0.10  # of held-out accuracy: what the uncorrected arm must lose at the chosen size
+NEAR = 0.95  # of the matched arm's final accuracy: the target that times are taken to
 RESAMPLES = 10_000
 
 
@@ -71,14 +72,23 @@ def source_digest(root: Path, sources: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
+def reaches(line: Line, target: float) -> float | None:
+    """Training seconds to the first evaluation with at least this accuracy, None without one."""
+    points = zip(line["curve"], line.get("clock", ()))
+    return next((seconds for (_, got), seconds in points if got >= target), None)
+
+
 def rows(
     lines: Sequence[Line], matched: str, uncorrected: str, digest: str
 ) -> list[dict[str, Any]]:
-    """One row an arm and size: accuracies with intervals, differences, what the mismatch was."""
-    return [
+    """One row an arm and size: accuracies with intervals, differences, what the mismatch was.
+    Columns that no run fills are left out."""
+    made = [
         _row(lines, arm, size, (matched, uncorrected), digest)
         for arm, size in dict.fromkeys((line["arm"], line["size"]) for line in _runs(lines))
     ]
+    empty = {name for name in made[0] if not any(row[name] for row in made)} if made else set()
+    return [{name: cell for name, cell in row.items() if name not in empty} for row in made]
 
 
 def _row(
@@ -99,8 +109,27 @@ def _row(
         "KL(p_inf, p_ref)": _mean(own, "kl"),
         "ESS": _mean(own, "ess"),
         "acceptance": _mean(own, "acceptance"),
+        "clipped sequences": _mean(own, "rapid clipped"),
+        "staleness, steps": _mean(own, "staleness"),
+        "tokens decoded a second": _mean(own, "decoded_per_s"),
+        "training seconds to 95% of matched": _times(lines, own, references[0]),
         "seconds": _mean(own, "seconds"),
     }
+
+
+def _times(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:
+    """Mean time to the target with its interval, over the seeds that reach it."""
+    finals = [line["final"] for line in _runs(lines) if line["arm"] == matched]
+    timed = [line for line in own if line.get("clock")]
+    if not finals or not timed:
+        return ""
+    target = NEAR * float(np.mean(finals))
+    found = [s for line in timed if (s := reaches(line, target)) is not None]
+    if not found:
+        return "no seed"
+    mean, low, high = interval(found)
+    missed = "" if len(found) == len(timed) else f" ({len(timed) - len(found)} did not)"
+    return f"{mean:.0f} [{low:.0f}, {high:.0f}]{missed}"
 
 
 def _difference(lines: Sequence[Line], arm: str, other: str, size: str) -> str:

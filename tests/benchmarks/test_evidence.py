@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import evidence
 import evidence_page
 import evidence_tables
+import evidence_trl
 import pytest
 from evidence_studies import STUDIES, Study
 from hypothesis import given
@@ -88,6 +90,35 @@ def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     assert "Chosen by the sweep: H = 2." in written and "old\n" not in written
     assert written.startswith("text\n") and written.endswith("more\n")
     assert (tmp_path / "jackpot.svg").read_text().count("<svg") == 1
+
+
+def test_a_study_without_a_sweep_runs_all_arms_of_a_seed_together():
+    study = replace(TINY, sizes={"same": ()}, arms={"TRL": ()}, further={}, swept=False)
+    jobs = [(job.arm, job.seed) for job in evidence.missing(study, [])]
+    assert jobs == [("matched", 0), ("TRL", 0), ("matched", 1), ("TRL", 1)]
+
+
+def test_the_time_to_the_target_counts_seeds_that_miss_it():
+    found = [{**line("matched", "1", s, 0.8), "clock": [0.0, 30.0 + s]} for s in (0, 1)]
+    found.append({**line("matched", "1", 2, 0.5), "clock": [0.0, 40.0]})
+    assert evidence_tables.reaches(found[1], 0.8) == 31.0
+    assert evidence_tables.reaches(found[2], 0.8) is None
+    (row,) = evidence_tables.rows(found, "matched", "uncorrected", "now")
+    assert row["training seconds to 95% of matched"] == "30 [30, 31] (1 did not)"
+
+
+def test_the_job_of_trl_is_what_the_experiment_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence_trl, "kept_model", lambda _: "a folder")
+    words = ["experiment=evidence/trl", "seed=3", f"run_dir={tmp_path}"]
+    config = load(words)
+    job = evidence_trl.job_of(config)
+    assert job["rows"] == job["groups"] * job["samples"] == 128
+    assert len(job["problems"]) == 16 * 192 and len(job["heldout"]) == config.evaluation.prompts
+    assert not {p["prompt"] for p in job["heldout"]} & {p["prompt"] for p in job["problems"]}
+    assert (job["lr"], job["lr_schedule"], config.learner.lr_final) == (1e-4, "linear", 0.0)
+    monkeypatch.setattr(evidence_trl, "kept_model", lambda _: None)
+    with pytest.raises(RuntimeError, match="warmed-up model is missing"):
+        evidence_trl.job_of(config)
 
 
 @pytest.mark.parametrize(
