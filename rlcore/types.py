@@ -102,10 +102,11 @@ class Request:
     group_id: int  # admission number of its group; negative for evaluation
     sample_index: int  # 0..n-1 within the group
     prompt_id: str
-    prompt_ids: np.ndarray  # [P] int32
+    prompt_ids: np.ndarray  # [P] int32; empty where the actor makes them
     sampling: SamplingSpec
     seed: int  # derive_seed(run seed, "sample", group_id, sample_index)
     purpose: str = "train"  # "train", or "eval/<version>/<task>/<mode>"
+    asked: str | tuple[Message, ...] | None = None  # text that the actor makes `prompt_ids` of
 
     @property
     def request_id(self) -> str:

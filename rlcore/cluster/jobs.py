@@ -11,6 +11,7 @@ from rlcore.cluster.specs import RaySpec
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.rollout.answers import StopStrings
+from rlcore.rollout.asked import PromptJob
 from rlcore.rollout.specs import EngineJob
 from rlcore.tasks.graders import GraderPool
 from rlcore.weights.specs import TransportSpec
@@ -55,7 +56,8 @@ class RolloutJob:
     """Arguments of one kind of rollout actor."""
 
     engine: EngineJob  # actor_id is that of the process
-    tokenizer_path: str  # for the text that graders are given
+    tokenizer_path: str  # for prompts, and for the text that graders are given
     stop: StopStrings  # that text is cut before
+    prompts: PromptJob  # what their tokens are made by
     in_pieces: frozenset[str] = frozenset()  # tasks whose graders ask for the text of every token
     environments: tuple[EnvironmentJob, ...] = ()  # what plays episodes of several turns

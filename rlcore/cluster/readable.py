@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from rlcore.serialization import StoredEpisode, load_trajectory
 from rlcore.types import Answer, Score, Trajectory
 
 PIECES_KEPT = 4096  # tokens of a sample that are written one by one
+TEXTS = ("prompt", "response")  # of a verdict
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character are decoded to
 
 
@@ -30,6 +32,16 @@ def verdict(answer: Answer, score: Score) -> dict[str, Any]:
         "prompt": answer.prompt,
         "response": answer.text,
     }
+
+
+def without_texts(verdict: dict[str, Any]) -> dict[str, Any]:
+    """What the loop receives of a verdict."""
+    return {name: value for name, value in verdict.items() if name not in TEXTS}
+
+
+def first_shown(verdicts: Iterable[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The first verdicts of an evaluation by prompt and sample."""
+    return heapq.nsmallest(count, verdicts, key=lambda v: (v["prompt_id"], v["sample"]))
 
 
 def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from rlcore.buffer.capacity import check_capacity
 from rlcore.commands.model_checks import check_models, within_vocabulary
 from rlcore.commands.notes import note
 from rlcore.commands.reward_checks import check_rewards
+from rlcore.commands.roles import most_prompt_tokens
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
@@ -215,9 +216,6 @@ def _source(
     walk: Walk,
 ) -> PromptSource:
     model = config.model
-    rollout = config.rollout_of(label) if label in config.tasks else config.rollout
-    # A response must always fit behind its prompt.
-    room = model.max_len - rollout.max_new_tokens
 
     def encode(asked: str | Sequence[Message]) -> list[int]:
         return encode_prompt(
@@ -230,7 +228,7 @@ def _source(
         task,
         None if played else encode,
         run_seed=walk.run_seed,
-        max_prompt_tokens=min(room, walk.spec.max_prompt_tokens or room),
+        max_prompt_tokens=most_prompt_tokens(config, label, walk.spec),
         difficulty=walk.difficulty,
     )
 

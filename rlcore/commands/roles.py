@@ -16,9 +16,11 @@ from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
 from rlcore.rollout.answers import StopStrings
+from rlcore.rollout.asked import PromptJob
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.tasks import tasks_with_tokens
 from rlcore.tasks.graders import GraderPool
+from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
 
@@ -143,7 +145,24 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         stop=stop,
         in_pieces=tasks_with_tokens({**config.tasks, **config.evaluation.tasks}),
         environments=environments,
+        prompts=_prompt_job(config),
     )
+
+
+def _prompt_job(config: RunConfig) -> PromptJob:
+    specs = {**config.evaluation.tasks, **config.tasks}
+    return PromptJob(
+        {label: most_prompt_tokens(config, label, spec) for label, spec in specs.items()},
+        chat_template=config.model.chat_template,
+        system_prompt=config.model.system_prompt,
+    )
+
+
+def most_prompt_tokens(config: RunConfig, label: str, spec: EvalTaskSpec) -> int:
+    """Tokens that a prompt of a task may have: a response must always fit behind it."""
+    rollout = config.rollout_of(label) if label in config.tasks else config.rollout
+    room = config.model.max_len - rollout.max_new_tokens
+    return min(room, spec.max_prompt_tokens or room)
 
 
 def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:

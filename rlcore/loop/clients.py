@@ -183,7 +183,11 @@ class ScorerClient(Protocol):
         """Verdicts of an evaluation that have come so far."""
 
     async def evaluation(self, purpose: str) -> list[dict[str, Any]]:
-        """All verdicts of an evaluation, which is then forgotten."""
+        """All verdicts of an evaluation, without their texts."""
+
+    async def evaluation_shown(self, purpose: str, count: int) -> list[dict[str, Any]]:
+        """The first verdicts of an evaluation by prompt and sample, with their texts. The
+        evaluation is then forgotten."""
 
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         """Up to `count` readable samples of the batch of `step`."""

@@ -30,8 +30,9 @@ class _Pending:
     started: float
     expected: dict[tuple[str, str], int]  # (task label, mode) -> expected verdicts
     groups: dict[int, list[Request]]
-    # purpose -> all of its verdicts, once fetched
+    # purpose -> all of its verdicts, once fetched; the first of them with their texts
     verdicts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    shown: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def purpose(self, label: str, mode: str) -> str:
         return f"eval/{self.version}/{label}/{mode}"
@@ -116,11 +117,11 @@ class Evaluator:
         results: dict[str, float] = {}
         versions: set[int] = set()
         for label, mode in pending.expected:
-            verdicts = pending.verdicts[pending.purpose(label, mode)]
+            purpose = pending.purpose(label, mode)
+            verdicts = pending.verdicts[purpose]
             results.update(summarise(label, mode, verdicts, self._samples[mode]))
             versions.update(version for v in verdicts for version in v["versions"])
-            shown = sorted(verdicts, key=lambda v: (v["prompt_id"], v["sample"]))[:SHOWN]
-            self._on_samples(pending.version, f"{label}/{mode}", shown)
+            self._on_samples(pending.version, f"{label}/{mode}", pending.shown[purpose])
         oldest = min(versions, default=pending.version)
         newest = max(versions, default=pending.version)
         return {
@@ -140,6 +141,7 @@ class Evaluator:
         if done >= expected:
             verdicts = await self._scorer.evaluation(purpose)
             if len(verdicts) >= expected:
+                pending.shown[purpose] = await self._scorer.evaluation_shown(purpose, SHOWN)
                 pending.verdicts[purpose] = verdicts
                 return True
         limit = self._spec.timeout_s

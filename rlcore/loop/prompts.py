@@ -14,10 +14,12 @@ import numpy as np
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
 from rlcore.loop.difficulty import Difficulty
+from rlcore.models.text import fitting_prompt
 from rlcore.seeding import derive_seed
 from rlcore.types import Item, Message, Request, SamplingSpec
 
 ENDLESS_CHECK = 256  # items of a generated task that are checked before a run
+NO_TOKENS = np.zeros(0, np.int32)
 
 Outcome = tuple[str, float]  # prompt id, share of its samples that passed
 # token ids of a question or of messages, chat template applied
@@ -37,7 +39,8 @@ class PromptSource:
         max_prompt_tokens: int,
         difficulty: Difficulty | None = None,
     ) -> None:
-        """`encode` None: an environment says what the model is asked, where the episode is played.
+        """`encode`: for checks, and for what is made of prompts in this process; actors encode by
+        themselves. None: an environment says what the model is asked, where the episode is played.
         `difficulty`: what decides which problems are passed over; its number of problems, or
         the task's, must be finite."""
         self.task = task
@@ -108,17 +111,16 @@ class PromptSource:
         """Prompt tokens [P] int32, none where an environment gives them. Raises UserError for a
         prompt that the model cannot hold."""
         if self._encode is None:
-            return np.zeros(0, np.int32)
+            return NO_TOKENS
         ids = self._encode(item.messages or item.question)
-        if len(ids) > self.max_prompt_tokens:
-            raise UserError(
-                f"model.max_len: prompt {item.prompt_id} has {len(ids)} tokens, more than the "
-                f"{self.max_prompt_tokens} that model.max_len - rollout.max_new_tokens (or "
-                "task.max_prompt_tokens) leaves for prompts."
-            )
-        if not ids:
-            raise UserError(f"task: prompt {item.prompt_id} is empty after tokenisation.")
-        return np.asarray(ids, dtype=np.int32)
+        return fitting_prompt(ids, item.prompt_id, self.max_prompt_tokens)
+
+    def asked(self, split: Split, index: int) -> str | tuple[Message, ...] | None:
+        """What an actor makes the prompt of a problem of; None where an environment does."""
+        if self._encode is None:
+            return None
+        item = self.task.item(split, index)
+        return item.messages or item.question
 
     def check(self, split: Split, limit: int) -> None:
         """Encode the first `limit` items of a split, so that a bad row is refused before anything
@@ -237,14 +239,14 @@ class RequestMaker:
         """One request per sample. Seeds depend on the admission, so a repeated prompt gets new
         samples."""
         split, index = split_and_index(prompt_id)
-        source, asked = self.prompts.source(prompt_id), self.asked(prompt_id)
-        ids = source.encode(source.task.item(split, index))
+        usual = self.asked(prompt_id)
+        asked = self.prompts.source(prompt_id).asked(split, index)
 
         def request(i: int) -> Request:
             seed = derive_seed(self._run_seed, "sample", group_id, i)
-            return Request(group_id, i, prompt_id, ids, asked.sampling, seed)
+            return Request(group_id, i, prompt_id, NO_TOKENS, usual.sampling, seed, asked=asked)
 
-        return [request(i) for i in range(asked.samples)]
+        return [request(i) for i in range(usual.samples)]
 
 
 class HeldOutRequests:
@@ -278,13 +280,13 @@ class HeldOutRequests:
         self, label: str, index: int, group_id: int, *, sampling: SamplingSpec, purpose: str, n: int
     ) -> list[Request]:
         """The n requests of one prompt. Seeds depend on the prompt, not on when it is asked."""
-        prompts = self.sources[label]
-        item = prompts.task.item("heldout", index)
-        ids = prompts.encode(item)
+        source = self.sources[label]
+        prompt_id = source.task.item("heldout", index).prompt_id
+        asked = source.asked("heldout", index)
 
         def request(i: int) -> Request:
-            seed = derive_seed(self.run_seed, "eval", item.prompt_id, i)
-            return Request(group_id, i, item.prompt_id, ids, sampling, seed, purpose=purpose)
+            seed = derive_seed(self.run_seed, "eval", prompt_id, i)
+            return Request(group_id, i, prompt_id, NO_TOKENS, sampling, seed, purpose, asked)
 
         return [request(i) for i in range(n)]
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rlcore.errors import UserError
 from rlcore.types import Message
 
@@ -72,6 +74,19 @@ def encode_prompt(
             "model.chat_template=off."
         ) from error
     return list(ids)
+
+
+def fitting_prompt(ids: Sequence[int], prompt_id: str, most: int) -> np.ndarray:
+    """The tokens of a prompt, [P] int32. Raises UserError for one that is empty, or longer than
+    `most`, which is what the model can hold before an answer."""
+    if len(ids) > most:
+        raise UserError(
+            f"model.max_len: prompt {prompt_id} has {len(ids)} tokens, more than the {most} that "
+            "model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves for prompts."
+        )
+    if not ids:
+        raise UserError(f"task: prompt {prompt_id} is empty after tokenisation.")
+    return np.asarray(ids, dtype=np.int32)
 
 
 def with_system(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:

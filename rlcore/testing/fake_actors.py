@@ -19,6 +19,7 @@ from rlcore.testing.records import make_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 T = TypeVar("T")
+PROMPT = [1]  # tokens of what is asked, whatever it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class FakeActor(ActorClient):
         trajectory = make_trajectory(
             request.group_id,
             request.sample_index,
-            turns=[(request.prompt_ids.tolist(), [7] * len(drawing.versions))],
+            turns=[(request.prompt_ids.tolist() or PROMPT, [7] * len(drawing.versions))],
             version=drawing.versions,
             prompt_id=request.prompt_id,
             purpose=request.purpose,

@@ -12,7 +12,7 @@ from typing import Any
 
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
-from rlcore.cluster.readable import readable, verdict
+from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.interfaces import Reporter, Span
 from rlcore.loop.clients import (
@@ -259,7 +259,10 @@ class FakeScorer(ScorerClient):
         return len(self._evaluations[purpose])
 
     async def evaluation(self, purpose: str) -> list[dict[str, Any]]:
-        return list(self._evaluations.pop(purpose, {}).values())
+        return [without_texts(v) for v in self._evaluations[purpose].values()]
+
+    async def evaluation_shown(self, purpose: str, count: int) -> list[dict[str, Any]]:
+        return first_shown(self._evaluations.pop(purpose, {}).values(), count)
 
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         stored = await self._buffer.actor.peek(step, count)

@@ -1,6 +1,6 @@
 """Verdicts and samples as a person reads them: their keys are read by reports and by users."""
 
-from rlcore.cluster.readable import pieces, readable, verdict
+from rlcore.cluster.readable import first_shown, pieces, readable, verdict, without_texts
 from rlcore.serialization import StoredEpisode, dump_trajectory
 from rlcore.testing.records import make_answer, make_score, make_trajectory
 
@@ -93,3 +93,14 @@ def test_pieces_join_to_the_text_and_a_character_of_several_tokens_is_whole():
         return " ".join("xyz"[i] for i in ids)
 
     assert pieces([0, 1, 2], spaced) == ["x", " y", " z"]
+
+
+def test_the_loop_is_told_of_a_verdict_without_its_texts():
+    t = make_trajectory(-1, 0)
+    said = verdict(make_answer(-1, 0, "56", prompt="34"), make_score(t, 0.5))
+    assert said.keys() - without_texts(said).keys() == {"prompt", "response"}
+
+
+def test_the_verdicts_that_are_shown_are_the_first_in_whatever_order_they_came():
+    made = [{"prompt_id": p, "sample": i} for p in "cab" for i in (1, 0)]
+    assert first_shown(made, 3) == [made[3], made[2], made[5]]

@@ -66,6 +66,8 @@ def test_when_an_evaluation_is_due(settings, due, tmp_path):
     )
     simulation = simulate(scenario, tmp_path)
     assert sorted({version for version, _ in simulation.reporter.evaluations}) == due
+    shown = [v for found in simulation.reporter.evaluations.values() for v in found]
+    assert shown and all(v["response"] and "prompt" in v for v in shown)
     last = simulation.reporter.rows[-1]
     assert {"eval/digits/mean@2", "eval/digits/pass@2", "eval/digits/greedy"} <= set(last)
 

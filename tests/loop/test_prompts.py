@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from rlcore.errors import UserError
@@ -65,7 +64,22 @@ def test_seeds_depend_on_admission_and_sample_only():
     a, b = maker.group(7, "ten/train/2"), again.group(7, "ten/train/2")
     assert [r.seed for r in a] == [r.seed for r in b]
     assert len({r.seed for r in a + maker.group(8, "ten/train/2")}) == 6
-    assert all(np.array_equal(r.prompt_ids, [1, 1, 1]) for r in a)
+    assert all(r.asked == "xxx" and not len(r.prompt_ids) for r in a)
+
+
+def test_prompts_are_not_encoded_where_they_are_chosen():
+    def encode(text):
+        raise AssertionError("encoded by the loop")
+
+    source = PromptSource(FiniteTask(), encode, run_seed=0, max_prompt_tokens=100)
+    maker = RequestMaker(source, sampling=make_sampling(), samples=2, run_seed=0)
+    heldout = HeldOutRequests({"ten": source}, sampling=make_sampling(), run_seed=0)
+    wanted = {"sampling": make_sampling(), "purpose": "eval/0/ten/greedy", "n": 1}
+    assert [r.asked for r in maker.group(0, "ten/train/1")] == ["xx", "xx"]
+    assert [r.asked for r in heldout.group("ten", 3, -1, **wanted)] == ["xxxx"]
+    played = PromptSource(FiniteTask(), None, run_seed=0, max_prompt_tokens=100)
+    maker = RequestMaker(played, sampling=make_sampling(), samples=1, run_seed=0)
+    assert maker.group(0, "ten/train/1")[0].asked is None
 
 
 def test_evaluation_asks_the_same_of_every_version():

@@ -41,6 +41,7 @@ class RolloutActor:
     def start(self, job: RolloutJob) -> int:
         from rlcore.cluster.transports import make_receiver, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
+        from rlcore.rollout.asked import PromptEncoder
         from rlcore.rollout.registry import start_engine
         from rlcore.rollout.worker import RolloutWorker
 
@@ -53,6 +54,7 @@ class RolloutActor:
         )
         decode = lambda ids: decode_response(tokenizer, ids)  # noqa: E731
         self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces)
+        self.prompts = PromptEncoder(load_tokenizer(job.tokenizer_path), job.prompts)
         self.engine = start_engine(job.engine)
         self.players = self._players(job)
         finished = self.players.finished if self.players else self.delivery.put
@@ -82,6 +84,7 @@ class RolloutActor:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
         cannot serve. `begun`: records that `cut` of another actor gave of them."""
         self._open |= {r.request_id for r in requests}
+        requests = self.prompts.encoded(requests)
         if self.players is not None:
             self.players.submit([r for r in requests if self.players.plays(r)])
             requests = [r for r in requests if not self.players.plays(r)]

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from rlcore.cluster.jobs import ScorerJob
-from rlcore.cluster.readable import readable, verdict
+from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
 from rlcore.serialization import StoredEpisode
 from rlcore.types import Answer, Score
 
@@ -79,9 +79,14 @@ class ScorerActor:
             return len(self._evaluations[purpose])
 
     def evaluation(self, purpose: str) -> list[Verdict]:
-        """All verdicts of one evaluation, which is then forgotten."""
+        """All verdicts of one evaluation, without their texts."""
         with self._lock:
-            return list(self._evaluations.pop(purpose, {}).values())
+            return [without_texts(v) for v in self._evaluations[purpose].values()]
+
+    def evaluation_shown(self, purpose: str, count: int) -> list[Verdict]:
+        """The first verdicts of one evaluation, which is then forgotten."""
+        with self._lock:
+            return first_shown(self._evaluations.pop(purpose, {}).values(), count)
 
     def samples(self, step: int, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """Readable samples of a batch, fetched here so that their records pass no other process."""

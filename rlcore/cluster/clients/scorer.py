@@ -35,6 +35,9 @@ class RayScorer(ScorerClient):
     async def evaluation(self, purpose: str) -> list[dict[str, Any]]:
         return list(await self._verdicts(self.handle.evaluation.remote(purpose)))
 
+    async def evaluation_shown(self, purpose: str, count: int) -> list[dict[str, Any]]:
+        return list(await self._verdicts(self.handle.evaluation_shown.remote(purpose, count)))
+
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         ref = self.handle.samples.remote(step, count, SAMPLES_TIMEOUT_S)
         what, key = "readable samples", "logging.samples_per_step"
