@@ -27,8 +27,8 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       evaluate a run's newest (or a named) checkpoint
   rlcore eval model.path=FOLDER task=NAME run_dir=DIR ...
       evaluate a Hugging Face folder
-  rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH]
-      a checkpoint as a plain Hugging Face folder
+  rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH] [optimizer=true]
+      a checkpoint as a plain Hugging Face folder, and its optimizer's state
   rlcore scale run_dir=DIR actor.<label>.count=N
       add or remove rollout actors of a running job
   rlcore launch cluster=slurm ... [dry_run=true]
@@ -163,12 +163,13 @@ def _eval(words: list[str]) -> int:
 def _export(words: list[str]) -> int:
     checkpoint, words = _take(words, "checkpoint")
     out, words = _take(words, "out")
+    optimizer, words = _flag(words, "optimizer")
     if out is None:
         raise UserError("out= is missing: name the folder to write the model to.")
     config = _config(_of_run(words))
     from rlcore.commands.export import export
 
-    return export(config, checkpoint, out)
+    return export(config, checkpoint, out, optimizer=optimizer)
 
 
 def _scale(words: list[str]) -> int:

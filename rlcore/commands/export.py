@@ -15,11 +15,12 @@ from rlcore.loop import checkpoint
 from rlcore.spec import refuse
 
 
-def export(config: RunConfig, named: str | None, out: str) -> int:
+def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = False) -> int:
     """Write a checkpoint's policy and its tokenizer to `out`.
 
     Beneath it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter),
-    `draft` (co-trained). `named`: the checkpoint; None: the run's newest. Raises UserError.
+    `draft` (co-trained), and with `optimizer` the learner's state as whole float32 tensors in
+    `learner`. `named`: the checkpoint; None: the run's newest. Raises UserError.
     """
     folder = named_or_newest(config, named, note)
     if folder is None:
@@ -42,5 +43,9 @@ def export(config: RunConfig, named: str | None, out: str) -> int:
     for sub in ("", "sparse", "draft"):
         if (Path(out) / sub).is_dir():
             prepared.tokenizer.save_pretrained(Path(out) / sub)
+    if optimizer:
+        from rlcore.learner.state_files import join_state
+
+        join_state(folder / "learner", Path(out) / "learner")
     note(f"{folder.name} written to {out}")
     return 0

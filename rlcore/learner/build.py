@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,19 +16,18 @@ from rlcore.learner.companions.sparse_copy import SparseCopy
 from rlcore.learner.costs import PassCosts
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import Layout
-from rlcore.learner.policy import Attention, FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.policy import Attention, Policy, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.learner.registry import ENGINES
 from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
+from rlcore.learner.split_loading import Split
 from rlcore.learner.update import Update
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
-
-EngineClass = Callable[[Policy, LearnerSpec, int, torch.device], TrainEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +57,11 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
     join_ranks(place, device)
     engine_class.prepare(device)
     reduce = RankReduce(device)
-    models = _Models(job)
+    models = _Models(job, engine_class.splitter(spec), device)
     engine = engine_class(models.policy(), spec, job.total_steps, device)
-    frozen = FrozenPolicy(models.starting(device)) if job.objective.kl_coef > 0 else None
+    frozen = None
+    if job.objective.kl_coef > 0:
+        frozen = engine_class.frozen(models.starting(), spec, device)
     update = Update(job, engine, frozen, pipeline, reduce)
     companions: list[Companion] = []
     if spec.distill is not None:
@@ -76,8 +76,11 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
 class _Models:
     """The models of a job, each loaded from its folder when asked for."""
 
-    def __init__(self, job: LearnerJob) -> None:
+    def __init__(self, job: LearnerJob, split: Split | None, device: torch.device) -> None:
+        """`split`: what divides their parameters among the ranks, if they are divided."""
         self._job = job
+        self._split = split
+        self._device = device
         self._spec = job.learner
         self.attention = _attention(job.learner)
         #: of a pass of the policy, while all policies loaded may share prefixes
@@ -99,7 +102,7 @@ class _Models:
         lm = self._load(self._job.model_path, rule)
         return self._trained(lm, rule, lora, seed="distill", key="learner.distill.lora")
 
-    def starting(self, device: torch.device) -> Policy:
+    def starting(self) -> Policy:
         """The policy that KL is taken to.
 
         The starting policy attends as the trained one does, another model densely.
@@ -108,7 +111,7 @@ class _Models:
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
         if self.costs is not None and not self._shares(lm):
             self.costs = None  # it is run over the policy's micro-batches
-        return Policy(lm.to(device), rule)
+        return Policy(lm, rule)
 
     def _trained(
         self,
@@ -133,14 +136,20 @@ class _Models:
         return spec.share_prefix == "auto" and dense and spec.device == "cpu"
 
     def _shares(self, lm: nn.Module) -> bool:
-        reason = share_prefixes(lm)
+        reason = share_prefixes(lm, divided=self._split is not None)
         if reason is not None:
             logger.info("learner.share_prefix=auto computes every prompt anew: %s", reason)
         return reason is None
 
     def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
-        dtype = self._spec.compute_dtype
-        return load_causal_lm(path, dtype, self.attention, sparse=rule is not None)
+        return load_causal_lm(
+            path,
+            self._spec.compute_dtype,
+            self.attention,
+            sparse=rule is not None,
+            split=self._split,
+            device=self._device,
+        )
 
 
 def _attention(spec: LearnerSpec) -> Attention:

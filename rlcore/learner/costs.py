@@ -31,13 +31,14 @@ class PassCosts:
 
     @classmethod
     def of(cls, lm: Any) -> PassCosts:
-        """Of a causal LM whose parameters are whole."""
+        """Of a causal LM, whole or divided among the ranks."""
         config = lm.config.get_text_config()
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         ends = {id(lm.get_input_embeddings().weight), id(lm.get_output_embeddings().weight)}
-        matrices = [p.numel() for p in lm.parameters() if p.dim() >= 2 and id(p) not in ends]
+        whole = {id(p): getattr(p, "ds_shape", p.shape) for p in lm.parameters()}
+        matrices = [s.numel() for i, s in whole.items() if len(s) >= 2 and i not in ends]
         return cls(
             position=2.0 * sum(matrices),
             score=4.0 * heads * width * layers * _ATTENTION,

@@ -31,11 +31,11 @@ def export_model(
     """
     writes = is_first_rank()
     if lora is not None:
-        adapters = {name: w for name, w in engine.trained_weights() if writes}
+        adapters = dict(engine.trained_weights(wanted=writes))
         if writes:
             save_adapter(folder / "adapter", adapters, lora, model_path)
     # every rank iterates: gathering a sharded weight is collective
-    state = {name: w.contiguous() for name, w in engine.weights() if writes}
+    state = {name: w.contiguous() for name, w in engine.weights(wanted=writes)}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@ chunked head pass."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,10 @@ from rlcore.learner.head import Head
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch
+from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.types import TokenScores
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "varlen", "flash_attention_2"]
@@ -32,12 +36,20 @@ _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def load_causal_lm(
-    path: str | Path, dtype: str, attention: Attention, *, sparse: bool = False
+    path: str | Path,
+    dtype: str,
+    attention: Attention,
+    *,
+    sparse: bool = False,
+    split: Split | None = None,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """A local Hugging Face causal LM in `dtype`, able to attend sparsely too if `sparse`.
 
-    Dropout of its configuration is set to 0, in exports as well. Raises UserError for a folder
-    without a model, or a model whose head is not a plain linear map.
+    `split`: each of its parameters is divided among the ranks as it is read, on `device`, where the
+    folder names them as transformers does. Dropout of its configuration is set to 0, in exports as
+    well. Raises UserError for a folder without a model, or a model whose head is not a plain linear
+    map.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -50,14 +62,21 @@ def load_causal_lm(
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)
         without_dropout(config)
-        lm = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            config=config,
-            dtype=DTYPES[dtype],
-            attn_implementation=_implementation(attention, sparse),
-            local_files_only=True,
-            use_safetensors=True,  # another format would be unpickled
-        )
+        implementation = _implementation(attention, sparse)
+        lm = None
+        if split is not None:
+            config.dtype = DTYPES[dtype]
+            config._attn_implementation = implementation
+            lm = _load_split(path, config, split, device or torch.device("cpu"))
+        if lm is None:
+            lm = AutoModelForCausalLM.from_pretrained(
+                str(path),
+                config=config,
+                dtype=DTYPES[dtype],
+                attn_implementation=implementation,
+                local_files_only=True,
+                use_safetensors=True,  # another format would be unpickled
+            )
     except OSError as e:
         reason = str(e).splitlines()[0]
         raise UserError(f"model.path={path} holds no loadable model: {reason}") from e
@@ -66,6 +85,17 @@ def load_causal_lm(
         raise UserError.choice("learner.attention", attention, ("sdpa",), reason) from e
     _refuse_odd_head(path, lm)
     return lm
+
+
+def _load_split(
+    path: str | Path, config: Any, split: Split, device: torch.device
+) -> nn.Module | None:
+    """The divided model, or None where each rank has to read it whole."""
+    try:
+        return load_split(path, config, split, device)
+    except UnsplitNamesError as e:
+        logger.info("learner.zero_stage=3 reads the whole model in every rank: %s", e)
+        return None
 
 
 def _implementation(attention: Attention, sparse: bool) -> str:
@@ -157,20 +187,28 @@ class Policy(nn.Module):
         return {}
 
     def forward(
-        self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None = None
-    ) -> tuple:
+        self,
+        mb: MicroBatch,
+        ids: Tensor | None,
+        spec: HeadSpec | None,
+        base: KlTarget | None = None,
+    ) -> Any:
         """KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
 
         ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions.
+        Without `spec`, the states `hidden` alone.
         """
         hidden = self.hidden(mb)
+        if spec is None:
+            return hidden
         if not spec.fp32:  # float32 of a product with `sharper`
             hidden = hidden.to(self.head.weight.dtype)
         return self.head(hidden, mb.targets, ids, spec, base)
 
 
 class FrozenPolicy:
-    """The starting policy that KL is taken to: whole on every rank, without gradients."""
+    """The starting policy that KL is taken to, without gradients: whole on every rank, unless the
+    training engine divides it."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.requires_grad_(False).eval()

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from rlcore.learner.head_kl import KlTarget
     from rlcore.learner.head_spec import HeadSpec
     from rlcore.learner.packing import MicroBatch
-    from rlcore.learner.policy import Policy
+    from rlcore.learner.policy import FrozenPolicy, Policy
+    from rlcore.learner.specs import LearnerSpec
+    from rlcore.learner.split_loading import Split
+    from rlcore.learner.state_files import Part, Source
 
 Write = Callable[[], object]  # one job of writing state to disk
 Schedule = Callable[[Write], object]  # runs such a job, now or behind training
@@ -41,6 +44,15 @@ class TrainEngine(Protocol):
     @staticmethod
     def prepare(device: torch.device) -> None:
         """Once a process, after its ranks have joined and before a model is loaded."""
+
+    @staticmethod
+    def splitter(spec: LearnerSpec) -> Split | None:
+        """What divides each parameter among the ranks as a model is loaded; None: the engine is
+        given whole models."""
+
+    @staticmethod
+    def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
+        """A policy without gradients, loaded as the trained one is, and held as it is."""
 
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
         """Scores of a micro-batch; gradients according to torch's grad mode."""
@@ -70,33 +82,43 @@ class TrainEngine(Protocol):
         """Whole shapes of the weights that `weights` gives, in its order. Not collective."""
 
     def weights(
-        self, only: Collection[str] | None = None, *, on_device: bool = False
+        self,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every (Hugging Face name, whole CPU copy in the model's dtype), tied weights once; `only`
         those named, if any are. `on_device`: where the model is, possibly its own tensor, which
         training changes.
 
-        Adapters are merged. One weight at a time is whole. All ranks iterate, rank 0's tensors
-        count.
+        Adapters are merged. One weight at a time is whole. All ranks iterate; where it is not
+        `wanted`, nothing is given, and only what others need is computed.
         """
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The same as `shapes` of what `adapter` gives. Not collective."""
 
     def adapter(
-        self, only: Collection[str] | None = None, *, on_device: bool = False
+        self,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every (name, whole copy in float32) of the adapter's factors as they are published
         (`weights/adapters.py`); the arguments and the ranks are as of `weights`."""
 
-    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every (parameter name, whole float32 CPU copy) of what is trained.
+    def trained_weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every (parameter name, whole float32 CPU copy) of what is trained; `wanted` and the ranks
+        are as of `weights`."""
 
-        All ranks iterate, rank 0's tensors count.
-        """
+    def held_weights(self) -> dict[str, Part]:
+        """This rank's part of what is trained, by parameter name: float32 copies on the CPU. Not
+        collective."""
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the trained weights and nothing of the optimizer.
+    def load_weights(self, sources: Mapping[str, Source]) -> None:
+        """Replace the trained weights and nothing of the optimizer; a rank reads what it holds.
 
         Raises StageError if the names do not match.
         """
@@ -104,8 +126,8 @@ class TrainEngine(Protocol):
     def save(self, folder: Path, run: Schedule | None = None) -> None:
         """Write what is trained in float32, the optimizer's moments and the step count.
 
-        Rank 0 writes. `run` schedules the writing of each file, so that training can go on
-        meanwhile; without it all is written on return.
+        Each rank writes what it holds. `run` schedules the writing of each file, so that training
+        can go on meanwhile; without it all is written on return.
         """
 
     def load(self, folder: Path) -> None:

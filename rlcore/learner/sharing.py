@@ -3,6 +3,7 @@ by running it in both ways."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
 
 
-def share_prefixes(lm: nn.Module) -> str | None:
+def share_prefixes(lm: nn.Module, *, divided: bool = False) -> str | None:
     """Prepare a model that was loaded with SDPA for shared prefixes.
 
     Returns None, or why it cannot be: then it is as before. Windows and chunks of attention are
-    found in its configuration, everything else in a pass over a few tokens.
+    found in its configuration, everything else in a pass over a few tokens. `divided`: its
+    parameters are not whole here, so that a random model with the first layers of its kind answers
+    for it.
     """
     config: Any = lm.config.get_text_config()  # type: ignore[union-attr, operator]
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
@@ -40,7 +43,7 @@ def share_prefixes(lm: nn.Module) -> str | None:
     before = config._attn_implementation
     try:
         accept(lm)
-        difference = _difference(lm)
+        difference = _difference(_short(lm) if divided else lm)
     except (UnsharedAttentionError, TypeError, ValueError) as e:
         reason = str(e).splitlines()[0]
     else:
@@ -49,6 +52,17 @@ def share_prefixes(lm: nn.Module) -> str | None:
         reason = f"hidden states differ by {difference:.2g}"
     lm.set_attn_implementation(before)  # type: ignore[operator]
     return reason
+
+
+def _short(lm: Any) -> nn.Module:
+    """A random model of the same architecture with at most two layers, attending alike."""
+    config = copy.deepcopy(lm.config)
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(lm)(config).to(lm.dtype)
 
 
 @torch.no_grad()

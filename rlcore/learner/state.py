@@ -11,6 +11,7 @@ from rlcore.learner.export import export_model
 from rlcore.learner.policy import DTYPES
 from rlcore.learner.protocols import Companion, Schedule, TrainEngine
 from rlcore.learner.specs import LearnerJob
+from rlcore.learner.state_files import Part, Source
 from rlcore.types import POLICY
 
 
@@ -72,34 +73,35 @@ class RankState:
         """
         engine = self.engine_of(name)
         read = engine.adapter if self._is_adapter(name) else engine.weights
-        for n, w in read(only, on_device=on_device):
-            if everywhere or self.rank == 0:
-                yield n, w.to(DTYPES[dtype])
+        wanted = everywhere or self.rank == 0
+        for n, w in read(only, on_device=on_device, wanted=wanted):
+            yield n, w.to(DTYPES[dtype])
 
-    def trained_weights(self) -> dict[str, Tensor]:
-        """What is trained (weights, or adapters on them) in float32: `load_weights` takes it back.
+    def held_weights(self) -> dict[str, Part]:
+        """This rank's part of what is trained (weights, or adapters on them) in float32, a copy on
+        the CPU; written by `write_parts`, `load_weights` takes it back.
 
-        A companion's names begin with its own. Empty on ranks other than 0.
+        A companion's names begin with its own.
         """
-        weights = {n: w for n, w in self.engine.trained_weights() if self.rank == 0}
+        held = self.engine.held_weights()
         for companion in self.companions:
-            its = companion.engine.trained_weights()
-            weights |= {f"{companion.name}/{n}": w for n, w in its if self.rank == 0}
-        return weights
+            its = companion.engine.held_weights()
+            held |= {f"{companion.name}/{n}": part for n, part in its.items()}
+        return held
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace what is trained (as `trained_weights` gives it) and nothing else."""
-        policy = dict(tensors)
+    def load_weights(self, sources: Mapping[str, Source]) -> None:
+        """Replace what is trained (named as `held_weights` names it) and nothing else."""
+        policy = dict(sources)
         for companion in self.companions:
             prefix = f"{companion.name}/"
-            its = {n: policy.pop(n) for n in tensors if n.startswith(prefix)}
+            its = {n: policy.pop(n) for n in sources if n.startswith(prefix)}
             companion.engine.load_weights({n.removeprefix(prefix): t for n, t in its.items()})
         self.engine.load_weights(policy)
         self._weights_changed()
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
         """Write the learner's state (float32 weights, Adam moments, step count) to `folder` as
-        safetensors, companions beneath it under their names.
+        safetensors, companions beneath it under their names. Each rank writes what it holds.
 
         `run`: receives the writing of each file as a job, to be done in order; without it all is
         written on return.

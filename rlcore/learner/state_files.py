@@ -1,23 +1,28 @@
-"""Learner state on disk: safetensors shards and a JSON index, without pickle.
+"""Learner state on disk: safetensors files and a JSON index, without pickle.
 
-The files hold whole float32 tensors under Hugging Face names, so a state saved by four ranks at
-ZeRO-3 opens on one rank at ZeRO-1 as well. Tensors are written one by one, and each rank reads only
-the part of them that it holds.
+Every rank writes the part of each tensor that it holds, flattened, and the index says which entries
+are where: a state of four ranks at ZeRO-3 opens on one rank at ZeRO-1 as well, and each rank reads
+only what it holds there. `join_state` makes a state of whole tensors of it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlcore.errors import StageError
 from rlcore.files import replace_file
 from rlcore.learner.protocols import Schedule, Write
 
@@ -25,77 +30,125 @@ INDEX = "learner.json"
 SHARD_BYTES = 2**31
 
 
+class Part(NamedTuple):
+    """Entries of a tensor that one rank holds. Example: Part(12, (4, 6), torch.zeros(12)), the
+    second half of a [4, 6]."""
+
+    start: int  # of the flattened tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    values: Tensor  # [n]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Part:
+        """All entries of a tensor, in place where it is contiguous."""
+        return cls(0, tuple(tensor.shape), tensor.detach().flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one rank has written, by tensor name."""
+
+    shapes: dict[str, list[int]]  # of whole tensors
+    files: dict[str, dict[str, tuple[int, int]]]  # file -> first entry held and the one after
+
+
 def _now(write: Write) -> None:
     write()
 
 
 class StateWriter:
-    """Collects tensors and flushes a shard whenever `SHARD_BYTES` are held. Call `close` to write
-    the index.
+    """Collects one rank's parts and flushes a file whenever `SHARD_BYTES` are held.
 
     `run` receives the writing of each file as a job, to be done in order: at once by default, or in
-    a thread; nothing else touches the disk. The tensors are copies on the CPU, so a state that is
-    written in a thread is held in memory until it is on disk.
+    a thread; nothing else touches the disk. A state that is written in a thread is held in memory
+    until it is on disk.
     """
 
-    def __init__(self, folder: Path, run: Schedule = _now) -> None:
+    def __init__(self, folder: Path, run: Schedule = _now, *, rank: int = 0) -> None:
         self.folder = folder
         self._run = run
+        self._rank = rank
         run(partial(folder.mkdir, parents=True, exist_ok=True))
         self._held: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._bytes = 0
-        self._shards: list[str] = []
+        self._listing = Listing({}, {})
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Keep a CPU copy of `tensor` for the current shard."""
-        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._bytes += tensor.numel() * tensor.element_size()
+    def add(self, name: str, part: Part) -> None:
+        """Keep a part for the current file: its tensor, which must not change until it is
+        written."""
+        self._listing.shapes[name] = list(part.shape)
+        self._held[name] = part.values.contiguous()
+        self._places[name] = (part.start, part.start + part.values.numel())
+        self._bytes += part.values.numel() * part.values.element_size()
         if self._bytes >= SHARD_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        if self._held:
-            self._shards.append(f"learner-{len(self._shards):05d}.safetensors")
-            self._run(partial(save_file, self._held, str(self.folder / self._shards[-1])))
-            self._held, self._bytes = {}, 0
+        if not self._held:
+            return
+        file = f"learner-{self._rank:05d}-{len(self._listing.files):05d}.safetensors"
+        self._run(partial(save_file, self._held, str(self.folder / file)))
+        self._listing.files[file] = self._places
+        self._held = {}
+        self._places = {}
+        self._bytes = 0
 
-    def close(self, **facts: int | str) -> None:
-        """Write what remains, then the index that makes the state readable."""
+    def finish(self) -> Listing:
+        """Write what remains; what all files hold."""
         self._flush()
-        text = json.dumps({"shards": self._shards, **facts}, indent=1)
+        return self._listing
+
+    def close(self, listings: Sequence[Listing], **facts: int | str) -> None:
+        """Write the index that makes the state readable, of what all ranks have written."""
+        shapes: dict[str, list[int]] = {}
+        files: dict[str, dict[str, tuple[int, int]]] = {}
+        for listing in listings:
+            shapes |= listing.shapes
+            files |= listing.files
+        text = json.dumps({**facts, "shapes": shapes, "files": files})
         # last, and whole: a folder without it holds no state
         self._run(partial(replace_file, self.folder / INDEX, text))
 
 
-def read_index(folder: Path) -> dict:
+def read_index(folder: Path) -> dict[str, Any]:
     """Facts given to `StateWriter.close`.
 
     Raises FileNotFoundError for a folder without a finished state.
     """
-    return json.loads((folder / INDEX).read_text())
+    return dict(json.loads((folder / INDEX).read_text()))
+
+
+class _Piece(NamedTuple):
+    """Entries of a flattened tensor, in an open safetensors file."""
+
+    start: int
+    stop: int
+    slice: Any
 
 
 class StoredTensor:
-    """One tensor of a file, of which only what is asked for is read."""
+    """One tensor of a state, of which only what is asked for is read."""
 
-    def __init__(self, file: Any, name: str) -> None:
-        """`file`: an open safetensors file."""
-        self._file = file
-        self._name = name
-        self.shape = tuple(file.get_slice(name).get_shape())
+    def __init__(self, shape: Sequence[int], pieces: Sequence[_Piece]) -> None:
+        """`pieces`: in order."""
+        self.shape = tuple(shape)
+        self._pieces = pieces
 
     def part(self, start: int, stop: int) -> Tensor:
-        """[stop - start]: these entries of the flattened tensor; reads the rows they are in."""
-        if not self.shape:
-            return self._file.get_tensor(self._name).flatten()[start:stop]
-        row = math.prod(self.shape[1:])
-        first, last = start // row, -(-stop // row)
-        rows = self._file.get_slice(self._name)[first:last]
-        return rows.flatten()[start - first * row : stop - first * row]
+        """[stop - start]: these entries of the flattened tensor."""
+        found = [
+            piece.slice[max(start, piece.start) - piece.start : min(stop, piece.stop) - piece.start]
+            for piece in self._pieces
+            if piece.start < stop and piece.stop > start
+        ]
+        if not found:
+            return torch.empty(0)
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self) -> Tensor:
         """The tensor in its shape."""
-        return self._file.get_tensor(self._name)
+        return self.part(0, math.prod(self.shape)).reshape(self.shape)
 
 
 class HeldTensor:
@@ -117,10 +170,48 @@ class HeldTensor:
 Source = StoredTensor | HeldTensor
 
 
-def stored(folder: Path) -> Iterator[tuple[str, Source]]:
-    """Every (name, tensor) of a state in the order in which it was written; use each before the
-    next."""
-    for shard in read_index(folder)["shards"]:
-        with safe_open(str(folder / shard), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, StoredTensor(file, name)
+@contextmanager
+def open_state(folder: Path) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of a state by name, readable until it is closed.
+
+    Raises StageError if entries are missing, FileNotFoundError for a missing file.
+    """
+    index = read_index(folder)
+    if "files" not in index:
+        raise StageError(
+            f"learner state in {folder} was written by an earlier version, as whole tensors: "
+            "continue it with that version, or export its model and start from that"
+        )
+    with ExitStack() as stack:
+        pieces: dict[str, list[_Piece]] = {name: [] for name in index["shapes"]}
+        for name, held in index["files"].items():
+            file = stack.enter_context(safe_open(str(folder / name), framework="pt"))
+            for label, (start, stop) in held.items():
+                pieces[label].append(_Piece(start, stop, file.get_slice(label)))
+        ordered = {label: sorted(found, key=itemgetter(0)) for label, found in pieces.items()}
+        for label, shape in index["shapes"].items():
+            _refuse_gaps(folder, label, math.prod(shape), ordered[label])
+        yield {
+            label: StoredTensor(shape, ordered[label]) for label, shape in index["shapes"].items()
+        }
+
+
+def _refuse_gaps(folder: Path, name: str, entries: int, pieces: Sequence[_Piece]) -> None:
+    at = 0
+    for piece in pieces:
+        if piece.start != at:
+            break
+        at = piece.stop
+    if at != entries:
+        raise StageError(f"learner state in {folder} lacks entries of {name} from {at} on")
+
+
+def join_state(folder: Path, out: Path) -> None:
+    """Write the state of `folder` to `out` with whole tensors, one in memory at a time but for what
+    a file of `SHARD_BYTES` collects."""
+    writer = StateWriter(out)
+    with open_state(folder) as sources:
+        for name, source in sources.items():
+            writer.add(name, Part.whole(source.whole()))
+    facts = {k: v for k, v in read_index(folder).items() if k not in ("shapes", "files")}
+    writer.close([writer.finish()], **facts)

@@ -24,6 +24,7 @@ from rlcore.loop.specs import CheckpointSpec
 
 MANIFEST = "MANIFEST.json"
 STATE = "controller.json"
+LEARNER_INDEX = "learner.json"
 PARTS = ("learner/learner.json", "buffer/state.json")  # every checkpoint has them
 
 
@@ -54,6 +55,12 @@ def _seal(folder: Path, step: int) -> None:
     missing = [part for part in PARTS if not (folder / part).is_file()]
     if missing:
         raise StageError(f"the checkpoint of step {step} lacks {' and '.join(missing)}")
+    lost = [part for part in _written(folder) if not (folder / part).is_file()]
+    if lost:
+        raise StageError(
+            f"the checkpoint of step {step} lacks {len(lost)} files of learner ranks ({lost[0]}): "
+            "each rank writes its own, so run_dir must be one folder for all nodes"
+        )
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     listing = {}
     for path in files:
@@ -63,6 +70,13 @@ def _seal(folder: Path, step: int) -> None:
         sync(subfolder)
     manifest = json.dumps({"step": step, "files": listing}, indent=1)
     replace_file(folder / MANIFEST, manifest, durable=True)
+
+
+def _written(folder: Path) -> Iterator[str]:
+    """The files that the indices of learner states name."""
+    for index in sorted(folder.rglob(LEARNER_INDEX)):
+        for name in json.loads(index.read_text()).get("files", ()):
+            yield str((index.parent / name).relative_to(folder))
 
 
 def kept(

@@ -15,7 +15,7 @@ from rlcore.cluster.specs import RaySpec
 from rlcore.cluster.write_behind import WriteBehind
 from rlcore.errors import DeadlineExceeded
 from rlcore.files import replace_file
-from rlcore.learner.state_files import StateWriter, read_index, stored
+from rlcore.learner.state_files import Part, StateWriter, open_state, read_index
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.weights.specs import TransportSpec
 
@@ -34,8 +34,8 @@ class Rank:
     def save(self, folder, run):
         run(self.hang)
         writer = StateWriter(folder, run)
-        writer.add("weight:w", torch.arange(6.0).reshape(3, 2))
-        writer.close(optimizer_steps=3)
+        writer.add("weight:w", Part.whole(torch.arange(6.0).reshape(3, 2)))
+        writer.close([writer.finish()], optimizer_steps=3)
 
 
 @pytest.fixture
@@ -64,8 +64,10 @@ def test_a_hung_disk_costs_its_checkpoint_and_not_the_rank(learner, tmp_path):
     learner.save(tmp_path / "c", False)
     learner.saved(10.0)
     assert read_index(tmp_path / "c")["optimizer_steps"] == 3
-    ((name, tensor),) = [(n, t.whole()) for n, t in stored(tmp_path / "c")]
-    assert name == "weight:w" and tensor.tolist() == [[0, 1], [2, 3], [4, 5]]
+    with open_state(tmp_path / "c") as state:
+        assert {n: t.whole().tolist() for n, t in state.items()} == {
+            "weight:w": [[0, 1], [2, 3], [4, 5]]
+        }
 
 
 def test_the_first_error_is_raised_and_what_follows_it_is_dropped(tmp_path):

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from learner_helpers import VOCAB, make_groups
 from rank_jobs import learner, share, state, untimed
-from safetensors.torch import load_file, save_file
 
 from rlcore.learner.rank import LearnerRank
+from rlcore.learner.state_files import open_state
+from rlcore.learner.state_parts import write_parts
 from rlcore.types import Group
 
 
@@ -34,9 +35,8 @@ def one_phase(
     folder, steps = Path(options.pop("folder")), batches * epochs
     phase = batches_of(batches, rank, world)
     one = learner(rank, world, port, model, **options)
-    if start := one.trained_weights():  # of rank 0, as a checkpoint within a phase holds them
-        folder.mkdir(parents=True)
-        save_file(start, folder / "start.safetensors")
+    # as a checkpoint within a phase holds them
+    write_parts(folder / "start", one.held_weights())
     one.begin_phase(phase, steps=steps)
     refs = p_refs(one)
     rows = [untimed(one.train_step(0))]
@@ -49,7 +49,8 @@ def one_phase(
     except RuntimeError as e:
         out["beyond"] = str(e)
     again = learner(rank, world, port, model, **options)
-    again.load_weights(load_file(folder / "start.safetensors"))
+    with open_state(folder / "start") as start:
+        again.load_weights(start)
     again.begin_phase([*phase[1:], phase[0]], steps=steps - 1, first=False)
     again.load(folder / "state", keep_phase=True)
     out["resumed_rows"] = [untimed(again.train_step(step)) for step in range(1, steps)]

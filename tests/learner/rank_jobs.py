@@ -3,18 +3,22 @@ process can read it."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from learner_helpers import make_groups, make_job, make_place
+from safetensors.torch import load_file
 
+from rlcore.learner import policy as policy_module
 from rlcore.learner.batch import Scored, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.split_loading import load_split
 from rlcore.types import POLICY, Group
 
 JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
@@ -170,18 +174,17 @@ def save_and_load(
 
 def entries_read(
     rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
-) -> dict[int, tuple[int, int]]:
-    """stage -> (entries that this rank reads of a saved state, entries of the state)."""
+) -> dict[int, tuple[int, int, int]]:
+    """stage -> (entries that this rank writes of a state, that it reads, and of the state)."""
     from rlcore.learner.state_files import StoredTensor
 
-    read, part, whole = [0], StoredTensor.part, StoredTensor.whole
+    read, part = [0], StoredTensor.part
 
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         read[0] += tensor.numel()
         return tensor
 
     StoredTensor.part = lambda self, *at: counted(part(self, *at))  # type: ignore[method-assign]
-    StoredTensor.whole = lambda self: counted(whole(self))  # type: ignore[method-assign]
     out = {}
     for stage in stages:
         one = learner(rank, world, port, model, zero_stage=stage)
@@ -193,7 +196,9 @@ def entries_read(
         read[0] = 0
         one.load(here)
         trained = sum(p.ds_numel if stage == 3 else p.numel() for p in one.engine.trained.values())
-        out[stage] = (read[0], 3 * trained)  # with two moments of Adam
+        files = Path(here).glob(f"learner-{rank:05d}-*.safetensors")
+        written = sum(t.numel() for file in files for t in load_file(file).values())
+        out[stage] = (written, read[0], 3 * trained)  # with two moments of Adam
         assert all(np.array_equal(before[n], w) for n, w in state(one).items())
     return out
 
@@ -489,3 +494,44 @@ def kept_and_two(
                 row = one.train_step(s)
             out[beside, name] = state(one), untimed(row)
     return out
+
+
+def divided(
+    rank: int, world: int, port: int, model: str
+) -> dict[str, tuple[list[tuple[int, int]], dict[str, np.ndarray], list[list[float]]]]:
+    """How -> ((entries, entries held by this rank) of every parameter once it is loaded, published
+    weights, log-probs of KL's frozen policy, its sums of logits, and log-probs after it has
+    followed other weights).
+
+    "whole" is stage 2, "divided" stage 3."""
+    out = {}
+    batch = build_batch(make_groups(2), with_topk=True, device=torch.device("cpu"))
+    for how, stage in (("whole", 2), ("divided", 3)):
+        held: list[tuple[int, int]] = []
+
+        policy_module.load_split = partial(_load_recorded, held)
+        one = learner(rank, world, port, model, zero_stage=stage, kl_coef=0.1, temperature=1.0)
+        frozen = one._update.frozen
+        head = HeadSpec(1.0, 64)
+        mb = one._micro_batches(batch.episodes)[0]
+        assert frozen is not None
+        logps = [frozen.forward(mb, None, head).logp.tolist()]
+        states, weight = frozen.base(mb)
+        logps.append((states @ weight.t()).sum(1).tolist())
+        weights = {n: 1.5 * w for n, w in one.published_weights(POLICY, "float32")}
+        if not any(".experts." in n for n in one.published_shapes(POLICY)):
+            shared: list[Any] = [weights]
+            torch.distributed.broadcast_object_list(shared)
+            one.load_frozen(shared[0])
+            logps.append(frozen.forward(mb, None, head).logp.tolist())
+        out[how] = held, state(one), logps
+    return out
+
+
+def _load_recorded(held: list[tuple[int, int]], path: Any, config: Any, split: Any, at: Any) -> Any:
+    def one_by_one(p: Any) -> None:
+        entries = p.numel()
+        split(p)
+        held.append((entries, p.numel() + p.ds_tensor.numel()))
+
+    return load_split(path, config, one_by_one, at)

@@ -59,7 +59,7 @@ def test_merged_weights_are_the_adapter_model(model, tmp_path, world, stage):
         np.testing.assert_allclose(_logp(adapted, *sequence), theirs, atol=2e-6)
 
     # a checkpoint holds adapters and their moments, nothing else, and continues exactly
-    saved = load_file(tmp_path / "state" / "learner-00000.safetensors")
+    saved = load_file(tmp_path / "state" / "learner-00000-00000.safetensors")
     assert saved and all(".lora_" in n for n in saved)
     assert all(np.array_equal(out["after"][n], out["resumed"][n]) for n in out["after"])
     assert out["norms"][0] == out["norms"][1]

@@ -9,6 +9,7 @@ import pytest
 import rank_jobs as jobs
 from learner_helpers import ALPHABET, on_ranks, small_model
 
+from rlcore.learner.state_files import join_state
 from rlcore.models.folder import read_weights
 from rlcore.testing.experts import tiny_mixture
 
@@ -127,13 +128,15 @@ def test_one_rank_and_two_report_the_same_statistics(model):
     assert one["none"][2]["staleness/mean"] == 2.0
 
 
-def test_each_rank_reads_the_part_of_a_state_that_it_holds(model, tmp_path):
+def test_each_rank_writes_and_reads_the_part_of_a_state_that_it_holds(model, tmp_path):
     ranks = on_ranks(2, jobs.entries_read, model, str(tmp_path), (0, 1, 2, 3))
-    for stage in (1, 2, 3):
-        (first, whole), (second, _) = (rank[stage] for rank in ranks)
-        assert first + second == whole
-        assert max(first, second) < 0.55 * whole
-    assert [rank[0] for rank in ranks] == [(whole, whole)] * 2  # stage 0 partitions nothing
+    for stage in (0, 1, 2, 3):
+        (first, first_read, whole), (second, second_read, _) = (rank[stage] for rank in ranks)
+        assert first + second == whole and max(first, second) < 0.55 * whole, stage
+        if stage == 0:  # nothing is partitioned
+            assert first_read == second_read == whole
+        else:
+            assert (first_read, second_read) == (first, second), stage
 
 
 def test_the_most_accepted_responses_are_trained_on_as_if_they_were_all(model):
@@ -164,8 +167,13 @@ def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
         assert _difference(here[stage][0], weights) == 0.0
         assert _difference(here[stage][1], after) < 2e-5
     assert _difference(after, weights) > 1e-4
+    # whole tensors are an export of it
+    join_state(tmp_path / "stage3", tmp_path / "whole")
+    again = on_ranks(1, jobs.load_elsewhere, model, str(tmp_path / "whole"), (1,))[0]
+    assert _difference(again[1][0], weights) == 0.0 and again[1][2] == 2
     files = sorted(p.name for p in (tmp_path / "stage3").iterdir())
-    assert files == ["learner-00000.safetensors", "learner.json"]
+    parts = [f"learner-{rank:05d}-00000.safetensors" for rank in range(world)]
+    assert files == [*parts, "learner.json"]
     assert json.loads((tmp_path / "stage3" / "learner.json").read_text())["optimizer_steps"] == 1
 
 
@@ -184,3 +192,25 @@ def test_experts_are_published_one_by_one_at_any_stage(tmp_path):
         assert len(alone) == 2 and all(np.array_equal(w, weights[n]) for n, w in alone.items())
     experts = [n for n in before if ".experts." in n]
     assert any(np.abs(reference[n] - before[n]).max() > 1e-3 for n in experts)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_divided_model_is_never_whole_in_a_rank_and_is_the_same(model, tmp_path, kind):
+    if kind == "experts":
+        tiny_mixture(tmp_path, ALPHABET, seed=3)
+        model = str(tmp_path)
+    ranks = on_ranks(2, jobs.divided, model)
+    for one in ranks:
+        assert not one["whole"][0]
+        loaded = one["divided"][0]
+        assert len(loaded) > 40  # the policy's parameters and the frozen one's
+        for entries, held in loaded:
+            assert held <= (entries + 1) // 2
+    whole, divided = (ranks[0][how] for how in ("whole", "divided"))
+    expected = read_weights(model)
+    assert all(np.array_equal(divided[1][n], w.numpy()) for n, w in expected.items())
+    assert divided[1].keys() == whole[1].keys() and not ranks[1]["divided"][1]
+    assert len(whole[2]) == len(divided[2]) == (3 if kind == "dense" else 2)
+    for found, alike in zip(divided[2], whole[2], strict=True):
+        np.testing.assert_allclose(found, alike, atol=1e-4)
+    assert kind == "experts" or not np.allclose(divided[2][0], divided[2][2])

@@ -176,6 +176,18 @@ def test_a_folder_that_a_part_is_missing_from_is_no_checkpoint(tmp_path, part):
     assert not _names(tmp_path)
 
 
+def test_a_rank_that_wrote_elsewhere_is_missed(tmp_path):
+    with (
+        pytest.raises(StageError, match=r"lacks 1 files of learner ranks \(learner/b\).*run_dir"),
+        checkpoint.new_checkpoint(tmp_path, 1) as folder,
+    ):
+        _fill(folder)
+        (folder / "learner" / "a").write_text("")
+        listed = json.dumps({"files": {"a": {}, "b": {}}})
+        (folder / "learner" / "learner.json").write_text(listed)
+    assert not _names(tmp_path)
+
+
 class _Learner:
     """Writes its part, or times out."""
 

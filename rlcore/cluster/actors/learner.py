@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from rlcore.serialization import load_group
 from rlcore.types import POLICY, Group, WeightManifest
 from rlcore.weights.group import Receivers
 
-PHASE_WEIGHTS = "phase_weights.safetensors"
+PHASE_WEIGHTS = "phase_weights"  # folder of a state
 # Threads beside the one that computes: heartbeats, files, the next batches
 LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}
 
@@ -35,7 +36,7 @@ class LearnerActor:
         self._joined = hosting.transport.joined
         self._writing: list[WriteBehind] = []  # of the last `save` and of abandoned ones
         self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
-        # rank 0: trained weights at the beginning of the phase
+        # this rank's part of the trained weights at the beginning of the phase
         self._phase_weights: dict[str, Any] = {}
 
     def start(self, job: LearnerJob, place: RankPlace) -> int:
@@ -82,20 +83,18 @@ class LearnerActor:
         if resumed is not None:
             self._load_phase_weights(resumed)
         elif keep_start:
-            self._phase_weights = self.rank.trained_weights()
+            self._phase_weights = self.rank.held_weights()
         self.rank.begin_phase(fetched, steps=len(steps), first=resumed is None)
         if resumed is not None:
             self.rank.load(resumed, keep_phase=True)
 
     def _load_phase_weights(self, folder: str) -> None:
-        from safetensors.torch import load_file
+        from rlcore.learner.state_files import open_state
 
-        # mapped into memory: a rank reads the part that it holds
-        weights = load_file(os.path.join(folder, PHASE_WEIGHTS))
-        self.rank.load_weights(weights)
+        with open_state(Path(folder) / PHASE_WEIGHTS) as sources:
+            self.rank.load_weights(sources)
         # copied, since the checkpoint may be removed before the next one is written
-        first = self.rank.rank == 0
-        self._phase_weights = {name: w.clone() for name, w in weights.items()} if first else {}
+        self._phase_weights = self.rank.held_weights()
 
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
@@ -179,11 +178,10 @@ class LearnerActor:
         self._writing.append(behind)
         try:
             self.rank.save(folder, behind.put)
-            if in_phase and self.rank.rank == 0:
-                from safetensors.torch import save_file
+            if in_phase:
+                from rlcore.learner.state_parts import write_parts
 
-                path = os.path.join(folder, PHASE_WEIGHTS)
-                behind.put(partial(save_file, self._phase_weights, path))
+                write_parts(Path(folder) / PHASE_WEIGHTS, self._phase_weights, behind.put)
         finally:
             behind.close()
 

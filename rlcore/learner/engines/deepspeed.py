@@ -16,6 +16,7 @@ import math
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError
 from rlcore.learner.engines.learning_rate import RateSchedule
+from rlcore.learner.engines.splitting import SplitFrozenPolicy, splitter
 from rlcore.learner.engines.zero_state import ZeroState
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
@@ -37,11 +39,15 @@ from rlcore.learner.lora import (
     published_factors,
 )
 from rlcore.learner.packing import MicroBatch
-from rlcore.learner.policy import Policy
+from rlcore.learner.policy import FrozenPolicy, Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
 from rlcore.learner.specs import LearnerSpec
+from rlcore.learner.split_loading import Split
+from rlcore.learner.state_files import Part, Source
 from rlcore.types import TokenScores
 from rlcore.weights.experts import single_shapes, singles
+
+LARGEST_BUCKET = 500_000_000  # entries of gradients that are reduced together
 
 
 class ZeroEngine(TrainEngine):
@@ -64,6 +70,16 @@ class ZeroEngine(TrainEngine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
+    @staticmethod
+    def splitter(spec: LearnerSpec) -> Split | None:
+        return splitter(_config(spec)) if spec.zero_stage == 3 else None
+
+    @staticmethod
+    def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
+        if spec.zero_stage == 3:
+            return SplitFrozenPolicy(policy, _config(spec))
+        return FrozenPolicy(policy.to(device))
+
     def __init__(
         self, policy: Policy, spec: LearnerSpec, total_steps: int, device: torch.device
     ) -> None:
@@ -75,10 +91,14 @@ class ZeroEngine(TrainEngine):
         self._stage = spec.zero_stage
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
+        config = _config(spec)
+        # DeepSpeed makes this buffer of gradients whole, however small the model
+        entries = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
+        config["zero_optimization"]["reduce_bucket_size"] = min(LARGEST_BUCKET, entries)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
             model_parameters=_parameter_groups(policy, spec.weight_decay),
-            config=_config(spec),
+            config=config,
         )
         named = {
             n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")
@@ -158,39 +178,52 @@ class ZeroEngine(TrainEngine):
         return {n: shape for name, whole in held for n, shape in single_shapes(name, whole).items()}
 
     def weights(
-        self, only: Collection[str] | None = None, *, on_device: bool = False
+        self,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        import deepspeed
-
         for name, p in self.names.items():
-            wanted = set(single_shapes(name, tuple(getattr(p, "ds_shape", p.shape))))
+            asked = set(single_shapes(name, tuple(getattr(p, "ds_shape", p.shape))))
             if only is not None:
-                wanted &= set(only)
-            if not wanted:
+                asked &= set(only)
+            if not asked:
                 continue
             layer = self._adapted.get(name)
-            parts = [p] if layer is None else [p, *factors(layer)]
-            with deepspeed.zero.GatheredParameters(parts, enabled=self._stage == 3):
+            with self._gathered(p, *(factors(layer) if layer is not None else ())):
+                if not wanted:
+                    continue
                 whole = p.detach() if layer is None else merged(p.detach(), layer)
-                for n, part in ((n, part) for n, part in singles(name, whole) if n in wanted):
+                for n, part in ((n, part) for n, part in singles(name, whole) if n in asked):
                     if not on_device:
                         yield n, part.to("cpu", copy=True)
                     else:  # a gathered weight is freed when the next one is asked for
                         yield n, part.clone() if self._stage == 3 else part
+
+    def _gathered(self, *parts: Tensor) -> AbstractContextManager[None]:
+        """While it is open, these are whole on every rank; it is collective at stage 3."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(parts), enabled=self._stage == 3)
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         found = {n: p for n, (p, _) in self._factors()}
         return {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in found.items()}
 
     def adapter(
-        self, only: Collection[str] | None = None, *, on_device: bool = False
+        self,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        import deepspeed
-
         for name, (p, scale) in self._factors():
             if only is not None and name not in only:
                 continue
-            with deepspeed.zero.GatheredParameters([p], enabled=self._stage == 3):
+            with self._gathered(p):
+                if not wanted:
+                    continue
                 scaled = p.detach().float() * scale
             yield name, scaled if on_device else scaled.cpu()
 
@@ -198,11 +231,14 @@ class ZeroEngine(TrainEngine):
         for name, layer in self._adapted.items():
             yield from published_factors(name, layer).items()
 
-    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._state.weights()
+    def trained_weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self._state.weights(wanted=wanted)
 
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        self._state.replace_weights(tensors)
+    def held_weights(self) -> dict[str, Part]:
+        return self._state.held_weights()
+
+    def load_weights(self, sources: Mapping[str, Source]) -> None:
+        self._state.replace_weights(sources)
 
     def save(self, folder: Path, run: Schedule | None = None) -> None:
         self._state.save(folder, self.optimizer_steps, run)

@@ -1,7 +1,8 @@
-"""Weights and Adam moments in and out of DeepSpeed's ZeRO optimizers, whole tensors at a time.
+"""Weights and Adam moments in and out of DeepSpeed's ZeRO optimizers, one tensor at a time.
 
 DeepSpeed keeps float32 masters and moments in flat partitions whose names differ from stage to
-stage. Stage 0 has none: there the model's parameters are the masters.
+stage. Stage 0 has none: there the model's parameters are the masters, and the ranks, which all hold
+them, divide the writing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError
 from rlcore.learner.protocols import Schedule
-from rlcore.learner.state_files import HeldTensor, Source, StateWriter, read_index, stored
+from rlcore.learner.state_files import Part, Source, open_state, read_index
+from rlcore.learner.state_parts import write_parts
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 # what the flat masters are called at stages 1 and 2 (both data types) and 3
@@ -39,25 +41,21 @@ class ZeroState:
         self._stage = stage
         self._trained = trained
 
-    # ----- whole states -----
+    # ----- states -----
 
     def save(self, folder: Path, optimizer_steps: int, run: Schedule | None) -> None:
-        """Write weights, moments and the step count from rank 0; `run` schedules the writing.
+        """Write this rank's part of weights and moments, and the step count; `run` schedules the
+        writing.
 
         The learning rate is a function of the step and torch's generator is seeded by it, so
         neither has a state.
         """
-        writer = StateWriter(folder, *([run] if run else [])) if dist.get_rank() == 0 else None
         if optimizer_steps:
             self._link_moments()
-        for label, (p, key) in self._tensors(optimizer_steps).items():
-            whole = self._read(p, key)
-            if writer is not None:
-                writer.add(label, whole)
-        if writer is not None:
-            writer.close(optimizer_steps=optimizer_steps)
-        # no rank goes on to change weights before rank 0 has copied them
-        dist.barrier()
+        parts = {
+            label: self._part(p, key) for label, (p, key) in self._tensors(optimizer_steps).items()
+        }
+        write_parts(folder, parts, run, optimizer_steps=optimizer_steps)
 
     def load(self, folder: Path) -> int:
         """Take over what `save` wrote at any stage and number of ranks; its step count.
@@ -67,13 +65,14 @@ class ZeroState:
         optimizer_steps = int(read_index(folder)["optimizer_steps"])
         expected = self._tensors(optimizer_steps)
         self._make_moments(optimizer_steps)
-        for label, source in stored(folder):
-            p, key = expected.pop(label, (None, ""))
-            if p is None or source.shape != tuple(_whole_shape(p)):
-                raise StageError(
-                    f"learner state in {folder} does not fit the model: {label} {source.shape}"
-                )
-            self._write(p, key, source)
+        with open_state(folder) as sources:
+            for label, source in sources.items():
+                p, key = expected.pop(label, (None, ""))
+                if p is None or source.shape != tuple(_whole_shape(p)):
+                    raise StageError(
+                        f"learner state in {folder} does not fit the model: {label} {source.shape}"
+                    )
+                self._write(p, key, source)
         if expected:
             raise StageError(
                 f"learner state in {folder} lacks {len(expected)} tensors, e.g. {min(expected)}"
@@ -81,19 +80,26 @@ class ZeroState:
         self._publish_masters()
         return optimizer_steps
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every (parameter name, whole float32 CPU copy)."""
+    def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every (parameter name, whole float32 CPU copy), where they are `wanted`."""
         for name, p in self._trained.items():
-            yield name, self._read(p, "weight").to("cpu", torch.float32, copy=True)
+            whole = self._read(p)
+            if wanted:
+                yield name, whole.to("cpu", torch.float32, copy=True)
 
-    def replace_weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def held_weights(self) -> dict[str, Part]:
+        """This rank's part of every weight by parameter name, float32 copies on the CPU."""
+        found = {name: self._part(p, "weight") for name, p in self._trained.items()}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def replace_weights(self, sources: Mapping[str, Source]) -> None:
         """Replace the weights, leaving moments and steps. Raises StageError for other names."""
-        if set(tensors) != set(self._trained):
+        if set(sources) != set(self._trained):
             raise StageError(
-                f"weights do not fit the model: {sorted(set(tensors) ^ set(self._trained))[:3]}"
+                f"weights do not fit the model: {sorted(set(sources) ^ set(self._trained))[:3]}"
             )
-        for name, tensor in tensors.items():
-            self._write(self._trained[name], "weight", HeldTensor(tensor))
+        for name, source in sources.items():
+            self._write(self._trained[name], "weight", source)
         self._publish_masters()
 
     def _tensors(self, optimizer_steps: int) -> dict[str, tuple[nn.Parameter, str]]:
@@ -103,38 +109,53 @@ class ZeroState:
 
     # ----- single tensors -----
 
-    def _read(self, p: nn.Parameter, key: str) -> Tensor:
-        """The whole tensor of a parameter, in its shape."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    def _read(self, p: nn.Parameter) -> Tensor:
+        """The whole float32 master of a parameter, in its shape."""
+        from deepspeed.utils import safe_get_full_fp32_param
 
-        if self._stage == 0:
-            stored = p.detach() if key == "weight" else self._optimizer.state[p][key]
-        elif key == "weight":
-            stored = safe_get_full_fp32_param(p)
-        else:
-            stored = safe_get_full_optimizer_state(p, key)
-        return stored.reshape(_whole_shape(p))
+        master = p.detach() if self._stage == 0 else safe_get_full_fp32_param(p)
+        return master.reshape(_whole_shape(p))
 
     def _write(self, p: nn.Parameter, key: str, value: Source) -> None:
         """Replace the whole tensor of a parameter, of which this rank reads what it holds;
         `_publish_masters` then updates the model."""
+        held = self._held(p, key)
+        if held is not None:
+            start, mine = held
+            mine.copy_(value.part(start, start + mine.numel()))
+
+    def _part(self, p: nn.Parameter, key: str) -> Part | None:
+        """What this rank writes of a tensor: a float32 copy on the CPU."""
+        held = self._held(p, key)
+        if held is None:
+            return None
+        start, mine = held
         if self._stage == 0:
-            mine = p.data if key == "weight" else self._optimizer.state[p][key]
-            mine.copy_(value.whole())
-        elif self._stage == 3:
+            rank, world = dist.get_rank(), dist.get_world_size()
+            start, stop = (mine.numel() * r // world for r in (rank, rank + 1))
+            mine = mine[start:stop]
+        if not mine.numel():
+            return None
+        copy = mine.detach().to("cpu", torch.float32, copy=True)
+        return Part(start, tuple(_whole_shape(p)), copy)
+
+    def _held(self, p: nn.Parameter, key: str) -> tuple[int, Tensor] | None:
+        """(first entry, entries in place, flat) of what this rank holds of a tensor, if any."""
+        state = None if key == "weight" else key
+        if self._stage == 0:
+            whole = p.data if state is None else self._optimizer.state[p][state]
+            return 0, whole.view(-1)
+        if self._stage == 3:
             # DeepSpeed's own setter fails on a parameter that the ranks do not divide evenly
-            part = self._optimizer.get_local_fp32_param(p, None if key == "weight" else key)
+            part = self._optimizer.get_local_fp32_param(p, state)
             start = dist.get_rank() * part.numel()
             # the last rank's partition may be padded beyond the parameter's end
             stop = min(start + part.numel(), _whole_shape(p).numel())
-            if start < stop:
-                part.data[: stop - start].copy_(value.part(start, stop))
-        elif (
-            fragment := getattr(p, "_hp_mapping", None)
-        ) is not None:  # this rank holds some of it
-            at = fragment.lp_fragment_address
-            mine = fragment.get_hp_fragment(None if key == "weight" else key)
-            mine.data.copy_(value.part(at.start, at.start + at.numel))
+            return (start, part.data[: stop - start]) if start < stop else None
+        fragment = getattr(p, "_hp_mapping", None)
+        if fragment is None:
+            return None
+        return fragment.lp_fragment_address.start, fragment.get_hp_fragment(state).data
 
     def _make_moments(self, optimizer_steps: int) -> None:
         """Create zero moments: Adam does so at its first step, a loaded state needs them before.
