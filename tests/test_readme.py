@@ -54,6 +54,11 @@ NEEDS = {  # further options that one option requires
     "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
     "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
     "task.digits.weight=3": ["task=[digits,arithmetic]"],
+    "task=lean": [
+        "task.args.train_path=train.jsonl",
+        "task.rewards.proof.lean.url=http://host:8000",
+    ],
+    "task=metamath_file": ["task.args.train_path=theorems.mm"],
     "task=file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
 }
 

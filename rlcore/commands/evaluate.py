@@ -12,6 +12,7 @@ from rlcore.commands.checkpoints import named_or_newest
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.notes import note
 from rlcore.commands.preflight import Prepared, prepare
+from rlcore.commands.reward_checks import ask_lean_servers
 from rlcore.commands.session import Session, connected
 from rlcore.commands.sizes import stored_bytes
 from rlcore.commands.warm_up import with_drafts
@@ -32,6 +33,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
         check_attention(config)
     prepared = prepare(config, trains=False)
     config = prepared.config
+    ask_lean_servers(config)
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     note(f"evaluating {folder or model_path}")

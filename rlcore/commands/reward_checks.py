@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from rlcore.config.rewards import rewards
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.tasks.rewards.endpoint import api_key
+from rlcore.tasks.rewards.specs import LeanSpec
 
 
 def check_rewards(config: RunConfig) -> None:
@@ -25,3 +28,34 @@ def check_rewards(config: RunConfig) -> None:
                     f"{key}.path={folder} holds no config.json: give a local Hugging Face folder "
                     "of a sequence classifier."
                 )
+
+
+def ask_lean_servers(config: RunConfig) -> None:
+    """Raise UserError if a Lean server of a run does not answer.
+
+    Unlike other services it is no service that may come later: it takes minutes to load its
+    library, and without it no sample has a reward.
+    """
+    for key, reward in rewards(config):
+        if reward.lean is not None:
+            _ask(key, reward.lean)
+
+
+def _ask(key: str, spec: LeanSpec) -> None:
+    secret = api_key(key, spec)
+    request = urllib.request.Request(f"{spec.url.rstrip('/')}/health")
+    if secret:
+        request.add_header("Authorization", f"Bearer {secret}")
+    try:
+        with urllib.request.urlopen(request, timeout=spec.start_timeout_s):
+            return
+    except urllib.error.HTTPError as error:
+        why = f"answers status {error.code}"
+        if error.code in (401, 403):
+            why += f" (its key is that of {key}.api_key_env={spec.api_key_env})"
+    except (OSError, ValueError) as error:  # refused, unknown host, no answer in time, no HTTP
+        why = f"does not answer: {error}"
+    raise UserError(
+        f"{key}.url={spec.url} {why.replace(secret, '***') if secret else why}; start a Lean "
+        "server there (project-numina/kimina-lean-server) or name another."
+    )

@@ -12,6 +12,7 @@ from typing import Any
 from rlcore.commands import roles
 from rlcore.commands.about import write_about
 from rlcore.commands.preflight import Prepared, open_run_dir, prepare
+from rlcore.commands.reward_checks import ask_lean_servers
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.session import Session, connected
 from rlcore.commands.sizes import stored_bytes
@@ -72,6 +73,7 @@ def train(config: RunConfig) -> int:
     started."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     prepared = prepare(config)
+    ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
     run_dir = open_run_dir(config)
     write_about(run_dir)

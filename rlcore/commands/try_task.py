@@ -13,7 +13,7 @@ from typing import Any
 from rlcore.commands import roles
 from rlcore.commands.notes import note
 from rlcore.commands.preflight import make_tasks, tokenizer_of, training_sources
-from rlcore.commands.reward_checks import check_rewards
+from rlcore.commands.reward_checks import ask_lean_servers, check_rewards
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.errors import DeadlineExceeded, UserError
@@ -78,6 +78,7 @@ def try_task(config: RunConfig, n: int) -> int:
         )
     load_own(config)
     check_rewards(config)
+    ask_lean_servers(config)
     tasks = make_tasks(config)
     natural = any(task.alphabet() is None for task in tasks.values())
     tokenizer = None if config.model.path is None and natural else tokenizer_of(config, tasks)

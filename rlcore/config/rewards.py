@@ -26,8 +26,10 @@ def rewards(c: RunConfig) -> Iterator[tuple[str, RewardSpec]]:
 
 
 def check_rewards(c: RunConfig) -> None:
-    """Raise UserError for a reward that outlasts those who wait for it, or whose key a program
-    might read."""
+    """Raise UserError for a reward that outlasts those who wait for it, whose key a program might
+    read, or that another task needs."""
+    for key, task in tasks(c).items():
+        _lean(key, task)
     trained, evaluated = c.schedule.wait_data_timeout_s, c.evaluation.timeout_s
     for key, reward in rewards(c):
         of_training = key.startswith("task.")
@@ -50,3 +52,20 @@ def check_rewards(c: RunConfig) -> None:
             "program that the model wrote might read the key out of the memory of another "
             "process; use confinement=full, or grade the programs in a run without keys.",
         )
+
+
+def _lean(key: str, task: EvalTaskSpec) -> None:
+    """Statements and who judges their proofs belong together."""
+    found = [label for label, reward in task.rewards.items() if reward.lean is not None]
+    refuse(
+        task.name == "lean" and (not found or task.grade_weight is not None),
+        f"{key}.name=lean has no grader of its own: proofs are judged by a Lean server, "
+        f"{key}.rewards.proof.lean.url=http://HOST:PORT, with {key}.grade_weight=null, as "
+        "configs/task/lean.yaml has them.",
+    )
+    refuse(
+        bool(found) and task.name != "lean" and ":" not in task.name,
+        f"{key}.rewards.{''.join(found[:1])}.lean checks proofs of Lean statements, and "
+        f"{key}.name={task.name} has none: use it with task=lean, or with a task of your own whose "
+        "reference answers are Lean sources up to the proof.",
+    )

@@ -22,9 +22,12 @@ TASKS: dict[str, str] = {
     "file": "rlcore.tasks.file:FileTask",
     "gsm8k": "rlcore.tasks.gsm8k:Gsm8k",
     "higher_lower": "rlcore.tasks.higher_lower:HigherLowerTask",
+    "lean": "rlcore.tasks.lean:Lean",
     "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",
     "mbpp": "rlcore.tasks.code:Mbpp",
+    "metamath": "rlcore.tasks.metamath:Metamath",
+    "metamath_file": "rlcore.tasks.metamath_file:MetamathFile",
     "reasoning_gym": "rlcore.tasks.reasoning_gym:ReasoningGym",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }

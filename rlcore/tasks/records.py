@@ -78,12 +78,18 @@ class RecordTask(Task, ABC):
     def grade(self, item: Item, response: str) -> Grade:
         """See `rlcore.interfaces.Task`."""
 
+    def keeps(self, split: Split, row: dict[str, Any]) -> bool:
+        """Whether a row of a split's file belongs to the split."""
+        return True
+
     def _load(self, split: Split) -> list[Record]:
         path = self._paths[split]
         if path is None:
             return []
         argument, records = f"{split}_path", []
         for number, row in rows(argument, path):
+            if not self.keeps(split, row):
+                continue
             try:
                 records.append(self.record(row))
             except RowError as error:

@@ -116,6 +116,38 @@ class JudgeSpec(EndpointSpec):
         )
 
 
+class LeanSpec(EndpointSpec):
+    """A Kimina Lean server, which checks the proofs of the task `lean`."""
+
+    url: str = setting(meaning="address of the server, such as http://HOST:8000")
+    request_timeout_s: float = setting(300.0, "deadline of one request", unit="s", gt=0)
+    deadline_s: float = setting(
+        400.0, "deadline of a request and all its retries together", unit="s", gt=0
+    )
+    proof_timeout_s: int = setting(
+        60, "Lean's time for one proof; one that takes longer is wrong", unit="s", gt=0
+    )
+    batch_size: int = setting(8, "proofs of one request, at most", gt=0)
+    batch_wait_s: float = setting(
+        0.05, "how long a request that is not full waits for more proofs", unit="s", ge=0
+    )
+    axioms: tuple[str, ...] = setting(
+        ("propext", "Classical.choice", "Quot.sound"), "that a proof may rest on, directly or not"
+    )
+    start_timeout_s: float = setting(
+        10.0, "deadline of the answer that the server gives before a run starts", unit="s", gt=0
+    )
+
+    def check(self, key: str) -> None:
+        super().check(key)
+        refuse(
+            self.proof_timeout_s >= self.request_timeout_s,
+            f"{key}.proof_timeout_s={self.proof_timeout_s} is not below "
+            f"{key}.request_timeout_s={self.request_timeout_s:g}, which ends the request before "
+            "Lean ends the proof: lower the first or raise the second.",
+        )
+
+
 class ClassifierSpec(Spec):
     """A Hugging Face sequence classifier of a local folder, on the CPU, in a process of its own."""
 
@@ -140,11 +172,12 @@ class RewardSpec(Spec):
     http: HttpSpec | None = setting(None, "a grader behind HTTP, in OpenRLHF's form")
     judge: JudgeSpec | None = setting(None, "a judge behind chat completions, with a rubric")
     classifier: ClassifierSpec | None = setting(None, "a local sequence classifier")
+    lean: LeanSpec | None = setting(None, "a Lean server that checks proofs (task=lean)")
 
     @property
     def endpoint(self) -> EndpointSpec | None:
         """What it asks by HTTP, if it does."""
-        return self.http or self.judge
+        return self.http or self.judge or self.lean
 
     @property
     def kind(self) -> str:
@@ -168,7 +201,7 @@ class RewardSpec(Spec):
         )
 
 
-KINDS = ("http", "judge", "classifier")
+KINDS = ("http", "judge", "classifier", "lean")
 
 
 def check_labels(labels: object, key: str) -> None:

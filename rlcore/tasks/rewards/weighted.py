@@ -242,6 +242,10 @@ def make_reward(key: str, spec: RewardSpec, requests: RequestThread, note: Note)
         from rlcore.tasks.rewards.judge import JudgeReward
 
         return JudgeReward(f"{key}.judge", spec.judge, requests, note)
+    if spec.lean is not None:
+        from rlcore.tasks.rewards.lean import LeanReward
+
+        return LeanReward(f"{key}.lean", spec.lean, requests, note)
     from rlcore.tasks.rewards.classifier import ClassifierReward
 
     assert spec.classifier is not None

@@ -1,0 +1,1 @@
+"""Proofs in Metamath: databases, files of statements, the checker, and small theorems."""
