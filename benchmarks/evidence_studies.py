@@ -80,6 +80,19 @@ _RAPID_ARMS: dict[str, Words] = {
     "rapid, leave one out": ("correction=[rapid]", "correction.rapid.leave_one_out=true"),
     "grpo": ("algorithm=grpo",),
 }
+_SPARSE_ARMS: dict[str, Words] = {
+    "training-free": ("correction=[jackpot]",),
+    "sparse training": ("correction=[jackpot]", "learner.train_sparse=true"),
+    "distillsparse": ("correction=[jackpot]", "learner.distill={}"),
+    "distillsparse, 8 of 12": (
+        *("correction=[jackpot]", "learner.distill={}"),
+        *("rollout.samples_per_prompt=12", "algorithm.keep_best=8"),
+    ),
+    "distillsparse, 8 of 16": (
+        *("correction=[jackpot]", "learner.distill={}"),
+        *("rollout.samples_per_prompt=16", "algorithm.keep_best=8"),
+    ),
+}
 _RAPID_SIZES = _phases(2, 4, 8, 16)
 _ASYNC_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis]",),
@@ -121,6 +134,13 @@ STUDIES: dict[str, Study] = {
         sizes=_RAPID_SIZES,
         arms=_RAPID_ARMS,
         further={size: _RAPID_ARMS for size in _RAPID_SIZES},
+    ),
+    "distillsparse": Study(
+        experiment="evidence/distillsparse",
+        knob="pages that a token attends to",
+        matched=("all", ("actor=[bf16]",)),
+        sizes={str(pages): (f"actor.sparse.sparse.blocks={pages}",) for pages in (12, 8, 4, 2)},
+        arms=_SPARSE_ARMS,
     ),
     "staleness": Study(
         experiment="evidence/staleness",
