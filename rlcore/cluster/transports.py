@@ -21,6 +21,7 @@ def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport | None:
     name = hosting.transport.transport
     bucket_bytes = hosting.transport.bucket_mib << 20
     if name == "object_store":
+        from rlcore.weights.deltas import DeltaTransport
         from rlcore.weights.object_store import ObjectStoreTransport
 
         def receive(handle: list[Any]) -> Any:
@@ -28,9 +29,13 @@ def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport | None:
 
         # The reference travels inside a list: Ray resolves bare references before the call, and the
         # actor would hold the whole blob twice.
-        return ObjectStoreTransport(
-            put=lambda blob: [ray.put(blob)], get=receive, bucket_bytes=bucket_bytes
-        )
+        def put(blob: Any) -> list[Any]:
+            return [ray.put(blob)]
+
+        whole_every = hosting.transport.whole_every
+        if whole_every > 1:
+            return DeltaTransport(put, receive, bucket_bytes=bucket_bytes, whole_every=whole_every)
+        return ObjectStoreTransport(put, receive, bucket_bytes=bucket_bytes)
     if name == "disk":
         from rlcore.weights.disk import DiskTransport
 

@@ -56,8 +56,30 @@ def check_transport(c: RunConfig) -> None:
         f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
         "with weights of their own: choose object_store or disk.",
     )
+    if c.cluster.whole_every > 1:
+        _deltas(c)
     if transport in ("nccl", "ipc"):
         _engine_transfer(c, transport)
+
+
+def _deltas(c: RunConfig) -> None:
+    """Publications that send what changed."""
+    key = f"cluster.whole_every={c.cluster.whole_every}"
+    refuse(
+        c.cluster.transport != "object_store",
+        f"{key} sends patches by cluster.transport=object_store, and not yet by "
+        f"{c.cluster.transport}: use object_store, or whole_every=1.",
+    )
+    refuse(
+        c.learner.distill is not None or c.learner.draft is not None,
+        f"{key} is for runs that publish the policy alone, and learner.distill and learner.draft "
+        "publish further weights: use whole_every=1.",
+    )
+    refuse(
+        c.learner.lora is not None and c.learner.lora.publish == "adapter",
+        f"{key} saves nothing with learner.lora.publish=adapter, of which every entry changes: use "
+        "whole_every=1.",
+    )
 
 
 def _engine_transfer(c: RunConfig, transport: str) -> None:

@@ -33,6 +33,8 @@ class Publication:
 
     version: int
     sets: Mapping[str, tuple[WeightManifest, Any]] = field(default_factory=dict)
+    sent_mib: float = 0.0  # to an actor that has the version before
+    changed_share: float = 1.0  # of all entries, what was sent as changed; 1: whole sets
 
 
 class BufferClient(Protocol):

@@ -155,7 +155,7 @@ class Controller:
             if self._plan.synchronous:
                 self._evaluated = await self._collect(wait=True)
         # discard the seconds of this publication, which precedes the first row
-        self._publisher.take_seconds()
+        self._publisher.take_costs()
         await self._rows.begin()
         self._pace.begin()
         self._dispatcher.gate.set()
@@ -254,7 +254,7 @@ class Controller:
     async def _report(self, metrics: dict[str, float], clocks: Clocks) -> None:
         await self._publisher.poll()
         await self._parts.saver.poll()
-        others = self._publisher.take_seconds()
+        others = self._publisher.take_costs()
         others["rollout/cut_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s

@@ -4,6 +4,7 @@ continues."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from rlcore.loop.clients import Clients, Publication
 from rlcore.loop.fleet import Fleet
@@ -27,6 +28,7 @@ class Publisher:
         self._timeline = timeline
         self._delivering: asyncio.Task[dict[str, float]] | None = None
         self._took: dict[str, float] = {}
+        self._changed: float | None = None  # share of the newest publication
 
     async def begin(self, version: int, *, full: bool, resumed: str | None = None) -> None:
         """Gather the weights and start giving them to the actors; returns when the learner may
@@ -36,6 +38,8 @@ class Publisher:
         publication = await self._learner.publish(
             version, full=full or self._plan.verify_full, resumed=resumed
         )
+        self._add({"publish/sent_mib": publication.sent_mib})
+        self._changed = publication.changed_share
         self._delivering = asyncio.create_task(self._deliver(publication, start))
         if self._fleet.joined:  # what is sent is the learner's own memory
             await asyncio.wait([self._delivering])
@@ -54,19 +58,25 @@ class Publisher:
         raised."""
         if self._delivering is None:
             return
-        for name, seconds in (await self._delivering).items():
-            self._took[name] = self._took.get(name, 0.0) + seconds
+        self._add(await self._delivering)
         self._delivering = None
+
+    def _add(self, took: Mapping[str, float]) -> None:
+        for name, value in took.items():
+            self._took[name] = self._took.get(name, 0.0) + value
 
     async def poll(self) -> None:
         """The same if that has happened already, else nothing."""
         if self._delivering is not None and self._delivering.done():
             await self.done()
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds of the publications that ended since the last call, gathering included, as
-        metrics."""
+    def take_costs(self) -> dict[str, float]:
+        """Seconds of the publications that ended since the last call, gathering included, and what
+        those that began have sent, as metrics."""
         took, self._took = self._took, {}
+        if self._changed is not None:
+            took["publish/changed_share"] = self._changed
+        self._changed = None
         return took
 
     async def cancel(self) -> None:

@@ -233,6 +233,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("time/learn_s", "s", "learner computing: p_ref, forward, backward, optimizer", "sum"),
     Metric("time/publish_s", "s", "learner and actors busy publishing weights", "sum"),
+    Metric(
+        "publish/sent_mib", "MiB", "weights sent to an actor that had the version before", "sum"
+    ),
+    Metric("publish/changed_share", "1", "of the published entries, those sent as changed", "last"),
     Metric("time/checkpoint_s", "s", "training standing still for a checkpoint", "sum"),
     Metric(
         "time/eval_s",

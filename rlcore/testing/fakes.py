@@ -176,7 +176,7 @@ class FakeLearner(LearnerClient):
         await asyncio.sleep(self.publish_s)
         self.published.append(version)
         manifest = WeightManifest(version, (), (), "float32", {}, full)
-        return Publication(version, {POLICY: (manifest, version)})
+        return Publication(version, {POLICY: (manifest, version)}, 2.0, 0.5)
 
     async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
         await asyncio.sleep(self.publish_s)

@@ -25,6 +25,12 @@ class TransportSpec(Spec):
         unit="MiB",
         gt=0,
     )
+    whole_every: int = setting(
+        1,
+        "publications from one whole set of weights to the next; those between send only what "
+        "changed in its bits (object_store); 1: all are whole",
+        gt=0,
+    )
     verify_weights: Literal["sampled", "full"] = setting(
         "sampled", "tensors whose checksums are compared after each publish"
     )

@@ -277,6 +277,15 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=sparse", DISTILL, "cluster.transport=gloo"],
         ["cluster.transport=gloo", "object_store or disk"],
     ),
+    (
+        ["cluster.whole_every=8", "cluster.transport=disk"],
+        ["cluster.whole_every=8", "disk: use object_store, or whole_every=1"],
+    ),
+    (
+        ["cluster.whole_every=8", "actor=sparse", DISTILL],
+        ["cluster.whole_every=8", "learner.distill", "whole_every=1"],
+    ),
+    (["cluster.whole_every=8", ADAPTER], ["cluster.whole_every=8", "publish=adapter"]),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
         ["learner.lora={targets: [q_proj, lm_head]}"],

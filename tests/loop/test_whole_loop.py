@@ -263,6 +263,7 @@ def test_the_time_of_a_publication_is_counted_once(tmp_path):
     for row in simulation.reporter.rows:
         assert 0.59 < row["time/publish_s"] < 0.8  # 0.1 gathering, 0.5 loading
         assert row["time/publish_stop_s"] == pytest.approx(0.5)
+        assert row["publish/sent_mib"] == 2.0 and row["publish/changed_share"] == 0.5
         parts = row["time/wait_data_s"] + row["time/learn_s"] + row["time/publish_s"]
         assert parts == pytest.approx(row["time/step_s"], rel=0.05) or row["step"] == 8
 

@@ -21,8 +21,9 @@ from rlcore.loop.clients import (
     Publication,
     SampleKey,
 )
-from rlcore.types import POLICY
+from rlcore.types import POLICY, WeightManifest
 from rlcore.weights.parts import InParts, together
+from rlcore.weights.sendings import changed_share, sent_bytes
 
 ANSWER_S = 5.0  # beyond its own deadline, for a rank to report that it has passed
 # What a row shows of a companion's own step, as <companion>/<metric with "_" for "/">
@@ -122,7 +123,7 @@ class RayLearner(LearnerClient):
                 lambda rank: rank.follow.remote(manifest, handle),
                 f"loading version {version} into the {group.name} learner",
             )
-        return Publication(version, sets)
+        return Publication(version, sets, *_sizes(sets))
 
     async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
         """Only the policy's set: runs with several have other transports."""
@@ -225,3 +226,13 @@ class RayLearner(LearnerClient):
         """End all ranks at once."""
         for group in self._groups:
             group.kill()
+
+
+def _sizes(sets: Mapping[str, tuple[WeightManifest, Any]]) -> tuple[float, float]:
+    """MiB that were sent, and the share of all entries that changed."""
+    each = [
+        part
+        for manifest, handle in sets.values()
+        for part in (handle.parts if isinstance(handle, InParts) else [(manifest, handle)])
+    ]
+    return sum(sent_bytes(*part) for part in each) / 2**20, changed_share(each)
