@@ -52,6 +52,7 @@ class MetamathFile(Task):
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
             raise ArgumentError("timeout_s", timeout_s, "is not accepted: give seconds above 0.")
         integer("memory_mib", memory_mib, 16, 1 << 20)
+        self.timeout_s = float(timeout_s)  # of one proof; grading it takes longer
         checker = Checker(self.name, timeout_s=timeout_s, memory_mib=memory_mib)
         self._instruction = instruction
         self._skip = skip_unknown
