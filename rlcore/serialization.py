@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from rlcore.references import Record
 from rlcore.types import (
     ActorKind,
     Episode,
@@ -88,7 +89,7 @@ class StoredEpisode:
     """One scored sample as the buffer stores it. Example: StoredEpisode(score, (record,))"""
 
     score: Score
-    records: tuple[bytes, ...]  # serialised trajectories by part
+    records: tuple[Record, ...]  # serialised trajectories by part
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ def dump_trajectory(t: Trajectory, topk_dtype: TopkDtype = "float32") -> bytes:
     return b"".join([size, header.encode("ascii"), *(array.tobytes() for _, array in arrays)])
 
 
-def load_trajectory(data: bytes) -> Trajectory:
+def load_trajectory(data: Record) -> Trajectory:
     """The inverse of `dump_trajectory`; `topk_logp` comes back as float32.
 
     Arrays are read-only views of `data`. Raises ValueError on malformed bytes.
@@ -246,8 +247,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]
     metadata = entries.pop("__metadata__", None) or {}
     _check_version(FORMAT, metadata.get("format"), metadata.get("version"))
     end = 0
-    for name, entry in entries.items():
-        start, stop = entry["data_offsets"]
+    for name, (start, stop) in ((n, e["data_offsets"]) for n, e in entries.items()):
         if start != end or type(stop) is not int or stop < start:
             raise ValueError(f"array {name} does not begin where the one before it ends")
         end = stop

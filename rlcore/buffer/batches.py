@@ -85,7 +85,8 @@ class Batches:
                 f"buffer: step {step} is out of order, the next one to take is {self.next_step}"
             )
         if step in self.pinned:
-            return self.pinned[step]
+            ids = self.pinned[step]
+            return ids if self._live.redrawn.isdisjoint(ids) else None
         waiting = self.waiting()
         if waiting.finished < self.bound.groups_per_step:
             return None
@@ -143,6 +144,10 @@ class Batches:
         self.forget()
         if self.taken:
             self.rollback(min(self.taken))
+        pinned = self._all_pinned()
+        for entry in self._live.entries.values():
+            if not entry.finished and (entry.uses or entry.group_id in pinned):
+                self._live.fix(entry)
         size = self.bound.groups_per_step  # batches of another size are chosen anew
         self.pinned = {
             step: ids
@@ -183,6 +188,10 @@ class Batches:
                 self._follow(self._found, group_id)
         self._found_at = horizon
         return self._found
+
+    def promised(self) -> set[int]:
+        """Ids of the groups that some batch has."""
+        return {i for ids in self.taken.values() for i in ids} | self._all_pinned()
 
     def forget(self) -> None:
         """What waits is to be found anew."""

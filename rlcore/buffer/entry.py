@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlcore.references import Record
 from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
 from rlcore.types import FinishReason, Score
 
@@ -16,7 +17,7 @@ PASSED = 1 - 1e-6  # of a grade that is correct, whatever rounding did
 class Drawing:
     """One drawing of a sample, of which records or score are still missing."""
 
-    records: dict[int, tuple[RecordHeader, bytes]] = field(default_factory=dict)  # by part
+    records: dict[int, tuple[RecordHeader, Record]] = field(default_factory=dict)  # by part
     score: Score | None = None
 
     @property
@@ -40,7 +41,7 @@ class ArrivedSample:
     score: Score
     tokens: int  # sampled tokens
     finish_reason: FinishReason
-    records: tuple[bytes, ...]  # by part; empty where it will not be trained on
+    records: tuple[Record, ...]  # by part; empty where it will not be trained on
 
     @classmethod
     def of(cls, drawing: Drawing) -> ArrivedSample:
@@ -88,6 +89,9 @@ class Entry:
     taken_by: list[int] = field(default_factory=list)  # uncommitted steps
     losses: int = 0  # times that the actor that sampled it was lost or late
     held: int = 0  # bytes of it that `LiveGroups.bytes` has counted
+    # sampled again after a loss, although it is in a batch or was trained on: it stays as it comes
+    fixed: bool = False
+    noted: bool = False  # its pass rate was
 
     @property
     def task(self) -> str:
@@ -98,6 +102,12 @@ class Entry:
         """Bytes of all records, those of incomplete drawings included."""
         incomplete = sum(d.size for found in self.drawings.values() for d in found.values())
         return incomplete + sum(s.size for s in self.samples.values())
+
+    def records(self) -> list[Record]:
+        """All records, those of incomplete drawings included."""
+        drawn = (d for found in self.drawings.values() for d in found.values())
+        incomplete = [record for d in drawn for _, record in d.records.values()]
+        return incomplete + [r for s in self.samples.values() for r in s.records]
 
     @property
     def tokens(self) -> int:
@@ -138,7 +148,7 @@ class Entry:
 
     @classmethod
     def from_state(
-        cls, state: dict[str, Any], records: Iterator[bytes], scores: Iterator[Score]
+        cls, state: dict[str, Any], records: Iterator[Record], scores: Iterator[Score]
     ) -> Entry:
         """The inverse of `state`; takes its records and scores off the iterators, in order."""
         samples = {

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from rlcore.buffer.entry import ArrivedSample, Drawing, Entry
 from rlcore.buffer.live import LiveGroups
-from rlcore.buffer.selection import judge
+from rlcore.buffer.selection import Verdict, judge
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.buffer.statistics import ArrivalTotals
+from rlcore.references import Record
 from rlcore.serialization import RecordHeader, read_header
 from rlcore.types import Score
 
@@ -36,7 +37,10 @@ class Intake:
 
     def add_records(self, records: Sequence[bytes]) -> None:
         """Records of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
-        read = [(read_header(record), record) for record in records]
+        self.add_read([(read_header(record), record) for record in records])
+
+    def add_read(self, read: Sequence[tuple[RecordHeader, Record]]) -> None:
+        """The same with headers that were read before."""
         for header, _ in read:
             self._check_record(header)
         for header, record in read:
@@ -80,12 +84,15 @@ class Intake:
         if not known or not 0 <= sample_index < n:
             raise ValueError(f"{name} was never asked for")
 
-    def _add_record(self, header: RecordHeader, record: bytes) -> None:
+    def _add_record(self, header: RecordHeader, record: Record) -> None:
         entry = self._live.entries.get(header.group_id)
         if entry is None or header.sample_index in entry.samples:
+            self._live.release([record])
             return  # counted when its score comes
         drawing = _drawing(entry, header.sample_index, header.draw_id)
-        if header.part not in drawing.records:
+        if header.part in drawing.records:
+            self._live.release([record])
+        else:
             drawing.records[header.part] = (header, record)
             self._live.bytes += len(record)
             entry.held += len(record)
@@ -113,6 +120,9 @@ class Intake:
         drawings = entry.drawings.pop(sample_index)
         self.duplicates += sum(d.score is not None for d in drawings.values()) - 1
         sample = ArrivedSample.of(drawing)
+        for other in drawings.values():
+            if other is not drawing or not sample.records:
+                self._live.release(record for _, record in other.records.values())
         entry.samples[sample_index] = sample
         self._live.resize(entry)
         self._count(entry.prompt_id, sample)
@@ -148,10 +158,16 @@ class Intake:
         live = self._live
         usable = entry.usable()
         rewards = [s.score.reward for s in usable if s.score.reward is not None]
+        if entry.fixed and not usable:  # its batch waits for it: all of it is asked for again
+            entry.samples.clear()
+            return
         verdict = judge(rewards, self._selection, live.samples(entry))
+        if entry.fixed:
+            verdict = Verdict(kept=verdict.kept or tuple(range(len(usable))))
         if rewards and not verdict.failed:
             live.accounts.judged(entry.task, filtered=bool(verdict.evicted), reward=rewards[0])
-        if usable and live.remembers(entry):
+        if usable and live.remembers(entry) and not entry.noted:
+            entry.noted = True
             passed = sum(s.passed for s in usable) / len(usable)
             self.outcomes.append((entry.group_id, entry.prompt_id, passed))
         if verdict.failed:
@@ -161,6 +177,7 @@ class Intake:
         kept = set(verdict.kept)
         for position, sample in enumerate(usable):
             if position not in kept:
+                live.release(sample.records)
                 sample.records = ()
         live.resize(entry)
         count, size = live.completed_bytes

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.statistics import ArrivalTotals
 from rlcore.buffer.store import ReplayBuffer
-from rlcore.files import new_folder, replace_file
+from rlcore.files import new_file, new_folder, replace_file
+from rlcore.references import Fetch, Record, RecordReference, read_records
 from rlcore.serialization import dump_scores, load_scores
 from rlcore.types import Score
 
@@ -33,6 +35,7 @@ VERSION = 3
 STATE = "state.json"
 SCORES = "scores.json"
 RECORDS = "records.bin"
+PART_BYTES = 64 << 20  # of records that are fetched from shards at once
 
 
 class JournalError(ValueError):
@@ -44,8 +47,11 @@ class Snapshot:
     """A buffer at one moment; records and scores by group, sample and part."""
 
     state: dict[str, Any]  # JSON-able
-    records: list[bytes]
+    records: list[Record]
     scores: list[Score]
+    # (group id, sample index, draw id) of the samples that shards keep -> their first and last
+    # record, as a slice
+    elsewhere: dict[tuple[int, int, str], slice] = field(default_factory=dict)
 
 
 def snapshot(buffer: ReplayBuffer) -> Snapshot:
@@ -64,6 +70,7 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "duplicates": intake.duplicates,
         "late": intake.late,
         "failed_score": intake.failed_score,
+        "resampled": live.resampled,
         "outcomes": [list(outcome) for outcome in intake.outcomes],
         "arrivals": intake.totals.state(),
         "next_step": batches.next_step,
@@ -72,7 +79,14 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
         "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
     }
-    return Snapshot(state, [r for s in samples for r in s.records], [s.score for s in samples])
+    records: list[Record] = []
+    elsewhere = {}
+    for s in samples:
+        records += s.records
+        if any(isinstance(r, RecordReference) for r in s.records):
+            place = slice(len(records) - len(s.records), len(records))
+            elsewhere[s.score.group_id, s.score.sample_index, s.score.draw_id] = place
+    return Snapshot(state, records, [s.score for s in samples], elsewhere)
 
 
 def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
@@ -96,6 +110,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]
     intake.failed_score = state["failed_score"]
+    live.resampled = state.get("resampled", 0)
     intake.outcomes = [(g, prompt_id, rate) for g, prompt_id, rate in state.get("outcomes", [])]
     intake.totals = ArrivalTotals.from_state(state["arrivals"])
     batches.next_step = state["next_step"]
@@ -110,27 +125,79 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.resume()
 
 
-def save(directory: str | Path, saved: Snapshot) -> None:
+def save(directory: str | Path, saved: Snapshot, fetch: Fetch | None = None) -> Written:
     """Write a snapshot to a folder that must not exist yet. Safe to run in another thread.
 
-    Raises FileExistsError if the folder exists, OSError (a full disk) with nothing under the final
-    name.
+    `fetch`: reads what shards keep, a part at a time. Raises FileExistsError if the folder exists,
+    OSError (a full disk) and ShardLost with nothing under the final name.
     """
-    records = b"".join(saved.records)
     scores = dump_scores(saved.scores).encode()
     ends = np.cumsum([len(record) for record in saved.records], dtype=np.int64).tolist()
-    checksums = {RECORDS: _checksum(records), SCORES: _checksum(scores)}
-    text = json.dumps({**saved.state, "ends": ends, "checksums": checksums}, separators=(",", ":"))
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "checksum": _checksum(text.encode()),
-        "state": text,
-    }
     with new_folder(directory) as folder:
-        replace_file(folder / RECORDS, records, durable=True)
+        checksums = {RECORDS: _write(folder / RECORDS, saved.records, fetch)}
         replace_file(folder / SCORES, scores, durable=True)
+        checksums[SCORES] = _checksum(scores)
+        more = {"ends": ends, "checksums": checksums}
+        text = json.dumps({**saved.state, **more}, separators=(",", ":"))
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "checksum": _checksum(text.encode()),
+            "state": text,
+        }
         replace_file(folder / STATE, json.dumps(document), durable=True)
+    return Written(Path(directory) / RECORDS, [0, *ends], saved.elsewhere)
+
+
+def _write(path: Path, records: Sequence[Record], fetch: Fetch | None) -> str:
+    """Write records end to end; their checksum. No more than PART_BYTES of them are fetched at
+    once."""
+    digest = hashlib.blake2b(digest_size=16)
+    with new_file(path, durable=True) as file:
+        for part in _parts(records):
+            for record in part if fetch is None else read_records(part, fetch):
+                assert isinstance(record, bytes)
+                file.write(record)
+                digest.update(record)
+    return digest.hexdigest()
+
+
+def _parts(records: Sequence[Record]) -> Iterator[list[Record]]:
+    part: list[Record] = []
+    size = 0
+    for record in records:
+        part.append(record)
+        size += len(record)
+        if size >= PART_BYTES:
+            yield part
+            part, size = [], 0
+    yield part
+
+
+class Written:
+    """The records of a checkpoint that shards keep too, readable when a shard is lost: also after
+    its folder was renamed or removed, since the file stays open."""
+
+    def __init__(
+        self, path: Path, ends: Sequence[int], places: Mapping[tuple[int, int, str], slice]
+    ) -> None:
+        """`ends`: of all records in the file, behind a 0."""
+        self._ends = ends
+        self._places = places
+        self._file = path.open("rb") if places else None
+
+    def read(self, group_id: int, sample_index: int, draw_id: str) -> tuple[bytes, ...] | None:
+        """The records of a sample by part, if they are in it."""
+        place = self._places.get((group_id, sample_index, draw_id))
+        if place is None or self._file is None:
+            return None
+        spans = pairwise(self._ends[place.start : place.stop + 1])
+        return tuple(os.pread(self._file.fileno(), end - start, start) for start, end in spans)
+
+    def close(self) -> None:
+        """A newer one takes its place."""
+        if self._file is not None:
+            self._file.close()
 
 
 def load(directory: str | Path, buffer: ReplayBuffer) -> None:

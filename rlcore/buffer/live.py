@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from rlcore.buffer.accounts import TaskAccounts
 from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import Ledger, LedgerError
 from rlcore.buffer.specs import TaskShare
+from rlcore.references import Record, RecordReference
 
 STALE = "stale"
 
@@ -37,6 +39,10 @@ class LiveGroups:
         self._touched: list[int] = []  # ids that came, finished or left since `take_touched`
         self.waited_for = 0  # groups in flight
         self._landed: list[int] = []  # ids that ceased to be in flight since `take_landed`
+        self.resampled = 0  # groups that were sampled again, since a shard was lost
+        self.redrawn: set[int] = set()  # of these in flight, that a batch has
+        self._released: dict[str, list[int]] = defaultdict(list)  # by shard, until they are asked
+        self._lost_shards: set[str] = set()
 
     def samples(self, entry: Entry) -> int:
         """Samples that a group has when it is complete."""
@@ -131,9 +137,43 @@ class LiveGroups:
         self.ledger.fail(entry.group_id, reason)
         self._drop(entry, reason)
 
+    def release(self, records: Iterable[Record]) -> None:
+        """Nobody will read these records any more."""
+        for record in records:
+            if isinstance(record, RecordReference) and self.knows(record.shard):
+                self._released[record.shard].append(record.key)
+
+    def take_released(self, shard: str) -> list[int]:
+        """Keys of a shard's records that were released since the last call."""
+        return self._released.pop(shard, [])
+
+    def knows(self, shard: str) -> bool:
+        """Whether a shard is not lost."""
+        return shard not in self._lost_shards
+
+    def forget_shard(self, shard: str) -> None:
+        """A shard is lost; what it still sends is not taken."""
+        self._lost_shards.add(shard)
+        self._released.pop(shard, None)
+
+    def reopen(self, entry: Entry, *, fixed: bool) -> None:
+        """A finished group has lost samples: it is in flight again. `fixed`: it must come back."""
+        entry.finished = False
+        self.waited_for += 1
+        self._touched.append(entry.group_id)
+        self._landed = [i for i in self._landed if i != entry.group_id]
+        if fixed:
+            self.fix(entry)
+
+    def fix(self, entry: Entry) -> None:
+        """A group in flight that a batch has."""
+        entry.fixed = True
+        self.redrawn.add(entry.group_id)
+
     def finish(self, entry: Entry) -> None:
         """All of its samples have arrived, and it may be trained on."""
         self._touched.append(entry.group_id)
+        self.redrawn.discard(entry.group_id)
         entry.finished = True
         entry.arrival_version = self.learner
         self._land(entry)
@@ -145,6 +185,8 @@ class LiveGroups:
     def _drop(self, entry: Entry, reason: str | None) -> None:
         self._touched.append(entry.group_id)
         self.accounts.departed(entry.task, reason)
+        self.redrawn.discard(entry.group_id)
+        self.release(entry.records())
         self.bytes -= entry.held
         together = self.admitted_at[entry.admitted_version]
         del together[entry.group_id]

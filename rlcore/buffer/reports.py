@@ -17,6 +17,7 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
         "buffer/bytes": float(live.bytes),
         "buffer/duplicates": float(intake.duplicates),
         "buffer/late": float(intake.late),
+        "buffer/resampled": float(live.resampled),
         **intake.totals.metrics(),
         **live.ledger.metrics(),
         **(live.accounts.metrics() if live.tasks else {}),

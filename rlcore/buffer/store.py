@@ -21,8 +21,9 @@ from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.live import LiveGroups
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.buffer.statistics import batch_metrics, task_metrics
+from rlcore.references import RecordReference
 from rlcore.seeding import derive_seed
-from rlcore.serialization import StoredEpisode, StoredGroup
+from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
 from rlcore.types import Score
 
 PEEK_PHASES = 2  # newest phases whose displayed samples stay readable
@@ -145,6 +146,10 @@ class ReplayBuffer:
         """
         self.intake.add_records(records)
 
+    def add_references(self, kept: Sequence[tuple[RecordHeader, RecordReference]]) -> None:
+        """The same for records that shards keep; those of a shard that is lost are not taken."""
+        self.intake.add_read([(h, r) for h, r in kept if self.live.knows(r.shard)])
+
     def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples. Raises ValueError, taking none of them, if one was never
         asked for or has a reward that is not finite."""
@@ -178,6 +183,10 @@ class ReplayBuffer:
         if others:
             raise ValueError(f"buffer: groups {sorted(others)} are not in a taken batch {step}")
         return [self.live.entries[i].stored() for i in group_ids]
+
+    def whole(self, step: int, group_ids: Sequence[int]) -> bool:
+        """Whether `stored` can give these groups: none is being sampled again."""
+        return self.live.redrawn.isdisjoint(group_ids)
 
     def commit(self, step: int) -> None:
         """The batch of `step` was trained on: its records may be dropped."""

@@ -98,7 +98,8 @@ class Waiting:
     def put(self, candidate: Candidate) -> None:
         """A group, new or changed."""
         before = self._groups.get(candidate.group_id)
-        if before is not None and before.deadline != candidate.deadline:
+        reopened = before is not None and before.finished and not candidate.finished
+        if before is not None and (reopened or before.deadline != candidate.deadline):
             self.remove(candidate.group_id)
             before = None
         self._groups[candidate.group_id] = candidate

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
+from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.ray_cluster import head_answers
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.loop.clients import RoleWatch
@@ -29,13 +30,19 @@ class RayRoleWatch(RoleWatch):
         scorer: RayScorer,
         supervision: SupervisionSpec,
         note: Callable[[str], None],
+        shards: RayShards,
     ) -> None:
         self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
         self._scorer = scorer
         self._spec = supervision
         self._note = note
+        self._shards = shards
 
-    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
+    async def run(
+        self,
+        scorer_restarted: Callable[[], Awaitable[None]],
+        shard_lost: Callable[[str], Awaitable[None]],
+    ) -> None:
         misses, scorer = 0, await self._scorer_pid()
         while True:
             await asyncio.sleep(self._spec.heartbeat_s)
@@ -43,6 +50,8 @@ class RayRoleWatch(RoleWatch):
             if misses >= HEAD_MISSES:
                 raise RoleLost("Ray's head process cannot be reached any more")
             await asyncio.gather(*(self._alive(handle, who) for handle, who in self._roles))
+            for shard in await self._shards.watch():
+                await shard_lost(shard)
             now = await self._scorer_pid()
             if now != scorer:
                 scorer = now

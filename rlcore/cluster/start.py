@@ -19,6 +19,7 @@ from rlcore.cluster.calls import get
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.ranks import RankGroup
 from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.clients.shards import fetch_records
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import actor_class, beside_driver, bound_to, rendezvous
 from rlcore.cluster.ray_cluster import joined_address
@@ -50,7 +51,7 @@ def start_buffer(hosting: Hosting, job: BufferJob) -> RayBuffer:
     # Found by name, so that a graders' process that Ray restarts finds it too
     name = f"buffer-{secrets.token_hex(8)}"
     actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
-    handle = actor.remote()
+    handle = actor.remote(fetch_records)
     return RayBuffer(handle, name, handle.start.remote(job), hosting)
 
 
@@ -127,7 +128,7 @@ def rollout_spawner(
     )
 
     def spawn(name: str) -> Spawned:
-        handle = actor.remote(buffer.handle, scorer.handle, hosting)
+        handle = actor.remote((buffer.handle, buffer.name), scorer.handle, hosting)
         own = replace(job, engine=replace(job.engine, actor_id=name))
         started = handle.start.remote(own)
         return Spawned(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
+from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.heartbeats import RayRoleWatch
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.start import (
@@ -72,6 +73,8 @@ class Session:
         self.scorer: RayScorer | None = None
         self.fleet: Fleet | None = None
         self.learner: RayLearner | None = None
+        # Only what is trained on is kept.
+        self.shards = RayShards(self.buffer, self._hosting) if with_learner else None
         if with_actors:
             job = roles.scorer_job(config, model_path)
             self.scorer = start_scorer(self._hosting, self.buffer, job)
@@ -112,7 +115,9 @@ class Session:
         """What the loop calls. Only of a session with actors and a learner."""
         scorer, learner = self.scorer, self.learner
         assert scorer is not None and learner is not None
-        watch = RayRoleWatch(self.buffer, learner, scorer, self._config.cluster, self._note)
+        supervision, note = self._config.cluster, self._note
+        assert self.shards is not None
+        watch = RayRoleWatch(self.buffer, learner, scorer, supervision, note, self.shards)
         return Clients(self.buffer, learner, scorer, watch)
 
     def restore(self, checkpoint: Path) -> None:
@@ -129,7 +134,7 @@ class Session:
             except Exception as e:  # whatever it is, the rest must be taken down as well
                 self._note(f"the graders did not close by themselves: {e}")
         # The buffer last: what dies before it may still be writing to it.
-        clients: list[Any] = [*self._actors(), self.learner, self.scorer, self.buffer]
+        clients: list[Any] = [*self._actors(), self.learner, self.scorer, self.shards, self.buffer]
         for client in clients:
             if client is not None:
                 client.kill()

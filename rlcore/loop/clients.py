@@ -59,6 +59,10 @@ class BufferClient(Protocol):
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         """Count a loss of each: (what is still missing of them, those given up at `limit`)."""
 
+    async def shard_lost(self, shard: str) -> Missing:
+        """The records of a shard are gone with its node: what is missing now of the groups that it
+        had records of."""
+
     async def outcomes(self) -> list[tuple[str, float]]:
         """(prompt id, pass rate) of the groups that have arrived since the last call, of tasks
         whose pass rates are remembered."""
@@ -198,8 +202,13 @@ class ScorerClient(Protocol):
 class RoleWatch(Protocol):
     """Heartbeats of everything but the rollout actors."""
 
-    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
-        """Poll every role until cancelled. Raises RoleLost for one the run cannot do without."""
+    async def run(
+        self,
+        scorer_restarted: Callable[[], Awaitable[None]],
+        shard_lost: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Poll every role until cancelled. Raises RoleLost for one the run cannot do without.
+        `shard_lost`: is given the name of a shard that is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Controller:
             for task in (
                 dispatcher.admit(),
                 dispatcher.watch_fleet(),
-                watch.run(dispatcher.groups.reissue_unscored),
+                watch.run(dispatcher.groups.reissue_unscored, dispatcher.groups.reissue_stored),
             )
         ]
         train = asyncio.create_task(self._train())

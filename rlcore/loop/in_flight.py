@@ -165,6 +165,16 @@ class GroupsInFlight:
             await self.assign(lost)
         self._evaluator.again()
 
+    async def reissue_stored(self, shard: str) -> None:
+        """A node is lost with the records of finished samples: request these again."""
+        async with self._asking:
+            lost = await self._buffer.shard_lost(shard)
+            self._note(
+                f"the records that {shard} kept are lost: {len(lost)} groups are sampled again"
+                + (f" ({spans(lost)})" if lost else "")
+            )
+            await self.assign(lost)
+
 
 def spans(numbers: Iterable[int]) -> str:
     """All of them, briefly: "3-5, 9"."""

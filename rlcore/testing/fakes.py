@@ -4,6 +4,7 @@ simulated time and keep a record of the calls."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
-from rlcore.interfaces import Reporter, Span
 from rlcore.loop.clients import (
     ActorClient,
     Batch,
@@ -27,7 +27,9 @@ from rlcore.loop.clients import (
     SampleKey,
     ScorerClient,
 )
-from rlcore.serialization import read_header
+from rlcore.references import ShardLost, read_records
+from rlcore.serialization import StoredEpisode, read_header
+from rlcore.testing.fake_nodes import FakeNodes
 from rlcore.types import POLICY, Answer, Score, WeightManifest
 
 Reward = Callable[[Answer], float | None]  # None: the grader raises
@@ -36,8 +38,10 @@ Reward = Callable[[Answer], float | None]  # None: the grader raises
 class FakeBuffer(BufferClient):
     """The real buffer and its host, without a process between."""
 
-    def __init__(self, job: BufferJob) -> None:
-        self.actor = BufferActor()
+    def __init__(self, job: BufferJob, nodes: int = 1) -> None:
+        """`nodes`: of the simulated cluster."""
+        self.actor = BufferActor(lambda keys: self.nodes.fetch(keys))
+        self.nodes = FakeNodes(nodes, self.actor)
         self._job = job
         self._started = False
 
@@ -46,9 +50,9 @@ class FakeBuffer(BufferClient):
         await self.actor.start(self._job)
         return self
 
-    async def add_records(self, records: Sequence[bytes]) -> None:
+    async def add_records(self, records: Sequence[bytes], actor: str = "bf16-0") -> None:
         """From a rollout actor."""
-        await self.actor.add_records(records)
+        await self.nodes.add_records(actor, records)
 
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """From the graders."""
@@ -68,6 +72,9 @@ class FakeBuffer(BufferClient):
 
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
         return await self.actor.lost(list(group_ids), limit)
+
+    async def shard_lost(self, shard: str) -> Missing:
+        return await self.actor.shard_lost(shard)
 
     async def outcomes(self) -> list[tuple[str, float]]:
         return await self.actor.outcomes()
@@ -126,9 +133,18 @@ class FakeLearner(LearnerClient):
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
         for step, batch in batches.items():
             ids = [group_id for group_id, _ in batch.groups]
-            stored = await self._buffer.actor.stored(step, ids)
+            self._stored[step] = await self._read(step, ids)
+
+    async def _read(self, step: int, ids: list[int]) -> list[bytes]:
+        while True:
+            stored = await self._buffer.actor.stored(step, ids, 3600.0)
+            if stored is None:
+                raise DeadlineExceeded(f"waited for the groups of step {step}")
             episodes = [episode for group in stored for episode in group.episodes]
-            self._stored[step] = [record for e in episodes for record in e.records]
+            records = [record for e in episodes for record in e.records]
+            with contextlib.suppress(ShardLost):
+                return read_records(records, self._buffer.nodes.fetch)
+            await asyncio.sleep(1.0)
 
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
@@ -266,7 +282,13 @@ class FakeScorer(ScorerClient):
 
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         stored = await self._buffer.actor.peek(step, count)
-        return [readable(episode, lambda ids: "7" * len(ids)) for episode in stored]
+        shown = []
+        for episode in stored:
+            with contextlib.suppress(ShardLost):
+                records = read_records(episode.records, self._buffer.nodes.fetch)
+                whole = StoredEpisode(episode.score, tuple(records))
+                shown.append(readable(whole, lambda ids: "7" * len(ids)))
+        return shown
 
 
 class FakeWatch(RoleWatch):
@@ -278,54 +300,20 @@ class FakeWatch(RoleWatch):
         self._scorer = scorer
         self._heartbeat_s = heartbeat_s
 
-    async def run(self, scorer_restarted: Callable[[], Awaitable[None]]) -> None:
+    async def run(
+        self,
+        scorer_restarted: Callable[[], Awaitable[None]],
+        shard_lost: Callable[[str], Awaitable[None]],
+    ) -> None:
         restarts = 0
         while True:
             await asyncio.sleep(self._heartbeat_s)
             await self._buffer.actor.alive()
             if self.lost:
                 raise RoleLost(f"{self.lost} died")
+            await self._buffer.nodes.beat()
+            while self._buffer.nodes.lost:
+                await shard_lost(self._buffer.nodes.lost.pop(0))
             if self._scorer.restarts != restarts:
                 restarts = self._scorer.restarts
                 await scorer_restarted()
-
-
-class FakeReporter(Reporter):
-    """Keeps everything, and passes it on to the reporter `beside` it."""
-
-    def __init__(self, beside: Reporter | None = None) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.shown: dict[int, list[Mapping[str, Any]]] = {}
-        self.evaluations: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
-        self.timelines: dict[int, list[Span]] = {}
-        self._beside = beside
-
-    def row(self, row: Mapping[str, float | int | None]) -> None:
-        self.rows.append(dict(row))
-        if self._beside is not None:
-            self._beside.row(row)
-
-    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
-        self.shown[step] = list(decoded)
-
-    def evaluation_samples(
-        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self.evaluations[version, label] = list(verdicts)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        if self._beside is not None:
-            self._beside.note(text)
-
-    def activity(self, name: str, waits_for: str, step: int) -> None:
-        if self._beside is not None:
-            self._beside.activity(name, waits_for, step)
-
-    def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        self.timelines[step] = list(spans)
-
-    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
-        if self._beside is not None:
-            self._beside.fleet(actors)

@@ -29,10 +29,10 @@ from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, Supe
 from rlcore.tasks.specs import DifficultySpec
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
+from rlcore.testing.fake_reporter import FakeReporter
 from rlcore.testing.fakes import (
     FakeBuffer,
     FakeLearner,
-    FakeReporter,
     FakeScorer,
     FakeWatch,
     Reward,
@@ -89,6 +89,7 @@ class Scenario:
     selection: SelectionSpec = field(default_factory=SelectionSpec)
     samples: int = 2  # of a prompt
     actors: int = 2
+    nodes: int = 1  # of the cluster, of which each has its share of the actors
     speed: Speed = field(default_factory=Speed)
     joined: bool = False  # weights are sent to all actors at once, by a group transport
     learn_s: float = 1.0  # of an optimizer step
@@ -162,7 +163,7 @@ class Simulation:
 
     def make_buffer(self, job: BufferJob) -> FakeBuffer:
         """The buffer of the run."""
-        return FakeBuffer(job)
+        return FakeBuffer(job, self.scenario.nodes)
 
     def make_scorer(self) -> FakeScorer:
         """The graders of the run, which send to `self.buffer`."""

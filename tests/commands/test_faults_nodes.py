@@ -56,6 +56,7 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     three_nodes.remove_node(second, allow_graceful=False)
     run.wait_for(lambda: "is replaced" in run.text, what="the loss to be seen")
+    run.wait_for(lambda: "groups are sampled again" in run.text, what="its records to be missed")
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 5, what="steps with the other node alone")
     assert "is in the rotation" not in run.text  # there is no room for a replacement yet

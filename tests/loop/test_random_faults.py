@@ -40,6 +40,7 @@ def scenario(rng):
         learn_s=rng.choice([0.2, 2.0]),
         request_timeout_s=rng.choice([20.0, 600.0]),
         tokens=lambda request: lengths[request.group_id % 50],
+        nodes=rng.choice([1, 2, 4]),
     )
 
 
@@ -47,7 +48,7 @@ async def faults(simulation, rng):
     while True:
         await asyncio.sleep(rng.expovariate(1 / 8))
         actor = rng.choice(list(simulation.actors.values()))
-        match rng.choice(["die", "hang", "wake", "slow", "graders", "scale"]):
+        match rng.choice(["die", "hang", "wake", "slow", "graders", "scale", "node"]):
             case "die":
                 actor.die()
             case "hang":
@@ -60,8 +61,22 @@ async def faults(simulation, rng):
                 actor.speed = Speed(step_s=rng.choice([0.02, 0.5]), load_s=rng.choice([0.1, 15.0]))
             case "graders":
                 simulation.scorer.restart()
+            case "node":
+                lose_node(simulation, rng)
             case "scale":
                 simulation.wanted = {"bf16": rng.choice([1, 2, 3, 4])}
+
+
+def lose_node(simulation, rng):
+    """A node is cut off, with the records that it kept and its actors. One at most: a shard is not
+    started again."""
+    nodes = simulation.buffer.nodes
+    if nodes.shards:
+        node = rng.choice(sorted(nodes.shards))
+        nodes.die(node)
+        for actor in simulation.actors.values():
+            if nodes.of(actor.name) == node:
+                actor.die()
 
 
 def audit(simulation, first_step):

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlcore.buffer import ReplayBuffer, journal, reports
+from rlcore.buffer.loss import lose_shard
+from rlcore.buffer.shard import Kept
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.clients import Missing
+from rlcore.references import Fetch
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
@@ -19,9 +22,13 @@ class BufferActor:
     """The replay buffer behind an event loop: every method runs alone, waits are long polls with a
     deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, fetch: Fetch | None = None) -> None:
+        """`fetch`: reads records from shards, and blocks; None: there are none."""
         self._changed = asyncio.Condition()
+        self._fetch = fetch
         self._snapshot: journal.Snapshot | None = None
+        self._saving = False  # shards keep what a checkpoint that is being written contains
+        self._written: journal.Written | None = None  # the newest checkpoint's records
         self._refused = ""  # why the buffer did not take what it was sent
 
     async def start(self, job: BufferJob) -> int:
@@ -52,6 +59,15 @@ class BufferActor:
     async def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training episodes."""
         await self._take_in(lambda: self.buffer.add_scores(scores))
+
+    async def add_references(self, shard: str, kept: Kept) -> list[int]:
+        """Training trajectories that a shard keeps; the keys of those that it may drop now."""
+        await self._take_in(lambda: self.buffer.add_references(kept))
+        return await self.released(shard)
+
+    async def released(self, shard: str) -> list[int]:
+        """Keys of records that a shard may drop, once each."""
+        return [] if self._saving else self.buffer.live.take_released(shard)
 
     async def _take_in(self, add: Callable[[], None]) -> None:
         try:
@@ -99,6 +115,14 @@ class BufferActor:
             await self._notify()
         return again, given_up
 
+    async def shard_lost(self, shard: str) -> Missing:
+        """A shard is lost; the samples to ask for again."""
+        written = self._written
+        recover = (lambda *sample: None) if written is None else written.read
+        again = lose_shard(self.buffer, shard, recover)
+        await self._notify()
+        return again
+
     async def waiting_for(self, step: int) -> str:
         return reports.waiting_for(self.buffer, step)
 
@@ -113,9 +137,13 @@ class BufferActor:
 
     # ---- from learner ranks and for display ------------------------------------------------------
 
-    async def stored(self, step: int, group_ids: list[int]) -> list[StoredGroup]:
-        """Groups of a batch that was taken, for a learner rank."""
-        return self.buffer.stored(step, group_ids)
+    async def stored(
+        self, step: int, group_ids: list[int], timeout_s: float = 0.0
+    ) -> list[StoredGroup] | None:
+        """Groups of a batch that was taken, for a learner rank. Those that are being sampled again
+        are waited for; None when the time is over."""
+        whole = await self._poll(lambda: self.buffer.whole(step, group_ids), timeout_s)
+        return self.buffer.stored(step, group_ids) if whole else None
 
     async def peek(self, step: int, count: int) -> list[StoredEpisode]:
         """Some samples of a batch."""
@@ -125,13 +153,20 @@ class BufferActor:
 
     async def snapshot(self) -> None:
         self._snapshot = journal.snapshot(self.buffer)
+        self._saving = True
 
     async def save(self, folder: str) -> None:
         """Write the snapshot in a thread, while other calls are served."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             raise StageError("the buffer was asked to save without a snapshot")
-        await asyncio.to_thread(journal.save, folder, snapshot)
+        try:
+            written = await asyncio.to_thread(journal.save, folder, snapshot, self._fetch)
+        finally:
+            self._saving = self._snapshot is not None
+        if self._written is not None:
+            self._written.close()
+        self._written = written
 
     async def load(self, folder: str) -> None:
         journal.load(folder, self.buffer)

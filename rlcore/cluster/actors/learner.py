@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -13,13 +14,17 @@ import ray
 
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.write_behind import Discarded, WriteBehind
+from rlcore.errors import DeadlineExceeded
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
-from rlcore.serialization import load_group
+from rlcore.references import ShardLost
+from rlcore.serialization import StoredGroup, load_group
 from rlcore.types import POLICY, Group, WeightManifest
 from rlcore.weights.group import Receivers
 
 PHASE_WEIGHTS = "phase_weights"  # folder of a state
+ANSWER_S = 5.0  # that an answer may come after its deadline
+LOST_S = 1.0  # between two looks at groups that a lost node had
 # Threads beside the one that computes: heartbeats, files, the next batches
 LEARNER_THREADS = {"watch": 1, "files": 1, "data": 1}
 
@@ -65,9 +70,29 @@ class LearnerActor:
     @ray.method(concurrency_group="data")
     def fetch(self, shares: dict[int, list[int]], timeout_s: float) -> None:
         """Fetch this rank's groups of later batches (step -> group ids) while it trains."""
-        refs = [self._buffer.stored.remote(step, ids) for step, ids in shares.items()]
-        for step, stored in zip(shares, ray.get(refs, timeout=timeout_s)):
-            self._fetched[step] = [load_group(group) for group in stored]
+        deadline = time.monotonic() + timeout_s
+        for step, ids in shares.items():
+            self._fetched[step] = [load_group(group) for group in self._read(step, ids, deadline)]
+
+    def _read(self, step: int, ids: list[int], deadline: float) -> list[StoredGroup]:
+        """Groups with their records, from the shards that keep them. What is lost with a node is
+        waited for: it is sampled again."""
+        from rlcore.buffer.shard import with_records
+        from rlcore.cluster.clients.shards import fetch_records
+
+        while (left := deadline - time.monotonic()) > 0:
+            ref: Any = self._buffer.stored.remote(step, ids, left)
+            stored = ray.get(ref, timeout=left + ANSWER_S)
+            if stored is None:
+                break
+            try:
+                return with_records(stored, fetch_records)
+            except ShardLost:  # the buffer may not know it yet
+                time.sleep(LOST_S)
+        raise DeadlineExceeded(
+            f"the groups of step {step} were not sampled again in time, after a node was lost with "
+            "their records (schedule.step_timeout_s)."
+        )
 
     def begin_phase(
         self, steps: list[int], batches: int, keep_start: bool, resumed: str | None

@@ -31,7 +31,8 @@ class RolloutActor:
     state."""
 
     def __init__(self, buffer: Any, scorer: Any, hosting: Hosting) -> None:
-        self._buffer = buffer
+        """`buffer`: (handle, name)."""
+        self._buffer, self._buffer_name = buffer
         self._scorer = scorer
         self._hosting = hosting
         self._publish_timeout_s = hosting.schedule.publish_timeout_s
@@ -39,6 +40,7 @@ class RolloutActor:
         self._open: set[str] = set()
 
     def start(self, job: RolloutJob) -> int:
+        from rlcore.cluster.clients.shards import RecordOutlet
         from rlcore.cluster.transports import make_receiver, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.asked import PromptEncoder
@@ -47,7 +49,7 @@ class RolloutActor:
 
         tokenizer = load_tokenizer(job.tokenizer_path)
         outlets = Outlets(
-            _bounded(self._buffer.add_records.remote),
+            RecordOutlet(self._buffer, self._buffer_name),
             _bounded(self._scorer.submit.remote),
             _bounded(self._scorer.submit_scored.remote),
             self._delivered,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import defaultdict, deque
@@ -11,6 +12,7 @@ import ray
 
 from rlcore.cluster.jobs import ScorerJob
 from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
+from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode
 from rlcore.types import Answer, Score
 
@@ -90,9 +92,17 @@ class ScorerActor:
 
     def samples(self, step: int, count: int, timeout_s: float) -> list[dict[str, Any]]:
         """Readable samples of a batch, fetched here so that their records pass no other process."""
+        from rlcore.cluster.clients.shards import fetch_records
+
         ref: Any = self._buffer.peek.remote(step, count)
         stored: list[StoredEpisode] = ray.get(ref, timeout=timeout_s)
-        return [readable(episode, self._decode) for episode in stored]
+        shown = []
+        for episode in stored:
+            with contextlib.suppress(ShardLost):  # it is sampled again, and not shown
+                records = read_records(episode.records, fetch_records)
+                whole = StoredEpisode(episode.score, tuple(records))
+                shown.append(readable(whole, self._decode))
+        return shown
 
     def close(self) -> None:
         self.scorer.close()

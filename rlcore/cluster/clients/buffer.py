@@ -51,6 +51,9 @@ class RayBuffer(BufferClient):
         again, given_up = await self._call(ref, "recording lost groups")
         return again, given_up
 
+    async def shard_lost(self, shard: str) -> Missing:
+        return dict(await self._call(self.handle.shard_lost.remote(shard), "the loss of a shard"))
+
     async def outcomes(self) -> list[tuple[str, float]]:
         return list(await self._call(self.handle.outcomes.remote(), "the pass rates of groups"))
 

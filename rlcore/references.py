@@ -1,0 +1,52 @@
+"""Records that stay on the node where they were made: the buffer holds a reference, and whoever
+reads a record gets its bytes from the shard that keeps them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlcore.errors import StageError
+
+
+@dataclass(frozen=True, slots=True)
+class RecordReference:
+    """A record in a shard; as long as the record. Example: RecordReference("shard-1", 7, 4096)"""
+
+    shard: str
+    key: int  # unique in its shard
+    size: int  # bytes
+
+    def __len__(self) -> int:
+        return self.size
+
+
+Record = bytes | RecordReference
+# Keys by shard -> the records of these keys by shard. Raises ShardLost.
+Fetch = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Sequence[bytes]]]
+
+
+class ShardLost(StageError):
+    """The records of a shard cannot be read any more."""
+
+
+def read_records(records: Sequence[Record], fetch: Fetch) -> list[bytes]:
+    """The bytes of records; a shard is asked once for all it has. Raises ShardLost."""
+    keys = keys_by_shard(records)
+    found = fetch(keys) if keys else {}
+    read = {
+        (shard, key): record
+        for shard, its in keys.items()
+        for key, record in zip(its, found[shard], strict=True)
+    }
+    return [r if isinstance(r, bytes) else read[r.shard, r.key] for r in records]
+
+
+def keys_by_shard(records: Iterable[Record]) -> dict[str, list[int]]:
+    """The keys of those that are elsewhere."""
+    keys: dict[str, list[int]] = defaultdict(list)
+    for record in records:
+        if isinstance(record, RecordReference):
+            keys[record.shard].append(record.key)
+    return dict(keys)

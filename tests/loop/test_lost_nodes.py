@@ -1,0 +1,62 @@
+"""Runs over several simulated nodes, one of which is lost with the records that it kept."""
+
+import asyncio
+
+import pytest
+from loop_audit import audit_uses
+
+from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
+from rlcore.testing.simulation import Scenario, simulate
+
+STEPS = 8
+FAST = SupervisionSpec(heartbeat_s=1, hang_timeout_s=20)
+SCHEDULES = {
+    "asynchronous": {"max_staleness": 2, "on_publish": "in_flight"},
+    "synchronous": {"on_publish": "finish"},
+    "epochs": {"steps_per_phase": 2, "epochs": 2, "steps_per_publish": 4, "max_staleness": 4},
+}
+
+
+def scenario(name, nodes, every=0):
+    schedule = ScheduleSpec(steps=STEPS, groups_per_step=4, **SCHEDULES[name])
+    return Scenario(
+        schedule,
+        supervision=FAST,
+        checkpoint=CheckpointSpec(every=every),
+        actors=4,
+        nodes=nodes,
+        request_timeout_s=60.0,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_over_several_nodes_trains_on_what_one_node_does(name, tmp_path):
+    one, four = (simulate(scenario(name, n), tmp_path / str(n)) for n in (1, 4))
+    assert four.learner.trained == one.learner.trained
+    for shard in four.buffer.nodes.shards.values():
+        shard.drop(four.buffer.actor.buffer.live.take_released(shard.name))
+    assert not any(shard.bytes for shard in four.buffer.nodes.shards.values())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("after", [0.0, 0.3, 0.8, 1.3])  # seconds since the second row
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_lost_node_costs_time_alone(name, after, every, tmp_path):
+    async def loss(simulation):
+        await simulation.until(2)
+        await asyncio.sleep(after)
+        simulation.buffer.nodes.die(1)
+        simulation.actors["bf16-1"].die()
+
+    run = simulate(scenario(name, 4, every), tmp_path, loss)
+    audit_uses(run)
+    last = run.reporter.rows[-1]
+    assert last["ledger/evicted"] == last["ledger/failed"] == 0
+    assert last["ledger/consumed"] == 4 * run.scenario.schedule.phases.batches_before(STEPS)
+    groups = {g for samples in run.learner.trained.values() for g, _ in samples}
+    assert all(
+        {(g, 0), (g, 1)} <= set(samples)
+        for samples in run.learner.trained.values()
+        for g in groups & {g for g, _ in samples}
+    )
+    assert any("are sampled again" in note for note in run.reporter.notes)
