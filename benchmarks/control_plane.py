@@ -6,7 +6,8 @@
 each, in simulated time, and prints processor seconds a simulated second by role, the longest stall
 of a role's loop, and bytes through each. Every message between roles is pickled at the cost of both
 ends. Payloads (records with their log-probs) are simulated short; their real bytes are worked out,
-and what a buffer process can move of them is measured beside (`payload`).
+and what a buffer process can move of them is measured beside (`payload`). Eight actors share a
+node, whose shard keeps their records; the buffer keeps those of the first node.
 
 `arrival` measures one sample that arrives, and the assignment of a whole wave, by what waits.
 
@@ -40,6 +41,7 @@ from rlcore.planner.run import PlannedFleet, PlannedRun
 from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
 from rlcore.serialization import dump_trajectory, record_bytes
 from rlcore.testing.clock import run_simulated
+from rlcore.testing.fake_nodes import FakeNodes
 from rlcore.testing.fakes import FakeLearner, FakeScorer
 from rlcore.testing.records import make_score, make_trajectory
 from rlcore.testing.simulation import Scenario
@@ -53,9 +55,10 @@ MEAN = int(MEDIAN * math.exp(SPREAD**2 / 2))
 TOP_K = 20
 STALENESS = 8  # a fleet holds up to (STALENESS + PUBLISH_EVERY) batches of one group an actor
 PUBLISH_EVERY = 4
-WARM_UP = 6  # steps
+ON_A_NODE = 8  # actors
 PAYLOADS = ("add_records", "stored", "peek")
-ROLES = ("controller", "buffer", "graders")
+SHARD = "a shard"
+ROLES = ("controller", "buffer", "graders", SHARD)
 
 
 class MeteredActor(RatedActor):
@@ -92,10 +95,15 @@ class Measured(Exception):
 
 
 class Fleet(PlannedFleet):
-    """Without checkpoints, which write at the end of a run."""
+    """On nodes of `ON_A_NODE` actors, and without checkpoints, which write at the end of a run."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-sum(self.actors.values()) // ON_A_NODE)
 
     def scenario(self) -> Scenario:
-        return replace(super().scenario(), checkpoint=CheckpointSpec(every_s=0, at_end=False))
+        checkpoint = CheckpointSpec(every_s=0, at_end=False)
+        return replace(super().scenario(), checkpoint=checkpoint, nodes=self.nodes)
 
 
 class MeteredRun(PlannedRun):
@@ -108,6 +116,8 @@ class MeteredRun(PlannedRun):
     def make_buffer(self, job: Any) -> Any:
         buffer = super().make_buffer(job)
         buffer.actor = Across(buffer.actor, "buffer", self.meter, PAYLOADS)
+        nodes = FakeNodes(self.scenario.nodes, buffer.actor)
+        buffer.nodes = Across(nodes, SHARD, self.meter, PAYLOADS)
         return buffer
 
     def make_scorer(self) -> FakeScorer:
@@ -156,8 +166,8 @@ def planned(actors: int) -> Fleet:
     return Fleet({"bf16": actors}, {"bf16": actor}, rates, schedule, SAMPLES, LONGEST)
 
 
-def fleet_row(actors: int, steps: int, payload_mb_s: float) -> list[dict[str, Any]]:
-    """One row for each role, over `steps` steps after as many as warm up."""
+def fleet_row(actors: int, warm_up: int, steps: int, payload_mb_s: float) -> list[dict[str, Any]]:
+    """One row for each role, over `steps` steps after those that warm up."""
     meter = Meter()
     start: dict[str, float] = {}  # the longest stalls until then
 
@@ -169,16 +179,16 @@ def fleet_row(actors: int, steps: int, payload_mb_s: float) -> list[dict[str, An
         def row(values: Any) -> None:
             report(values)
             marks.append((clock(), values["buffer/arrived_tokens"] * run.planned.unit))
-            if len(marks) == WARM_UP:
+            if len(marks) == warm_up:
                 start.update(meter.stall_s)
                 meter.reset()
-            if len(marks) == WARM_UP + steps:
+            if len(marks) == warm_up + steps:
                 raise Measured
 
         run.reporter.row = row  # type: ignore[method-assign, assignment]
         with contextlib.suppress(Measured):
             await run.run()
-        (t0, n0), (t1, n1) = marks[WARM_UP - 1], marks[-1]
+        (t0, n0), (t1, n1) = marks[warm_up - 1], marks[-1]
         return t1 - t0, n1 - n0
 
     with tempfile.TemporaryDirectory() as folder, meter.watching():
@@ -200,11 +210,13 @@ def _rows(
     payload_mb_s: float,
 ) -> list[dict[str, Any]]:
     payload = tokens_per_s / MEAN * record_bytes(PROMPT + MEAN, MEAN, TOP_K) / 1e6
-    rows = []
-    for role in ROLES:
-        moved = (meter.sent[role] + meter.received[role]) / 1e6 / seconds
-        through = payload if role == "buffer" else 0.0  # in, and out again
-        share = meter.cpu_s[role] / seconds
+    rows, nodes = [], planned(actors).nodes
+    for role in ROLES if nodes > 1 else ROLES[:-1]:
+        processes = nodes - 1 if role == SHARD else 1
+        moved = (meter.sent[role] + meter.received[role]) / 1e6 / seconds / processes
+        # in, and out again: of its own node's actors
+        through = payload / nodes if role in ("buffer", SHARD) else 0.0
+        share = meter.cpu_s[role] / seconds / processes
         calls = sum(n for (sender, _), n in meter.calls.items() if sender == role)
         rows.append(
             {
@@ -323,16 +335,20 @@ def step_ms(groups: int, publish_every: int, waiting: int) -> float:
     return _ms(step, groups)
 
 
-def assignment_ms(actors: int, groups_each: int) -> float:
-    """Of a whole wave, on an idle fleet."""
+def assignment_ms(actors: int, groups_each: int) -> tuple[float, float]:
+    """(all turns of the loop, the longest) of a whole wave's assignment to an idle fleet."""
 
-    async def main() -> float:
+    async def main() -> tuple[float, float]:
         with tempfile.TemporaryDirectory() as folder:
             run = PlannedRun(planned(actors), Path(folder))
             run.fleet._roster.published = -1
             maker, prompt = run.parts.requests, "digits/train/7"
             wave = {g: maker.group(g, prompt) for g in range(actors * groups_each)}
-            took = _ms(lambda: run.fleet.assignments.assign(wave), 1)
+            meter = Meter()
+            with meter.watching():
+                await asyncio.create_task(run.fleet.assignments.assign_in_turns(wave))
+                await asyncio.sleep(0)
+            took = 1e3 * meter.cpu_s["controller"], 1e3 * meter.stall_s["controller"]
             await run.fleet.supervisor.close()
             for actor in run.engines:
                 actor.die()
@@ -352,19 +368,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--actors", default="8,64,512")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--parts", default="fleet,arrival")
     args = parser.parse_args()
     print(machine())
     sizes = [int(n) for n in args.actors.split(",")]
     if "arrival" in args.parts:
         print(table([single_row(*of) for of in ((64, 1), (64, 128))]), flush=True)
-        wave = [{"actors": n, "assignment of a wave ms": assignment_ms(n, 5)} for n in sizes]
+        wave = []
+        for n in sizes:
+            whole, longest = assignment_ms(n, 5)
+            wave.append({"actors": n, "assignment of a wave ms": whole, "longest turn ms": longest})
         print(table(wave), flush=True)
     if "fleet" in args.parts:
         rate = payload_rate()
         print(f"payload: a buffer process moves {rate:.0f} MB/s of processor time in and out")
         for n in sizes:
-            print(table(fleet_row(n, args.steps, rate)), flush=True)
+            print(table(fleet_row(n, args.warm_up, args.steps, rate)), flush=True)
 
 
 def single_row(groups: int, publish_every: int) -> dict[str, Any]:

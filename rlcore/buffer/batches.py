@@ -224,12 +224,18 @@ class Batches:
         return Candidate(entry.group_id, deadline, entry.finished, entry.task, uses_left)
 
     def check(self) -> None:
-        """Raise LedgerError unless uncommitted batches, live groups and what waits agree."""
-        taken = {(step, i) for step, ids in self.taken.items() for i in ids}
-        noted = {(s, e.group_id) for e in self._live.entries.values() for s in e.taken_by}
-        if taken != noted:
+        """Raise LedgerError unless uncommitted batches and live groups agree."""
+        entries = self._live.entries
+        for step, ids in self.taken.items():
+            if any(i not in entries or step not in entries[i].taken_by for i in ids):
+                raise LedgerError("buffer: uncommitted batches and live groups disagree")
+
+    def check_group(self, entry: Entry) -> None:
+        """Raise LedgerError unless a group is in the batches that it knows of, and waits if it
+        should."""
+        if any(entry.group_id not in self.taken.get(step, ()) for step in entry.taken_by):
             raise LedgerError("buffer: uncommitted batches and live groups disagree")
-        if self.waiting().candidates() != self._look():
+        if self.waiting().get(entry.group_id) != self._candidate(entry):
             raise LedgerError("buffer: the groups that wait are not those that were counted")
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.buffer import reports
 from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.statistics import ArrivalTotals
@@ -119,8 +120,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.taken = {int(step): list(ids) for step, ids in state["taken"].items()}
     batches.pinned = {int(step): list(ids) for step, ids in state["pinned"].items()}
     batches.forget()
-    live.check()
-    batches.check()
+    reports.audit(buffer)
     intake.resume()
     batches.resume()
 

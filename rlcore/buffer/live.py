@@ -43,6 +43,7 @@ class LiveGroups:
         self.redrawn: set[int] = set()  # of these in flight, that a batch has
         self._released: dict[str, list[int]] = defaultdict(list)  # by shard, until they are asked
         self._lost_shards: set[str] = set()
+        self._unaudited: list[int] = []  # of a round over all live groups
 
     def samples(self, entry: Entry) -> int:
         """Samples that a group has when it is complete."""
@@ -199,12 +200,27 @@ class LiveGroups:
     def check(self) -> None:
         """Raise LedgerError unless ledger, live groups and bytes agree."""
         self.ledger.check()
-        if self.ledger.live != set(self.entries):
+        if self.ledger.live != self.entries.keys():
             differing = sorted(self.ledger.live ^ set(self.entries))
             raise LedgerError(f"ledger and live groups disagree on {differing}")
         there = sum(not e.finished for e in self.entries.values())
         if self.waited_for != there:
             raise LedgerError(f"buffer: {self.waited_for} groups in flight counted, not {there}")
-        held = sum(e.size for e in self.entries.values())
+        held = sum(e.held for e in self.entries.values())
         if self.bytes != held:
             raise LedgerError(f"buffer: {self.bytes} bytes counted, the live groups hold {held}")
+
+    def check_group(self, entry: Entry) -> None:
+        """Raise LedgerError unless the bytes of a group are those that were counted."""
+        if entry.held != entry.size:
+            raise LedgerError(
+                f"buffer: {entry.held} bytes counted of group {entry.group_id}, it holds "
+                f"{entry.size}"
+            )
+
+    def next_audited(self, count: int) -> list[Entry]:
+        """So many live groups, all of them in turn over several calls."""
+        if not self._unaudited:
+            self._unaudited = list(self.entries)
+        taken, self._unaudited = self._unaudited[-count:], self._unaudited[:-count]
+        return [self.entries[i] for i in taken if i in self.entries]

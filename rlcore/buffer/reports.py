@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from rlcore.buffer.store import ReplayBuffer
 
+AUDITED = 256  # groups that are looked at in one call
+
+
+def audit(buffer: ReplayBuffer, groups: int | None = None) -> None:
+    """Raise LedgerError unless all accounts match: the counts of all groups, and what is in so many
+    groups, the next ones each time; None: in all."""
+    live, batches = buffer.live, buffer.batches
+    live.check()
+    batches.check()
+    entries = list(live.entries.values()) if groups is None else live.next_audited(groups)
+    for entry in entries:
+        live.check_group(entry)
+        batches.check_group(entry)
+
 
 def metrics(buffer: ReplayBuffer) -> dict[str, float]:
-    """`buffer/*` and `ledger/*` as they stand now. Raises LedgerError unless all accounts match."""
-    buffer.live.check()
-    buffer.batches.check()
+    """`buffer/*` and `ledger/*` as they stand now. Raises LedgerError unless all accounts match, as
+    far as `audit` looks."""
+    audit(buffer, AUDITED)
     live, intake = buffer.live, buffer.intake
     finished = len(live.entries) - live.waited_for
     return {

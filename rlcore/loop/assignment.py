@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from rlcore.loop.members import Held, Member, Process, Waiting
 from rlcore.loop.roster import Roster
 from rlcore.loop.supervision import Supervisor
+from rlcore.loop.turns import ITEMS, in_turns
 from rlcore.types import Request
+
+Given = tuple[int, list[Request]]  # group id, its requests
+Chosen = dict[Member, list[Given]]
 
 TOKENS_A_TIMEOUT = 1024  # rollout.request_timeout_s is what a request of so many tokens may take
 OPEN_REQUESTS_S = 10.0  # an actor that takes longer to name its open requests is not waited for
@@ -37,18 +41,40 @@ class Assignments:
         """
         if not beside:
             self.withdraw(groups)
+        chosen: Chosen = {}
+        self._choose(sorted(groups.items()), chosen, beside=beside)
+        for member, given in chosen.items():
+            self._submit_given(member, given)
+
+    async def assign_in_turns(self, groups: Held) -> None:
+        """The same for many groups, in several turns of the loop, and still one message a member:
+        which samples share an engine step must not depend on turns."""
+        self.withdraw(groups)
+        chosen: Chosen = {}
+        ordered = sorted(groups.items())
+        for at in range(0, len(ordered), ITEMS):
+            self._choose(ordered[at : at + ITEMS], chosen, beside=False)
+            await asyncio.sleep(0)
+        async for member, given in in_turns(chosen.items()):
+            self._submit_given(member, given)
+
+    def _choose(self, groups: Sequence[Given], chosen: Chosen, *, beside: bool) -> None:
         work, waiting = self._roster.work, self._roster.waiting
-        batches: dict[Member, list[Request]] = {}
         with work.choosing(self._roster.in_rotation) as least_loaded:
-            for group_id, requests in sorted(groups.items()):
+            for group_id, requests in groups:
                 member = least_loaded(group_id)
                 if member is None:
                     (waiting.delayed if beside else waiting.idle)[group_id] = requests
                     continue
                 work.give(member, group_id, requests)
                 self._moving.discard(group_id)
-                batches.setdefault(member, []).extend(requests)
-        for member, batch in batches.items():
+                chosen.setdefault(member, []).append((group_id, requests))
+
+    def _submit_given(self, member: Member, given: Sequence[Given]) -> None:
+        """What a member has not lost again since it was chosen."""
+        held = member.groups
+        batch = [r for g, requests in given if held.get(g) is requests for r in requests]
+        if batch:
             self._submit(member, batch)
 
     def withdraw(self, group_ids: Iterable[int]) -> None:

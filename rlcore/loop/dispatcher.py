@@ -54,8 +54,7 @@ class Dispatcher:
         prompts = self._requests.prompts
         if prompts.remembers:
             prompts.observe(await self._buffer.outcomes())
-        prompt_ids = [item.prompt_id for item in prompts.peek(room)]
-        prompts.advance(await self.groups.admit(prompt_ids))
+        await self.groups.admit(room)
 
     async def watch_fleet(self) -> None:
         """Heartbeats of the rollout actors, the number asked for, and the work of those that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rlcore.loop.clients import BufferClient, Missing
 from rlcore.loop.members import Held
@@ -12,6 +12,7 @@ from rlcore.loop.timing import now
 from rlcore.loop.turns import in_turns
 from rlcore.types import request_id
 
+ADMITTED = 512  # prompts that are admitted in one call of the buffer
 LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fails
 
 
@@ -40,18 +41,23 @@ class GroupsInFlight:
         """Ask the fleet for these samples of these groups."""
         requests = await self._asked_of(groups)
         self._due.update(dict.fromkeys(groups, now() + self._timeout_s))
-        self._assignments.assign(requests)
+        await self._assignments.assign_in_turns(requests)
 
-    async def admit(self, prompt_ids: Sequence[str]) -> int:
-        """Admit one group for each of the first prompts, as many as the buffer takes now, and
-        assign them; how many."""
+    async def admit(self, room: int) -> None:
+        """Admit up to `room` of the next prompts, as many as the buffer takes now, and assign
+        them. Nobody else may move the prompts on meanwhile."""
+        prompts, asked = self._requests.prompts, self._requests.asked
+        admitted: Missing = {}
         async with self._asking:
-            ids = await self._buffer.admit(prompt_ids)
-            asked = self._requests.asked
-            await self.assign(
-                {g: (p, tuple(range(asked(p).samples))) for g, p in zip(ids, prompt_ids)}
-            )
-        return len(ids)
+            while len(admitted) < room:
+                ahead = [i.prompt_id for i in prompts.peek(min(ADMITTED, room - len(admitted)))]
+                ids = await self._buffer.admit(ahead)
+                prompts.advance(len(ids))
+                for group_id, prompt_id in zip(ids, ahead):
+                    admitted[group_id] = (prompt_id, tuple(range(asked(prompt_id).samples)))
+                if len(ids) < len(ahead):
+                    break
+            await self.assign(admitted)
 
     async def _asked_of(self, groups: Missing) -> Held:
         return {

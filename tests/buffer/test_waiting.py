@@ -7,6 +7,7 @@ from buffer_helpers import PROMPT, deliver, make_buffer, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.buffer import reports
 from rlcore.buffer.admission import StalenessBound
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.specs import Phases
@@ -105,8 +106,9 @@ def test_the_counts_of_a_run_are_those_found_anew_after_every_call(schedule, see
             buffer.set_versions(at, version)
         elif kind == "back" and len(taken) > 1:
             buffer.rollback(taken.pop())
-        buffer.live.check()
-        buffer.batches.check()
+        reports.audit(buffer)
+        # all of them, and in the same order as if they were found anew
+        assert buffer.batches.waiting().candidates() == buffer.batches._look()
     assert batches > 3
 
 
@@ -126,7 +128,26 @@ def test_a_wrong_count_is_noticed():
     buffer.admit([PROMPT] * 4)
     buffer.batches.waiting().remove(3)
     with pytest.raises(LedgerError, match="not those that were counted"):
-        buffer.batches.check()
+        reports.audit(buffer)
     buffer.live.waited_for -= 1
     with pytest.raises(LedgerError, match="3 groups in flight counted, not 4"):
-        buffer.live.check()
+        reports.metrics(buffer)
+
+
+def test_every_group_is_looked_at_within_a_round():
+    buffer = make_buffer(2, 1, max_staleness=3)
+    buffer.admit([PROMPT] * 4)
+    deliver(buffer, *(sample(g, 0) for g in range(4)))
+    for _ in range(4):
+        reports.audit(buffer, 1)
+    seen = [buffer.live.next_audited(3), buffer.live.next_audited(3)]
+    assert sorted(e.group_id for found in seen for e in found) == [0, 1, 2, 3]
+    for wrong in range(4):
+        entry = buffer.live.entries[wrong]
+        entry.held += 1
+        buffer.live.bytes += 1
+        with pytest.raises(LedgerError, match=f"bytes counted of group {wrong}"):
+            for _ in range(4):
+                reports.audit(buffer, 1)
+        entry.held -= 1
+        buffer.live.bytes -= 1

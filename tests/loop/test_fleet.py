@@ -10,6 +10,7 @@ from rlcore.loop.clients import Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.turns import ITEMS
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
 from rlcore.testing.records import make_sampling
@@ -99,6 +100,49 @@ def test_whole_groups_go_to_the_least_loaded():
         assert [sorted(m.groups) for m in members] == [[0], [2]]
         world.assignments.assign({4: group(4)})
         assert sorted(members[1].groups) == [2, 4]
+
+    play(scenario)
+
+
+def test_a_long_wave_is_assigned_in_turns_as_it_would_be_in_one():
+    wave = {g: group(g, 1 + g % 3) for g in range(3 * ITEMS + 5)}
+    found = []
+
+    async def scenario(world):
+        messages = [[], []]
+        for i, sent in enumerate(messages):
+            submit = world.actor(i).submit
+
+            async def note(requests, begun=None, sent=sent, submit=submit):
+                sent.append([r.request_id for r in requests])
+                await submit(requests, begun)
+
+            world.actor(i).submit = note
+        if found:
+            await world.assignments.assign_in_turns(wave)
+        else:
+            world.assignments.assign(wave)
+        await asyncio.sleep(1)
+        found.append(messages)
+
+    play(scenario)
+    play(scenario)
+    assert found[0] == found[1] and [len(sent) for sent in found[0]] == [1, 1]
+
+
+def test_what_is_lost_before_its_turn_is_not_submitted():
+    async def scenario(world):
+        wave = {g: group(g) for g in range(3 * ITEMS)}
+        process = world.fleet.members[0].process
+        assigning = asyncio.create_task(world.assignments.assign_in_turns(wave))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        held = set(world.fleet.members[0].groups)
+        world.supervisor.mark_failed(world.fleet.members[0], process, "died")
+        await assigning
+        assert held and set(world.lost()) == held
+        others = {g for name in await world.open(1) for g in [int(name.split(":")[1])]}
+        assert others == wave.keys() - held
 
     play(scenario)
 
