@@ -128,23 +128,23 @@ class Draw:
             return np.full(t, np.nan, np.float32), topk_ids, topk_logp
         if not self._ids:
             raise RuntimeError(f"{self.request.request_id}: the engine gave no log-prob rows")
-        # An engine gives no more columns than its vocabulary: the rest stays padding.
-        width = min(k + 1, min(r.shape[1] for r in self._ids))
-        ids, logp = _joined(self._ids, width), _joined(self._logp, width)
-        if len(ids) != t or not np.array_equal(ids[:, 0], self.tokens):
+        ids, logp = _joined(self._ids, k + 1), _joined(self._logp, k + 1)
+        if ids[:, 0].tolist() != self.tokens:
             raise RuntimeError(
                 f"{self.request.request_id}: the engine's log-prob rows do not match its tokens"
             )
         # Tokens cut off by top-p, top-k or min-p have no log-prob.
-        inside = np.isfinite(logp[:, 1:])
-        topk_ids[:, : width - 1] = np.where(inside, ids[:, 1:], -1)
-        topk_logp[:, : width - 1] = logp[:, 1:]
+        topk_ids[:, : ids.shape[1] - 1] = np.where(np.isfinite(logp[:, 1:]), ids[:, 1:], -1)
+        topk_logp[:, : ids.shape[1] - 1] = logp[:, 1:]
         return np.ascontiguousarray(logp[:, 0], np.float32), topk_ids, topk_logp
 
 
 def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """[sum n, width]: rows one below the other."""
-    if len({r.shape[1] for r in rows}) == 1:
+    """[sum n, width]: rows one below the other; fewer columns where an engine gives fewer: it has
+    no more than its vocabulary."""
+    try:
         return np.concatenate(rows)[:, :width]
-    # A step whose requests differ in k gives all of them the widest rows, so widths vary.
-    return np.concatenate([r[:, :width] for r in rows])
+    except ValueError:
+        # A step whose requests differ in k gives all of them the widest rows, so widths vary.
+        width = min(width, *(r.shape[1] for r in rows))
+        return np.concatenate([r[:, :width] for r in rows])

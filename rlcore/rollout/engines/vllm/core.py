@@ -54,6 +54,10 @@ class VllmCore(DecodeCore):
         self._names: dict[str, str] = {}  # request id -> vLLM's name for it
         self._count = itertools.count()
         self.rpc("rl_plain_gather")
+        #: why the common positions of requests are not computed once; None: they are
+        self.unshared: str | None = "the engine has several ranks"
+        if self._ranks == 1:
+            self.unshared = self.rpc("rl_share_prompts")
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
@@ -88,6 +92,7 @@ class VllmCore(DecodeCore):
                 logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,  # a shallow copy: only its plain fields differ between requests
             )
         return self._params[spec]
 

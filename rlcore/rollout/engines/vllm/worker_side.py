@@ -25,10 +25,24 @@ class WorkerSide(WeightExtension):
     weight_transfer_engine: Any
 
     def rl_plain_gather(self) -> None:
-        """Sample without the ranks of the sampled tokens. The second runner's sampler has no such
-        step: it counts ranks in a kernel of its own."""
-        if hasattr(self.model_runner.sampler, "gather_logprobs"):
-            self.model_runner.sampler.gather_logprobs = _gather_logprobs
+        """Sample without the ranks of the sampled tokens, and on the CPU without a draw of torch
+        for each. The second runner's sampler has no such step: it counts ranks in a kernel of its
+        own."""
+        if not hasattr(self.model_runner.sampler, "gather_logprobs"):
+            return
+        self.model_runner.sampler.gather_logprobs = _gather_logprobs
+        if on_cpu():
+            from rlcore.rollout.engines.vllm.seeds_cpu import SeededDraws
+
+            SeededDraws(self.model_runner).install()
+
+    def rl_share_prompts(self) -> str | None:
+        """Compute what requests of a step have in common once, on the CPU. Why not, if so."""
+        if not on_cpu():
+            return "vLLM's prefix cache shares the blocks of prompts on GPUs"
+        from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
+
+        return SharedPrompts(self.model_runner).reason
 
     def rl_expect(self, keep: list[str]) -> None:
         """vLLM's receiver gets a set next. `keep`: weights to prove afterwards."""
@@ -87,4 +101,7 @@ def _keep_weights_live() -> None:
 
 
 if on_cpu():
+    from rlcore.rollout.engines.vllm.norms_cpu import use_norm_kernels
+
     _keep_weights_live()
+    use_norm_kernels()
