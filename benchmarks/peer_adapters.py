@@ -106,7 +106,21 @@ class Rlcore:
         """Do steps of a job, asynchronously or in turns."""
         # a resumed script must not continue a run that it broke off
         run_dir = place.with_name(f"{place.name}-{os.getpid()}")
-        words = [
+        self._train(self.words(job, steps, run_dir, on_policy=on_policy), place)
+        rows = read_rows(run_dir)[:-1]  # the last holds what ends a run
+        return {
+            "step_s": [r["time/step_s"] for r in rows],
+            "wait_s": [r["time/wait_data_s"] for r in rows],
+            "learn_s": [r["time/learn_s"] for r in rows],
+            "publish_s": [r["time/publish_s"] for r in rows],
+            "tokens": [r["train/tokens"] for r in rows],
+        }
+
+    def words(
+        self, job: Mapping[str, Any], steps: int, run_dir: Path, *, on_policy: bool
+    ) -> list[str]:
+        """What `rlcore train` is started with."""
+        return [
             *self.COMMON,
             f"schedule={'on_policy' if on_policy else 'async'}",
             f"schedule.steps={steps}",
@@ -120,15 +134,6 @@ class Rlcore:
             *job["words"],
             f"run_dir={run_dir}",
         ]
-        self._train(words, place)
-        rows = read_rows(run_dir)[:-1]  # the last holds what ends a run
-        return {
-            "step_s": [r["time/step_s"] for r in rows],
-            "wait_s": [r["time/wait_data_s"] for r in rows],
-            "learn_s": [r["time/learn_s"] for r in rows],
-            "publish_s": [r["time/publish_s"] for r in rows],
-            "tokens": [r["train/tokens"] for r in rows],
-        }
 
     def warm_up(self, place: Path) -> None:
         """Have the quickstart's warmed-up model made and kept."""
