@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class TokenSequence:
     sampled: np.ndarray  # [L] bool
     # the head's temperature over the one at which it was sampled: logits are multiplied by it
     sharper: float = 1.0
+    #: [S] int64: the positions that predict the sampled tokens, in order
+    predicting: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.sampled):
@@ -32,6 +34,8 @@ class TokenSequence:
             )
         if len(self.sampled) and self.sampled[0]:
             raise ValueError("a sequence begins with a sampled token, which nothing predicts")
+        # found once: packing asks for lengths again and again
+        object.__setattr__(self, "predicting", np.flatnonzero(self.sampled) - 1)
 
     @classmethod
     def of_answer(cls, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> TokenSequence:
@@ -42,17 +46,12 @@ class TokenSequence:
     @property
     def scored(self) -> int:
         """Sampled tokens."""
-        return int(np.count_nonzero(self.sampled))
+        return len(self.predicting)
 
     @property
     def prompt_len(self) -> int:
         """Length of the first observation; 0 if nothing is sampled."""
-        return int(np.argmax(self.sampled)) if len(self.sampled) else 0
-
-    @property
-    def predicting(self) -> np.ndarray:
-        """[S] int64: the positions that predict the sampled tokens, in order."""
-        return np.flatnonzero(self.sampled) - 1
+        return int(self.predicting[0]) + 1 if len(self.predicting) else 0
 
     @property
     def targets(self) -> np.ndarray:
@@ -61,8 +60,7 @@ class TokenSequence:
 
     def __len__(self) -> int:
         """Positions to compute."""
-        positions = self.predicting
-        return int(positions[-1]) + 1 if len(positions) else 0
+        return int(self.predicting[-1]) + 1 if len(self.predicting) else 0
 
     @property
     def inputs(self) -> np.ndarray:
