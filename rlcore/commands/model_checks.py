@@ -13,6 +13,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.commands.roles import evaluation_actor
 from rlcore.config.schema import RunConfig
 from rlcore.models.folder import ATTENTION_FILE, read_config, weight_files
+from rlcore.models.masked_folder import check_masked, is_masked
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import attention_heads, check_heads, check_length
@@ -100,6 +101,19 @@ def check_dense(model: Mapping[str, Any], *, whose: str) -> None:
     )
 
 
+def check_kind(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """Refuse a masked-diffusion model as a causal one, and the reverse. `model`: the policy's
+    config.json."""
+    whose = f"model.path={config.model.path}"
+    if config.model.diffusion is not None:
+        check_masked(model, whose=whose)
+    refuse(
+        config.model.diffusion is None and is_masked(model),
+        f"{whose} is a masked-diffusion model (model_type={model.get('model_type')}): choose "
+        "model=diffusion, which says how it is denoised.",
+    )
+
+
 def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
     """Refuse a mixture of experts whose weights vLLM holds under other names than are known here,
     which would only show at the first publication, and settings that were not tried with one.
@@ -161,6 +175,7 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
         return _fresh(config.model.fresh, tokenizer)
     weight_files(path)  # refuses a folder without safetensors
     policy = read_config(path)
+    check_kind(config, policy)
     check_experts(config, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy

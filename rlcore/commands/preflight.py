@@ -205,7 +205,8 @@ def tokenizer_of(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
                 "alphabet and this task is natural text; set model.path to a local Hugging Face "
                 "folder."
             )
-    return build_char_tokenizer(_alphabet(tasks) or "")
+    masked = config.model.diffusion is not None
+    return build_char_tokenizer(_alphabet(tasks) or "", masked=masked)
 
 
 def _source(

@@ -137,6 +137,7 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         policy_path=model_path if actor.draft_path else None,
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
+        diffusion=config.model.diffusion,
     )
     stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
     return RolloutJob(
@@ -229,6 +230,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         pad_id=pad_id,
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
+        diffusion=config.model.diffusion,
     )
 
 

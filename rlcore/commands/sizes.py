@@ -20,7 +20,11 @@ def policy_parameters(config: RunConfig, tokenizer: Any) -> int:
     if config.model.path is not None:
         return folder_parameters(config.model.path)
     assert config.model.fresh is not None
-    return fresh_parameters(config.model.fresh, len(tokenizer))
+    count = fresh_parameters(config.model.fresh, len(tokenizer))
+    if config.model.diffusion is None:
+        return count
+    # LLaDA's form has no norms of queries and keys
+    return count - 2 * config.model.fresh.head_dim * config.model.fresh.layers
 
 
 def folder_parameters(model_path: str) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rlcore.cluster.start import start_learners, wait_started
 from rlcore.commands import roles
 from rlcore.commands.preflight import Prepared
@@ -19,9 +21,10 @@ from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
 from rlcore.environments.worked import worked_episode
 from rlcore.errors import UserError
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
+from rlcore.models.masking import masked_answer
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Item
@@ -70,7 +73,12 @@ def fresh_model(config: RunConfig, prepared: Prepared, folder: Path) -> Path:
     assert config.model.fresh is not None and alphabet is not None
     seed = derive_seed(config.seed, "fresh-model")
     return build_fresh_model(
-        folder, alphabet, config.model.fresh, seed=seed, max_len=config.model.max_len
+        folder,
+        alphabet,
+        config.model.fresh,
+        seed=seed,
+        max_len=config.model.max_len,
+        masked=config.model.diffusion is not None,
     )
 
 
@@ -123,16 +131,18 @@ def supervise(
         learner.kill()
 
 
-def _examples(config: RunConfig, prompts: Prompts, tokenizer: Any) -> Callable[[], TokenSequence]:
+def _examples(config: RunConfig, prompts: Prompts, tokenizer: Any) -> Callable[[], ScoredSequence]:
     """A function that gives the next worked answer, or the next worked episode."""
     jobs, makers = roles.environment_jobs(config), {}
+    masks = MaskedAnswers(config, tokenizer) if config.model.diffusion is not None else None
 
-    def another() -> TokenSequence:
+    def another() -> ScoredSequence:
         item = prompts.next()
         label = item.prompt_id.partition("/")[0]
         job = jobs.get(label)
         if job is None:
-            return example(prompts.source(item.prompt_id), item, tokenizer)
+            one = example(prompts.source(item.prompt_id), item, tokenizer)
+            return one if masks is None else masks(one, label)
         if label not in makers:
             task = prompts.source(item.prompt_id).task
             makers[label] = environment_maker(job.environment, task)
@@ -154,6 +164,31 @@ def example(source: PromptSource, item: Item, tokenizer: Any) -> TokenSequence:
         )
     ids = tokenizer.encode(answer, add_special_tokens=False)
     return TokenSequence.of_answer(source.encode(item).tolist(), [*ids, tokenizer.eos_token_id])
+
+
+class MaskedAnswers:
+    """Makes worked answers what a masked-diffusion model learns from: on a whole canvas, partly
+    hidden (`models/masking.py`)."""
+
+    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+        assert config.model.diffusion is not None
+        self._config = config
+        self._share = config.model.diffusion.prompt_masking
+        self._mask_id, self._end = int(tokenizer.mask_token_id), int(tokenizer.eos_token_id)
+        self._rng = np.random.default_rng(derive_seed(config.seed, "warm-up/masks"))
+
+    def __call__(self, one: TokenSequence, label: str) -> MaskedSequence:
+        """A worked answer of a task, under the next draw of masks.
+
+        Every second prompt is hidden as in the estimate of log-probs: a response is denoised behind
+        a whole prompt and scored behind a hidden one.
+        """
+        prompt = one.token_ids[: one.prompt_len]
+        share = self._share if self._rng.random() < 0.5 else 0.0
+        read = np.where(self._rng.random(len(prompt)) < share, self._mask_id, prompt)
+        canvas = self._config.rollout_of(label).max_new_tokens
+        tokens, masked = masked_answer(one.targets[:-1].tolist(), self._end, canvas, self._rng)
+        return MaskedSequence.of_answer(read, masked, tokens, self._mask_id)
 
 
 def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
@@ -185,6 +220,14 @@ def _played(config: RunConfig) -> dict[str, Any]:
     return {"environment": next(iter(found.values()))} if found else {}
 
 
+def _denoised(config: RunConfig) -> dict[str, Any]:
+    """What masked answers depend on; nothing for a causal model."""
+    if config.model.diffusion is None:
+        return {}
+    canvas = {label: config.rollout_of(label).max_new_tokens for label in config.tasks}
+    return {"prompt_masking": config.model.diffusion.prompt_masking, "canvas": canvas}
+
+
 def _fingerprint(config: RunConfig) -> str:
     """Of everything that the starting model depends on."""
     model, warmup = config.model, config.model.warmup
@@ -195,6 +238,7 @@ def _fingerprint(config: RunConfig) -> str:
         "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
         "task": _tasks(config),
         **_played(config),
+        **_denoised(config),
         "seed": config.seed,
         "format": 1,  # raised when equal settings begin to mean another model
     }

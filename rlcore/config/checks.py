@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.diffusion import check_diffusion
 from rlcore.config.environments import check_environment
 from rlcore.config.names import check_names
 from rlcore.config.publication import check_adapters, check_transport
@@ -244,6 +245,7 @@ def _shown(c: RunConfig) -> str:
 RULES = (
     check_names,
     *TASK_RULES,
+    check_diffusion,
     _step_sizes,
     _truncation,
     _corrections,

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlcore.corrections.formulas.numerics import total
 from rlcore.interfaces import Reduce
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
-from rlcore.learner.sequences import of_episode
+from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_next_tokens
 from rlcore.types import Episode, Group, StepTensors, TokenScores
 
 _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLES + sample_index
@@ -104,6 +104,8 @@ class StepBatch:
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: Scored | None = None  # under the frozen starting policy
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
+    # masked diffusion: some of its records under two draws of their estimate (`estimates.py`)
+    twice: tuple[list[ScoredSequence], list[ScoredSequence]] = ([], [])
 
     @property
     def tokens(self) -> int:
@@ -169,8 +171,10 @@ def build_batch(
     with_topk: bool,
     device: torch.device,
     sharper: Mapping[str, float] | None = None,
+    read: Reader = read_next_tokens,
 ) -> StepBatch:
     """Tensors of one rank's groups. `sharper`: of the tokens of each task (`TokenSequence`).
+    `read`: how the model reads a record.
 
     Raises ValueError for an episode without a reward: buffers leave those out.
     """
@@ -207,7 +211,7 @@ def build_batch(
     arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
     tasks = tuple(g.prompt_id.partition("/")[0] for g in groups for _ in g.episodes)
     sharpness = [(sharper or {}).get(task, 1.0) for task in tasks]
-    tokens: list[EpisodeTokens] = [of_episode(e, s) for e, s in zip(episodes, sharpness)]
+    tokens: list[EpisodeTokens] = [of_episode(e, s, read) for e, s in zip(episodes, sharpness)]
     return StepBatch(tokens, sent, arrival, rows.turns(), tasks)
 
 

@@ -20,10 +20,12 @@ from rlcore.learner.policy import Attention, Policy, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.learner.registry import ENGINES
+from rlcore.learner.sequences import Reader, masked_reader, read_next_tokens
 from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
 from rlcore.learner.split_loading import Split
 from rlcore.learner.update import Update
+from rlcore.models.masked_folder import mask_token_id
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 
@@ -40,6 +42,7 @@ class Parts:
     companions: tuple[Companion, ...]
     layout: Layout
     costs: PassCosts | None  # of the policy, where its sequences may share prefixes
+    read: Reader  # how the models read a record
 
 
 def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
@@ -70,7 +73,14 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
     layout = _layout(spec, models.attention)
-    return Parts(reduce, engine, update, tuple(companions), layout, models.costs)
+    return Parts(reduce, engine, update, tuple(companions), layout, models.costs, reader_of(job))
+
+
+def reader_of(job: LearnerJob) -> Reader:
+    """How the job's models read a record. Raises UserError for a folder without a mask token."""
+    if job.diffusion is None:
+        return read_next_tokens
+    return masked_reader(mask_token_id(job.model_path))
 
 
 class _Models:
@@ -82,7 +92,8 @@ class _Models:
         self._split = split
         self._device = device
         self._spec = job.learner
-        self.attention = _attention(job.learner)
+        # the kernels for packed sequences are causal
+        self.attention: Attention = "sdpa" if job.diffusion is not None else _attention(job.learner)
         #: of a pass of the policy, while all policies loaded may share prefixes
         self.costs: PassCosts | None = None
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
@@ -133,7 +144,8 @@ class _Models:
         spec = self._spec
         dense = self._job.sparse is None and self.attention == "sdpa"
         # unproven on GPUs, whose kernels for long masked rows are others
-        return spec.share_prefix == "auto" and dense and spec.device == "cpu"
+        causal = self._job.diffusion is None
+        return spec.share_prefix == "auto" and dense and causal and spec.device == "cpu"
 
     def _shares(self, lm: nn.Module) -> bool:
         reason = share_prefixes(lm, divided=self._split is not None)

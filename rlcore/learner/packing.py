@@ -1,11 +1,12 @@
 """Micro-batches of variable count under a token budget, in layouts that compute the same thing.
 
 sorted: rows of like length, right-padded. Causal attention keeps padding out of every real
-position, so no mask is made. packed: one row, `position_ids` restarting at each sequence (for a
-variable-length kernel, flash-attn's or torch's; with SDPA transformers derives the block-diagonal
-mask from the positions). shared: one row of the distinct prefixes of the sequences, so that a
-group's prompt is computed once for all its responses (see `attention/shared_prefix.py`); chosen
-instead of the others where the model's attention allows it and it is less work.
+position, so no mask is made; sequences that attend in both directions have `segments`.
+packed: one row, `position_ids` restarting at each sequence (for a variable-length kernel,
+flash-attn's or torch's; with SDPA transformers derives the block-diagonal mask from the
+positions). shared: one row of the distinct prefixes of the sequences, so that a group's prompt is
+computed once for all its responses (see `attention/shared_prefix.py`); chosen instead of the
+others where the model's attention allows it and it is less work.
 
 An episode is one row of results, whatever number of sequences it takes: its columns go on from part
 to part, and its parts share a micro-batch, so that losses over sequences see all of it.
@@ -24,10 +25,10 @@ from torch import Tensor
 from rlcore.attention.shared_rows import SharedRows, TreeRow
 from rlcore.learner.costs import PassCosts
 from rlcore.learner.prefixes import PrefixTree, in_batches
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import ScoredSequence, TokenSequence
 
 Layout = Literal["sorted", "packed"]
-EpisodeTokens = Sequence[TokenSequence]  # the parts of one episode, in order; usually one
+EpisodeTokens = Sequence[ScoredSequence]  # the parts of one episode, in order; usually one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class MicroBatch:
     # [N] float32: `TokenSequence.sharper` of each token; None: 1 everywhere
     sharper: Tensor | None = None
     shared: SharedRows | None = None  # in the shared layout: how attention reads its positions
+    # [R, W] int64, where attention has no order: a position attends to those of its row with the
+    # same number; None: to all of them, or only to those before it in a causal model
+    segments: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -90,8 +94,8 @@ def pack(
     parts = [tuple(s for s in episode if s.scored) for episode in episodes]
     batches = _plain_batches(parts, micro_batch_tokens, layout)
     if costs is not None:
-        shared = in_batches(parts, micro_batch_tokens)
-        trees = [PrefixTree.of(_sequences(parts, batch)) for batch in shared]
+        shared = in_batches([_causal(parts, [i]) for i in range(len(parts))], micro_batch_tokens)
+        trees = [PrefixTree.of(_causal(parts, batch)) for batch in shared]
         work = sum(costs.plain(*_plain_shape(parts, batch, layout)) for batch in batches)
         if sum(map(costs.shared, trees)) < work:
             rows = [_shared_row(tree, device) for tree in trees]
@@ -101,8 +105,13 @@ def pack(
     return [_micro_batch(parts, b, laid, device) for b, laid in zip(batches, rows)]
 
 
-def _sequences(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenSequence]:
+def _sequences(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[ScoredSequence]:
     return [s for i in batch for s in parts[i]]
+
+
+def _causal(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenSequence]:
+    """The same, of which only causal ones have prefixes in common (`learner/build.py`)."""
+    return [s for s in _sequences(parts, batch) if isinstance(s, TokenSequence)]
 
 
 def _plain_batches(parts: Sequence[EpisodeTokens], budget: int, layout: Layout) -> list[list[int]]:
@@ -161,7 +170,7 @@ class _Laid:
     shared: SharedRows | None = None
 
 
-def _padded_rows(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
+def _padded_rows(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     width = max(len(s) for s in sequences)
     # which token pads is of no consequence: no real position attends to it
     input_ids = np.full((len(sequences), width), pad_id, dtype=np.int64)
@@ -172,7 +181,7 @@ def _padded_rows(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
     return _Laid(input_ids, positions, places)
 
 
-def _packed_row(sequences: Sequence[TokenSequence], pad_id: int) -> _Laid:
+def _packed_row(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     lengths = [len(s) for s in sequences]
     ends = np.cumsum(lengths)
     input_ids = np.concatenate([s.inputs for s in sequences])[None]
@@ -207,10 +216,27 @@ def _micro_batch(
     }
     tensors = {n: torch.from_numpy(np.array(a, dtype=np.int64)) for n, a in arrays.items()}
     moved = {name: t.to(device) for name, t in tensors.items()}
-    return MicroBatch(**moved, sharper=_sharper(sequences, device), shared=laid.shared)
+    segments = _segments(sequences, laid, device)
+    sharper = _sharper(sequences, device)
+    return MicroBatch(**moved, sharper=sharper, shared=laid.shared, segments=segments)
 
 
-def _sharper(sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor | None:
+def _segments(
+    sequences: Sequence[ScoredSequence], laid: _Laid, device: torch.device | str
+) -> Tensor | None:
+    """The sequence of each position, 0 for padding; None where every row is one whole sequence, or
+    attention is causal."""
+    if not any(s.bidirectional for s in sequences):
+        return None
+    numbers = np.zeros(laid.input_ids.shape, np.int64)
+    for n, places in enumerate(laid.places, start=1):
+        numbers.reshape(-1)[places] = n
+    if (numbers == numbers[:, :1]).all():
+        return None
+    return torch.from_numpy(numbers).to(device)
+
+
+def _sharper(sequences: Sequence[ScoredSequence], device: torch.device | str) -> Tensor | None:
     if all(s.sharper == 1 for s in sequences):
         return None
     values = np.repeat([s.sharper for s in sequences], [s.scored for s in sequences])

@@ -1,4 +1,4 @@
-"""The causal LM as the learner runs it: the base model up to its last hidden state, then the
+"""The LM as the learner runs it: the base model up to its last hidden state, then the
 chunked head pass."""
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def load_causal_lm(
     split: Split | None = None,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """A local Hugging Face causal LM in `dtype`, able to attend sparsely too if `sparse`.
+    """A local Hugging Face causal LM in `dtype`, able to attend sparsely too if `sparse`, or a
+    masked-diffusion model of LLaDA's form.
 
     `split`: each of its parameters is divided among the ranks as it is read, on `device`, where the
     folder names them as transformers does. Dropout of its configuration is set to 0, in exports as
@@ -53,6 +54,8 @@ def load_causal_lm(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
+
+    import rlcore.models.llada  # noqa: F401  # registers its architecture
 
     disable_progress_bar()
     if not Path(path).is_dir():
@@ -143,7 +146,7 @@ def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
 
 
 class Policy(nn.Module):
-    """A causal LM of which only the positions that predict a sampled token go through the head:
+    """An LM of which only the positions that predict a sampled token go through the head:
     logits of a whole batch never exist."""
 
     def __init__(self, lm: nn.Module, sparse: SparseSpec | None = None) -> None:
@@ -169,6 +172,8 @@ class Policy(nn.Module):
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
         """What the attention of every layer reads of a micro-batch, made once."""
+        if mb.segments is not None:
+            return {"segments": mb.segments}
         implementation = self.lm.config._attn_implementation  # type: ignore[union-attr]
         if mb.shared is not None:
             if implementation != SHARED_PREFIX:

@@ -23,9 +23,10 @@ from rlcore.learner.batch import (
     staleness_split,
 )
 from rlcore.learner.build import build_parts
+from rlcore.learner.estimates import read_twice, variance
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
 from rlcore.learner.selection import keep_accepted, selection_metrics
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
 from rlcore.learner.steps import take_step
@@ -49,6 +50,7 @@ class LearnerRank(RankState):
         self._reduce = parts.reduce
         self._layout = parts.layout
         self._costs = parts.costs
+        self._read = parts.read
         self._sharper = {
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
         }
@@ -90,9 +92,13 @@ class LearnerRank(RankState):
             with_topk=self._update.topk > 0,
             device=self.engine.device,
             sharper=self._sharper,
+            read=self._read,
         )
         batch = built(groups)
         batch.micro = self._micro_batches(batch.episodes)
+        diffusion = self.job.diffusion
+        if diffusion is not None:
+            batch.twice = read_twice(groups, self._read, diffusion.prompt_masking)
         if self.job.keep_by_acceptance is None:
             return batch
         ref = self._update.score_ref(batch)
@@ -117,10 +123,12 @@ class LearnerRank(RankState):
         batch.ref_is_old = not first
         self._fresh = False
         self._taken += 1
+        estimates = self._estimate_variance(batch)
         gradient = self._update.run(batch, step, first=first)
         what = f"optimizer step {step}"
         metrics = (
             batch.metrics
+            | estimates
             | gradient.metrics
             | take_step(
                 self.engine,
@@ -172,7 +180,7 @@ class LearnerRank(RankState):
 
     # ----- supervised learning and scoring -----
 
-    def sft_step(self, step: int, examples: Sequence[TokenSequence]) -> dict[str, float]:
+    def sft_step(self, step: int, examples: Sequence[ScoredSequence]) -> dict[str, float]:
         """One optimizer step of cross-entropy on this rank's examples.
 
         The loss is the mean over the scored tokens of all ranks, at temperature 1. Returns global
@@ -187,7 +195,7 @@ class LearnerRank(RankState):
         return metrics | {"time/learner_update_s": time.monotonic() - start}
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[TokenSequence], *, of: str = POLICY) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[ScoredSequence], *, of: str = POLICY) -> list[np.ndarray]:
         """Log-probs [S] float32 of each sequence's sampled tokens, as training takes them.
 
         `of`: the policy, or a companion by its name.
@@ -199,6 +207,15 @@ class LearnerRank(RankState):
             for row, index in enumerate(mb.episodes.tolist()):
                 out[index] = logp[mb.row == row].cpu().numpy()
         return out
+
+    def _estimate_variance(self, batch: StepBatch) -> dict[str, float]:
+        """Of the log-probs' estimate (`estimates.py`); nothing for a causal model, whose log-probs
+        are exact. Collective."""
+        if self.job.diffusion is None:
+            return {}
+        scored = [self.score(sequences) for sequences in batch.twice]
+        pairs = [(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(*scored)]
+        return variance(pairs, self._reduce)
 
     def _seed(self, step: int) -> None:
         """A step's randomness depends on its number, so there is no state to save."""

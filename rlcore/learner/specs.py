@@ -8,6 +8,7 @@ from typing import Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec
+from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import SamplingSpec
@@ -234,6 +235,7 @@ class LearnerJob:
     # at which each of several tasks is sampled, by label; empty: sampling.temperature
     task_temperatures: Mapping[str, float] = field(default_factory=dict)
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
+    diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
 
 
 @dataclass(frozen=True, slots=True)

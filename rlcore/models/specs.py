@@ -42,11 +42,28 @@ class WarmUpSpec(Spec):
     cache_dir: str = setting("cache/warmup", "folder where warmed-up models are kept and reused")
 
 
+class DiffusionSpec(Spec):
+    """A masked-diffusion model, and how its responses are denoised (papers/ais.txt, C.2)."""
+
+    block: int = setting(
+        32, "a response is denoised in blocks, one after the other", unit="tokens", gt=0
+    )
+    tokens_per_step: int = setting(
+        2, "most confident tokens of a block that a denoising step unmasks", gt=0
+    )
+    prompt_masking: float = setting(
+        0.15, "share of the prompt that is hidden in the estimate of log-probs", ge=0, lt=1
+    )
+
+
 class ModelSpec(Spec):
     """The starting policy: a model folder, or a fresh small model."""
 
     path: str | None = setting(None, "Hugging Face folder of the starting policy")
     fresh: FreshModelSpec | None = setting(None, "made when path is null")
+    diffusion: DiffusionSpec | None = setting(
+        None, "the model is a masked-diffusion one, of LLaDA's form; null: it is causal"
+    )
     max_len: int = setting(
         512, "longest episode that an engine or learner must hold", unit="tokens", gt=1
     )
@@ -60,3 +77,9 @@ class ModelSpec(Spec):
             raise UserError(
                 f"{key}.path=null needs {key}.fresh: choose model=tiny or give {key}.path=FOLDER."
             )
+        fresh = self.fresh if self.path is None and self.diffusion is not None else None
+        refuse(
+            fresh is not None and fresh.heads * fresh.head_dim != fresh.hidden_size,
+            f"{key}.fresh.hidden_size={fresh and fresh.hidden_size} is not {key}.fresh.heads * "
+            f"{key}.fresh.head_dim, as it must be with {key}.diffusion.",
+        )

@@ -25,7 +25,8 @@ def check_model(job: EngineJob) -> None:
 
 def check_length(config: dict[str, Any], max_len: int, *, whose: str = "the model") -> None:
     """Raise UserError if the model has fewer than `max_len` positions."""
-    limit = config.get("max_position_embeddings")
+    # LLaDA's form has another key for them
+    limit = config.get("max_position_embeddings", config.get("max_sequence_length"))
     if limit is not None and max_len > limit:
         raise UserError(
             f"model.max_len={max_len} is beyond the {limit} positions of {whose}: choose at most "

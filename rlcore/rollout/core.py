@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,13 +28,15 @@ class CoreRequest:
 
 
 class Output(NamedTuple):
-    """What one step sampled for one request."""
+    """What one step sampled for one request. Without tokens it says that the core has begun with
+    it."""
 
     request_id: str
     tokens: list[int]
     # ids and log-probs [tokens, >= k+1], the sampled token first; None if none were asked for
     rows: tuple[np.ndarray, np.ndarray] | None
     finish: FinishReason | None  # None: unfinished
+    extras: Mapping[str, np.ndarray] | None = None  # of a finished one: further arrays by name
 
 
 class DecodeCore(Protocol):

@@ -6,7 +6,10 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.registry import resolve
 from rlcore.rollout.specs import EngineJob
 
-ENGINES: dict[str, str] = {"vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine"}
+ENGINES: dict[str, str] = {
+    "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
+    "diffusion": "rlcore.rollout.engines.diffusion.engine:DiffusionEngine",
+}
 
 
 def start_engine(job: EngineJob) -> RolloutEngine:

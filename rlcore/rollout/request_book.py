@@ -191,6 +191,7 @@ class RequestBook:
             contexts += context
             tokens += len(out.tokens)
             draw.extend(out.tokens, out.rows)
+            draw.extras |= out.extras or {}
             if (reason := self._finish_reason(draw, out)) is not None:
                 del self.active[out.request_id]
                 done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))
@@ -203,7 +204,7 @@ class RequestBook:
         return {
             i: d.decoded_s + (0.0 if d.decoding_since is None else now - d.decoding_since)
             for i, d in self.active.items()
-            if d.tokens
+            if d.started
         }
 
     def _finish_reason(self, draw: Draw, out: Output) -> FinishReason | None:
@@ -238,15 +239,15 @@ class RequestBook:
         return self._draining and not self.active
 
     def withdraw(self, *, started: bool) -> list[Draw]:
-        """Take requests out of the core, in order: those without a token and, if `started`, those
-        with tokens too."""
-        draws = [d for d in self.active.values() if started or not d.tokens]
+        """Take requests out of the core, in order: those that it has not begun with and, if
+        `started`, the others too."""
+        draws = [d for d in self.active.values() if started or not d.started]
         ids = [d.request.request_id for d in draws]
         spent = self.decoding_s()
         for request_id, draw in zip(ids, draws, strict=True):
             # Its time in the queue after it is resubmitted does not count.
             draw.decoded_s = spent.get(request_id, 0.0)
-            draw.decoding_since = None
+            draw.withdrawn()
             del self.active[request_id]
         self._core.abort(ids)
         return draws

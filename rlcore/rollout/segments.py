@@ -31,10 +31,11 @@ class Draw:
     # (first token, version); the last one is current
     switches: list[tuple[int, int]] = field(default_factory=list)
     queued_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None  # when its first token arrived
+    started_at: float | None = None  # when its first output arrived
     resubmissions: int = 0  # after an abort, with the tokens it had
     decoding_since: float | None = None  # on the book's clock; None: it waits for its next token
     decoded_s: float = 0.0  # before it was withdrawn last
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays of its record
     # rows [n, >= k+1] int32, column 0 the sampled token
     _ids: list[np.ndarray] = field(default_factory=list)
     _logp: list[np.ndarray] = field(default_factory=list)  # the same shape, float32
@@ -42,6 +43,17 @@ class Draw:
 
     def __post_init__(self) -> None:
         self.switches.append((0, self.version))
+
+    @property
+    def started(self) -> bool:
+        """Whether an engine works on it, or has sampled some of it."""
+        return self.started_at is not None
+
+    def withdrawn(self) -> None:
+        """It left its engine; what it has sampled stays."""
+        self.decoding_since = None
+        if not self.tokens:
+            self.started_at = None
 
     def extend(self, token_ids: list[int], rows: tuple[np.ndarray, np.ndarray] | None) -> None:
         """Append the tokens of one step and their log-prob rows."""
@@ -117,6 +129,7 @@ class Draw:
             draw_id=self.draw_id,
             purpose=request.purpose,
             timings={"queue_s": started - self.queued_at, "generate_s": now - started},
+            extras=self.extras,
         )
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlcore.attention.specs import SparseSpec
-from rlcore.models.specs import FreshModelSpec
+from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
@@ -51,7 +51,7 @@ class ActorSpec(RoundingSpec):
     """Engines of one kind."""
 
     kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
-    engine: str = setting("vllm", "rollout engine, or file.py:Class")
+    engine: str = setting("vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion")
     count: int = setting(1, "engines of this kind", gt=0)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
@@ -211,7 +211,7 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
         "say of their actor: use rounding=none, or kind=bf16 or fp8.",
     )
     refuse(
-        actor.rounding != "none" and not actor.on_cpu,
+        actor.rounding != "none" and not actor.on_cpu and actor.engine != "diffusion",
         f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus="
         f"{actor.num_gpus:g} has the real thing: use rounding=none with kind=fp8.",
     )
@@ -245,6 +245,8 @@ class EngineJob:
     transfer: Literal["nccl", "ipc"] | None = None
     # published by itself, over the weights in model_path; None: whole weights are published
     adapter: AdapterShape | None = None
+    # how a masked-diffusion model denoises; None: the model is causal
+    diffusion: DiffusionSpec | None = None
 
     @property
     def key(self) -> str:

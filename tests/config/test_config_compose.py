@@ -37,6 +37,11 @@ DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]
 LEAN = ["task.rewards.proof.lean.url=http://host:8000"]
 PAPER_PATHS = ["model.path=folder", *DATA]
 COMPANIONS = {
+    "model=diffusion": [
+        "actor.bf16.engine=diffusion",
+        "rollout.logprobs_k=0",
+        "schedule=on_policy",
+    ],
     "environment=endpoint": ["model=smollm2"],
     "correction=rapid": ["algorithm=rapid"],
     "correction=dppo": ["algorithm=dppo"],

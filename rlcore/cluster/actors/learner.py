@@ -15,7 +15,7 @@ import ray
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.write_behind import Discarded, WriteBehind
 from rlcore.errors import DeadlineExceeded
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.references import ShardLost
 from rlcore.serialization import StoredGroup, load_group
@@ -127,7 +127,7 @@ class LearnerActor:
     def log_ratios(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         return self.rank.log_ratios(samples)
 
-    def sft_step(self, step: int, examples: Sequence[TokenSequence]) -> dict[str, float]:
+    def sft_step(self, step: int, examples: Sequence[ScoredSequence]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)
 
     # ---- weights ---------------------------------------------------------------------------------

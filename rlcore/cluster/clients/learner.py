@@ -12,7 +12,7 @@ from rlcore.cluster.clients.ranks import Ask, RankGroup, deal
 from rlcore.cluster.clients.rollout import RayRolloutActor
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.receivers import RayReceivers
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import ScoredSequence
 from rlcore.loop.clients import (
     ActorClient,
     Batch,
@@ -209,10 +209,10 @@ class RayLearner(LearnerClient):
     def _export(self, folder: str) -> Ask:
         return lambda handle: handle.export.remote(folder)
 
-    def sft_step(self, step: int, shares: Sequence[Sequence[TokenSequence]]) -> dict[str, float]:
+    def sft_step(self, step: int, shares: Sequence[Sequence[ScoredSequence]]) -> dict[str, float]:
         """One supervised step of the policy, a share of examples for each rank; metrics. Blocks."""
 
-        def ask(share: Sequence[TokenSequence]) -> Ask:
+        def ask(share: Sequence[ScoredSequence]) -> Ask:
             return lambda handle: handle.sft_step.remote(step, list(share))
 
         asks = [ask(share) for share in shares]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine, StepLoad, WeightStream
+from rlcore.interfaces import WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
+from rlcore.rollout.booked import BookedEngine
 from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.core import VllmCore
 from rlcore.rollout.engines.vllm.held_weights import HeldWeights
@@ -21,7 +22,7 @@ from rlcore.rollout.transfer import EngineTransfer
 from rlcore.types import OnPublish, Request, Trajectory
 
 
-class VllmEngine(RolloutEngine):
+class VllmEngine(BookedEngine):
     """One in-process vLLM engine. Not thread-safe: one thread owns it."""
 
     def __init__(self, job: EngineJob) -> None:
@@ -36,7 +37,7 @@ class VllmEngine(RolloutEngine):
         self.core = VllmCore(job, vocab)
         self._weights = HeldWeights(job.model_path, self.core, job.actor, job.adapter)
         self._keep_kv = job.actor.kv_on_update == "keep"
-        self._book = RequestBook(
+        book = RequestBook(
             self.core,
             job,
             load_tokenizer(job.model_path),
@@ -44,36 +45,13 @@ class VllmEngine(RolloutEngine):
             # Blocks of older weights stay cached then: new requests must not reuse them.
             salted=self._keep_kv,
         )
-        self._ready: list[Trajectory] = []  # finished by an update
+        super().__init__(book)
         self._warm_up(job.logprobs_k)
         gc.collect()
         # Loaded modules live as long as the process: no need to scan them during generation.
         gc.freeze()
 
     # -- requests ----------------------------------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        """Policy version that the tokens sampled now carry."""
-        return self._book.version
-
-    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
-        """Queue requests, all or none, some of them with the tokens that another engine sampled.
-        Raises ValueError for one that the engine cannot serve."""
-        self._book.add(requests, begun)
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Drop requests; unknown ids are ignored."""
-        self._book.abort(request_ids)
-
-    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
-        """Drop requests and return what they have so far."""
-        return self._book.cut(request_ids)
-
-    def unfinished(self) -> int:
-        """Requests queued, running, held back by a drain, or finished by an update and not yet
-        given by `step`."""
-        return self._book.unfinished() + len(self._ready)
 
     def running(self) -> int:
         """Requests in the current batch."""
@@ -87,29 +65,7 @@ class VllmEngine(RolloutEngine):
         # A new thread takes torch's thread count at its first torch operation on many values, but
         # vLLM's attention plans with OpenMP's before that: read it, which sets OpenMP's.
         torch.get_num_threads()
-        done, self._ready = self._ready, []
-        return done + self._book.decode() if self._book.active else done
-
-    def load_of_step(self) -> StepLoad:
-        """What the last step had to do."""
-        return self._book.step_load
-
-    def decoding_s(self) -> dict[str, float]:
-        """Seconds of decode steps since the first token of each request that has one; waiting and
-        loading weights do not count."""
-        return self._book.decoding_s()
-
-    def begin_drain(self) -> None:
-        """Let the requests that have sampled a token finish; hold back all others and all new."""
-        self._book.begin_drain()
-
-    def end_drain(self) -> None:
-        """Queue what was held back, in order, under the current version."""
-        self._book.end_drain()
-
-    def drained(self) -> bool:
-        """True if a drain was begun and nothing runs any more."""
-        return self._book.drained()
+        return super().step()
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -130,9 +86,7 @@ class VllmEngine(RolloutEngine):
         self._ready += self._book.settle()
         if on_publish == "finish":
             self._book.begin_drain()
-            while self._book.active:
-                self._ready += self._book.decode()
-            self._ready += self._book.settle()
+            self._finish_active()
             self._switch(version, weights, running=False)
             self._book.end_drain()
         elif on_publish == "abort":
@@ -157,11 +111,6 @@ class VllmEngine(RolloutEngine):
                 "vLLM did not drop its prefix cache: keys and values of older weights would be "
                 "reused"
             )
-
-    def set_version(self, version: int) -> None:
-        """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
-        self._ready += self._book.settle()
-        self._book.set_version(version)
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them: see `HeldWeights.checksums`."""

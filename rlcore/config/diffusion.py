@@ -1,0 +1,134 @@
+"""Rules on masked-diffusion models, by which what is for causal ones alone is refused: pure
+functions of a `RunConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.config.schema import RunConfig
+from rlcore.corrections.specs import DvpSpec
+from rlcore.rollout.specs import ActorSpec
+from rlcore.spec import refuse
+
+ENGINE = "diffusion"
+
+
+def check_diffusion(c: RunConfig) -> None:
+    """Whether everything that reads the model fits its kind."""
+    for label, actor in c.actor.items():
+        _check_engine(c, f"actor.{label}", actor)
+    if c.model.diffusion is None:
+        return
+    for label, actor in c.actor.items():
+        _check_actor(f"actor.{label}", actor)
+    _check_sampling(c)
+    _check_learning(c)
+    _check_transport(c)
+
+
+def _check_engine(c: RunConfig, key: str, actor: ActorSpec) -> None:
+    masked = c.model.diffusion is not None
+    refuse(
+        masked and actor.engine == "vllm",
+        f"{key}.engine=vllm decodes causal models, and model.diffusion is set: use "
+        f"{key}.engine={ENGINE}.",
+    )
+    refuse(
+        not masked and actor.engine == ENGINE,
+        f"{key}.engine={ENGINE} denoises masked-diffusion models, and model.diffusion is null: "
+        "choose model=diffusion, or engine=vllm.",
+    )
+
+
+def _check_actor(key: str, actor: ActorSpec) -> None:
+    refuse(
+        actor.kind not in ("bf16", "fp8"),
+        f"{key}.kind={actor.kind} is of causal models, and model.diffusion is set: choose bf16, or "
+        "fp8 with a rounding.",
+    )
+    refuse(
+        actor.quantised_by_engine and actor.rounding == "none",
+        f"{key}.kind=fp8 has no kernels in {key}.engine={ENGINE}: set {key}.rounding=fp8, which "
+        "rounds the weights and computes in the actor's dtype.",
+    )
+    refuse(
+        actor.tensor_parallel > 1,
+        f"{key}.tensor_parallel={actor.tensor_parallel} cannot split a model in {key}.engine="
+        f"{ENGINE}: use 1 and raise {key}.count.",
+    )
+    # What the engine would ignore, by the value that asks for nothing.
+    for name, nothing in _VLLM_ONLY.items():
+        value = getattr(actor, name)
+        refuse(
+            value != nothing and value is not False,
+            f"{key}.{name}={value} is a setting of vLLM, and {key}.engine={ENGINE} would ignore "
+            f"it: leave it at {'null' if nothing is None else nothing}.",
+        )
+
+
+_VLLM_ONLY: dict[str, Any] = {
+    "kv_on_update": "recompute",
+    "fp8_kv_cache": False,
+    "second_runner": None,
+    "async_scheduling": None,
+    "logit_noise": 0.0,
+    "temperature_scale": 1.0,
+}
+
+
+def _check_sampling(c: RunConfig) -> None:
+    refuse(
+        c.rollout.logprobs_k != 0,
+        f"rollout.logprobs_k={c.rollout.logprobs_k} asks for the top of the distribution that a "
+        "token was drawn from, and with model.diffusion its log-prob is an estimate: use 0.",
+    )
+    stops = {"rollout": c.rollout.stop} | {f"task.{n}": c.rollout_of(n).stop for n in c.tasks}
+    for key, stop in stops.items():
+        refuse(
+            bool(stop),
+            f"{key}.stop={list(stop)} ends a response at a token, and with model.diffusion it ends "
+            "at its end of sequence alone: leave it empty.",
+        )
+    refuse(
+        c.schedule.on_publish == "in_flight",
+        "schedule.on_publish=in_flight would change the model in the middle of a response, whose "
+        "log-probs model.diffusion estimates in one pass of one version: use finish or abort.",
+    )
+    refuse(
+        bool(c.played),
+        "environment= plays episodes of several turns, and with model.diffusion a response is one "
+        "canvas: use environment=none.",
+    )
+    for label, spec in c.correction.chosen().items():
+        refuse(
+            spec.rejects or spec.needs_topk or isinstance(spec, DvpSpec),
+            f"correction={label} rests on the distribution that each token was drawn from, and "
+            "with model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
+            "another that weighs by ratios.",
+        )
+
+
+def _check_learning(c: RunConfig) -> None:
+    learner = c.learner
+    on = {
+        "learner.distill": learner.distill is not None,
+        "learner.draft": learner.draft is not None,
+        "learner.train_sparse": learner.train_sparse,
+        "algorithm.keep_best_by=acceptance": c.algorithm.kept_by_learner is not None,
+    }
+    for key, used in on.items():
+        refuse(used, f"{key} is made for causal actors, and model.diffusion is set: leave it off.")
+    refuse(
+        learner.attention not in ("auto", "sdpa"),
+        f"learner.attention={learner.attention} is causal, and a model with model.diffusion "
+        "attends in both directions: use sdpa.",
+    )
+
+
+def _check_transport(c: RunConfig) -> None:
+    lora = c.learner.lora
+    refuse(
+        lora is not None and any(t.rpartition(".")[2] == "ff_out" for t in lora.targets),
+        "learner.lora.targets names ff_out, which is the head of LLaDA's form too, and the head is "
+        "read without an adapter: leave ff_out out.",
+    )

@@ -1,0 +1,1 @@
+"""Masked-diffusion models as a rollout engine, on torch alone."""
