@@ -109,8 +109,8 @@ def check_kind(config: RunConfig, model: Mapping[str, Any]) -> None:
         check_masked(model, whose=whose)
     refuse(
         config.model.diffusion is None and is_masked(model),
-        f"{whose} is a masked-diffusion model (model_type={model.get('model_type')}): choose "
-        "model=diffusion, which says how it is denoised.",
+        f"{whose} is a masked-diffusion model (model_type={model.get('model_type')}): set "
+        "model.diffusion={} and actor.*.engine=diffusion.",
     )
 
 

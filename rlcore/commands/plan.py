@@ -99,6 +99,11 @@ def check_simulated(config: RunConfig) -> None:
         "environment= cannot be planned: turns and the time of tools are not simulated. Plan the "
         "run with environment=none.",
     )
+    refuse(
+        config.model.diffusion is not None,
+        "model.diffusion cannot be planned: a forecast decodes token by token. Plan a run of a "
+        "causal model.",
+    )
     learner = config.learner
     companion = "distill" if learner.distill else "draft" if learner.draft else None
     refuse(

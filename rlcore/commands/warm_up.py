@@ -24,6 +24,7 @@ from rlcore.errors import UserError
 from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
+from rlcore.models.masked_folder import mask_token_id
 from rlcore.models.masking import masked_answer
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
@@ -114,7 +115,8 @@ def supervise(
         source = prepared.prompts.another_walk(
             run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
         )
-        another = _examples(config, source, prepared.tokenizer)
+        mask_id = None if config.model.diffusion is None else mask_token_id(start)
+        another = _examples(config, source, prepared.tokenizer, mask_id)
         began = time.monotonic()
         note(f"warm-up: {warmup.steps} supervised steps of {warmup.batch_size} worked answers")
         for step in range(warmup.steps):
@@ -131,10 +133,14 @@ def supervise(
         learner.kill()
 
 
-def _examples(config: RunConfig, prompts: Prompts, tokenizer: Any) -> Callable[[], ScoredSequence]:
-    """A function that gives the next worked answer, or the next worked episode."""
+def _examples(
+    config: RunConfig, prompts: Prompts, tokenizer: Any, mask_id: int | None = None
+) -> Callable[[], ScoredSequence]:
+    """A function that gives the next worked answer, or the next worked episode. `mask_id`: of a
+    masked-diffusion model."""
     jobs, makers = roles.environment_jobs(config), {}
-    masks = MaskedAnswers(config, tokenizer) if config.model.diffusion is not None else None
+    end = int(tokenizer.eos_token_id)
+    masks = None if mask_id is None else MaskedAnswers(config, mask_id, end)
 
     def another() -> ScoredSequence:
         item = prompts.next()
@@ -170,11 +176,13 @@ class MaskedAnswers:
     """Makes worked answers what a masked-diffusion model learns from: on a whole canvas, partly
     hidden (`models/masking.py`)."""
 
-    def __init__(self, config: RunConfig, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, mask_id: int, end: int) -> None:
+        """`end`: the end of sequence."""
         assert config.model.diffusion is not None
         self._config = config
         self._share = config.model.diffusion.prompt_masking
-        self._mask_id, self._end = int(tokenizer.mask_token_id), int(tokenizer.eos_token_id)
+        self._mask_id = mask_id
+        self._end = end
         self._rng = np.random.default_rng(derive_seed(config.seed, "warm-up/masks"))
 
     def __call__(self, one: TokenSequence, label: str) -> MaskedSequence:

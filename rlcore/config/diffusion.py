@@ -7,6 +7,7 @@ from typing import Any
 
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.specs import DvpSpec
+from rlcore.models.masked_folder import LAYERS
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 
@@ -23,7 +24,7 @@ def check_diffusion(c: RunConfig) -> None:
         _check_actor(f"actor.{label}", actor)
     _check_sampling(c)
     _check_learning(c)
-    _check_transport(c)
+    _check_adapters(c)
 
 
 def _check_engine(c: RunConfig, key: str, actor: ActorSpec) -> None:
@@ -125,10 +126,12 @@ def _check_learning(c: RunConfig) -> None:
     )
 
 
-def _check_transport(c: RunConfig) -> None:
+def _check_adapters(c: RunConfig) -> None:
     lora = c.learner.lora
+    allowed = [name for name in LAYERS if name != "ff_out"]
+    other = [t for t in lora.targets if t not in allowed] if lora is not None else []
     refuse(
-        lora is not None and any(t.rpartition(".")[2] == "ff_out" for t in lora.targets),
-        "learner.lora.targets names ff_out, which is the head of LLaDA's form too, and the head is "
-        "read without an adapter: leave ff_out out.",
+        bool(other),
+        f"learner.lora.targets holds {' and '.join(other)}, and of LLaDA's form only "
+        f"{', '.join(allowed)} can have an adapter (ff_out is the head's name too).",
     )

@@ -138,6 +138,8 @@ class LladaForMaskedDiffusion(PreTrainedModel):
     _no_split_modules = ["LladaBlock"]  # noqa: RUF012
 
     def __init__(self, config: LladaConfig) -> None:
+        # what is saved again is no remote code's
+        vars(config).pop("auto_map", None)
         super().__init__(config)
         self.model = LladaStack(config)
         self.post_init()

@@ -29,6 +29,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "multi_query_attention": (None, False),
     "block_group_size": (1,),
 }
+# Linear layers of its blocks. The last one's name is that of the head too.
+LAYERS = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
 _SIZES = ("d_model", "n_heads", "n_layers", "mlp_hidden_size", "max_sequence_length")
 
 

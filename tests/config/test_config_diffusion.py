@@ -3,6 +3,7 @@
 import pytest
 
 from rlcore.commands.model_checks import check_kind
+from rlcore.commands.plan import check_simulated
 from rlcore.config.compose import load
 from rlcore.errors import UserError
 
@@ -29,6 +30,7 @@ REFUSED = [  # words; parts of the sentence
         ["sdpa"],
     ),
     (["learner.lora={targets: [q_proj, ff_out]}"], ["learner.lora.targets", "ff_out"]),
+    (["learner.lora={}"], ["learner.lora.targets", "o_proj", "attn_out"]),
     (["learner.lora={publish: adapter, targets: [q_proj]}"], ["publish=adapter", "merged"]),
     (["algorithm.keep_best=4", "algorithm.keep_best_by=acceptance"], ["keep_best_by=acceptance"]),
     (["model.fresh.head_dim=16"], ["model.fresh.hidden_size=128"]),
@@ -60,6 +62,11 @@ def test_what_is_for_causal_models_is_refused(words, said):
 @pytest.mark.parametrize("words", ACCEPTED, ids=lambda w: " ".join(w))
 def test_what_goes_with_it_is_accepted(words):
     assert load([*BASE, *words]).model.diffusion is not None
+
+
+def test_a_forecast_is_not_of_masked_diffusion():
+    with pytest.raises(UserError, match=r"model\.diffusion cannot be planned"):
+        check_simulated(load(BASE))
 
 
 def test_the_engine_alone_is_no_masked_diffusion():
