@@ -215,9 +215,7 @@ METRICS: tuple[Metric, ...] = (
         "sum",
     ),
     Metric("train/<statistic>", "1", "size and shape of the training batch"),
-    Metric(
-        "estimate/<statistic>", "nats²", "variance of masked diffusion's log-probs, by prompt mask"
-    ),
+    Metric("estimate/<statistic>", "nats²", "variance of masked diffusion's log-probs by mask"),
     Metric("loss/sparse_policy", "1", "policy loss of the sparse copy (DistillSparse)"),
     Metric(
         "loss/distill_kl",
