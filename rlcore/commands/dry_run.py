@@ -9,6 +9,7 @@ from pathlib import Path
 from rlcore.cluster.placement import free_port
 from rlcore.cluster.ray_cluster import check_cluster, joined_address
 from rlcore.commands import roles
+from rlcore.commands.memory import check_memory, memory_lines
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
@@ -32,11 +33,15 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     `words`: rates for a forecast, as of `rlcore plan`. An existing cluster is joined and left
     again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
     """
+    if config.model.path is not None:  # before what else may be wrong with a model so large
+        check_memory(config, None)
     prepared = prepare(config)
     config = prepared.config
     refuse_another_run(config)
     _check_writable(Path(config.run_dir))
     start = _start(config, prepared)
+    if config.model.path is None:
+        check_memory(config, prepared.tokenizer)
     _check_places(config, prepared)
     pace = expected(config, words or {})
     print("rlcore train, dry run: every check before the start passed; nothing is started.\n")
@@ -112,6 +117,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "schedule", [_schedule(config), *_changed(config.schedule)]
     yield "learner", _learner(config)
     yield "resources", _resources(config, prepared)
+    yield "memory", memory_lines(config, prepared.tokenizer)
     yield "writes", _writes(config)
 
 

@@ -26,6 +26,9 @@ class LaunchSpec(Spec):
     nodes: int = setting(1, "slurm, kubernetes: machines that roles run on", gt=0)
     cpus_per_node: int = setting(8, "slurm, kubernetes: CPUs of each", gt=0)
     gpus_per_node: int = setting(0, "slurm, kubernetes: GPUs of each", ge=0)
+    gpu_memory_gib: float | None = setting(
+        None, "of each GPU; a dry run refuses what needs more; null: not checked", unit="GiB", gt=0
+    )
     memory_gib_per_node: int | None = setting(
         None, "required by kubernetes; null: slurm's default", unit="GiB", gt=0
     )

@@ -30,6 +30,8 @@ MANDATORY = {
     "math_fp8_gpu": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "fp8_8xh100": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "fp8_4nodes": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "dense_32b_16gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "experts_64gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "sparse_h200": ["model.path=folder", "task.args.train_path=train.jsonl"],
 }
 # the papers' settings at full scale: a reader fills in paths only

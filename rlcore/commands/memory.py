@@ -1,0 +1,127 @@
+"""What a run's processes hold at most, by role, and whether it fits on its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlcore.commands.sizes import linear_shapes
+from rlcore.config.schema import RunConfig
+from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.specs import FreshModelSpec
+from rlcore.planner.memory import (
+    GIB,
+    ModelSizes,
+    Parts,
+    actor_rank,
+    in_words,
+    learner_host,
+    learner_rank,
+    total,
+)
+from rlcore.spec import refuse
+from rlcore.weights.adapters import AdapterShape, adapter_shapes
+
+KEY = "cluster.launch.gpu_memory_gib"
+
+
+def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
+    """One line for each role. `tokenizer`: the policy's."""
+    sizes = _sizes(config, tokenizer)
+    if sizes is None:
+        return ["not counted: config.json does not say the sizes of a layer"]
+    lines = [f"{role}: {in_words(parts)}" for role, _, parts in _on_gpus(config, sizes)]
+    host = learner_host(
+        sizes,
+        config.learner,
+        bucket_bytes=config.cluster.bucket_mib << 20,
+        trained=_trained(config),
+    )
+    if not config.learner.num_gpus:
+        rank = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
+        lines.append(f"learner rank: {in_words(rank)}")
+    return [*lines, f"learner rank's host: {in_words(host)}"]
+
+
+def check_memory(config: RunConfig, tokenizer: Any) -> None:
+    """Raise UserError for a role that needs more than the GPUs of `cluster.launch` have.
+    `tokenizer`: read where the model is fresh."""
+    room = config.cluster.launch.gpu_memory_gib
+    sizes = _sizes(config, tokenizer)
+    if room is None or sizes is None:
+        return
+    for role, share, parts in _on_gpus(config, sizes):
+        own = share * room
+        advice = (
+            "raise learner.ranks, set learner.zero_stage=3 or learner.gradient_checkpointing=true, "
+            "or lower learner.micro_batch_tokens"
+            if role.startswith("learner")
+            else f"raise {role.split()[0]}.tensor_parallel"
+        )
+        refuse(
+            total(parts) > own * GIB,
+            f"{KEY}={room:g} gives the {role} {own:.1f} GiB, and it needs {in_words(parts)}: "
+            f"{advice}.",
+        )
+
+
+def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
+    """(role, share of a GPU that it may fill, what it holds) of every role on GPUs."""
+    learner, bucket = config.learner, config.cluster.bucket_mib << 20
+    if learner.num_gpus:
+        parts = learner_rank(sizes, learner, kl=_has_kl(config), trained=_trained(config))
+        yield "learner rank", learner.num_gpus, parts
+    for label, actor in config.actor.items():
+        if actor.num_gpus and actor.kind != "draft":
+            held = actor_rank(sizes, actor, bucket_bytes=bucket, max_len=config.model.max_len)
+            yield f"actor.{label} rank", actor.gpu_memory_utilization, held
+
+
+def _has_kl(config: RunConfig) -> bool:
+    return config.algorithm.kl_coef > 0
+
+
+def _trained(config: RunConfig) -> float | None:
+    """Entries that are trained, where those are adapters; None: all."""
+    lora = config.learner.lora
+    if lora is None:
+        return None
+    factors = adapter_shapes(_shapes(config), AdapterShape(lora.rank, lora.targets))
+    return float(sum(rows * columns for rows, columns in factors.values()))
+
+
+def _shapes(config: RunConfig) -> Mapping[str, tuple[int, ...]]:
+    if config.model.path is not None:
+        return read_shapes(config.model.path)
+    assert config.model.fresh is not None
+    return linear_shapes(config.model.fresh)
+
+
+def _sizes(config: RunConfig, tokenizer: Any) -> ModelSizes | None:
+    """None for a config.json with other names than most have."""
+    if config.model.path is None:
+        assert config.model.fresh is not None
+        return _fresh(config.model.fresh, len(tokenizer))
+    try:
+        return ModelSizes.of(read_config(config.model.path), read_shapes(config.model.path))
+    except KeyError:
+        return None
+
+
+def _fresh(spec: FreshModelSpec, alphabet: int) -> ModelSizes:
+    vocabulary = spec.vocab_size or alphabet
+    shapes: dict[str, tuple[int, ...]] = {**linear_shapes(spec)}
+    shapes["model.layers.0.self_attn.q_norm.weight"] = (spec.head_dim,)
+    shapes["model.embed_tokens.weight"] = (vocabulary, spec.hidden_size)
+    if not spec.tie_embeddings:
+        shapes["lm_head.weight"] = (vocabulary, spec.hidden_size)
+    described = {
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "intermediate_size": spec.intermediate_size,
+        "vocab_size": vocabulary,
+    }
+    return ModelSizes.of(described, shapes)

@@ -1,0 +1,211 @@
+"""Peak memory of a run's processes by what holds it, counted from shapes: nothing is loaded.
+
+The learner's figures follow what DeepSpeed 0.19 allocates (`learner/engines/deepspeed.py`), and are
+compared with what real ranks of small models hold in benchmarks/memory_table.py. Allocators and
+libraries add to them; nothing here has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlcore.learner.specs import LearnerSpec
+from rlcore.rollout.specs import ActorSpec
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+BUCKET = 5e8  # entries of DeepSpeed's buffer of gradients under reduction
+LIVE = 1e9  # entries that ZeRO-3 keeps gathered at most (stage3_max_live_parameters)
+GROUP = 1e9  # entries that ZeRO-3 updates at a time (sub_group_size)
+_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
+
+Parts = dict[str, float]  # bytes by what holds them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What memory depends on. `of` reads it; lengths are in entries.
+
+    Example: ModelSizes(8.2e9, 6.2e8, 36, 4096, 151936, 4096, 1024, 12288, True)
+    """
+
+    parameters: float
+    largest: float  # of one parameter as it is trained: a layer's experts are stacked
+    layers: int
+    hidden: int
+    vocabulary: int
+    queries: int  # of a position in a layer
+    keys: int
+    inner: int  # width of the MLP that a position goes through
+    qk_norm: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
+        """Of a config.json, and the shapes of all weights by Hugging Face name."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        stacked: dict[str, int] = {}
+        for name, size in sizes.items():
+            found = _EXPERT.fullmatch(name)
+            if found is None:
+                stacked[name] = size
+            else:
+                kind = "down" if found["kind"] == "down" else "gate_up"
+                label = f"{found['layer']}.{kind}"
+                stacked[label] = stacked.get(label, 0) + size
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        chosen = config.get("num_experts_per_tok") or 0
+        expert = config.get("moe_intermediate_size") or 0
+        return cls(
+            parameters=float(sum(sizes.values())),
+            largest=float(max(stacked.values())),
+            layers=int(config["num_hidden_layers"]),
+            hidden=int(config["hidden_size"]),
+            vocabulary=int(config["vocab_size"]),
+            queries=heads * head_dim,
+            keys=int(config.get("num_key_value_heads") or heads) * head_dim,
+            inner=int(chosen * expert or config.get("intermediate_size") or 0),
+            qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
+        )
+
+    def position_bytes(self, width: int) -> float:
+        """Kept for the backward pass of one position in one layer, in a dtype of `width` bytes: the
+        two norms (in float32), attention with a variable-length kernel, and the gated MLP."""
+        norm = 4 + 2 * width
+        attended = self.queries + self.keys
+        kept = 2 * norm * self.hidden + 2 * width * attended + 4 * width * self.inner
+        return kept + (norm * attended if self.qk_norm else 0)
+
+    def key_bytes(self, tokens: int, width: int = 2) -> float:
+        """Keys and values of a sequence."""
+        return 2.0 * self.layers * self.keys * width * tokens
+
+
+def learner_rank(
+    sizes: ModelSizes, spec: LearnerSpec, *, kl: bool = False, trained: float | None = None
+) -> Parts:
+    """Peak bytes on the device of one rank, in a backward pass or at the optimizer step, whichever
+    is more.
+
+    `kl`: a frozen policy is held beside the trained one. `trained`: entries that are trained; None:
+    all.
+    """
+    own = sizes.parameters if trained is None else trained
+    parts = _held(sizes, spec, own)
+    if kl:
+        parts["frozen policy"] = parts["weights"]
+    passing, step = _passing(sizes, spec, own), _step(sizes, spec, own)
+    return parts | (passing if total(passing) > total(step) else step)
+
+
+def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
+    """What a rank always holds."""
+    stage, ranks, mixed = spec.zero_stage, spec.ranks, spec.compute_dtype != "float32"
+    weights = BYTES[spec.compute_dtype] * sizes.parameters
+    parts: Parts = {
+        "weights": weights / ranks if stage == 3 else weights,
+        # stage 0 trains the weights themselves
+        "masters and moments": 8.0 * own if stage == 0 else 12.0 * own / ranks,
+    }
+    if stage == 1 and mixed:
+        parts["gradients"] = 4.0 * own
+    if stage == 3:
+        parts["gradients"] = 4.0 * own / ranks
+        parts["bucket of gradients"] = 4.0 * min(BUCKET, own)
+    return parts
+
+
+def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
+    """What a forward and backward pass holds beside it. Models that fit into one bucket of
+    gradients are reduced at its end, when activations are gone."""
+    stage, width = spec.zero_stage, BYTES[spec.compute_dtype]
+    mixed = width < 4
+    parts = _activations(sizes, spec, width)
+    bucket = min(BUCKET, own)
+    if stage == 0 or stage == 1:
+        parts["gradients on their way"] = width * own
+        parts["bucket of gradients"] = 0.0 if stage == 0 or mixed else 4.0 * bucket
+    elif stage == 2:
+        reduced = 4.0 * own / spec.ranks
+        flush = (8.0 if mixed else 4.0) * bucket
+        if own > BUCKET:
+            return parts | {"gradients": reduced, "bucket of gradients": flush}
+        if flush + reduced > width * bucket + total(parts):
+            return {"gradients": reduced, "bucket of gradients": flush}
+        parts["bucket of gradients"] = width * bucket
+    else:
+        parts["gathered layers"] = width * min(sizes.parameters, LIVE)
+        # reduced in float32, whatever they are computed in
+        parts["gradients on their way"] = 4.0 * bucket if mixed else 0.0
+    return parts
+
+
+def _activations(sizes: ModelSizes, spec: LearnerSpec, width: int) -> Parts:
+    tokens = spec.micro_batch_tokens
+    layer = sizes.position_bytes(width) * tokens
+    kept = layer * sizes.layers
+    if spec.gradient_checkpointing:
+        kept = layer + sizes.layers * sizes.hidden * width * tokens
+    chunk = min(spec.head_chunk_tokens, max(64, tokens // 8))
+    logits = chunk * sizes.vocabulary * (8.0 + (width if width < 4 else 0))
+    return {"activations": kept, "logits": logits}
+
+
+def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
+    """What an optimizer step holds beside what is always held."""
+    stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
+    if stage == 0:
+        return {"gradients": 4.0 * own, "optimizer": 8.0 * sizes.largest}
+    mine = own / spec.ranks
+    if stage == 3:
+        mine = min(mine, GROUP)  # updated in groups
+    # torch's AdamW makes two temporaries, its fused kernel on GPUs none
+    parts: Parts = {"optimizer": 0.0 if spec.num_gpus else 8.0 * mine}
+    parts["gradients being applied"] = 4.0 * mine
+    if not mixed and stage < 3:
+        parts["gradients reduced"] = 4.0 * (own if stage == 1 else mine)
+    if mixed and stage == 1:  # applied where they are
+        parts["gradients being applied"] = 2.0 * mine
+    return parts
+
+
+def learner_host(
+    sizes: ModelSizes, spec: LearnerSpec, *, bucket_bytes: float, trained: float | None = None
+) -> Parts:
+    """Peak bytes in the host memory of one rank: a checkpoint on its way to the disk, and, on rank
+    0, a publication by the object store."""
+    own = sizes.parameters if trained is None else trained
+    largest = sizes.largest * BYTES[spec.compute_dtype]
+    return {
+        "checkpoint": 12.0 * own / spec.ranks,
+        "publication": 2 * max(bucket_bytes, largest) + largest,
+    }
+
+
+def actor_rank(sizes: ModelSizes, actor: ActorSpec, *, bucket_bytes: float, max_len: int) -> Parts:
+    """Least bytes on the GPU of one rank of an engine: its weights, a sequence of the longest kind,
+    and the buckets of weights that arrive."""
+    width = 1.0 if actor.kind == "fp8" and actor.rounding == "none" else 2.0
+    if actor.compute_dtype == "float32":
+        width = 4.0
+    keys = sizes.key_bytes(max_len, 1 if actor.fp8_kv_cache else 2)
+    return {
+        "weights": width * sizes.parameters / actor.tensor_parallel,
+        "keys of one sequence": keys / actor.tensor_parallel,
+        "arriving weights": 2 * max(bucket_bytes, sizes.largest * 2),
+    }
+
+
+def total(parts: Parts) -> float:
+    """Bytes of all parts."""
+    return sum(parts.values())
+
+
+def in_words(parts: Parts) -> str:
+    """Example: "41.2 GiB: weights 4.0, gradients 8.0, ..." """
+    shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    return f"{total(parts) / GIB:.1f} GiB: {shown}"

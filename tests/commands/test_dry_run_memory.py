@@ -1,0 +1,115 @@
+"""Memory by role in a dry run, of models whose weights are not there: a file of the right size
+without content, behind a real header."""
+
+import json
+import math
+import string
+
+import pytest
+
+from rlcore.cli import main
+from rlcore.commands import dry_run
+from rlcore.models.fresh import build_char_tokenizer
+
+QWEN3_32B = {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+QWEN3_235B = {
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+
+
+def hollow_folder(folder, kind, settings):
+    """A model folder of these sizes that takes no space."""
+    import transformers
+
+    from rlcore.learner.meta import meta_shapes
+
+    config = getattr(transformers, kind)(max_position_embeddings=16384, **settings)
+    config.save_pretrained(folder)
+    build_char_tokenizer(string.printable).save_pretrained(folder)
+    header, at = {}, 0
+    for name, shape in meta_shapes(config).items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        f.truncate(8 + len(text) + at)
+    return at / 2
+
+
+def words(tmp_path, experiment, *more):
+    row = json.dumps({"problem": "1+1", "solution": "\\boxed{2}", "answer": "2"})
+    (tmp_path / "d.jsonl").write_text("\n".join([row] * 600))
+    data = [f"task.args.{part}_path={tmp_path}/d.jsonl" for part in ("train", "heldout")]
+    run = [f"experiment={experiment}", f"model.path={tmp_path}/m", f"run_dir={tmp_path}/x"]
+    return ["train", "dry_run=true", *run, *data, *more]
+
+
+@pytest.fixture
+def no_cluster(monkeypatch):
+    """On a machine without GPUs, so that the cluster itself is not looked at."""
+    monkeypatch.setattr(dry_run, "check_cluster", lambda *args, **kwargs: None)
+
+
+def test_a_dense_model_of_32b_fits_16_gpus_and_is_refused_on_fewer_ranks(
+    tmp_path, capsys, no_cluster
+):
+    parameters = hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    assert 32.7e9 < parameters < 32.9e9
+    assert main(words(tmp_path, "dense_32b_16gpus")) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "16 GPUs on" in shown
+    for part in (
+        "memory       learner rank: 68.",
+        "masters and moments 30.5",
+        "actor.fp8 rank: ",
+        "weights 15.3",
+        "learner rank's host: ",
+        "checkpoint 30.5",
+    ):
+        assert part in shown, (part, shown)
+    assert main(words(tmp_path, "dense_32b_16gpus", "learner.ranks=8")) == 2
+    said = capsys.readouterr().err
+    for part in ("cluster.launch.gpu_memory_gib=79", "learner rank 79.0 GiB", "moments 45.8"):
+        assert part in said, (part, said)
+    assert "raise learner.ranks" in said
+    tight = ("cluster.launch.gpu_memory_gib=72", "actor.fp8.gpu_memory_utilization=0.2")
+    assert main(words(tmp_path, "dense_32b_16gpus", *tight)) == 2
+    assert "raise actor.fp8.tensor_parallel" in capsys.readouterr().err
+
+
+def test_a_mixture_on_64_gpus_is_refused_with_the_numbers_where_it_does_not_fit(
+    tmp_path, capsys, no_cluster
+):
+    parameters = hollow_folder(tmp_path / "m", "Qwen3MoeConfig", QWEN3_235B)
+    assert 234e9 < parameters < 236e9
+    assert main(words(tmp_path, "experts_64gpus")) == 2
+    said = capsys.readouterr().err
+    assert "learner rank 79.0 GiB" in said and "masters and moments 54.7" in said
+    # with room enough, what engines on GPUs do not take yet is what remains
+    assert main(words(tmp_path, "experts_64gpus", "cluster.launch.gpu_memory_gib=160")) == 2
+    assert "which actor.bf16.num_gpus=1 cannot serve yet" in capsys.readouterr().err
+
+
+def test_memory_is_printed_of_a_run_on_cpus(tmp_path, capsys):
+    assert main(["train", "dry_run=true", "experiment=quickstart", f"run_dir={tmp_path}/x"]) == 0
+    assert "learner rank: 0.1 GiB: " in capsys.readouterr().out

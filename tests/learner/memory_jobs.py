@@ -1,0 +1,69 @@
+"""What real ranks of a small model hold, beside what is counted for them."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from learner_helpers import ALPHABET, make_groups, make_job, make_place, on_ranks
+
+from rlcore.learner.rank import LearnerRank
+from rlcore.models.folder import read_config, read_shapes
+from rlcore.models.fresh import build_fresh_model
+from rlcore.models.specs import FreshModelSpec
+from rlcore.planner.memory import ModelSizes, learner_rank, total
+from rlcore.testing.live_bytes import LiveBytes
+
+SHAPE = FreshModelSpec(
+    hidden_size=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate_size=768
+)
+CASES = [(stage, "float32") for stage in (0, 1, 2, 3)]
+CASES += [(stage, "bfloat16") for stage in (1, 2, 3)]
+
+
+def options(stage: int, dtype: str, world: int) -> dict[str, Any]:
+    return {
+        "zero_stage": stage,
+        "dtype": dtype,
+        "ranks": world,
+        "micro_batch_tokens": 512,
+        "gradient_checkpointing": True,
+        "share_prefix": "off",
+    }
+
+
+def most_held(rank: int, world: int, port: int, model: str) -> dict[tuple[int, str], int]:
+    """(stage, dtype) -> largest number of bytes alive in the second of two steps."""
+    found = {}
+    for stage, dtype in CASES:
+        with LiveBytes() as live:
+            job = make_job(model, **options(stage, dtype, world))
+            one = LearnerRank(job, make_place(rank, world, port))
+            groups = make_groups(4, samples=8)
+            for step in range(2):
+                gc.collect()
+                live.most = live.now
+                one.begin_phase([groups])
+                one.train_step(step)
+            found[stage, dtype] = live.most
+        del one
+        gc.collect()
+    return found
+
+
+def compared(world: int) -> dict[tuple[int, str], tuple[float, float]]:
+    """(stage, dtype) -> MiB that are counted for a rank, and that rank 0 held at most."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_fresh_model(Path(folder) / "m", ALPHABET, SHAPE, seed=0, max_len=512)
+        model = str(path)
+        sizes = ModelSizes.of(read_config(model), read_shapes(model))
+        held = on_ranks(world, most_held, model)[0]
+    return {
+        case: (
+            total(learner_rank(sizes, make_job(model, **options(*case, world)).learner)) / 2**20,
+            size / 2**20,
+        )
+        for case, size in held.items()
+    }

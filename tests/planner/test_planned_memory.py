@@ -1,0 +1,63 @@
+import pytest
+
+from rlcore.learner.specs import LearnerSpec
+from rlcore.planner.memory import ModelSizes, actor_rank, learner_host, learner_rank, total
+from rlcore.rollout.specs import ActorSpec
+
+SIZES = ModelSizes(8e9, 6e8, 36, 4096, 152_000, 4096, 1024, 12288, True)
+ON_GPUS = {"num_gpus": 1, "dtype": "bfloat16", "micro_batch_tokens": 8192}
+
+
+def spec(**settings):
+    return LearnerSpec(**{**ON_GPUS, "gradient_checkpointing": True, **settings})
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_what_is_divided_shrinks_with_the_ranks_and_what_is_not_stays(ranks):
+    one = {stage: learner_rank(SIZES, spec(zero_stage=stage)) for stage in (1, 2, 3)}
+    many = {stage: learner_rank(SIZES, spec(zero_stage=stage, ranks=ranks)) for stage in one}
+    for stage in (1, 2, 3):
+        state = "masters and moments"
+        assert many[stage][state] == one[stage][state] / ranks == 12 * 8e9 / ranks
+        assert many[stage]["activations"] == one[stage]["activations"]
+        weights = 2 * 8e9 / (ranks if stage == 3 else 1)
+        assert many[stage]["weights"] == weights
+    assert total(many[3]) < total(many[2]) < total(many[1])
+
+
+def test_the_reference_is_divided_as_the_policy_is():
+    for stage in (2, 3):
+        parts = learner_rank(SIZES, spec(zero_stage=stage, ranks=8), kl=True)
+        assert parts["frozen policy"] == parts["weights"] == 2 * 8e9 / (8 if stage == 3 else 1)
+
+
+def test_adapters_have_small_states():
+    parts = learner_rank(SIZES, spec(zero_stage=3, ranks=8), trained=4e7)
+    assert parts["masters and moments"] == 12 * 4e7 / 8 and parts["weights"] == 2e9
+
+
+def test_a_host_holds_its_part_of_a_checkpoint_and_two_buckets():
+    parts = learner_host(SIZES, spec(ranks=8), bucket_bytes=2**29)
+    assert parts["checkpoint"] == 12 * 8e9 / 8
+    assert parts["publication"] == 3 * 2 * 6e8  # the largest tensor is more than a bucket
+
+
+def test_an_engine_rank_holds_its_share():
+    actor = ActorSpec(num_gpus=1, tensor_parallel=2)
+    parts = actor_rank(SIZES, actor, bucket_bytes=2**29, max_len=32768)
+    assert parts["weights"] == 8e9
+    assert parts["keys of one sequence"] == 2 * 36 * 1024 * 2 * 32768 / 2
+    fp8 = actor_rank(SIZES, ActorSpec(kind="fp8", num_gpus=1), bucket_bytes=2**29, max_len=32768)
+    assert fp8["weights"] == 8e9
+
+
+def test_experts_count_stacked_as_a_rank_gathers_them():
+    shapes = {"model.embed_tokens.weight": (100, 8)}
+    for expert in range(16):
+        for kind, shape in (("gate", (4, 8)), ("up", (4, 8)), ("down", (8, 4))):
+            shapes[f"model.layers.0.mlp.experts.{expert}.{kind}_proj.weight"] = shape
+    config = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
+    config |= {"vocab_size": 100, "num_experts_per_tok": 3, "moe_intermediate_size": 4}
+    sizes = ModelSizes.of(config, shapes)
+    assert sizes.largest == 16 * 2 * 32 and sizes.inner == 12
+    assert sizes.parameters == 800 + 16 * 96
