@@ -135,10 +135,8 @@ class Draw:
     def _arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(logp_inf [S] float32, topk_ids [S, k] int32, topk_logp [S, k] float32)."""
         t, k = len(self.tokens), self.request.sampling.logprobs_k
-        topk_ids = np.full((t, max(k, 0)), -1, np.int32)
-        topk_logp = np.full((t, max(k, 0)), -np.inf, np.float32)
         if k < 0 or t == 0:  # NaN if none were requested, so that using them is noticed
-            return np.full(t, np.nan, np.float32), topk_ids, topk_logp
+            return np.full(t, np.nan, np.float32), *_padding(t, max(k, 0))
         if not self._ids:
             raise RuntimeError(f"{self.request.request_id}: the engine gave no log-prob rows")
         ids, logp = _joined(self._ids, k + 1), _joined(self._logp, k + 1)
@@ -147,9 +145,19 @@ class Draw:
                 f"{self.request.request_id}: the engine's log-prob rows do not match its tokens"
             )
         # Tokens cut off by top-p, top-k or min-p have no log-prob.
-        topk_ids[:, : ids.shape[1] - 1] = np.where(np.isfinite(logp[:, 1:]), ids[:, 1:], -1)
-        topk_logp[:, : ids.shape[1] - 1] = logp[:, 1:]
+        topk_logp = np.ascontiguousarray(logp[:, 1:])
+        topk_ids = np.where(np.isfinite(topk_logp), ids[:, 1:], np.int32(-1))
+        if ids.shape[1] <= k:
+            more_ids, more_logp = _padding(t, k + 1 - ids.shape[1])
+            topk_ids = np.concatenate([topk_ids, more_ids], axis=1)
+            topk_logp = np.concatenate([topk_logp, more_logp], axis=1)
         return np.ascontiguousarray(logp[:, 0], np.float32), topk_ids, topk_logp
+
+
+def _padding(tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log-probs) [tokens, columns] where there is no entry."""
+    shape = (tokens, columns)
+    return np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
 
 
 def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:

@@ -24,6 +24,10 @@ T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
 MAX_UNDELIVERED = 64  # messages in transit to one process above which delivery waits
 RECHECK_S = 1.0
+# Finished work is handed over at most this often while there is more. A message costs each of its
+# receivers about a millisecond; but the next turn of an episode waits for the one before.
+HAND_OVER_S = 0.2
+HAND_OVER_TURNS_S = 0.05
 
 
 class RolloutActor:
@@ -60,7 +64,8 @@ class RolloutActor:
         self.engine = start_engine(job.engine)
         self.players = self._players(job)
         finished = self.players.finished if self.players else self.delivery.put
-        self.worker = RolloutWorker(self.engine, finished)
+        interval = HAND_OVER_TURNS_S if self.players else HAND_OVER_S
+        self.worker = RolloutWorker(self.engine, finished, flush_interval_s=interval)
         if self.players:
             self.players.start(self.worker)
         self.transport: Any = make_transport(self._hosting)
