@@ -47,12 +47,17 @@ class TrainEngine(Protocol):
 
     @staticmethod
     def splitter(spec: LearnerSpec) -> Split | None:
-        """What divides each parameter among the ranks as a model is loaded; None: the engine is
-        given whole models."""
+        """What divides each parameter among the ranks as a model is loaded; None, which is the
+        default: the engine is given whole models."""
+        return None
 
     @staticmethod
     def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
-        """A policy without gradients, loaded as the trained one is, and held as it is."""
+        """A policy without gradients, loaded as the trained one is, and held as it is: by default
+        whole."""
+        from rlcore.learner.policy import FrozenPolicy
+
+        return FrozenPolicy(policy.to(device))
 
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
         """Scores of a micro-batch; gradients according to torch's grad mode."""

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from learner_helpers import PlainEngine
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlcore.errors import UserError
-from rlcore.learner.policy import load_causal_lm
+from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.specs import LearnerSpec
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
@@ -43,3 +45,25 @@ def test_two_passes_over_one_policy_agree_whatever_dropout_its_folder_asks_for(t
     make(tmp_path)
     lm = load_causal_lm(tmp_path, "float32", "sdpa").train()
     assert torch.equal(lm(IDS).logits, lm(IDS).logits)
+
+
+def test_a_folder_with_other_names_is_read_whole_where_it_would_be_divided(tmp_path, caplog):
+    folder = build_fresh_model(tmp_path, "01", SPEC, seed=0, max_len=32)
+    expected = load_causal_lm(folder, "float32", "sdpa")
+    weights = load_file(folder / "model.safetensors")
+    plain = {name.removeprefix("model."): w for name, w in weights.items()}
+    save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    asked = []
+    with caplog.at_level("INFO", logger="rlcore.learner.policy"):
+        lm = load_causal_lm(folder, "float32", "sdpa", split=asked.append)
+    assert "reads the whole model in every rank" in caplog.text and not asked
+    assert torch.equal(lm(IDS).logits, expected(IDS).logits)
+
+
+def test_an_engine_that_divides_nothing_holds_the_frozen_policy_whole(tmp_path):
+    folder = build_fresh_model(tmp_path, "01", SPEC, seed=0, max_len=32)
+    policy = Policy(load_causal_lm(folder, "float32", "sdpa"))
+    assert PlainEngine.splitter(LearnerSpec()) is None
+    frozen = PlainEngine.frozen(policy, LearnerSpec(), torch.device("cpu"))
+    assert isinstance(frozen, FrozenPolicy) and frozen.policy is policy
+    assert not any(p.requires_grad for p in policy.parameters())
