@@ -247,4 +247,5 @@ def test_a_model_is_asked_whether_its_attention_follows(kind, options, reason):
     ],
 )
 def test_sparse_attention_and_gpus_compute_every_prompt_anew(options, may):
-    assert build._Models(make_job("nowhere", **options))._may_share() == may
+    models = build._Models(make_job("nowhere", **options), None, torch.device("cpu"))
+    assert models._may_share() == may
