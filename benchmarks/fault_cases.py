@@ -90,7 +90,7 @@ def buffer_killed(folder: Path) -> tuple[Job, Outcome]:
 @fault("graders' process killed")
 def scorer_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
-    return job, recovers(job, kill(job, "ScorerActor"), "was restarted")
+    return job, recovers(job, kill(job, "ScorerActor"), "died with its queue")
 
 
 @fault("Ray's head (GCS) killed")

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
+from rlcore.cluster.clients.node_scorers import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.ray_cluster import head_answers
 from rlcore.errors import DeadlineExceeded, RoleLost
@@ -31,12 +32,15 @@ class RayRoleWatch(RoleWatch):
         supervision: SupervisionSpec,
         note: Callable[[str], None],
         shards: RayShards,
+        beside: RayNodeScorers,
     ) -> None:
+        """`scorer`: the graders beside the driver; `beside`: those beside actors."""
         self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
         self._scorer = scorer
         self._spec = supervision
         self._note = note
         self._shards = shards
+        self._beside = beside
 
     async def run(
         self,
@@ -53,7 +57,7 @@ class RayRoleWatch(RoleWatch):
             for shard in await self._shards.watch():
                 await shard_lost(shard)
             now = await self._scorer_pid()
-            if now != scorer:
+            if now != scorer or await self._beside.watch():
                 scorer = now
                 await scorer_restarted()
             for sentence in await self._scorer_notes():

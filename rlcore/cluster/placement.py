@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlcore.cluster.calls import get
 from rlcore.errors import UserError
+from rlcore.launch.specs import ACTOR_RESOURCE
 
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
 PORTS = range(20000, 32768)  # below those that outgoing connections draw theirs from
@@ -33,6 +34,23 @@ def beside_driver() -> NodeAffinitySchedulingStrategy:
 def bound_to(resource: str, *, own_nodes: bool) -> dict[str, float]:
     """The custom resource that binds a role to its nodes, when the learner has nodes of its own."""
     return {resource: SLIVER} if own_nodes else {}
+
+
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """This node and no other."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
+
+
+def other_actor_nodes(*, own_nodes: bool) -> Mapping[str, Mapping[str, float]]:
+    """Resources by id of the living nodes that rollout actors may be on, but the driver's."""
+    here = ray.get_runtime_context().get_node_id()
+    return {
+        node["NodeID"]: node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"]
+        and node["NodeID"] != here
+        and (not own_nodes or ACTOR_RESOURCE in node["Resources"])
+    }
 
 
 def rendezvous(

@@ -17,6 +17,7 @@ from rlcore.cluster.actors.rollout import RolloutActor
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.calls import get
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RayScorer
+from rlcore.cluster.clients.node_scorers import scorer_name
 from rlcore.cluster.clients.ranks import RankGroup
 from rlcore.cluster.clients.rollout import Reply
 from rlcore.cluster.clients.shards import fetch_records
@@ -61,6 +62,7 @@ def start_scorer(hosting: Hosting, buffer: RayBuffer, job: ScorerJob) -> RayScor
     actor = actor_class(
         ScorerActor,
         num_cpus=0,
+        name=scorer_name(buffer.name),  # those of other nodes find it by this
         scheduling_strategy=beside_driver(),
         max_concurrency=CALL_THREADS,
         max_restarts=hosting.supervision.max_restarts,

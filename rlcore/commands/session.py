@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
+from rlcore.cluster.clients.node_scorers import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.heartbeats import RayRoleWatch
 from rlcore.cluster.ray_cluster import cluster
@@ -73,11 +74,14 @@ class Session:
         self.scorer: RayScorer | None = None
         self.fleet: Fleet | None = None
         self.learner: RayLearner | None = None
+        self.beside: RayNodeScorers | None = None  # graders on other nodes
         # Only what is trained on is kept.
         self.shards = RayShards(self.buffer, self._hosting) if with_learner else None
         if with_actors:
             job = roles.scorer_job(config, model_path)
             self.scorer = start_scorer(self._hosting, self.buffer, job)
+            if with_learner:  # else nothing watches them
+                self.beside = RayNodeScorers(self.buffer, self._hosting, job, note)
             self.fleet = self._start_fleet(self.scorer, model_path)
         if with_learner:
             jobs = roles.learner_jobs(config, model_path, pad_id)
@@ -116,8 +120,9 @@ class Session:
         scorer, learner = self.scorer, self.learner
         assert scorer is not None and learner is not None
         supervision, note = self._config.cluster, self._note
-        assert self.shards is not None
-        watch = RayRoleWatch(self.buffer, learner, scorer, supervision, note, self.shards)
+        shards, beside = self.shards, self.beside
+        assert shards is not None and beside is not None
+        watch = RayRoleWatch(self.buffer, learner, scorer, supervision, note, shards, beside)
         return Clients(self.buffer, learner, scorer, watch)
 
     def restore(self, checkpoint: Path) -> None:
@@ -128,13 +133,15 @@ class Session:
 
     def close(self) -> None:
         """End every process of the run; those that do not end by themselves are killed."""
-        if self.scorer is not None:
+        closing: list[RayScorer | RayNodeScorers | None] = [self.scorer, self.beside]
+        for graders in closing:
             try:
-                self.scorer.close()
+                if graders is not None:
+                    graders.close()
             except Exception as e:  # whatever it is, the rest must be taken down as well
                 self._note(f"the graders did not close by themselves: {e}")
         # The buffer last: what dies before it may still be writing to it.
-        clients: list[Any] = [*self._actors(), self.learner, self.scorer, self.shards, self.buffer]
+        clients: list[Any] = [*self._actors(), self.learner, *closing, self.shards, self.buffer]
         for client in clients:
             if client is not None:
                 client.kill()

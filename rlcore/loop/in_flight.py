@@ -153,7 +153,7 @@ class GroupsInFlight:
             self._assignments.withdraw(given_up)
 
     async def reissue_unscored(self) -> None:
-        """The graders' process died with its queued answers: request again every sample that no
+        """A graders' process died with its queued answers: request again every sample that no
         actor is still sampling."""
         before = await self._buffer.in_flight()
         still_open = await self._assignments.open_requests()
@@ -165,8 +165,7 @@ class GroupsInFlight:
             in_flight = await self._buffer.in_flight(idle)
             lost = {g: before[g] for g in idle if g in in_flight}
             self._note(
-                f"the graders' process died and was restarted: {len(lost)} groups are assigned "
-                "again"
+                f"a graders' process died with its queue: {len(lost)} groups are assigned again"
             )
             await self.assign(lost)
         self._evaluator.again()

@@ -12,6 +12,7 @@ WORDS = (
     "cluster.launch.nodes=3",
     "cluster.launch.learner_nodes=1",
     "actor.bf16.count=2",
+    "actor.bf16.num_cpus=2",  # one on each node
     "cluster.heartbeat_s=1",
     "cluster.hang_timeout_s=30",
     "cluster.start_timeout_s=120",
@@ -40,7 +41,7 @@ def three_nodes():
 
 
 def _actor_node(nodes):
-    return nodes.add_node(num_cpus=1, resources={"rlcore_actor": 1000}, object_store_memory=10**8)
+    return nodes.add_node(num_cpus=2, resources={"rlcore_actor": 1000}, object_store_memory=10**8)
 
 
 @pytest.mark.slow
@@ -57,6 +58,8 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
     three_nodes.remove_node(second, allow_graceful=False)
     run.wait_for(lambda: "is replaced" in run.text, what="the loss to be seen")
     run.wait_for(lambda: "groups are sampled again" in run.text, what="its records to be missed")
+    run.wait_for(lambda: "the graders of node" in run.text, what="its graders to be missed")
+    run.wait_for(lambda: "died with its queue" in run.text, what="their answers to be asked again")
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 5, what="steps with the other node alone")
     assert "is in the rotation" not in run.text  # there is no room for a replacement yet

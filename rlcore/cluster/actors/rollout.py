@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
-MAX_UNDELIVERED = 64  # messages in transit to one process above which delivery waits
-RECHECK_S = 1.0
 # Finished work is handed over at most this often while there is more. A message costs each of its
 # receivers about a millisecond; but the next turn of an episode waits for the one before.
 HAND_OVER_S = 0.2
@@ -35,7 +33,7 @@ class RolloutActor:
     state."""
 
     def __init__(self, buffer: Any, scorer: Any, hosting: Hosting) -> None:
-        """`buffer`: (handle, name)."""
+        """`buffer`: (handle, name). `scorer`: the graders beside the driver."""
         self._buffer, self._buffer_name = buffer
         self._scorer = scorer
         self._hosting = hosting
@@ -44,7 +42,9 @@ class RolloutActor:
         self._open: set[str] = set()
 
     def start(self, job: RolloutJob) -> int:
-        from rlcore.cluster.clients.shards import RecordOutlet
+        from rlcore.cluster.clients.node_scorers import scorer_name
+        from rlcore.cluster.clients.shards import shard_name
+        from rlcore.cluster.outlets import NodeOutlet
         from rlcore.cluster.transports import make_receiver, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.asked import PromptEncoder
@@ -52,10 +52,12 @@ class RolloutActor:
         from rlcore.rollout.worker import RolloutWorker
 
         tokenizer = load_tokenizer(job.tokenizer_path)
+        node_id = ray.get_runtime_context().get_node_id()
+        graders = scorer_name(self._buffer_name, node_id)
         outlets = Outlets(
-            RecordOutlet(self._buffer, self._buffer_name),
-            _bounded(self._scorer.submit.remote),
-            _bounded(self._scorer.submit_scored.remote),
+            NodeOutlet("add_records", shard_name(self._buffer_name, node_id), self._buffer),
+            NodeOutlet("submit", graders, self._scorer),
+            NodeOutlet("submit_scored", graders, self._scorer),
             self._delivered,
         )
         decode = lambda ids: decode_response(tokenizer, ids)  # noqa: E731
@@ -212,18 +214,3 @@ class Waited(Generic[T]):
                 return
             yield item  # type: ignore[misc]
             del item
-
-
-def _bounded(send: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A sender that waits while too much of what it sent has not arrived: a slow receiver must not
-    fill this process's memory. Refusals are reported by the receiver."""
-    sent: list[Any] = []
-
-    def deliver(message: Any) -> None:
-        sent.append(send(message))
-        while len(sent) > MAX_UNDELIVERED:
-            done, _ = ray.wait(sent, num_returns=1, timeout=RECHECK_S)
-            for ref in done:
-                sent.remove(ref)
-
-    return deliver

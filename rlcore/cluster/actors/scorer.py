@@ -1,4 +1,4 @@
-"""The graders' process."""
+"""The graders' process: one beside the driver, and one on each other node of rollout actors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ Verdict = dict[str, Any]  # of one sample of an evaluation, readable
 
 
 class ScorerActor:
-    """Grader processes between rollout actors and buffer. Keeps the verdicts of evaluations."""
+    """Grader processes between rollout actors and buffer. The one beside the driver keeps the
+    verdicts of evaluations."""
 
-    def __init__(self, buffer: str, job: ScorerJob) -> None:
-        """`buffer`: its name, since Ray repeats these arguments when it restarts this process."""
+    def __init__(self, buffer: str, job: ScorerJob, home: str | None = None) -> None:
+        """`buffer`: its name, since Ray repeats these arguments when it restarts this process.
+        `home`: name of the process beside the driver, for one that is elsewhere; that one starts
+        its graders at once, since actors send to it as soon as they find it."""
         self._buffer = ray.get_actor(buffer)
+        self._home: Any = ray.get_actor(home) if home else None
         self._job = job
         # purpose -> (group id, sample index) -> verdict; keyed, because a sample that was
         # requested twice may return twice
         self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
         self._lock = threading.Lock()
         self._notes: deque[str] = deque()
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            self.start()  # Ray restarted this process, so it must start the scorer itself
+        if home or ray.get_runtime_context().was_current_actor_reconstructed:
+            self.start()  # a process that Ray restarted is not told to
 
     def start(self) -> int:
         from rlcore.models.text import decode_response, load_tokenizer
@@ -69,11 +73,15 @@ class ScorerActor:
         training = [score for answer, score in scored if answer.purpose == "train"]
         if training:
             self._buffer.add_scores.remote(training)
+        evaluated = [(answer, score) for answer, score in scored if answer.purpose != "train"]
+        if self._home is not None:
+            if evaluated:
+                self._home.submit_scored.remote(evaluated)
+            return
         with self._lock:
-            for answer, score in scored:
-                if answer.purpose != "train":
-                    key = (answer.group_id, answer.sample_index)
-                    self._evaluations[answer.purpose][key] = verdict(answer, score)
+            for answer, score in evaluated:
+                key = (answer.group_id, answer.sample_index)
+                self._evaluations[answer.purpose][key] = verdict(answer, score)
 
     def evaluation_progress(self, purpose: str) -> int:
         """Verdicts of one evaluation that have come so far."""

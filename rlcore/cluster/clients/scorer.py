@@ -1,4 +1,4 @@
-"""The client of the graders' process."""
+"""The client of a graders' process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class RayScorer(ScorerClient):
     repeats calls that it did not answer."""
 
     def __init__(self, handle: Any, started: Any, hosting: Hosting, job: ScorerJob) -> None:
+        """`started`: its answer to `start`, or a reference that is done when it has started."""
         self.handle = handle
         self.starting = [(started, "the graders to start")]
         self._hang_timeout_s = hosting.supervision.hang_timeout_s

@@ -9,21 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
 
 from rlcore.cluster.actors.shard import ShardActor
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.jobs import Hosting
-from rlcore.cluster.placement import actor_class
+from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes
 from rlcore.errors import DeadlineExceeded, StageError
-from rlcore.launch.specs import ACTOR_RESOURCE
 from rlcore.references import ShardLost
 
 FETCH_TIMEOUT_S = 300.0
-MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
-RECHECK_S = 1.0
 
 
 def shard_name(buffer: str, node_id: str) -> str:
@@ -49,21 +45,16 @@ class RayShards:
         self._buffer = buffer
         self._limit_s = hosting.supervision.hang_timeout_s
         self._own_nodes = hosting.own_nodes
-        self._here = ray.get_runtime_context().get_node_id()
         self._handles: dict[str, Any] = {}  # by name
-        self._known: set[str] = {self._here}  # nodes that were looked at
+        self._known: set[str] = set()  # nodes that have had one
         self.start()
 
     def start(self) -> None:
         """Start the shards of nodes that are new."""
-        for node in ray.nodes():
-            node_id = node["NodeID"]
-            if not node["Alive"] or node_id in self._known:
-                continue
-            self._known.add(node_id)
-            if not self._own_nodes or ACTOR_RESOURCE in node["Resources"]:
-                name = shard_name(self._buffer.name, node_id)
-                place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        for node_id in other_actor_nodes(own_nodes=self._own_nodes):
+            if node_id not in self._known:
+                self._known.add(node_id)
+                name, place = shard_name(self._buffer.name, node_id), on_node(node_id)
                 shard = actor_class(ShardActor, num_cpus=0, name=name, scheduling_strategy=place)
                 self._handles[name] = shard.remote(name, self._buffer.handle)
 
@@ -95,57 +86,3 @@ class RayShards:
 def _kill(handle: Any) -> None:
     with contextlib.suppress(RayError):
         ray.kill(handle)
-
-
-class RecordOutlet:
-    """Where a rollout actor's records go: the shard of its node, or the buffer where there is none.
-
-    Waits while too much of what it sent has not arrived. What a dead shard did not take goes to the
-    buffer.
-    """
-
-    def __init__(self, buffer: Any, buffer_name: str) -> None:
-        self._buffer = buffer
-        self._name = shard_name(buffer_name, ray.get_runtime_context().get_node_id())
-        self._shard: Any = None
-        self._failed = False
-        self._sent: dict[Any, list[bytes]] = {}  # by reference of the call
-
-    def __call__(self, records: list[bytes]) -> None:
-        self._send(records)
-        while len(self._sent) > MAX_UNDELIVERED:
-            self._settle(RECHECK_S)
-        self._settle(0.0)
-
-    def _send(self, records: list[bytes]) -> None:
-        target = self._target()
-        self._sent[target.add_records.remote(records)] = records if target is self._shard else []
-
-    def _target(self) -> Any:
-        if self._shard is None and not self._failed:
-            with contextlib.suppress(ValueError):  # there is none, or not yet
-                self._shard = ray.get_actor(self._name)
-        return self._buffer if self._shard is None else self._shard
-
-    def _settle(self, timeout_s: float) -> None:
-        """Look at what has arrived since."""
-        waiting = list(self._sent)
-        done, _ = ray.wait(
-            waiting, num_returns=len(waiting) if not timeout_s else 1, timeout=timeout_s
-        )
-        for ref in done:
-            records = self._sent.pop(ref)
-            if records and _refused(ref):
-                self._shard, self._failed = None, True
-                self._send(records)
-
-
-def _refused(ref: Any) -> bool:
-    """Whether the process died before it answered; what it raised is its own to report."""
-    try:
-        ray.get(ref)
-    except RayActorError:
-        return True
-    except RayError:
-        return False
-    return False

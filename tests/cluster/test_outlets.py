@@ -1,0 +1,62 @@
+"""Messages to a process of the own node, and to another one once that has died."""
+
+import time
+
+import pytest
+import ray
+
+from rlcore.cluster.outlets import NodeOutlet
+
+
+def receiver():
+    """An actor class; a local one, which Ray sends whole."""
+
+    class Receiver:
+        """Keeps messages; one that holds "die" ends the process before it is taken."""
+
+        def __init__(self):
+            self.taken = []
+
+        def take(self, message):
+            if "die" in message and ray.get_runtime_context().get_actor_name():
+                ray.actor.exit_actor()
+            if "refuse" in message:
+                raise ValueError("refused")
+            self.taken.append(message)
+
+        def all(self):
+            return self.taken
+
+    return ray.remote(Receiver)
+
+
+@pytest.fixture(scope="module")
+def ray_here():
+    ray.init(num_cpus=2, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+def until(found, timeout_s=60):
+    end = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.mark.cluster
+def test_what_a_dead_process_did_not_take_goes_to_the_other(ray_here):
+    actor = receiver()
+    far = actor.remote()
+    outlet = NodeOutlet("take", "near", far)
+    outlet(["before there is one"])
+    until(lambda: ray.get(far.all.remote()) == [["before there is one"]])
+    near = actor.options(name="near").remote()
+    outlet(["near"])
+    until(lambda: ray.get(near.all.remote()) == [["near"]])
+    outlet(["refuse"])  # is the receiver's to report, and is not sent again
+    outlet(["die"])
+    until(lambda: outlet([]) or ["die"] in ray.get(far.all.remote()))
+    outlet(["after"])
+    until(lambda: ["after"] in ray.get(far.all.remote()))
+    assert ["refuse"] not in ray.get(far.all.remote())
