@@ -47,7 +47,7 @@ def test_rates_of_a_run_are_written_for_the_planner(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "engine step    4 ms, 10 us a request" in said and "give a second run" in said
     rates = Rates.model_validate_json(out.read_text())
-    assert rates.lengths.prompt == 7 and rates.actor.max_running == 256
+    assert rates.lengths.prompt == 7 and rates.actor.max_running == 512
     assert 1e-6 < rates.grade_s < 0.05  # the graders were run
     quick = ["experiment=quickstart", "run_dir=unused", "schedule.groups_per_step=8"]
     assert main(["plan", *quick, f"rates={out}"]) == 0
