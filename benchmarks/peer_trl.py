@@ -144,14 +144,14 @@ def main() -> None:
         callbacks=[clock, exam],
     )
     trainer.train()
-    found = {
+    found: dict[str, Any] = {
         "version": trl.__version__,
         "step_s": [b - a for a, b in zip(clock.ends, clock.ends[1:])],
         "cpu_s": [b - a for a, b in zip(clock.used, clock.used[1:])],
         "tokens": reward.tokens,
-        "curve": exam.curve,
-        "clock": exam.clock,
     }
+    if exam.curve:
+        found |= {"curve": exam.curve, "clock": exam.clock}
     out.write_text(json.dumps(found))
 
 
