@@ -103,7 +103,10 @@ def _row(
         "seeds": f"{len(own)}" + (f" ({old} old)" if old else ""),
         "final accuracy": _with_interval([line["final"] for line in own]),
         "best": _with_interval([line["best"] for line in own]),
-        "against uncorrected": _difference(lines, arm, references[1], size),
+        # the matched arm has no size of its own at which to compare it with the uncorrected one
+        "against uncorrected": (
+            "" if arm == references[0] else _difference(lines, arm, references[1], size)
+        ),
         "against matched": _difference(lines, arm, references[0], size),
         "collapses at step": " ".join(collapses) or "none",
         "KL(p_inf, p_ref)": _mean(own, "kl"),

@@ -163,6 +163,12 @@ def test_the_table_counts_lines_of_other_sources_as_old():
     assert row["seeds"] == "2 (1 old)" and row["final accuracy"].startswith("0.700 [0.600, 0.800]")
 
 
+def test_the_matched_arm_is_not_compared_with_uncorrected_ones_of_other_sizes():
+    rows = evidence_tables.rows(swept({"2": 0.6, "4": 0.5}), "matched", "uncorrected", "now")
+    assert [row.get("against matched", "")[:6] for row in rows] == ["", "-0.200", "-0.300"]
+    assert not any(row.get("against uncorrected") for row in rows)
+
+
 def test_comments_do_not_change_the_digest_of_sources(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
     before = evidence_tables.source_digest(tmp_path, ["a.py"])
