@@ -112,7 +112,8 @@ def page_of(runs: list[dict[str, Any]]) -> str:
         missing = wanted(runs, SEEDS, steps, [])
         parts += [f"## {steps} optimizer steps", "", table(rows), ""]
         done = len(SEEDS) * len(ARMS) - len(missing)
-        parts += [f"Done: {done} of {len(SEEDS) * len(ARMS)} runs; the others are open.", ""]
+        rest = "; the others are open" if missing else ""
+        parts += [f"Done: {done} of {len(SEEDS) * len(ARMS)} runs{rest}.", ""]
     return "\n".join(parts)
 
 
