@@ -14,6 +14,7 @@ from rlcore.cluster.calls import get
 from rlcore.errors import UserError
 from rlcore.launch.specs import ACTOR_RESOURCE
 
+CALL_THREADS = 8  # of actors whose calls only queue work or read state
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
 PORTS = range(20000, 32768)  # below those that outgoing connections draw theirs from
 

@@ -22,14 +22,18 @@ from rlcore.cluster.clients.ranks import RankGroup
 from rlcore.cluster.clients.rollout import Reply
 from rlcore.cluster.clients.shards import fetch_records
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
-from rlcore.cluster.placement import actor_class, beside_driver, bound_to, rendezvous
+from rlcore.cluster.placement import (
+    CALL_THREADS,
+    actor_class,
+    beside_driver,
+    bound_to,
+    rendezvous,
+)
 from rlcore.cluster.ray_cluster import joined_address
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.loop.clients import Spawn, Spawned
 from rlcore.types import POLICY
-
-CALL_THREADS = 8  # of actors whose calls only queue work or read state
 
 
 class Starting(Protocol):

@@ -188,6 +188,11 @@ def _draft(
     key = f"actor.{label}.draft_path"
     draft = read_config(path, key=key)
     check_dense(draft, whose=f"{key}={path}")
+    refuse(
+        is_masked(draft),
+        f"{key}={path} is a masked-diffusion model, which only a policy can be: choose a causal "
+        "model.",
+    )
     weight_files(path, key=key)
     check_length(draft, config.model.max_len, whose=f"{key}={path}")
     other = _other_vocabulary(

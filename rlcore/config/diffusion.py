@@ -3,12 +3,10 @@ functions of a `RunConfig`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.specs import DvpSpec
 from rlcore.models.masked_folder import LAYERS
-from rlcore.rollout.specs import ActorSpec
+from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse
 
 ENGINE = "diffusion"
@@ -57,24 +55,29 @@ def _check_actor(key: str, actor: ActorSpec) -> None:
         f"{key}.tensor_parallel={actor.tensor_parallel} cannot split a model in {key}.engine="
         f"{ENGINE}: use 1 and raise {key}.count.",
     )
-    # What the engine would ignore, by the value that asks for nothing.
-    for name, nothing in _VLLM_ONLY.items():
-        value = getattr(actor, name)
+    for name in _VLLM_ONLY:
+        value, default = getattr(actor, name), ActorSpec.model_fields[name].default
         refuse(
-            value != nothing and value is not False,
+            value != default,
             f"{key}.{name}={value} is a setting of vLLM, and {key}.engine={ENGINE} would ignore "
-            f"it: leave it at {'null' if nothing is None else nothing}.",
+            f"it: leave it at {'null' if default is None else default}.",
         )
 
 
-_VLLM_ONLY: dict[str, Any] = {
-    "kv_on_update": "recompute",
-    "fp8_kv_cache": False,
-    "second_runner": None,
-    "async_scheduling": None,
-    "logit_noise": 0.0,
-    "temperature_scale": 1.0,
-}
+_VLLM_ONLY = (
+    "kv_cache_gib",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "prefix_caching",
+    "kv_on_update",
+    "fp8_kv_cache",
+    "second_runner",
+    "async_scheduling",
+    "logit_noise",
+    "temperature_scale",
+)
+# of `rollout`: a denoising step draws from the whole distribution
+_CUTS = ("top_p", "top_k", "min_p")
 
 
 def _check_sampling(c: RunConfig) -> None:
@@ -83,13 +86,20 @@ def _check_sampling(c: RunConfig) -> None:
         f"rollout.logprobs_k={c.rollout.logprobs_k} asks for the top of the distribution that a "
         "token was drawn from, and with model.diffusion its log-prob is an estimate: use 0.",
     )
-    stops = {"rollout": c.rollout.stop} | {f"task.{n}": c.rollout_of(n).stop for n in c.tasks}
-    for key, stop in stops.items():
+    specs = {"rollout": c.rollout} | {f"task.{n}": c.rollout_of(n) for n in c.tasks}
+    for key, sampled in specs.items():
         refuse(
-            bool(stop),
-            f"{key}.stop={list(stop)} ends a response at a token, and with model.diffusion it ends "
-            "at its end of sequence alone: leave it empty.",
+            bool(sampled.stop),
+            f"{key}.stop={list(sampled.stop)} ends a response at a token, and with model.diffusion "
+            "it ends at its end of sequence alone: leave it empty.",
         )
+        for name in _CUTS:
+            value, off = getattr(sampled, name), RolloutSpec.model_fields[name].default
+            refuse(
+                value != off,
+                f"{key}.{name}={value} cuts the distribution that a token is drawn from, and with "
+                f"model.diffusion it is drawn from all of it: use {off}.",
+            )
     refuse(
         c.schedule.on_publish == "in_flight",
         "schedule.on_publish=in_flight would change the model in the middle of a response, whose "

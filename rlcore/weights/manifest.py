@@ -14,6 +14,18 @@ class ArrivalError(RuntimeError):
     """Weights that arrived are not the ones that were published. The message names the tensors."""
 
 
+def check_shapes(
+    arrived: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError, naming the weight, unless both have the same names and shapes."""
+    for name in [*expected, *arrived]:
+        if arrived.get(name) != expected.get(name):
+            raise ValueError(
+                f"weights do not fit the engine's model: {name} is {arrived.get(name, 'missing')}, "
+                f"the model has {expected.get(name, 'no such weight')}"
+            )
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")

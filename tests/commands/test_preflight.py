@@ -192,6 +192,14 @@ def test_weights_in_another_format_are_refused(tmp_path):
         prepared(folder)
 
 
+def test_a_masked_diffusion_model_is_no_draft(model, tmp_path):
+    folder = _made(tmp_path / "masked")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llada"}))
+    with pytest.raises(UserError, match=r"^actor\.draft\.draft_path=.*masked-diffusion"):
+        _drafted(model, folder)
+
+
 def test_a_mixture_of_experts_is_refused(model, tmp_path):
     folder = _made(tmp_path / "moe")
     config = json.loads((folder / "config.json").read_text())

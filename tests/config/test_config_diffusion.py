@@ -21,6 +21,11 @@ REFUSED = [  # words; parts of the sentence
     ),
     (["rollout.logprobs_k=20"], ["rollout.logprobs_k=20", "use 0"]),
     (['rollout.stop=["="]'], ["rollout.stop=['=']"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "use 1.0"]),
+    (["rollout.top_k=5"], ["rollout.top_k=5", "use 0"]),
+    (["rollout.min_p=0.1"], ["rollout.min_p=0.1", "use 0.0"]),
+    (["actor.bf16.kv_cache_gib=2"], ["actor.bf16.kv_cache_gib=2", "leave it at 1.0"]),
+    (["actor.bf16.second_runner=false"], ["second_runner=False", "leave it at null"]),
     (["schedule.on_publish=in_flight"], ["on_publish=in_flight", "finish or abort"]),
     (["environment=attempts"], ["environment="]),
     (["correction=jackpot"], ["correction=jackpot", "ais, tis, mis"]),
@@ -48,7 +53,7 @@ ACCEPTED = [
     ["learner.lora={targets: [q_proj, attn_out]}"],
     ["correction=rapid", "algorithm=rapid"],
     ["correction=[mis,veto]", "cluster.transport=gloo"],
-    ["task=sudoku4x4", "rollout.max_new_tokens=32"],
+    ["experiment=diffusion_sudoku"],
 ]
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rlcore.models.llada  # noqa: F401  # registers the architecture
 from rlcore.errors import UserError
 from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
+from rlcore.models.llada import LladaConfig, LladaForMaskedDiffusion
 from rlcore.models.masked_folder import check_masked, is_masked, mask_token_id
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec, ModelSpec
 from rlcore.models.text import load_tokenizer
@@ -137,3 +137,22 @@ def test_a_fresh_model_s_heads_divide_its_width():
     spec = ModelSpec(fresh=SPEC.model_copy(update={"head_dim": 8}), diffusion=DiffusionSpec())
     with pytest.raises(UserError, match=r"model\.fresh\.hidden_size=32"):
         spec.check("model")
+
+
+def test_logits_are_those_of_the_published_code():
+    """Positions 1 and 4 of [3, 10, 7, 2, 10, 5] under weights sin(1.7 (j + i)) * 0.8, plus 1 in
+    norms, for entry j of the i-th tensor by name: what LLaDA's own modeling_llada.py computes."""
+    sizes = {"d_model": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 24}
+    config = LladaConfig(**sizes, vocab_size=11, rope_theta=500000.0, mask_token_id=10)
+    model = LladaForMaskedDiffusion(config).eval()
+    for i, (_, p) in enumerate(sorted(model.named_parameters())):
+        entries = torch.arange(p.numel(), dtype=torch.float64).add(i).mul(1.7).sin() * 0.8
+        p.data = (entries.view(p.shape) + (p.dim() == 1)).float()
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 10, 7, 2, 10, 5]])).logits[0]
+    published = [
+        [0.3023, 0.2762, -0.5655, 0.2625, 0.3154, -0.5629, 0.2209, 0.3526, -0.5567, 0.1778],
+        [-0.6827, -0.4112, 1.0744, -0.6123, -0.4911, 1.0801, -0.5379, -0.5677, 1.0787, -0.4599],
+    ]
+    assert logits.shape == (6, 11)
+    torch.testing.assert_close(logits[[1, 4], :10], torch.tensor(published), atol=1e-4, rtol=0)

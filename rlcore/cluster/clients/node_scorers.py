@@ -14,10 +14,8 @@ from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.clients.scorer import RayScorer
 from rlcore.cluster.jobs import Hosting, ScorerJob
-from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes
+from rlcore.cluster.placement import CALL_THREADS, actor_class, on_node, other_actor_nodes
 from rlcore.errors import DeadlineExceeded, RoleLost
-
-SUBMIT_THREADS = 8  # calls only queue work or read state
 
 
 def scorer_name(buffer: str, node_id: str = "") -> str:
@@ -59,7 +57,7 @@ class RayNodeScorers:
             num_cpus=0,
             name=scorer_name(self._buffer.name, node_id),
             scheduling_strategy=on_node(node_id),
-            max_concurrency=SUBMIT_THREADS,
+            max_concurrency=CALL_THREADS,
             max_restarts=self._hosting.supervision.max_restarts,
             max_task_retries=-1,
         )

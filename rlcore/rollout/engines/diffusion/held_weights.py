@@ -11,6 +11,7 @@ from rlcore.interfaces import WeightStream
 from rlcore.models.masked_folder import NAMES
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import check_shapes
 from rlcore.weights.rounding import round_weights
 from rlcore.weights.stream import whole
 
@@ -31,14 +32,7 @@ class HeldWeights:
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ValueError, naming the weight, unless these are the model's names and shapes."""
-        expected = {n: tuple(w.shape) for n, w in self._weights.items()}
-        for name in [*expected, *shapes]:
-            if shapes.get(name) != expected.get(name):
-                raise ValueError(
-                    f"weights do not fit the engine's model: {name} is "
-                    f"{shapes.get(name, 'missing')}, the model has "
-                    f"{expected.get(name, 'no such weight')}"
-                )
+        check_shapes(shapes, {n: tuple(w.shape) for n, w in self._weights.items()})
 
     @torch.no_grad()
     def load(self, weights: WeightStream) -> None:

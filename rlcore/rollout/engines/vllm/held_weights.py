@@ -16,6 +16,7 @@ from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.transfer import EngineTransfer
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
 from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import check_shapes
 from rlcore.weights.rounding import round_weights
 from rlcore.weights.stream import whole
 
@@ -71,15 +72,7 @@ class HeldWeights:
         expected = self._factors or self._shapes
         if self._factors and not shapes.keys().isdisjoint(self._shapes):
             expected = self._shapes | self._factors
-        if shapes == expected:
-            return
-        for name in [*expected, *shapes]:
-            if shapes.get(name) != expected.get(name):
-                raise ValueError(
-                    f"weights do not fit the engine's model: {name} is "
-                    f"{shapes.get(name, 'missing')}, the model has "
-                    f"{expected.get(name, 'no such weight')}"
-                )
+        check_shapes(shapes, expected)
 
     def load(self, weights: WeightStream) -> None:
         """Replace all weights, a bucket at a time.
