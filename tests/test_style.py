@@ -23,6 +23,7 @@ MANY_PARAMETERS = {
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl._flash": "FlashAttention's own",
     "rollout/engines/vllm/sparse_layer_cpu.py: SparseCPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_rows_gpu.py: Flash.__call__": "FlashAttention's own",
+    "rollout/engines/vllm/sparse_kernel_gpu.py: _score_kernel": "a Triton kernel: no records",
     "rollout/engines/vllm/sparse_kernel_gpu.py: _select_kernel": "a Triton kernel: no records",
     "rollout/engines/vllm/sparse_kernel_gpu.py: _summarise_kernel": "a Triton kernel: no records",
     "tasks/code.py: CodeTask.__init__": "a task's parameters are its settings, task.args",
@@ -32,7 +33,6 @@ MANY_PARAMETERS = {
 LONG_FUNCTIONS = {
     # half of it is its docstring
     "corrections/formulas/obrs.py: obrs_normalizer": "a signature of the outside contract",
-    "rollout/engines/vllm/sparse_kernel_gpu.py: _select_kernel": "a Triton kernel is one function",
 }
 
 # Turns of phrase that have to be decoded, from the review of the first version. Lower case.

@@ -85,7 +85,7 @@ PARTS = (
     Part("sparse", 260, 50),
     Part("fp8", 200, 50),
     Part("fp8 + fp8 kv", 200, 50, cuda=True),
-    Part("update", 120, 50),
+    Part("update", 200, 50),
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("bf16 eager", 120, 50, cuda=True),

@@ -23,6 +23,7 @@ COMMON = (
     "checkpoint.every=1",
     "evaluation.every=0",
     "evaluation.at_start=false",
+    "logging.wandb=disabled",
 )
 HALVES = (
     "learner=gpu",

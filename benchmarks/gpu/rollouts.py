@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
+from decode_profile import decode_profile, decoding, prefilled
 from reference import Judge, Reference
 from setting import Row, Setting
 
@@ -56,20 +58,25 @@ def engine(
 
 def generate(llm: Any, asked: list[Any], new_tokens: int) -> tuple[list[Any], float]:
     """Finished trajectories by sample, and seconds."""
-    from rlcore.testing.records import make_sampling
-    from rlcore.types import Request
-
-    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=LOGPROBS_K)
-    llm.add([Request(0, i, "check/train/0", p, spec, seed=i) for i, p in enumerate(asked)])
+    ask(llm, asked, new_tokens)
     start, done = time.monotonic(), []
     while llm.unfinished():
         done += llm.step()
     return sorted(done, key=lambda t: t.sample_index), time.monotonic() - start
 
 
+def ask(llm: Any, asked: list[Any], new_tokens: int) -> None:
+    """Queue a request for each prompt."""
+    from rlcore.testing.records import make_sampling
+    from rlcore.types import Request
+
+    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=LOGPROBS_K)
+    llm.add([Request(0, i, "check/train/0", p, spec, seed=i) for i, p in enumerate(asked)])
+
+
 def rollout(s: Setting, part: str) -> None:
     """Log-probs and rates of one actor: at every batch with and without seeds, then at every
-    context."""
+    context, and where a step's time goes at the longest."""
     kind, settings = VARIANTS.get(part, (part, {}))
     start = time.monotonic()
     llm = engine(s, kind, **settings)
@@ -91,21 +98,25 @@ def rollout(s: Setting, part: str) -> None:
         for context in s.contexts:
             row = timed(s, llm, judge, prompts(s.batch, context))
             s.add(part, {"batch": s.batch, "context": context, **row})
+        if not s.small:
+            longest = max(s.contexts)
+            queue = partial(_queue, prompts(s.batch, longest))
+            row = decode_profile(llm, queue, prefilled(llm, queue)[0])
+            s.add(part, {"batch": s.batch, "context": longest, **row})
     llm.close()
 
 
 def timed(s: Setting, llm: Any, judge: Judge, asked: list[Any]) -> Row:
     """Gaps of some of the samples, and the speed if they are small enough."""
-    first, prefill_s = generate(llm, asked, 1)
-    done, whole_s = generate(llm, asked, s.new_tokens)
-    # the difference of the two runs is decoding without prefill
-    decoded = sum(len(t.logp_inf) for t in done) - len(first)
-    speeds = {
-        "decode tokens/s": decoded / max(whole_s - prefill_s, 1e-9),
-        "prefill s": prefill_s,
-        "tokens/s with prefill": sum(len(t.logp_inf) for t in done) / whole_s,
-    }
-    return judge.row(done[:2], speeds)
+    queue = partial(_queue, asked)
+    prefill, prefill_s = prefilled(llm, queue)
+    done, rate = decoding(llm, queue, s.new_tokens, prefill)
+    done.sort(key=lambda t: t.sample_index)
+    return judge.row(done[:2], {"decode tokens/s": rate, "prefill s": prefill_s})
+
+
+def _queue(asked: list[Any], llm: Any, new_tokens: int) -> None:
+    ask(llm, asked, new_tokens)
 
 
 def unseeded(llm: Any) -> None:

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rlcore.attention.seen import QUERY_CHUNK, pages_seen, summaries_of, tokens_seen
+from rlcore.attention.seen import pages_seen, summaries_of
 from rlcore.attention.specs import SparseSpec
 
 BLOCK = 128  # queries and keys of a block: torch's own size, which its kernels always accept
+QUERY_CHUNK = 2048  # queries whose scores exist at one time
 
 
 def attend_blocks(
@@ -79,7 +80,9 @@ def make_block_mask(
             first, last = a + start, min(z, a + start + QUERY_CHUNK)
             found = pages_seen(query[:, :, first:last], summaries, rule, start, until)
             seen[:, :, first:last, : found.shape[-1]] = found
-            _note_blocks(blocks, tokens_seen(found, size, start), first, a)
+        _note_blocks(blocks, seen[:, :, a:z], size, a)
+    # a dense query may have pages beyond its own
+    blocks &= torch.ones(count, count, dtype=torch.bool, device=blocks.device).tril()
     per_head = blocks.repeat_interleave(heads // kv_heads, dim=1).int()
     return BlockMask.from_kv_blocks(
         per_head.sum(-1, dtype=torch.int32),
@@ -90,15 +93,22 @@ def make_block_mask(
     )
 
 
-def _note_blocks(blocks: Tensor, tokens: Tensor, first_row: int, first_column: int) -> None:
-    """Mark the blocks that hold a pair of these tokens [B, Hk, queries, keys], whose first pair is
-    at (first_row, first_column)."""
-    row, column = first_row % BLOCK, first_column % BLOCK
-    rows, columns = row + tokens.shape[-2], column + tokens.shape[-1]
-    padded = F.pad(tokens, (column, -columns % BLOCK, row, -rows % BLOCK))
-    touched = padded.unflatten(-1, (-1, BLOCK)).any(-1).unflatten(-2, (-1, BLOCK)).any(-2)
-    top, left = first_row // BLOCK, first_column // BLOCK
-    blocks[:, :, top : top + touched.shape[-2], left : left + touched.shape[-1]] |= touched
+def _note_blocks(blocks: Tensor, seen: Tensor, size: int, start: int) -> None:
+    """Mark the blocks of keys that hold a part of the pages which a block of queries sees.
+
+    seen [B, Hk, queries, pages]: of the sequence whose first token is row and column `start`.
+    """
+    length = seen.shape[2]
+    before = start % BLOCK  # rows of the first block that are another sequence's
+    padded = F.pad(seen, (0, 0, before, -(before + length) % BLOCK))
+    of_block = padded.unflatten(2, (-1, BLOCK)).any(3)[..., : -(-length // size)].int()
+    begin = start + size * torch.arange(of_block.shape[-1], device=seen.device)
+    top, counts = start // BLOCK, torch.zeros_like(blocks, dtype=torch.int32)
+    rows = counts[:, :, top : top + of_block.shape[2]]
+    for offset in (*range(0, size, BLOCK), size - 1):  # a page may reach into further blocks
+        column = (begin + offset).clamp(max=start + length - 1) // BLOCK
+        rows.index_add_(3, column, of_block)
+    blocks |= counts > 0
 
 
 def _looked_up(

@@ -43,11 +43,19 @@ def pages_seen(
     complete = min(n, summaries.shape[2])
     scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
     pages = position // bs + 1
-    selected = select_pages(scores, pages, page_budget(rule, pages), rule.max_budget(n))
-    seen = page_mask(selected, n)
+    seen = _kept(scores, pages, page_budget(rule, pages), rule.max_budget(n))
     if dense_until is not None:
         seen = seen | (position < dense_until[:, None])[:, None, :, None]
     return seen
+
+
+def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
+    """The rule's pages as a mask: on GPUs by a kernel, which needs no sorting."""
+    if scores.is_cuda:
+        from rlcore.attention.kept_pages_gpu import kept_mask  # Triton, which CPUs may lack
+
+        return kept_mask(scores, pages, budget)
+    return page_mask(select_pages(scores, pages, budget, width), scores.shape[-1])
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Block top-k attention as two Triton kernels, each with a program for each (row, KV head). One
-scores the pages, keeps the best and writes their block table; the other summarises the page that a
-row's token completes, and reads nothing for all other rows.
+"""Block top-k attention as three Triton kernels. One scores the pages, with programs for each (row,
+KV head) and range of pages; one keeps the best of a (row, KV head) and writes their block table;
+one summarises the page that a row's token completes, and reads nothing for all other rows.
 
 Under Triton's interpreter they equal `sparse_rows_gpu.kept_blocks` and `summarise_pages`, the
 shared rule in plain torch, to the bit; on an H100 the pages kept are the same too. The interpreter
@@ -14,16 +14,55 @@ import torch
 import triton
 import triton.language as tl
 
+from rlcore.attention.kept_pages_gpu import kept_pages
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import Rows, summarise_pages
 
 TILE = 32  # pages scored at one time
+TILES = 4  # by a program, one after the other
 
 
 # A Triton kernel takes pointers and sizes one by one.
 @triton.jit
-def _select_kernel(
+def _score_kernel(
     query,
     summaries,
+    table,
+    pages,
+    scores,
+    table_stride,
+    heads,
+    dim,
+    max_pages,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """query [n, heads * GROUP, dim], summaries [blocks, heads, dim], table [n, max_pages], pages
+    [n] -> scores [n, heads, max_pages] of the pages seen; TILES * TILE of them a program."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    start = tl.program_id(2) * (TILES * TILE)
+    seen = tl.load(pages + row).to(tl.int32)
+    if start < seen:
+        d = tl.arange(0, DIM)
+        mean = tl.zeros([DIM], tl.float32)
+        for g in tl.static_range(GROUP):
+            at = query + ((row * heads + head) * GROUP + g) * dim + d
+            mean += tl.load(at, mask=d < dim, other=0.0).to(tl.float32)
+        mean = mean / GROUP
+        mine = scores + (row * heads + head) * max_pages
+        for tile in tl.static_range(TILES):
+            page = start + tile * TILE + tl.arange(0, TILE)
+            block = tl.load(table + row * table_stride + page, mask=page < seen, other=0)
+            there = summaries + (block.to(tl.int64)[:, None] * heads + head) * dim + d[None, :]
+            s = tl.load(there, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
+            tl.store(mine + page, tl.sum(s.to(tl.float32) * mean[None, :], 1), mask=page < seen)
+
+
+# As above.
+@triton.jit
+def _select_kernel(
     table,
     pages,
     budget,
@@ -31,56 +70,21 @@ def _select_kernel(
     out,
     table_stride,
     heads,
-    dim,
     max_pages,
     width,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
     PAGES: tl.constexpr,
     WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
 ):
-    """query [n, heads * GROUP, dim], summaries [blocks, heads, dim], table [n, max_pages], pages
-    and budget [n], scores [n, heads, max_pages] (scratch) -> out [n, heads, width]."""
+    """table [n, max_pages], pages and budget [n], scores [n, heads, max_pages] -> out [n, heads,
+    width]."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     seen = tl.load(pages + row).to(tl.int32)
     keep = tl.load(budget + row).to(tl.int32)
-    own = seen - 1
-    d = tl.arange(0, DIM)
-    mean = tl.zeros([DIM], tl.float32)
-    for g in tl.static_range(GROUP):
-        at = query + ((row * heads + head) * GROUP + g) * dim + d
-        mean += tl.load(at, mask=d < dim, other=0.0).to(tl.float32)
-    mean = mean / GROUP
-    mine = scores + (row * heads + head) * max_pages
-    for first in range(0, seen, TILE):
-        page = first + tl.arange(0, TILE)
-        block = tl.load(table + row * table_stride + page, mask=page < seen, other=0).to(tl.int64)
-        there = summaries + (block[:, None] * heads + head) * dim + d[None, :]
-        s = tl.load(there, mask=(page < seen)[:, None] & (d < dim)[None, :], other=0.0)
-        tl.store(mine + page, tl.sum(s.to(tl.float32) * mean[None, :], 1), mask=page < seen)
-    tl.debug_barrier()  # the scores were written by other threads of this program
     page = tl.arange(0, PAGES)
-    scored = (page > 0) & (page < own)
-    score = tl.load(mine + page, mask=scored, other=0.0) + 0.0  # minus zero ties with zero
-    bits = score.to(tl.int32, bitcast=True)
-    # integers in the order of the floats
-    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    free = keep - tl.minimum(seen, 2)  # page 0 and the own one are kept anyway
-    # the largest threshold that at least `free` pages reach
-    low = tl.full([], -(1 << 31), tl.int64)
-    high = tl.full([], (1 << 31) - 1, tl.int64)
-    for _ in range(32):
-        middle = (low + high + 1) >> 1
-        enough = tl.sum((scored & (rank >= middle)).to(tl.int32), 0) >= free
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    above = scored & (rank > low)
-    ties = scored & (rank == low)
-    room = free - tl.sum(above.to(tl.int32), 0)
-    older = tl.cumsum(ties.to(tl.int32), 0) <= room  # equal scores go to the older page
-    chosen = (((above | (ties & older)) & (free > 0)) | (page == 0) | (page == own)) & (page < seen)
+    scored = (page > 0) & (page < seen - 1)
+    score = tl.load(scores + (row * heads + head) * max_pages + page, mask=scored, other=0.0)
+    chosen = kept_pages(score, page, seen, keep)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     block = tl.load(table + row * table_stride + page, mask=chosen, other=0)
     answer = out + (row * heads + head) * width
@@ -108,24 +112,34 @@ def select_blocks(
     max_pages = table.shape[1]
     out = torch.empty(n, heads, rows.width, dtype=torch.int32, device=query.device)
     scores = torch.empty(n, heads, max_pages, device=query.device)
-    _select_kernel[(n, heads)](
+    stride, pages = table.stride(0), rows.pages[a:z]
+    _score_kernel[(n, heads, triton.cdiv(max_pages, TILES * TILE))](
         query.contiguous(),
         summaries,
         table,
-        rows.pages[a:z],
-        rows.budget[a:z],
+        pages,
         scores,
-        out,
-        table.stride(0),
+        stride,
         heads,
         dim,
         max_pages,
-        rows.width,
         GROUP=all_heads // heads,
         DIM=triton.next_power_of_2(dim),
+        TILE=TILE,
+        TILES=TILES,
+    )
+    _select_kernel[(n, heads)](
+        table,
+        pages,
+        rows.budget[a:z],
+        scores,
+        out,
+        stride,
+        heads,
+        max_pages,
+        rows.width,
         PAGES=triton.next_power_of_2(max_pages),
         WIDTH=triton.next_power_of_2(rows.width),
-        TILE=TILE,
     )
     return out
 
