@@ -25,6 +25,7 @@ update   FP8 weights changed in place against a fresh engine and a dequantised r
 head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
 loop     `rlcore train` with a small model, half of the GPU for the engine and half for the
          learner, weights by CUDA IPC: three steps, then a resume
+logprobs where a decode step's time goes at the largest batch, with and without top-k log-probs
 bf16 eager, bf16 first runner
          the batches again without graphs, and on vLLM's first runner without async scheduling
 
@@ -85,9 +86,10 @@ PARTS = (
     Part("sparse", 260, 50),
     Part("fp8", 200, 50),
     Part("fp8 + fp8 kv", 200, 50, cuda=True),
-    Part("update", 200, 50),
+    Part("update", 120, 50),
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
+    Part("logprobs", 160, 50, cuda=True),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
 )

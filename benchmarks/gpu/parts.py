@@ -82,7 +82,8 @@ def main() -> None:
     else:
         import rollouts
 
-        rollouts.update(s) if part == "update" else rollouts.rollout(s, part)
+        whole = {"update": rollouts.update, "logprobs": rollouts.logprobs}
+        whole[part](s) if part in whole else rollouts.rollout(s, part)
 
 
 if __name__ == "__main__":

@@ -65,12 +65,12 @@ def generate(llm: Any, asked: list[Any], new_tokens: int) -> tuple[list[Any], fl
     return sorted(done, key=lambda t: t.sample_index), time.monotonic() - start
 
 
-def ask(llm: Any, asked: list[Any], new_tokens: int) -> None:
-    """Queue a request for each prompt."""
+def ask(llm: Any, asked: list[Any], new_tokens: int, k: int = LOGPROBS_K) -> None:
+    """Queue a request for each prompt; `k`: log-probs of how many tokens."""
     from rlcore.testing.records import make_sampling
     from rlcore.types import Request
 
-    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=LOGPROBS_K)
+    spec = make_sampling(max_new_tokens=new_tokens, logprobs_k=k)
     llm.add([Request(0, i, "check/train/0", p, spec, seed=i) for i, p in enumerate(asked)])
 
 
@@ -115,8 +115,21 @@ def timed(s: Setting, llm: Any, judge: Judge, asked: list[Any]) -> Row:
     return judge.row(done[:2], {"decode tokens/s": rate, "prefill s": prefill_s})
 
 
-def _queue(asked: list[Any], llm: Any, new_tokens: int) -> None:
-    ask(llm, asked, new_tokens)
+def _queue(asked: list[Any], llm: Any, new_tokens: int, k: int = LOGPROBS_K) -> None:
+    ask(llm, asked, new_tokens, k)
+
+
+def logprobs(s: Setting) -> None:
+    """Where a step's time goes at the largest batch: with the top k log-probs of every token, and
+    with the sampled one's alone."""
+    llm = engine(s, "bf16")
+    batch = max(s.batches)
+    asked = prompts(batch, 96 if s.small else 768)
+    prefill = prefilled(llm, partial(_queue, asked))[0]
+    for k in (LOGPROBS_K, 0):
+        row = decode_profile(llm, partial(_queue, asked, k=k), prefill)
+        s.add("logprobs", {"batch": batch, "k": k, **row})
+    llm.close()
 
 
 def unseeded(llm: Any) -> None:
