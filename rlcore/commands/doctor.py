@@ -22,7 +22,7 @@ import psutil
 from rlcore.cluster.cpu_libraries import Processor, described
 from rlcore.cluster.specs import RaySpec
 from rlcore.commands.diagnosis import diagnosis, lines
-from rlcore.commands.gpu_needs import lacking, this_machine
+from rlcore.commands.gpu_needs import GpuMachine, lacking, this_machine
 from rlcore.commands.plan import expected
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
@@ -76,9 +76,19 @@ def _started(config: RunConfig | None, words: Mapping[str, str]) -> dict[str, An
         # first: its words may be refused
         forecast = expected(config, rates) if rates else []
         return diagnosis(config, probe(config), forecast)
-    smallest = load(["run_dir=.", "model=tiny", "schedule=on_policy"])
+    smallest = smallest_run(this_machine())
     found = diagnosis(smallest, probe(smallest, fresh=True), ())
     return {k: found[k] for k in ("starts", "seconds", "error")}
+
+
+def smallest_run(machine: GpuMachine) -> RunConfig:
+    """The smallest run that there is: engine and learner on one GPU, where vLLM runs on GPUs."""
+    words = ["run_dir=.", "model=tiny", "schedule=on_policy"]
+    if machine.gpus and "vllm" in machine.packages:
+        engine = {"num_gpus": "0.5", "gpu_memory_utilization": "0.3", "enforce_eager": "true"}
+        words += ["learner=gpu", "learner.num_gpus=0.5"]
+        words += [f"actor.bf16.{key}={value}" for key, value in engine.items()]
+    return load(words)
 
 
 def checks() -> dict[str, Callable[[], Finding]]:

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from rlcore.cli import main
+from rlcore.commands.doctor import smallest_run
+from rlcore.commands.gpu_needs import GpuMachine
 
 
 def _doctor(command, small, *words, code=0):
@@ -44,3 +46,10 @@ def test_a_precise_actor_needs_no_correction_and_a_rounded_one_does(command, sma
 def test_wrong_words_are_refused(words, said, capsys):
     assert main(["doctor", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_smallest_run_is_on_a_gpu_where_vllm_runs_on_gpus():
+    for gpus, packages, share in [(0, {"vllm"}, 0), (2, set(), 0), (1, {"vllm"}, 0.5)]:
+        config = smallest_run(GpuMachine(gpus, (9, 0), frozenset(packages)))
+        assert config.learner.num_gpus == share
+        assert config.actor["bf16"].num_gpus == share
