@@ -22,6 +22,8 @@ bf16, sparse, fp8, fp8 + fp8 kv
          tokens per second at 4K, 8K and 16K of context; bf16 also at batches 16, 64 and 256,
          seeded or not
 update   FP8 weights changed in place against a fresh engine and a dequantised reference
+experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
+         what the engine chose; an update in place by checksums and against a fresh engine
 head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
 loop     `rlcore train` with a small model, half of the GPU for the engine and half for the
          learner, weights by CUDA IPC: three steps, then a resume
@@ -87,6 +89,7 @@ PARTS = (
     Part("fp8", 200, 50),
     Part("fp8 + fp8 kv", 200, 50, cuda=True),
     Part("update", 120, 50),
+    Part("experts", 150, 40),
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("logprobs", 160, 50, cuda=True),

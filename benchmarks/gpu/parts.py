@@ -70,6 +70,10 @@ def main() -> None:
         from loop import loop
 
         loop(s)
+    elif part == "experts":
+        from experts import experts
+
+        experts(s)
     elif part == "flex":
         from sparse_forward import flex
 

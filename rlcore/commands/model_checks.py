@@ -14,6 +14,7 @@ from rlcore.commands.roles import evaluation_actor
 from rlcore.config.schema import RunConfig
 from rlcore.models.folder import ATTENTION_FILE, read_config, weight_files
 from rlcore.models.masked_folder import check_masked, is_masked
+from rlcore.models.routes import route_bytes
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import attention_heads, check_heads, check_length
@@ -150,6 +151,49 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         )
 
 
+def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """Refuse to replay experts that there are none of, or that an engine does not return. `model`:
+    the policy's config.json."""
+    if config.learner.router != "replay":
+        return
+    key = "learner.router=replay"
+    refuse(
+        not _experts(model),
+        f"{key} repeats the choices of a mixture of experts, and the model of model.path="
+        f"{config.model.path} has one expert for every token: use live.",
+    )
+    for label, actor in config.actor.items():
+        its = f"actor.{label}"
+        refuse(
+            actor.engine != "vllm",
+            f"{key} needs the experts that an engine chose, and {its}.engine={actor.engine} does "
+            "not return any: use engine=vllm, or learner.router=live.",
+        )
+        if actor.on_cpu:
+            continue
+        # as vLLM's own check of what it returns besides tokens (vllm/config/vllm.py)
+        refuse(
+            not actor.on_second_runner,
+            f"{key} needs vLLM's second model runner on GPUs, and {its}.second_runner="
+            f"{actor.second_runner} with {its}.logit_noise={actor.logit_noise:g} takes the first: "
+            "leave them null and 0.",
+        )
+        refuse(
+            not actor.prefix_caching,
+            f"{key} needs vLLM's prefix cache on GPUs, which keeps the experts of prompts: leave "
+            f"{its}.prefix_caching=true.",
+        )
+
+
+def expert_bytes(config: RunConfig) -> int:
+    """Bytes that the experts of a token take in a record."""
+    if config.learner.router != "replay" or config.model.path is None:
+        return 0
+    model = read_config(config.model.path)
+    experts = int(_experts(model).partition("=")[2] or 0)
+    return route_bytes(model["num_hidden_layers"], model["num_experts_per_tok"], experts)
+
+
 def _experts(model: Mapping[str, Any]) -> str:
     """The setting that makes a model a mixture of experts, as name=value; "" for a dense one."""
     for name, value in _settings(model):
@@ -172,10 +216,13 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
     path = config.model.path
     if path is None:
         assert config.model.fresh is not None
-        return _fresh(config.model.fresh, tokenizer)
+        fresh = _fresh(config.model.fresh, tokenizer)
+        check_replay(config, fresh)
+        return fresh
     weight_files(path)  # refuses a folder without safetensors
     policy = read_config(path)
     check_kind(config, policy)
+    check_replay(config, policy)
     check_experts(config, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy

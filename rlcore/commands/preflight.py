@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.capacity import check_capacity
-from rlcore.commands.model_checks import check_models, within_vocabulary
+from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
 from rlcore.commands.notes import note
 from rlcore.commands.reward_checks import check_rewards
 from rlcore.commands.roles import most_prompt_tokens
@@ -279,6 +279,7 @@ def _check_buffer(config: RunConfig, label: str) -> None:
         max_len=config.model.max_len,
         max_new_tokens=config.most_sampled(label),
         logprobs_k=rollout.logprobs_k,
+        expert_bytes=expert_bytes(config),
     )
 
 

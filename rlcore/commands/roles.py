@@ -138,6 +138,7 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
         diffusion=config.model.diffusion,
+        routes=config.learner.router == "replay",
     )
     stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
     return RolloutJob(
@@ -256,7 +257,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
     path = next(iter(config.actor.values())).draft_path
     assert draft is not None and path is not None
     # Adapters would be the policy's: a draft is small enough to be trained whole.
-    own = {"ranks": draft.ranks, "lr": draft.lr, "lora": None, "draft": None}
+    own = {"ranks": draft.ranks, "lr": draft.lr, "lora": None, "draft": None, "router": "live"}
     kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
     return LearnerJob(
         model_path=path,

@@ -125,6 +125,7 @@ def _check_learning(c: RunConfig) -> None:
         "learner.distill": learner.distill is not None,
         "learner.draft": learner.draft is not None,
         "learner.train_sparse": learner.train_sparse,
+        "learner.router=replay": learner.router == "replay",
         "algorithm.keep_best_by=acceptance": c.algorithm.kept_by_learner is not None,
     }
     for key, used in on.items():

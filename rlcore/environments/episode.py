@@ -12,6 +12,7 @@ import numpy as np
 
 from rlcore.environments.processes import Link
 from rlcore.environments.protocol import Renderer
+from rlcore.models.routes import joined
 from rlcore.seeding import derive_seed
 from rlcore.types import (
     ActorKind,
@@ -234,6 +235,7 @@ class Episode:
             parts=parts,
             purpose=self.request.purpose,
             timings={**timings, "environment_s": self.environment_s},
+            extras={**last.extras, **joined(turns)},
         )
 
     def _nothing(self, actor_id: str, actor_kind: ActorKind) -> Trajectory:

@@ -20,7 +20,13 @@ from rlcore.learner.policy import Attention, Policy, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.learner.registry import ENGINES
-from rlcore.learner.sequences import Reader, masked_reader, read_next_tokens
+from rlcore.learner.replay import Replay
+from rlcore.learner.sequences import (
+    Reader,
+    masked_reader,
+    read_next_tokens,
+    read_with_routes,
+)
 from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
 from rlcore.learner.split_loading import Split
@@ -78,6 +84,8 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
 
 def reader_of(job: LearnerJob) -> Reader:
     """How the job's models read a record. Raises UserError for a folder without a mask token."""
+    if job.learner.router == "replay":
+        return read_with_routes
     if job.diffusion is None:
         return read_next_tokens
     return masked_reader(mask_token_id(job.model_path))
@@ -137,7 +145,9 @@ class _Models:
             add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        return Policy(lm.train(), rule)
+        # the frozen policy is not built here: it chooses its own experts
+        replay = Replay(lm) if self._spec.router == "replay" else None
+        return Policy(lm.train(), rule, replay)
 
     def _may_share(self) -> bool:
         """Whether the job leaves it to the models. Sparse attention selects pages of whole rows."""
@@ -145,7 +155,9 @@ class _Models:
         dense = self._job.sparse is None and self.attention == "sdpa"
         # unproven on GPUs, whose kernels for long masked rows are others
         causal = self._job.diffusion is None
-        return spec.share_prefix == "auto" and dense and causal and spec.device == "cpu"
+        # the samples of a group may have had other experts for their prompt
+        live = spec.router == "live"
+        return spec.share_prefix == "auto" and dense and causal and live and spec.device == "cpu"
 
     def _shares(self, lm: nn.Module) -> bool:
         reason = share_prefixes(lm, divided=self._split is not None)

@@ -54,6 +54,9 @@ class MicroBatch:
     # [R, W] int64, where attention has no order: a position attends to those of its row with the
     # same number; None: to all of them, or only to those before it in a causal model
     segments: Tensor | None = None
+    # [R, W, layers, k] int16: the experts of each position, -1 where the model chooses them itself
+    # (`replay.py`); None: everywhere
+    routes: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -217,8 +220,29 @@ def _micro_batch(
     tensors = {n: torch.from_numpy(np.array(a, dtype=np.int64)) for n, a in arrays.items()}
     moved = {name: t.to(device) for name, t in tensors.items()}
     segments = _segments(sequences, laid, device)
-    sharper = _sharper(sequences, device)
-    return MicroBatch(**moved, sharper=sharper, shared=laid.shared, segments=segments)
+    return MicroBatch(
+        **moved,
+        sharper=_sharper(sequences, device),
+        shared=laid.shared,
+        segments=segments,
+        routes=_routes(sequences, laid, device),
+    )
+
+
+def _routes(
+    sequences: Sequence[ScoredSequence], laid: _Laid, device: torch.device | str
+) -> Tensor | None:
+    """Where no sequence has routes: None."""
+    given = [s.routes if isinstance(s, TokenSequence) else None for s in sequences]
+    shape = next((r.shape[1:] for r in given if r is not None), None)
+    if shape is None:
+        return None
+    experts = np.full((laid.input_ids.size, *shape), -1, np.int16)
+    for routes, places in zip(given, laid.places):
+        if routes is not None:
+            known = min(len(routes), len(places))
+            experts[places[:known]] = routes[:known]
+    return torch.from_numpy(experts.reshape(*laid.input_ids.shape, *shape)).to(device)
 
 
 def _segments(

@@ -22,6 +22,7 @@ from rlcore.learner.head import Head
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch
+from rlcore.learner.replay import Replay
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.types import TokenScores
 
@@ -149,11 +150,15 @@ class Policy(nn.Module):
     """An LM of which only the positions that predict a sampled token go through the head:
     logits of a whole batch never exist."""
 
-    def __init__(self, lm: nn.Module, sparse: SparseSpec | None = None) -> None:
-        """`sparse`: the rule that every forward attends by; `lm` must have been loaded for it."""
+    def __init__(
+        self, lm: nn.Module, sparse: SparseSpec | None = None, replay: Replay | None = None
+    ) -> None:
+        """`sparse`: the rule that every forward attends by; `lm` must have been loaded for it.
+        `replay`: of its routers; None: it chooses experts by itself."""
         super().__init__()
         self.lm = lm
         self.sparse = sparse
+        self.replay = replay
         self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
@@ -165,10 +170,14 @@ class Policy(nn.Module):
             position_ids=mb.position_ids,
             use_cache=False,
             # no mask: padding is at the right, and positions separate packed sequences
-            **{"attention_mask": None, **self._attending(mb)},
+            **{"attention_mask": None, **self._attending(mb), **self._routing(mb)},
         ).last_hidden_state
         predicting: Tensor = states.flatten(0, 1).index_select(0, mb.predict)
         return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
+
+    def _routing(self, mb: MicroBatch) -> dict[str, Any]:
+        """The experts that the routers of every layer are to choose."""
+        return {} if self.replay is None or mb.routes is None else {"routes": mb.routes}
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
         """What the attention of every layer reads of a micro-batch, made once."""

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from rlcore.models.masking import Estimate
+from rlcore.models.routes import ROUTES
 from rlcore.types import Episode, Trajectory
 
 
@@ -31,6 +32,8 @@ class TokenSequence:
     sampled: np.ndarray  # [L] bool
     # the head's temperature over the one at which it was sampled: logits are multiplied by it
     sharper: float = 1.0
+    # [R, layers, k]: the experts of its first R tokens (`models/routes.py`); None: its own
+    routes: np.ndarray | None = field(default=None, repr=False, compare=False)
     #: [S] int64: the positions that predict the sampled tokens, in order
     predicting: np.ndarray = field(init=False, repr=False, compare=False)
 
@@ -130,6 +133,18 @@ Reader = Callable[[Trajectory, float], ScoredSequence]  # of a record and its `s
 def read_next_tokens(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
     """As a causal model reads a record: each token is predicted by what precedes it."""
     return TokenSequence(t.token_ids, t.sampled, sharper)
+
+
+def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
+    """The same, computed with the experts that its actor chose. Raises ValueError for a record
+    without them."""
+    routes = t.extras.get(ROUTES)
+    if routes is None and t.sampled.any():
+        raise ValueError(
+            f"the record of {t.request_id} does not say which experts its actor chose: it was "
+            "sampled without learner.router=replay"
+        )
+    return TokenSequence(t.token_ids, t.sampled, sharper, routes)
 
 
 def masked_reader(mask_id: int) -> Reader:

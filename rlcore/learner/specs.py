@@ -117,6 +117,11 @@ class LearnerSpec(OptimizerSpec):
         "sdpa. Sparse attention: masks over tokens with sdpa, else FlexAttention's blocks",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations")
+    router: Literal["live", "replay"] = setting(
+        "live",
+        "mixtures of experts: live, a token's experts are the learner's own choice; replay: those "
+        "that its actor chose, weighed by the learner's scores",
+    )
     head_chunk_tokens: int = setting(
         1024, "most positions per chunk of the LM-head pass", unit="tokens", gt=0
     )

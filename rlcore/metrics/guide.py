@@ -92,6 +92,9 @@ GUIDES: dict[str, Guide] = {
     "mismatch/z_approx": Guide("near mismatch/acceptance", "raise `rollout.logprobs_k`"),
     "mismatch/kappa": Guide("0.9 to 1.1", "raise `rollout.logprobs_k`"),
     "mismatch/unknown_share": Guide("below 0.3", "raise `rollout.logprobs_k`"),
+    "mismatch/routes_differ": Guide(
+        "below 0.1; grows with staleness", "fresher samples: `schedule.max_staleness`"
+    ),
     "mismatch/ais_alpha": Guide("0 to 1", "[ais](corrections/ais.md#what-to-watch)"),
     "mismatch/ais_alpha_<signal>": Guide("0 to 1", "[ais](corrections/ais.md#what-to-watch)"),
     "correction/kept_share": Guide("above 0.8", ESS),

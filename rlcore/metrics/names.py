@@ -153,9 +153,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("mismatch/truncated_share", "share", "tokens with p_ref/p_inf above 2"),
     Metric("mismatch/masked_share", "share", "tokens with p_ref/p_inf outside [0.5, 2]"),
-    Metric(
-        "mismatch/veto_share", "share", "sequences that hold a token with p_ref/p_inf below 1e-4"
-    ),
+    Metric("mismatch/veto_share", "share", "sequences with a token of p_ref/p_inf below 1e-4"),
     Metric(
         "mismatch/nonfinite_share",
         "share",
@@ -175,6 +173,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "top-k entries of the learner that the actor did not return",
     ),
+    Metric("mismatch/routes_differ", "share", "token-layer pairs with other experts than p_new's"),
     Metric("mismatch/ais_alpha", "1", "AIS: weight of the correction, 0 off to 1 full"),
     Metric(
         "mismatch/ais_alpha_<signal>",

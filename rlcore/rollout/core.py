@@ -37,6 +37,9 @@ class Output(NamedTuple):
     rows: tuple[np.ndarray, np.ndarray] | None
     finish: FinishReason | None  # None: unfinished
     extras: Mapping[str, np.ndarray] | None = None  # of a finished one: further arrays by name
+    # [n, layers, k]: the experts of the next n tokens that the core has read of it since it was
+    # queued (`models/routes.py`); None where it records none
+    routes: np.ndarray | None = None
 
 
 class DecodeCore(Protocol):

@@ -119,6 +119,7 @@ class RequestBook:
     def _submit(self, draw: Draw) -> None:
         """Queue a draw in the core: the prompt, then the tokens it has so far."""
         request = draw.request
+        draw.routes.restart()
         seed = request.seed
         if draw.resubmissions:  # do not repeat the draws that followed the same seed before
             seed = derive_seed(seed, "rollout/resubmit", draw.resubmissions)
@@ -192,6 +193,8 @@ class RequestBook:
             tokens += len(out.tokens)
             draw.extend(out.tokens, out.rows)
             draw.extras |= out.extras or {}
+            if out.routes is not None:
+                draw.routes.add(out.routes)
             if (reason := self._finish_reason(draw, out)) is not None:
                 del self.active[out.request_id]
                 done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rlcore.models.routes import ROUTES, RouteLog
 from rlcore.types import ActorKind, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Draw:
     decoding_since: float | None = None  # on the book's clock; None: it waits for its next token
     decoded_s: float = 0.0  # before it was withdrawn last
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays of its record
+    routes: RouteLog = field(default_factory=RouteLog)  # experts of the tokens it was computed of
     # rows [n, >= k+1] int32, column 0 the sampled token
     _ids: list[np.ndarray] = field(default_factory=list)
     _logp: list[np.ndarray] = field(default_factory=list)  # the same shape, float32
@@ -79,6 +81,7 @@ class Draw:
         self.tokens = begun.sampled_ids.tolist()
         self.switches = [(s, int(versions[s])) for s in starts]
         self.switches.append((len(self.tokens), self.version))
+        self.routes = RouteLog(begun.extras.get(ROUTES))
         if self.request.sampling.logprobs_k >= 0:
             ids, logp = begun.sampled_ids[:, None], begun.logp_inf[:, None]
             self._ids = [np.concatenate([ids, begun.topk_ids], axis=1)]
@@ -107,6 +110,9 @@ class Draw:
         """
         logp, topk_ids, topk_logp = self._arrays()
         request, prompt = self.request, len(self.request.prompt_ids)
+        routes = self.routes.rows()
+        if routes is not None:
+            self.extras[ROUTES] = routes
         token_ids = np.empty(prompt + len(self.tokens), np.int32)
         token_ids[:prompt] = request.prompt_ids
         token_ids[prompt:] = self.tokens

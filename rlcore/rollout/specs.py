@@ -247,6 +247,7 @@ class EngineJob:
     adapter: AdapterShape | None = None
     # how a masked-diffusion model denoises; None: the model is causal
     diffusion: DiffusionSpec | None = None
+    routes: bool = False  # records carry the experts that a mixture chose (`models/routes.py`)
 
     @property
     def key(self) -> str:

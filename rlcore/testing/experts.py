@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def tiny_mixture(folder: Path, alphabet: str, *, seed: int) -> Any:
+def tiny_mixture(folder: Path, alphabet: str, *, seed: int, max_len: int = 128) -> Any:
     """Write a random Qwen3 mixture of experts and a tokenizer of the characters of `alphabet` to
     `folder`; the model, in float32. Two layers of four experts, two of them a token."""
     import torch
@@ -26,7 +26,7 @@ def tiny_mixture(folder: Path, alphabet: str, *, seed: int) -> Any:
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        max_position_embeddings=128,
+        max_position_embeddings=max_len,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -283,7 +283,7 @@ def test_a_limit_too_small_for_one_step_is_refused_by_its_key():
 
 
 def test_a_limit_below_one_step_at_full_length_is_refused_before_a_start():
-    def check(max_bytes):
+    def check(max_bytes, **more):
         check_capacity(
             max_bytes,
             BatchingSpec(groups_per_step=4),
@@ -291,11 +291,14 @@ def test_a_limit_below_one_step_at_full_length_is_refused_before_a_start():
             max_len=2048,
             max_new_tokens=1024,
             logprobs_k=20,
+            **more,
         )
 
     longest = make_trajectory(turns=((range(1024), range(1024)),), k=20)
     needed = 4 * 8 * len(dump_trajectory(longest))
     check(needed + 32 * 1000)
+    with pytest.raises(UserError, match=r"use 30 or more"):  # 48 layers of 8 experts
+        check(needed + 32 * 1000, expert_bytes=384)
     with pytest.raises(UserError, match=r"^cluster\.buffer_mib=5 is too small: .* use 6 or more"):
         check(5 << 20)
     assert 5 << 20 < needed < 6 << 20

@@ -1,4 +1,5 @@
-"""A whole run of a small mixture of experts: trained, published after every step, exported."""
+"""A whole run of a small mixture of experts: trained with the experts that its actor chose,
+published after every step, exported."""
 
 import json
 
@@ -36,6 +37,7 @@ def test_what_is_trained_is_what_the_engine_serves(command, tmp_path):
         "rollout.samples_per_prompt=4",
         "rollout.max_new_tokens=12",
         "learner.lr=3e-3",
+        "learner.router=replay",
         "cluster.verify_weights=full",
         "cluster.object_store_mib=128",
         "evaluation.every=0",
@@ -48,6 +50,8 @@ def test_what_is_trained_is_what_the_engine_serves(command, tmp_path):
     assert [row["policy_version"] for row in steps] == [1, 2, 3, 4]
     assert all(row["grad_norm"] > 1e-3 for row in steps)
     assert max(row["mismatch/abs_dlogp_max"] for row in steps) < 1e-5
+    # the same experts, to those whose scores tie in float32
+    assert max(row["mismatch/routes_differ"] for row in steps) < 0.01
 
     out = tmp_path / "exported"
     assert command("export", f"run_dir={run_dir}", f"out={out}").wait(300) == 0

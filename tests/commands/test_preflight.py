@@ -9,6 +9,7 @@ import pytest
 import rlcore
 from rlcore.cli import main
 from rlcore.commands import roles
+from rlcore.commands.model_checks import check_replay
 from rlcore.commands.preflight import prepare
 from rlcore.config.compose import load
 from rlcore.errors import UserError
@@ -296,3 +297,25 @@ def test_a_program_must_end_before_its_grading_does(model, tmp_path):
         UserError, match=r"evaluation\.tasks\.more\.args\.timeout_s=20 .*grade_timeout_s=10"
     ):
         prepared(model, extra)
+
+
+def test_experts_are_replayed_where_an_engine_chose_some(model, tmp_path):
+    with pytest.raises(UserError, match=r"^learner\.router=replay .* has one expert for every"):
+        prepared(model, "learner.router=replay")
+    folder = _made(tmp_path / "moe")
+    config = json.loads((folder / "config.json").read_text())
+    changes = {"num_experts": 8, "num_experts_per_tok": 2, "model_type": "qwen3_moe"}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    prepared(folder, "learner.router=replay")
+    other = load(["experiment=quickstart", "learner.router=replay", f"run_dir={tmp_path}"])
+    own = {"bf16": other.actor["bf16"].model_copy(update={"engine": "my.py:Engine"})}
+    with pytest.raises(UserError, match=r"^learner\.router=replay .*actor\.bf16\.engine=my\.py"):
+        check_replay(other.model_copy(update={"actor": own}), config | changes)
+    words = ["learner.router=replay", "actor.bf16.num_gpus=1", "learner=gpu"]
+    with pytest.raises(UserError, match=r"actor\.bf16\.second_runner=False with"):
+        prepared(folder, *words, "actor.bf16.second_runner=false")
+    with pytest.raises(UserError, match=r"leave actor\.bf16\.prefix_caching=true"):
+        prepared(folder, *words, "actor.bf16.prefix_caching=false")
+    diffusion = ["experiment=diffusion", "learner.router=replay", f"run_dir={tmp_path}"]
+    with pytest.raises(UserError, match=r"^learner\.router=replay is made for causal actors"):
+        prepare(load(diffusion))

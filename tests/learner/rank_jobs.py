@@ -19,6 +19,7 @@ from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.split_loading import load_split
+from rlcore.models.routes import ROUTES
 from rlcore.types import POLICY, Group
 
 JACKPOT: dict[str, dict[str, Any]] = {"jackpot": {}, "veto": {"threshold": 1e-4}}
@@ -445,16 +446,22 @@ def kept_by_acceptance(rank: int, world: int, port: int, model: str) -> list[dic
 
 
 def mixture_weights(
-    rank: int, world: int, port: int, model: str
+    rank: int, world: int, port: int, model: str, router: str = "live"
 ) -> dict[int, tuple[dict[str, tuple[int, ...]], dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """stage -> announced shapes, published weights and two of them asked for alone, after a step
-    on a mixture of experts."""
+    on a mixture of experts, with the experts of the records if `router` is replay."""
     out = {}
-    mine = share(make_groups(5), rank, world)
+    groups = make_groups(5)
+    if router == "replay":
+        for t in (t for g in groups for e in g.episodes for t in e.parts):
+            draws = np.random.default_rng(t.token_ids).random((len(t.token_ids) - 1, 2, 4))
+            t.extras[ROUTES] = draws.argsort(-1)[:, :, :2].astype(np.uint8)
+    mine = share(groups, rank, world)
     for stage in (0, 3):
-        one = learner(rank, world, port, model, zero_stage=stage, lr=1e-2)
+        one = learner(rank, world, port, model, zero_stage=stage, lr=1e-2, router=router)
         one.begin_phase([mine])
-        one.train_step(0)
+        row = one.train_step(0)
+        assert ("mismatch/routes_differ" in row) == (router == "replay")
         shapes = one.published_shapes(POLICY)
         two = [n for n in shapes if ".experts.2." in n][:2]
         alone = arrays(dict(one.published_weights(POLICY, "float32", two)))

@@ -177,14 +177,15 @@ def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     assert json.loads((tmp_path / "stage3" / "learner.json").read_text())["optimizer_steps"] == 1
 
 
-def test_experts_are_published_one_by_one_at_any_stage(tmp_path):
+@pytest.mark.parametrize("router", ["live", "replay"])
+def test_experts_are_published_one_by_one_at_any_stage(tmp_path, router):
     tiny_mixture(tmp_path, ALPHABET, seed=3)
     before = {n: t.numpy() for n, t in read_weights(tmp_path).items()}
-    single = on_ranks(1, jobs.mixture_weights, str(tmp_path))[0]
+    single = on_ranks(1, jobs.mixture_weights, str(tmp_path), router)[0]
     reference = single[0][1]
     for shapes, weights, alone in (
         *single.values(),
-        *on_ranks(2, jobs.mixture_weights, str(tmp_path))[0].values(),
+        *on_ranks(2, jobs.mixture_weights, str(tmp_path), router)[0].values(),
     ):
         assert shapes == {n: w.shape for n, w in weights.items()}
         assert weights.keys() == before.keys()

@@ -50,6 +50,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_cpu_options(actor),
         **_sparse_options(actor),
         **_noise_options(actor),
+        **_expert_options(job),
     )
 
 
@@ -103,6 +104,17 @@ def _sparse_options(actor: ActorSpec) -> dict[str, Any]:
     if not actor.on_cpu:
         options["attention_backend"] = "FLASH_ATTN"
     return options
+
+
+def _expert_options(job: EngineJob) -> dict[str, Any]:
+    """Of mixtures of experts; other models ignore them.
+
+    Triton's kernels read w13 and w2 as they were loaded. Others swap the halves of w13 or lay both
+    out in blocks, so that weights could not be replaced in place.
+    """
+    if job.actor.on_cpu:
+        return {}
+    return {"moe_backend": "triton", "enable_return_routed_experts": job.routes}
 
 
 def _noise_options(actor: ActorSpec) -> dict[str, Any]:

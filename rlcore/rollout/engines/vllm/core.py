@@ -6,7 +6,7 @@ objects, which costs more than computing them (see benchmarks/rollout_logprobs.p
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -58,6 +58,10 @@ class VllmCore(DecodeCore):
         self.unshared: str | None = "the engine has several ranks"
         if self._ranks == 1:
             self.unshared = self.rpc("rl_share_prompts")
+        if job.routes and on_cpu():
+            scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
+            blocks = scheduler.kv_cache_manager.get_block_ids
+            scheduler.aux_output_connector = self.rpc("rl_record_routes", blocks)
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
@@ -115,7 +119,7 @@ class VllmCore(DecodeCore):
                     )
             rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
             finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
-            yield Output(request_id, out.new_token_ids, rows, finish)
+            yield Output(request_id, out.new_token_ids, rows, finish, routes=out.routed_experts)
 
     def settle(self) -> Iterable[Output]:
         """With asynchronous scheduling a step is under way between two calls of `step`: what it
@@ -177,14 +181,22 @@ class VllmCore(DecodeCore):
 
 def _start(job: EngineJob, vocab: int) -> LLMEngine:
     """The engine, on the model runner that its actor asks for."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(job.actor.on_second_runner))
+    second = _on_second_runner(job)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
     llm = _start_with_attention(job, vocab)
-    if llm.vllm_config.use_v2_model_runner != job.actor.on_second_runner:
+    if llm.vllm_config.use_v2_model_runner != second:
         raise RuntimeError(
             "vLLM keeps the model runner of the first engine of a process: start an engine on "
-            f"{'the second' if job.actor.on_second_runner else 'the first'} in another process"
+            f"{'the second' if second else 'the first'} in another process"
         )
     return llm
+
+
+def _on_second_runner(job: EngineJob) -> bool:
+    """vLLM 0.26 returns experts from its first runner alone, 0.32 from its second."""
+    if job.routes and not on_cpu() and job.actor.second_runner is None:
+        return importlib.util.find_spec("vllm.config.aux_output") is not None
+    return job.actor.on_second_runner
 
 
 def _start_with_attention(job: EngineJob, vocab: int) -> LLMEngine:

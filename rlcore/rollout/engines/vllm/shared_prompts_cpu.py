@@ -62,7 +62,8 @@ class SharedPrompts:
     """Makes a model runner share positions. It stays as it was where `reason` says why."""
 
     def __init__(self, runner: Any) -> None:
-        self._positions: Positions | None = None  # of the pass that runs
+        #: of the pass that runs; None: it computes all positions
+        self.positions: Positions | None = None
         self.reason = _unshared(runner)
         if self.reason is not None:
             return
@@ -78,13 +79,13 @@ class SharedPrompts:
 
     def _run(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The runner's forward pass over N positions: [N, D]."""
-        self._positions = found = self._distinct(input_ids)
+        self.positions = found = self._distinct(input_ids)
         if found is None:
             return self._forward(input_ids, positions, *args, **kwargs)
         try:
             states = self._forward(input_ids[found.kept], positions[found.kept], *args, **kwargs)
         finally:
-            self._positions = None
+            self.positions = None
         return states[found.of_each]
 
     def _distinct(self, input_ids: Tensor) -> Positions | None:
@@ -111,7 +112,7 @@ class SharedPrompts:
         def forward(
             layer: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
         ) -> Tensor:
-            if (found := self._positions) is None:
+            if (found := self.positions) is None:
                 return attend(layer, query, key, value, *rest, **named)
             output = named["output"]
             whole = output.new_empty(len(found.of_each), *output.shape[1:])
@@ -124,7 +125,7 @@ class SharedPrompts:
 
     def _storing(self, store: Callable[..., None]) -> Callable[..., None]:
         def update(layer: Any, key: Tensor, value: Tensor, *rest: Any) -> None:
-            if (found := self._positions) is not None:
+            if (found := self.positions) is not None:
                 key, value = (t.index_select(0, found.of_each) for t in (key, value))
             store(layer, key, value, *rest)
 

@@ -3,6 +3,7 @@ own, which imports this file before it loads its part of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,15 @@ class WorkerSide(WeightExtension):
             return "vLLM's prefix cache shares the blocks of prompts on GPUs"
         from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
 
-        return SharedPrompts(self.model_runner).reason
+        self.rl_shared = SharedPrompts(self.model_runner)
+        return self.rl_shared.reason
+
+    def rl_record_routes(self, blocks: Callable[[str], Any]) -> Any:
+        """A recorder of the experts that are chosen, on the CPU, for vLLM's scheduler to ask.
+        `blocks`: that scheduler's, of a request."""
+        from rlcore.rollout.engines.vllm.routes_cpu import RoutesOnCpu
+
+        return RoutesOnCpu(self.model_runner, self.rl_shared, blocks)
 
     def rl_expect(self, keep: list[str]) -> None:
         """vLLM's receiver gets a set next. `keep`: weights to prove afterwards."""

@@ -1,0 +1,80 @@
+"""The experts that a mixture chooses on the CPU, recorded for every token.
+
+vLLM returns them from its second model runner alone (vllm/config/vllm.py:
+_verify_aux_output_compatibility), whose kernels are written for GPUs. So this stands in its
+scheduler where that runner's connector would, in the one process that scheduler and model share
+here. As vLLM 0.26 did, it keeps experts by the slot of a token's keys and values: what a prefix
+cache hit reads of another request's keys and values, it reads of their experts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
+
+
+class RoutesOnCpu:
+    """Records the experts of every step; has the methods that vLLM's scheduler calls of its own
+    `AuxOutputSchedulerConnector`."""
+
+    def __init__(self, runner: Any, shared: SharedPrompts, blocks: Callable[[str], Any]) -> None:
+        """`runner`: the first model runner, with its cache. `shared`: what it computes once.
+        `blocks`: of a request's keys and values, by its name."""
+        model, cache = runner.model_config, runner.kv_cache_config
+        layers, chosen = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
+        dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
+        self._shared, self._blocks = shared, blocks
+        self._block_size: int = cache.kv_cache_groups[0].kv_cache_spec.block_size
+        slots = cache.num_blocks * self._block_size
+        self._by_slot = np.zeros((slots, layers, chosen), dtype)
+        self._step: dict[int, np.ndarray] = {}  # of the pass that runs, by layer: [N, k]
+        self._tables = runner.input_batch.block_table
+        self._forward = runner._model_forward
+        runner._model_forward = self._run
+        for module in runner.model.modules():
+            if isinstance(module, MoERunner):
+                module.router.set_capture_fn(partial(self._note, module.layer_id))
+
+    def _note(self, layer: int, experts: Tensor) -> None:
+        """experts [U, k]: of the positions that are computed."""
+        if (found := self._shared.positions) is not None:
+            experts = experts.index_select(0, found.of_each)
+        self._step[layer] = experts.numpy().astype(self._by_slot.dtype)
+
+    def _run(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The runner's forward pass over N positions."""
+        self._step.clear()
+        states = self._forward(input_ids, *args, **kwargs)
+        slots = self._tables[0].slot_mapping.gpu[: len(input_ids)].numpy()
+        for layer, experts in self._step.items():
+            self._by_slot[slots, layer] = experts
+        return states
+
+    # -- as vLLM's connector -----------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any, requests: Any) -> None:
+        """A step is scheduled."""
+
+    def take_output(self, request: Any, output: Any) -> np.ndarray:
+        """[n, layers, k]: of the tokens that a step has read, a request's first step those of its
+        prompt, which other requests may have computed."""
+        del output
+        end = request.num_tokens - 1
+        start = 0 if request.num_output_tokens <= 1 else end - 1
+        (blocks,) = self._blocks(request.request_id)
+        places = np.arange(start, end)
+        slots = np.asarray(blocks)[places // self._block_size] * self._block_size
+        return self._by_slot[slots + places % self._block_size]
+
+    def request_finished(self, request: Any) -> None:
+        """A request is over, or was preempted."""
+
+    def reset(self) -> None:
+        """The prefix cache was dropped."""
