@@ -19,7 +19,8 @@ from rlcore.config.schema import RunConfig  # noqa: E402
 from rlcore.config.sentences import sections  # noqa: E402
 from rlcore.corrections.registry import CORRECTIONS  # noqa: E402
 from rlcore.metrics.guide import GUIDES  # noqa: E402
-from rlcore.metrics.names import METRICS, Metric  # noqa: E402
+from rlcore.metrics.metric import Metric  # noqa: E402
+from rlcore.metrics.names import METRICS  # noqa: E402
 from rlcore.registry import resolve  # noqa: E402
 
 HEADING = {

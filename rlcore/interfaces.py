@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["train", "heldout"]
+Wake = Literal["weights", "all"]  # what an engine that sleeps takes back of its memory
 Grader = Callable[[Item, str], Grade]
 
 
@@ -139,6 +140,13 @@ class RolloutEngine(Protocol):
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names."""
+
+    def sleep(self) -> float:
+        """Free the memory that another process is to have; bytes freed. Requests that run, and new
+        ones, are held until `wake`, and nothing may be decoded."""
+
+    def wake(self, what: Wake) -> None:
+        """Take memory back: first for the "weights", which may then be loaded, then for "all"."""
 
     def close(self) -> None:
         """Stop the engine and free its memory."""

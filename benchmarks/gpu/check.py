@@ -28,6 +28,9 @@ head     the chunked LM-head pass against the plain one: peak memory, time, larg
 loop     `rlcore train` with a small model, half of the GPU for the engine and half for the
          learner, weights by CUDA IPC: three steps, then a resume
 logprobs where a decode step's time goes at the largest batch, with and without top-k log-probs
+colocated
+         `rlcore train` with all of the GPU for engine and learner in turn: what each frees, and
+         what the turns cost
 bf16 eager, bf16 first runner
          the batches again without graphs, and on vLLM's first runner without async scheduling
 
@@ -93,6 +96,7 @@ PARTS = (
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("logprobs", 160, 50, cuda=True),
+    Part("colocated", 200, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
 )

@@ -1,5 +1,6 @@
-"""The last part of `check.py`: the whole loop on one GPU, half for the engine and half for the
-learner, three steps and a resume of two more."""
+"""Parts of `check.py` that train: the whole loop on one GPU. `loop`: half of it for the engine and
+half for the learner, three steps and a resume of two more. `colocated`: all of it for both in turn,
+two phases of two steps."""
 
 from __future__ import annotations
 
@@ -33,6 +34,80 @@ HALVES = (
     "cluster.transport=ipc",
     "cluster.start_timeout_s=400",
 )
+
+
+PHASES, STEPS_PER_PHASE = 2, 2
+# An untrained model, which an entropy bonus moves whatever its rewards: no warm-up is waited for.
+TURNS = (
+    "experiment=quickstart",
+    "schedule=large_batch",
+    "correction=[rapid]",
+    "algorithm=rapid",
+    "algorithm.entropy_coef=0.01",
+    f"schedule.steps={PHASES * STEPS_PER_PHASE}",
+    f"schedule.steps_per_publish={STEPS_PER_PHASE}",
+    "schedule.groups_per_step=8",
+    "schedule.colocated=true",
+    "rollout.samples_per_prompt=4",
+    "model.warmup.steps=0",
+    "evaluation.every=0",
+    "evaluation.at_start=false",
+    "checkpoint.at_end=false",
+    "learner.offload_while_sampling=true",
+    "logging.report=false",
+)
+WHOLE = (
+    "learner=gpu",
+    "learner.zero_stage=1",
+    "learner.lr=1e-4",
+    "actor.bf16.num_gpus=1",
+    "actor.bf16.gpu_memory_utilization=0.8",
+    "actor.bf16.enforce_eager=true",
+    "cluster.transport=ipc",
+    "cluster.start_timeout_s=200",
+    # 0.2 B parameters: enough to see in what is freed
+    "model.fresh.hidden_size=1024",
+    "model.fresh.intermediate_size=4096",
+    "model.fresh.layers=12",
+)
+
+
+def colocated(s: Setting) -> None:
+    """Train two phases; a row for each step, and one for all."""
+    run_dir = s.folder / "colocated"
+    words = [*TURNS, *(("cluster.transport=gloo",) if s.small else WHOLE)]
+    start = time.monotonic()
+    command = ["train", *words, f"run_dir={run_dir}"]
+    done = subprocess.run([sys.executable, "-c", "from rlcore.cli import main; main()", *command])
+    if done.returncode:
+        sys.exit(f"train: exit code {done.returncode}")
+    s.add("colocated", {"command": "train", "seconds": time.monotonic() - start})
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        s.add("colocated", {"step": row["step"], **turns_of(row)})
+    s.add("colocated", turns(rows, LIMITS["cpu" if s.small else "cuda"]))
+
+
+def turns_of(row: Row) -> Row:
+    """What a step's row says of memory and of the time that turns cost."""
+    names = ("asleep_s", "sleep_s", "wake_s", "learner_release_s", "learner_reclaim_s", "publish_s")
+    said = {name: row[f"time/{name}"] for name in names if f"time/{name}" in row}
+    freed = {n.partition("/")[2]: v for n, v in row.items() if n.startswith("colocated/")}
+    return {"mean |dlogp|": row["mismatch/abs_dlogp_mean"], **said, **freed}
+
+
+def turns(rows: list[Row], largest: float) -> Row:
+    """What the first step of each phase says, whose policy is what the engine sampled with;
+    `largest`: mean |dlogp| that counts as equal.
+
+    Raises RuntimeError unless every step is there once.
+    """
+    steps = [r["step"] for r in rows]
+    if steps != list(range(1, PHASES * STEPS_PER_PHASE + 1)):
+        raise RuntimeError(f"the run has steps {steps}")
+    first = [r["mismatch/abs_dlogp_mean"] for r in rows[::STEPS_PER_PHASE]]
+    gaps: Row = {"mean |dlogp|": max(first)}
+    return {"steps": len(steps), **where_they_agree(gaps, largest, turns_of(rows[-1]))}
 
 
 def loop(s: Setting) -> None:

@@ -74,6 +74,10 @@ def main() -> None:
         from experts import experts
 
         experts(s)
+    elif part == "colocated":
+        from loop import colocated
+
+        colocated(s)
     elif part == "flex":
         from sparse_forward import flex
 

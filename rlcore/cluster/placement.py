@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from rlcore.cluster.calls import get
-from rlcore.errors import UserError
+from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.launch.specs import ACTOR_RESOURCE
 
 CALL_THREADS = 8  # of actors whose calls only queue work or read state
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
+HALF = 0.5  # of a GPU: Ray then shows one and the same to both processes of a bundle
 PORTS = range(20000, 32768)  # below those that outgoing connections draw theirs from
 
 
@@ -52,6 +58,37 @@ def other_actor_nodes(*, own_nodes: bool) -> Mapping[str, Mapping[str, float]]:
         and node["NodeID"] != here
         and (not own_nodes or ACTOR_RESOURCE in node["Resources"])
     }
+
+
+class SharedPlaces:
+    """Where engines and learner ranks are that have their GPUs in turns: engine i and rank i in
+    bundle i of a placement group, whose GPU is theirs alone."""
+
+    def __init__(self, bundles: Sequence[Mapping[str, float]], *, start_timeout_s: float) -> None:
+        """Blocks until the cluster has room for all bundles. Raises DeadlineExceeded."""
+        self._group = placement_group(list(map(dict, bundles)), strategy="PACK")
+        if not self._group.wait(start_timeout_s):
+            raise DeadlineExceeded(
+                f"waited {start_timeout_s:g} s for {len(bundles)} places of engines and learner "
+                "ranks (cluster.start_timeout_s)."
+            )
+        self._engines = itertools.count()
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Options of a learner rank's process."""
+        return self._in_bundle(rank)
+
+    def of_next_engine(self) -> dict[str, Any]:
+        """Options of the next engine's process."""
+        return self._in_bundle(next(self._engines))
+
+    def _in_bundle(self, index: int) -> dict[str, Any]:
+        return {
+            "num_gpus": HALF if "GPU" in self._group.bundle_specs[index] else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            ),
+        }
 
 
 def rendezvous(

@@ -24,6 +24,7 @@ from rlcore.cluster.clients.shards import fetch_records
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import (
     CALL_THREADS,
+    SharedPlaces,
     actor_class,
     beside_driver,
     bound_to,
@@ -82,16 +83,18 @@ def start_learners(
     jobs: Mapping[str, LearnerJob],
     *,
     wire_dtype: str,
+    places: SharedPlaces | None = None,
 ) -> RayLearner:
     """The policy's ranks, and those of each companion that has ranks of its own.
 
     `jobs`: POLICY first, then companions by name; the number of ranks is `job.learner.ranks`.
-    `buffer` None: supervised training and export alone. Blocks, in a cluster that was joined, until
+    `buffer` None: supervised training and export alone. `places`: of ranks that have their GPUs in
+    turns with engines. Blocks, in a cluster that was joined, until
     rank 0 has a place.
     """
     groups, started = [], []
     for name, job in jobs.items():
-        handles = _spawn_ranks(hosting, buffer, job, name)
+        handles = _spawn_ranks(hosting, buffer, job, name, places)
         group = RankGroup(name, handles, timeout_s=hosting.schedule.step_timeout_s)
         place = rendezvous(
             group.handles,
@@ -107,7 +110,11 @@ def start_learners(
 
 
 def _spawn_ranks(
-    hosting: Hosting, buffer: RayBuffer | None, job: LearnerJob, name: str
+    hosting: Hosting,
+    buffer: RayBuffer | None,
+    job: LearnerJob,
+    name: str,
+    places: SharedPlaces | None,
 ) -> list[Any]:
     actor = actor_class(
         LearnerActor,
@@ -117,13 +124,19 @@ def _spawn_ranks(
         concurrency_groups=LEARNER_THREADS,
     )
     handle = None if buffer is None else buffer.handle
-    return [actor.remote(handle, hosting, name) for _ in range(job.learner.ranks)]
+    options = [{} if places is None else places.of_rank(i) for i in range(job.learner.ranks)]
+    return [actor.options(**placed).remote(handle, hosting, name) for placed in options]
 
 
 def rollout_spawner(
-    hosting: Hosting, job: RolloutJob, buffer: RayBuffer, scorer: RayScorer
+    hosting: Hosting,
+    job: RolloutJob,
+    buffer: RayBuffer,
+    scorer: RayScorer,
+    places: SharedPlaces | None = None,
 ) -> Spawn:
-    """A function that starts one rollout actor of this kind under a name."""
+    """A function that starts one rollout actor of this kind under a name. `places`: of engines that
+    have their GPUs in turns with learner ranks."""
     engine = job.engine.actor
     actor = actor_class(
         RolloutActor,
@@ -134,7 +147,10 @@ def rollout_spawner(
     )
 
     def spawn(name: str) -> Spawned:
-        handle = actor.remote((buffer.handle, buffer.name), scorer.handle, hosting)
+        placed = {} if places is None else places.of_next_engine()
+        handle = actor.options(**placed).remote(
+            (buffer.handle, buffer.name), scorer.handle, hosting
+        )
         own = replace(job, engine=replace(job.engine, actor_id=name))
         started = handle.start.remote(own)
         return Spawned(

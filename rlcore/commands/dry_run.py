@@ -220,7 +220,7 @@ def _schedule(config: RunConfig) -> str:
     batches, epochs = spec.phases.batches, spec.epochs
     one_ref = f"one p_ref for {batches} batches x {_count(epochs, 'epoch')}; "
     pace = (
-        "generation and learning take turns"
+        "generation and learning take turns" + (", on the same GPUs" if spec.colocated else "")
         if spec.synchronous
         else "generation goes on while the learner trains, at most "
         f"{_count(spec.max_staleness, 'step')} behind"

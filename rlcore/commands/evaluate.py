@@ -67,6 +67,8 @@ async def _evaluate(
         session.learner.load(str(folder / "learner"))
         # Actors start with the run's first model; every tensor's checksum is compared.
         publication = await session.learner.publish(version, full=True, resumed=None)
+        if fleet.colocated:
+            await session.learner.release()
         await fleet.publish(publication, session.learner.send)
     evaluator = Evaluator(config.evaluation, prepared.heldout, fleet, scorer, _no_samples)
     return await evaluate_alone(evaluator, fleet, version, config.cluster.heartbeat_s)

@@ -58,6 +58,7 @@ def lacking(machine: GpuMachine) -> Iterator[tuple[str, str]]:
     several = [] if machine.gpus > 1 else ["a second GPU"]
     yield "cluster.transport=nccl", _listed((gpu or several) + vllm)
     yield "cluster.transport=ipc", _listed(gpu + vllm)
+    yield "schedule.colocated=true", _listed(gpu + vllm)
     yield "actor.*.tensor_parallel=2", _listed((gpu or several) + vllm)
 
 

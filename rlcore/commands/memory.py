@@ -18,11 +18,13 @@ from rlcore.planner.memory import (
     learner_host,
     learner_rank,
     total,
+    waiting_rank,
 )
 from rlcore.spec import refuse
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
 
 KEY = "cluster.launch.gpu_memory_gib"
+OFFLOAD = "learner.offload_while_sampling=true"
 
 
 def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
@@ -31,6 +33,8 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
     if sizes is None:
         return ["not counted: config.json does not say the sizes of a layer"]
     lines = [f"{role}: {in_words(parts)}" for role, _, parts in _on_gpus(config, sizes)]
+    if config.schedule.colocated and config.learner.num_gpus:
+        lines.append(f"learner rank while engines sample: {in_words(_waiting(config, sizes))}")
     host = learner_host(
         sizes,
         config.learner,
@@ -63,6 +67,27 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
             f"{KEY}={room:g} gives the {role} {own:.1f} GiB, and it needs {in_words(parts)}: "
             f"{advice}.",
         )
+
+    if config.schedule.colocated and config.learner.num_gpus:
+        _check_turns(config, sizes, room)
+
+
+def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
+    """Whether a learner rank that waits fits beside the largest share of an engine."""
+    waiting = _waiting(config, sizes)
+    label, actor = max(config.actor.items(), key=lambda a: a[1].gpu_memory_utilization)
+    left = (1 - actor.gpu_memory_utilization) * room
+    offload = "" if config.learner.offload_while_sampling else ", or set " + OFFLOAD
+    refuse(
+        total(waiting) > left * GIB,
+        f"{KEY}={room:g} leaves {left:.1f} GiB beside actor.{label}.gpu_memory_utilization="
+        f"{actor.gpu_memory_utilization:g}, and the learner rank that has the GPU in turns with it "
+        f"keeps {in_words(waiting)}: lower actor.{label}.gpu_memory_utilization{offload}.",
+    )
+
+
+def _waiting(config: RunConfig, sizes: ModelSizes) -> Parts:
+    return waiting_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:

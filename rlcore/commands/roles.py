@@ -35,7 +35,9 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
     count, spec = ranks(config) if learner else 0, config.learner
     # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
     cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus
-    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines) + count * spec.num_gpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines)
+    if not (actors and config.schedule.colocated):  # there engines and ranks are on the same ones
+        gpus += count * spec.num_gpus
     return cpus, gpus
 
 
@@ -126,7 +128,10 @@ def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:
     return (GraderPool(evaluated, config.grading, keys), *own)
 
 
-def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str) -> RolloutJob:
+def rollout_job(
+    config: RunConfig, label: str, actor: ActorSpec, model_path: str, *, sleeps: bool = False
+) -> RolloutJob:
+    """`sleeps`: its engine has its GPU in turns with a learner rank."""
     # A draft samples with its own model; the policy's folder then says what its tokens must mean.
     engine = EngineJob(
         actor=actor,
@@ -139,6 +144,7 @@ def rollout_job(config: RunConfig, label: str, actor: ActorSpec, model_path: str
         adapter=_adapter(config, actor),
         diffusion=config.model.diffusion,
         routes=config.learner.router == "replay",
+        sleeps=sleeps,
     )
     stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
     return RolloutJob(

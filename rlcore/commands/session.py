@@ -12,6 +12,7 @@ from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.node_scorers import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.heartbeats import RayRoleWatch
+from rlcore.cluster.placement import SharedPlaces
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.start import (
     rollout_spawner,
@@ -51,6 +52,19 @@ def connected(
     )
 
 
+def shared_places(config: RunConfig) -> SharedPlaces | None:
+    """Of engines and the learner ranks that have their GPUs in turns with them, where a run has
+    such; there may be more engines than ranks."""
+    if not config.schedule.colocated:
+        return None
+    bundles: list[dict[str, float]] = []
+    for actor in (a for a in config.actor.values() for _ in range(a.count)):
+        rank = config.learner.num_cpus if len(bundles) < config.learner.ranks else 0.0
+        gpu = {"GPU": 1.0} if actor.num_gpus else {}
+        bundles.append({"CPU": actor.num_cpus + rank, **gpu})
+    return SharedPlaces(bundles, start_timeout_s=config.cluster.start_timeout_s)
+
+
 class Session:
     """Clients of the roles. Construction returns when every role answers, or raises within
     `cluster.start_timeout_s`; the end of the cluster takes down what has started by then."""
@@ -77,16 +91,21 @@ class Session:
         self.beside: RayNodeScorers | None = None  # graders on other nodes
         # Only what is trained on is kept.
         self.shards = RayShards(self.buffer, self._hosting) if with_learner else None
+        self._places = shared_places(config) if with_learner and with_actors else None
         if with_actors:
             job = roles.scorer_job(config, model_path)
             self.scorer = start_scorer(self._hosting, self.buffer, job)
             if with_learner:  # else nothing watches them
                 self.beside = RayNodeScorers(self.buffer, self._hosting, job, note)
             self.fleet = self._start_fleet(self.scorer, model_path)
+        if self._places is not None:  # ranks have room once the engines on their GPUs sleep
+            wait_started(self._hosting, self._actors())
         if with_learner:
             jobs = roles.learner_jobs(config, model_path, pad_id)
-            dtype = roles.wire_dtype(config)
-            self.learner = start_learners(self._hosting, self.buffer, jobs, wire_dtype=dtype)
+            dtype, places = roles.wire_dtype(config), self._places
+            self.learner = start_learners(
+                self._hosting, self.buffer, jobs, wire_dtype=dtype, places=places
+            )
         # Engines and ranks load their models at the same time: only now is anything waited for.
         started = [self.buffer, self.scorer, *self._actors(), self.learner]
         wait_started(self._hosting, [client for client in started if client is not None])
@@ -103,8 +122,9 @@ class Session:
             kinds["evaluation"] = (dense, "evaluation")
         pools = []
         for label, (actor, given) in kinds.items():
-            job = roles.rollout_job(config, label, actor, model_path)
-            spawn = rollout_spawner(self._hosting, job, self.buffer, scorer)
+            places, sleeps = self._places, self._places is not None
+            job = roles.rollout_job(config, label, actor, model_path, sleeps=sleeps)
+            spawn = rollout_spawner(self._hosting, job, self.buffer, scorer, places)
             weights = roles.actor_weights(config, actor)
             pools.append(ActorPool(label, spawn, actor.count, given, weights))
         joined = config.cluster.joined

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.colocation import check_colocated
 from rlcore.config.diffusion import check_diffusion
 from rlcore.config.environments import check_environment
 from rlcore.config.names import check_names
@@ -256,6 +257,7 @@ RULES = (
     _drafts,
     _sparse_learning,
     check_adapters,
+    check_colocated,
     check_transport,
     check_rewards,
     check_environment,

@@ -254,5 +254,5 @@ REASONS: Mapping[str, str] = {
     "trainer.total_epochs": "a run has optimizer steps: schedule.steps",
     "num_train_epochs": "a run has optimizer steps: schedule.steps",
     "num_episodes": "a run has optimizer steps: schedule.steps",
-    "colocate_all_models": "roles have their own processes; GPUs may be shared (num_gpus=0.5)",
+    "colocate_all_models": "engines and learner take turns on GPUs with schedule.colocated=true",
 }

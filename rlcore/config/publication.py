@@ -93,6 +93,12 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
         f"cluster.transport={transport} joins GPUs, and {' and '.join(without)} "
         f"{'has' if len(without) == 1 else 'have'} num_gpus=0: use object_store or disk.",
     )
+    colocated = c.schedule.colocated
+    refuse(
+        transport == "nccl" and colocated,
+        "cluster.transport=nccl cannot join two processes on one GPU, and schedule.colocated=true "
+        "gives engines and learner the same ones: use ipc.",
+    )
     shared = [role for role, count in gpus.items() if count < 1]
     refuse(
         transport == "nccl" and bool(shared),
@@ -100,9 +106,10 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
         "asks for a share of one (num_gpus below 1): use ipc, or num_gpus=1.",
     )
     refuse(
-        transport == "ipc" and len(shared) < len(gpus),
+        transport == "ipc" and len(shared) < len(gpus) and not colocated,
         "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
-        "actor.*.num_gpus must be shares of one, such as 0.5 each: use nccl for GPUs of their own.",
+        "actor.*.num_gpus must be shares of one, such as 0.5 each, or schedule.colocated=true has "
+        "them take turns: use nccl for GPUs of their own.",
     )
     foreign = [label for label, actor in c.actor.items() if actor.engine != "vllm"]
     refuse(

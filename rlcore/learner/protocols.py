@@ -128,6 +128,14 @@ class TrainEngine(Protocol):
         Raises StageError if the names do not match.
         """
 
+    def release(self) -> int:
+        """Give up memory until `reclaim`, where the engine has any that neither `weights` nor
+        `save` needs on the device; bytes. By default none. Not collective."""
+        return 0
+
+    def reclaim(self) -> None:
+        """Take it back, to train. Not collective."""
+
     def save(self, folder: Path, run: Schedule | None = None) -> None:
         """Write what is trained in float32, the optimizer's moments and the step count.
 

@@ -174,6 +174,12 @@ class LearnerRank(RankState):
             self._phase = []
             self._steps = self._taken
 
+    def release(self) -> tuple[int, int]:
+        """Also the batches of a phase that is over."""
+        if self._taken == self._steps:
+            self._phase = []
+        return super().release()
+
     def load_frozen(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some weights of the frozen policy that KL is taken to (Hugging Face names)."""
         if self._update.frozen is None:

@@ -142,6 +142,11 @@ class LearnerSpec(OptimizerSpec):
     lora: LoraSpec | None = None
     distill: DistillSpec | None = None
     draft: DraftLearnerSpec | None = None
+    offload_while_sampling: bool = setting(
+        False,
+        "schedule.colocated: masters, moments and buffers of gradients are on the host while "
+        "engines are awake",
+    )
     train_sparse: bool = setting(
         False,
         "sparse actors: the policy itself is trained through their sparse attention",

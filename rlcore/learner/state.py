@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rlcore.learner.export import export_model
@@ -76,6 +78,30 @@ class RankState:
         wanted = everywhere or self.rank == 0
         for n, w in read(only, on_device=on_device, wanted=wanted):
             yield n, w.to(DTYPES[dtype])
+
+    def release(self) -> tuple[int, int]:
+        """Give up the memory that is not needed to publish or save: bytes that were freed, and the
+        most that torch had on a GPU since the last call. Not collective."""
+        device = self.engine.device
+        cuda = device.type == "cuda"
+        before = torch.cuda.mem_get_info(device)[0] if cuda else 0
+        moved = sum(engine.release() for engine in self._engines())
+        if not cuda:
+            return moved, 0
+        gc.collect()
+        torch.cuda.empty_cache()  # what passes have left in torch's cache
+        freed = torch.cuda.mem_get_info(device)[0] - before
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return freed, peak
+
+    def reclaim(self) -> None:
+        """Take it back, to train. Not collective."""
+        for engine in self._engines():
+            engine.reclaim()
+
+    def _engines(self) -> list[TrainEngine]:
+        return [self.engine, *(companion.engine for companion in self.companions)]
 
     def held_weights(self) -> dict[str, Part]:
         """This rank's part of what is trained (weights, or adapters on them) in float32, a copy on

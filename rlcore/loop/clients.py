@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rlcore.interfaces import Wake
 from rlcore.types import OnPublish, Request, WeightManifest
 
 SampleKey = tuple[int, int]  # group id, sample index
@@ -124,6 +125,15 @@ class LearnerClient(Protocol):
         its first step. Those that it does not train on are left out."""
         return {}
 
+    async def release(self) -> dict[str, float]:
+        """Give up the memory that engines on the same GPUs are to have: "release_s", "freed_gib",
+        "peak_gib" (held since the last call). What is published and saved can still be read."""
+        return {}
+
+    async def reclaim(self) -> dict[str, float]:
+        """Take it back, to train: "reclaim_s"."""
+        return {}
+
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         """Gather the weights of every set; with a group transport, announce them. `full`: a
         checksum of each tensor, not of a sample."""
@@ -171,6 +181,16 @@ class ActorClient(Protocol):
 
     async def set_version(self, version: int) -> dict[str, float]:
         """Note a new version of the policy while this actor's own weights stay."""
+
+    async def sleep(self) -> dict[str, float]:
+        """Free the engine's memory, and decode nothing until it is awake: "sleep_s", "freed_gib".
+        Requests that it has are held."""
+        return {}
+
+    async def awaken(self, what: Wake) -> dict[str, float]:
+        """Take it back: for the "weights", so that they can be loaded, then for "all", with which
+        it goes on: "wake_s"."""
+        return {}
 
     async def status(self) -> dict[str, Any]:
         """A heartbeat. What the loop reads of it: "error" (None, or what ended the engine),

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from rlcore.loop.batches import Batches, BatchQueue
 from rlcore.loop.clients import Clients
+from rlcore.loop.colocation import Colocation
 from rlcore.loop.dispatcher import Dispatcher
 from rlcore.loop.pace import CheckpointPace
 from rlcore.loop.parts import Parts
@@ -67,7 +68,10 @@ class Controller:
         self._clients = clients
         self._parts = parts
         self._timeline = Timeline()
-        self._publisher = Publisher(plan, clients, parts.fleet, self.progress, self._timeline)
+        self._colocation = Colocation(clients.learner, parts.fleet, on=plan.schedule.colocated)
+        self._publisher = Publisher(
+            plan, clients, parts.fleet, self.progress, self._timeline, self._colocation
+        )
         self._dispatcher = Dispatcher(plan, clients.buffer, parts)
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._shown = ShownSamples(clients, parts.reporter, plan.samples_per_step)
@@ -185,6 +189,7 @@ class Controller:
         """Show a few samples, and have the learner compute p_ref."""
         plan, clients, first = self._plan, self._clients, min(batches)
         await self._shown.fetch(first)
+        await self._colocation.to_learner()
         resumed, self._resume_phase_from = self._resume_phase_from, None
         several = plan.phases.steps > 1
         if several and resumed is None:
@@ -229,11 +234,20 @@ class Controller:
     async def _evaluate_if_due(self, last: bool) -> None:
         """Results go into the current row as soon as they exist; `eval/policy_version` says
         which version they are of."""
-        due = self._parts.evaluator.wants(self.progress.step, self._plan.steps)
+        due = self._evaluation_due()
         self._evaluated |= await self._collect(wait=due or last)
         if due:
             await self._evaluate()
             self._evaluated |= await self._collect(wait=self._plan.synchronous or last)
+
+    def _evaluation_due(self) -> bool:
+        """Colocated engines sleep within a phase: what was due there waits for its end."""
+        step, wants = self.progress.step, self._parts.evaluator.wants
+        if not self._colocation.on:
+            return wants(step, self._plan.steps)
+        earlier = range(self.progress.evaluated + 1, step + 1)
+        awake = self.progress.published == step
+        return awake and any(wants(s, self._plan.steps) for s in earlier)
 
     async def _evaluate(self) -> None:
         await self._publisher.done()  # an evaluation uses the newest weights
@@ -258,6 +272,7 @@ class Controller:
         others["rollout/cut_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
+        others |= self._colocation.take_costs()
         others |= self._parts.saver.metrics() | self._parts.requests.prompts.metrics()
         await self._rows.write(metrics, clocks, others)
 

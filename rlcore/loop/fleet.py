@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rlcore.errors import UserError
+from rlcore.interfaces import Wake
 from rlcore.loop.assignment import Assignments
 from rlcore.loop.clients import ActorClient, Publication
 from rlcore.loop.joint_loading import JointLoading, Send
@@ -36,13 +38,19 @@ class Fleet:
         `joined`: weights are sent to all members at once.
         """
         self.joined = joined
+        self.colocated = schedule.colocated  # engines sleep while the learner trains
         self._note = note
         self._busy_before: dict[str, tuple[int, float]] = {}  # name -> (pid, its seconds so far)
         self._roster = Roster(pools)
         self._weights = WeightLoading(self._roster, schedule, supervision)
         self._together = JointLoading(self._roster, schedule.on_publish)
         self.supervisor = Supervisor(
-            self._roster, supervision, joined=joined, catch_up=self._catch_up, note=note
+            self._roster,
+            supervision,
+            joined=joined,
+            catch_up=self._catch_up,
+            note=note,
+            replaces=not schedule.colocated,
         )
         self.assignments = Assignments(self._roster, self.supervisor)
         for pool in pools:
@@ -85,11 +93,40 @@ class Fleet:
 
     async def publish(self, publication: Publication, send: Send | None = None) -> dict[str, float]:
         """Have every member load new weights; see `WeightLoading.publish`. `send`:
-        `LearnerClient.send`, for group transports."""
+        `LearnerClient.send`, for group transports. Colocated members are asleep before and awake
+        afterwards, the slowest one's seconds of waking among those returned."""
+        woken = await self._wake("weights")
         if self.joined:
             assert send is not None
-            return await self._together.publish(publication, self.supervisor.ask, send)
-        return await self._weights.publish(publication, self.supervisor.ask)
+            took = await self._together.publish(publication, self.supervisor.ask, send)
+        else:
+            took = await self._weights.publish(publication, self.supervisor.ask)
+        if not self.colocated:
+            return took
+        wake_s = woken.get("wake_s", 0.0) + (await self._wake("all")).get("wake_s", 0.0)
+        return took | {"wake_s": wake_s}
+
+    async def sleep(self) -> dict[str, float]:
+        """Have every member free its memory: the slowest one's seconds, the least GiB freed."""
+        return await self._every(lambda client: client.sleep())
+
+    async def _wake(self, what: Wake) -> dict[str, float]:
+        if not self.colocated:
+            return {}
+        return await self._every(lambda client: client.awaken(what))
+
+    async def _every(
+        self, call: Callable[[ActorClient], Awaitable[dict[str, float]]]
+    ) -> dict[str, float]:
+        """Call all members; what they say, the largest of each. Raises what kept one from
+        answering."""
+        asked = [
+            self.supervisor.ask(member, member.process, call) for member in self._roster.healthy()
+        ]
+        answers = await asyncio.gather(*asked)
+        self.supervisor.check()
+        said = [answer for answer in answers if answer]
+        return {name: max(each[name] for each in said) for name in said[0]} if said else {}
 
     async def _catch_up(self, member: Member) -> bool:
         if self.joined:
@@ -104,6 +141,11 @@ class Fleet:
         members.
         """
         self._check_counts(counts)
+        if self.colocated and any(len(self._roster.of(n)) != c for n, c in counts.items()):
+            raise UserError(
+                "schedule.colocated=true ties every rollout actor to a learner rank's GPU: stop "
+                "the run and resume it with other actor.*.count."
+            )
         for label, count in counts.items():
             members = self._roster.of(label)
             for member in members[count:]:

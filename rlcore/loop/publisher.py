@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 
 from rlcore.loop.clients import Clients, Publication
+from rlcore.loop.colocation import Colocation
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.timeline import PUBLICATIONS, Timeline
@@ -18,7 +19,13 @@ class Publisher:
     has verified."""
 
     def __init__(
-        self, plan: Plan, clients: Clients, fleet: Fleet, progress: Progress, timeline: Timeline
+        self,
+        plan: Plan,
+        clients: Clients,
+        fleet: Fleet,
+        progress: Progress,
+        timeline: Timeline,
+        colocation: Colocation,
     ) -> None:
         self._plan = plan
         self._learner = clients.learner
@@ -26,6 +33,7 @@ class Publisher:
         self._fleet = fleet
         self._progress = progress
         self._timeline = timeline
+        self._colocation = colocation
         self._delivering: asyncio.Task[dict[str, float]] | None = None
         self._took: dict[str, float] = {}
         self._changed: float | None = None  # share of the newest publication
@@ -46,7 +54,9 @@ class Publisher:
 
     async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
         progress = self._progress
+        await self._colocation.from_learner()
         parts = await self._fleet.publish(publication, self._learner.send)
+        self._colocation.awake({"wake_s": parts.pop("wake_s", 0.0)})
         progress.published = publication.version
         await self._buffer.set_versions(progress.published, progress.step)
         self._timeline.add(PUBLICATIONS, f"version {publication.version}", start, now())

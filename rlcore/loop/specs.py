@@ -19,6 +19,10 @@ class ScheduleSpec(BatchingSpec):
     on_publish: OnPublish = setting(
         "finish", "what actors do with running samples when new weights come"
     )
+    colocated: bool = setting(
+        False,
+        "engines and learner on the same GPUs, in turn: engines sleep while a phase is trained",
+    )
     wait_data_timeout_s: float = setting(
         600.0, "a learner without data for longer ends the run", unit="s", gt=0
     )
@@ -32,6 +36,23 @@ class ScheduleSpec(BatchingSpec):
             f"{key}.on_publish=in_flight is pointless with {key}.max_staleness=0, since nothing "
             "is in flight when weights are published: use on_publish=finish, or max_staleness=1 "
             "or more.",
+        )
+        if self.colocated:
+            self._check_colocated(key)
+
+    def _check_colocated(self, key: str) -> None:
+        refuse(
+            not self.synchronous,
+            f"{key}.colocated=true gives the GPUs to engines and learner in turn, and {key}."
+            f"max_staleness={self.max_staleness} has them work at the same time: use "
+            "max_staleness=0.",
+        )
+        phase = self.phases.steps
+        refuse(
+            phase < self.publish_period,
+            f"{key}.colocated=true ends every phase with a publication, which wakes the engines, "
+            f"and {key}.steps_per_publish={self.steps_per_publish} spans several phases of {phase} "
+            "steps: leave steps_per_phase null.",
         )
 
 

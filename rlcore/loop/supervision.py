@@ -40,10 +40,13 @@ class Supervisor:
         joined: bool,
         catch_up: Callable[[Member], Awaitable[bool]],
         note: Callable[[str], None],
+        replaces: bool = True,
     ) -> None:
         """`joined`: weights come to all members at once, with the next publication only.
-        `catch_up`: loads the newest weights into a new process; whether that succeeded."""
+        `catch_up`: loads the newest weights into a new process; whether that succeeded.
+        `replaces`: there is always room for a new process in place of one that is lost."""
         self.replacements = 0
+        self._replaces = replaces
         self._roster = roster
         self._spec = spec
         self._joined = joined
@@ -89,7 +92,11 @@ class Supervisor:
         reason = why.strip().splitlines()[0][:REASON_CHARS]
         at, limit = now(), self._spec.max_restarts
         member.failures = [t for t in member.failures if at - t < AN_HOUR_S] + [at]
-        if self._joined and not self._others_serve(member):
+        if not self._replaces:
+            self._end(
+                RoleLost(f"{member.name} is lost, and its GPU is the learner's too: {reason}")
+            )
+        elif self._joined and not self._others_serve(member):
             # its replacement would wait for a publication, and that for what it is to sample
             lost = f"{member.name} is lost, and no other actor of its purpose is left: {reason}"
             self._end(RoleLost(lost))
@@ -179,10 +186,14 @@ class Supervisor:
             member.suspect = suspect
             self._news.set()
 
-    def _raise(self) -> None:
-        limit = self._spec.start_timeout_s
+    def check(self) -> None:
+        """Raise the failure that ends the run, if there was one."""
         if self._failure is not None:
             raise self._failure
+
+    def _raise(self) -> None:
+        limit = self._spec.start_timeout_s
+        self.check()
         if self._roster.healthy():
             self._alone_since = None
         elif self._alone_since is None:

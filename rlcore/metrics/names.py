@@ -8,39 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-Reduction = Literal["mean", "sum", "max", "min", "last"]
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned
-    curve).
-
-    Example: Metric("time/publish_s", "s", "publishing weights", "sum")
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    reduction: Reduction = "mean"
-
-    def covers(self, name: str) -> bool:
-        """Whether this declaration is about `name`, segment by segment."""
-        mine, theirs = self.name.split("/"), name.split("/")
-        return len(mine) == len(theirs) and all(_covers(m, t) for m, t in zip(mine, theirs))
-
-
-def _covers(template: str, segment: str) -> bool:
-    literal, bracket, _ = template.partition("<")
-    return (
-        segment.startswith(literal) and len(segment) > len(literal)
-        if bracket
-        else segment == template
-    )
-
+from rlcore.metrics.metric import Metric, Reduction
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "optimizer steps done", "last"),
@@ -237,6 +206,16 @@ METRICS: tuple[Metric, ...] = (
         "publish/sent_mib", "MiB", "weights sent to an actor that had the version before", "sum"
     ),
     Metric("publish/changed_share", "1", "of the published entries, those sent as changed", "last"),
+    Metric("time/asleep_s", "s", "engines asleep while the learner trained (colocated)", "sum"),
+    Metric("time/sleep_s", "s", "the slowest engine freeing its memory", "sum"),
+    Metric("time/wake_s", "s", "the slowest engine taking it back", "sum"),
+    Metric("time/learner_release_s", "s", "the slowest rank making room for engines", "sum"),
+    Metric("time/learner_reclaim_s", "s", "the slowest rank taking its memory back", "sum"),
+    Metric("colocated/engine_freed_gib", "GiB", "freed by an engine that fell asleep", "last"),
+    Metric("colocated/learner_freed_gib", "GiB", "freed by a learner rank for engines", "last"),
+    Metric(
+        "colocated/learner_peak_gib", "GiB", "most that torch had on a rank's GPU in a phase", "max"
+    ),
     Metric("time/checkpoint_s", "s", "training standing still for a checkpoint", "sum"),
     Metric(
         "time/eval_s",

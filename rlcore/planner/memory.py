@@ -21,6 +21,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 BUCKET = 5e8  # entries of DeepSpeed's buffer of gradients under reduction
 LIVE = 1e9  # entries that ZeRO-3 keeps gathered at most (stage3_max_live_parameters)
 GROUP = 1e9  # entries that ZeRO-3 updates at a time (sub_group_size)
+OFFLOADED = ("masters and moments", "gradients")  # by learner.offload_while_sampling
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
 
 Parts = dict[str, float]  # bytes by what holds them
@@ -100,6 +101,19 @@ def learner_rank(
         parts["frozen policy"] = parts["weights"]
     passing, step = _passing(sizes, spec, own), _step(sizes, spec, own)
     return parts | (passing if total(passing) > total(step) else step)
+
+
+def waiting_rank(
+    sizes: ModelSizes, spec: LearnerSpec, *, kl: bool = False, trained: float | None = None
+) -> Parts:
+    """Bytes that a rank keeps on the device while engines have it in their turn
+    (`schedule.colocated`)."""
+    parts = _held(sizes, spec, sizes.parameters if trained is None else trained)
+    if spec.offload_while_sampling:
+        parts = {name: size for name, size in parts.items() if name not in OFFLOADED}
+    if kl:
+        parts["frozen policy"] = parts["weights"]
+    return parts
 
 
 def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:

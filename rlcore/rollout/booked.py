@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlcore.interfaces import RolloutEngine, StepLoad
+from rlcore.interfaces import RolloutEngine, StepLoad, Wake
 from rlcore.rollout.request_book import RequestBook
 from rlcore.types import Request, Trajectory
 
@@ -68,6 +68,26 @@ class BookedEngine(RolloutEngine):
     def drained(self) -> bool:
         """True if a drain was begun and nothing runs any more."""
         return self._book.drained()
+
+    def sleep(self) -> float:
+        """Free the memory that another process is to have; bytes freed. Requests that run, and new
+        ones, are held until `wake`."""
+        self._ready += self._book.settle()
+        self._book.hold_all()
+        return self._free()
+
+    def wake(self, what: Wake) -> None:
+        """Take memory back: first for the "weights", which may then be loaded, then for "all"."""
+        self._take_back(what)
+        if what == "all":
+            self._book.end_drain()
+
+    def _free(self) -> float:
+        """What an engine frees in `sleep`; nothing by default."""
+        return 0.0
+
+    def _take_back(self, what: Wake) -> None:
+        """Undo it."""
 
     def set_version(self, version: int) -> None:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""

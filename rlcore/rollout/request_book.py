@@ -231,6 +231,12 @@ class RequestBook:
             self._draining = True
             self._held += self.withdraw(started=False)
 
+    def hold_all(self) -> None:
+        """Take every request out of the core, with the tokens it has, and hold it and all new ones
+        until `end_drain`."""
+        self._draining = True
+        self._held += self.withdraw(started=True)
+
     def end_drain(self) -> None:
         """Queue what was held back, in order, under the current version."""
         self._draining = False

@@ -248,6 +248,8 @@ class EngineJob:
     # how a masked-diffusion model denoises; None: the model is causal
     diffusion: DiffusionSpec | None = None
     routes: bool = False  # records carry the experts that a mixture chose (`models/routes.py`)
+    # it has its GPU in turns with a learner rank (schedule.colocated), and sleeps as it starts
+    sleeps: bool = False
 
     @property
     def key(self) -> str:

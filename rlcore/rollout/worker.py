@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.interfaces import RolloutEngine, WeightStream
+from rlcore.interfaces import RolloutEngine, Wake, WeightStream
 from rlcore.rollout.commands import Call, CommandQueue, Update, describe, settle
 from rlcore.rollout.counters import Counters
 from rlcore.rollout.step_costs import StepCosts
@@ -43,6 +43,7 @@ class RolloutWorker:
         self._costs = StepCosts()
         self._beside_s = 0.0  # since the last step: taking requests, handing over answers
         self._error: BaseException | None = None
+        self._asleep = False  # from `sleep` to `wake("all")`: nothing is decoded
         self.counters = Counters(version=engine.version)
         # Trajectories that finished under the old weights are delivered before the new ones serve.
         self._updates = Updates(engine, self.counters, before_load=self._flush)
@@ -104,6 +105,28 @@ class RolloutWorker:
 
         return self._commands.put(Call(run))
 
+    def sleep(self) -> Future[float]:
+        """Hand over what is finished, free the engine's memory (bytes) and decode nothing until it
+        is awake again."""
+
+        def run() -> float:
+            self._asleep = True
+            freed = self._engine.sleep()
+            self._flush()
+            return freed
+
+        return self._commands.put(Call(run))
+
+    def wake(self, what: Wake) -> Future[None]:
+        """Take the engine's memory back: for the "weights", so that they can be updated, then for
+        "all", with which it goes on."""
+
+        def run() -> None:
+            self._engine.wake(what)
+            self._asleep = what != "all"
+
+        return self._commands.put(Call(run))
+
     def status(self) -> dict[str, Any]:
         """Counters, ages of heartbeat and last step (seconds), what a step costs (`StepCosts`), and
         the error that ended the thread, if any."""
@@ -117,6 +140,7 @@ class RolloutWorker:
             "costs": self._costs.fitted(),
             "draining": self._updates.draining,
             "loading": c.loading_until > 0,
+            "asleep": self._asleep,
             "error": None if self._error is None else describe(self._error),
         }
 
@@ -158,7 +182,7 @@ class RolloutWorker:
         c.heartbeat = time.monotonic()
         if not unfinished or c.heartbeat - self._last_flush >= self._flush_interval_s:
             self._flush()
-        if not unfinished and not self._updates.draining:
+        if (self._asleep or not unfinished) and not self._updates.draining:
             self._commands.wait(_IDLE_TURN_S)
 
     def _take_commands(self) -> None:
@@ -172,7 +196,7 @@ class RolloutWorker:
                 self._beside_s += time.monotonic() - begun
 
     def _step(self) -> None:
-        if not self._engine.unfinished() or self._engine.drained():
+        if self._asleep or not self._engine.unfinished() or self._engine.drained():
             return
         c = self.counters
         begun = time.monotonic()

@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
-from rlcore.loop.clients import ActorClient, Spawned
+from rlcore.interfaces import Wake
+from rlcore.loop.clients import ActorClient
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.rollout.answers import read_answer
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.clock import After
+from rlcore.testing.fake_work import Drawing, Speed, spawned
 from rlcore.testing.fakes import FakeBuffer, FakeScorer
 from rlcore.testing.records import make_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
+__all__ = ["FakeActor", "Speed", "spawned"]
+
 T = TypeVar("T")
 PROMPT = [1]  # tokens of what is asked, whatever it is
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How long an actor takes, in simulated seconds."""
-
-    step_s: float = 0.1  # one decode step, a token of every running request
-    load_s: float = 0.5  # new weights, after a drain
-    start_s: float = 10.0  # from its spawn to a ready engine
-    place_s: float = 0.0  # until the cluster has room for it
-    answer_s: float = 0.01  # any other call
-    max_running: int = 64  # requests decoded together
-
-
-@dataclass(slots=True, eq=False)
-class _Drawing:
-    request: Request
-    wanted: int  # tokens
-    versions: list[int] = field(default_factory=list)  # of the tokens so far
-    decoding_s: float = 0.0
 
 
 class FakeActor(ActorClient):
@@ -73,12 +55,15 @@ class FakeActor(ActorClient):
         self._scorer = scorer
         self._tokens = tokens
         self._schedule, self._supervision = limits
+        self.asleep = self._schedule.colocated  # by its own `sleep`, beside whatever happens to it
+        self.has_weights = not self.asleep  # memory for them
+        self._stepping = False
         self._awake = asyncio.Event()
         self._awake.set()
         self._death = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._waiting: dict[str, _Drawing] = {}
-        self._running: dict[str, _Drawing] = {}
+        self._waiting: dict[str, Drawing] = {}
+        self._running: dict[str, Drawing] = {}
         self._undelivered: set[str] = set()
         self._draining = False
         self._loading = False
@@ -123,9 +108,13 @@ class FakeActor(ActorClient):
                 self._work.clear()
                 self._stepped_at = self._now()
                 await self._work.wait()
+                if self.asleep:
+                    continue
             self._fill()
+            self._stepping = True
             await asyncio.sleep(self.speed.step_s)
             await self._awake.wait()
+            self._stepping = False
             self._busy_s += self.speed.step_s
             self._steps += 1
             self._stepped_at = self._now()
@@ -137,14 +126,15 @@ class FakeActor(ActorClient):
 
     def _can_step(self) -> bool:
         startable = bool(self._waiting) and not self._draining
-        return not self._loading and (bool(self._running) or startable)
+        idle = self._loading or self.asleep
+        return not idle and (bool(self._running) or startable)
 
     def _fill(self) -> None:
         while self._waiting and not self._draining and len(self._running) < self.speed.max_running:
             name = next(iter(self._waiting))
             self._running[name] = self._waiting.pop(name)
 
-    def _finish(self, drawing: _Drawing) -> None:
+    def _finish(self, drawing: Drawing) -> None:
         request = drawing.request
         del self._running[request.request_id]
         self._work.set()
@@ -179,7 +169,7 @@ class FakeActor(ActorClient):
                     )
             for request in requests:
                 had = (begun or {}).get(request.request_id, [])
-                drawing = _Drawing(request, self._tokens(request), list(had))
+                drawing = Drawing(request, self._tokens(request), list(had))
                 if drawing.wanted:
                     self._waiting[request.request_id] = drawing
             self._work.set()
@@ -237,6 +227,7 @@ class FakeActor(ActorClient):
 
     async def _take(self, version: int) -> dict[str, float]:
         begun = self._now()
+        assert self.has_weights, "given weights while its engine sleeps"
         await asyncio.sleep(self.speed.load_s)
         await self._awake.wait()
         self._loading = self._draining = False
@@ -274,6 +265,28 @@ class FakeActor(ActorClient):
             return {"receive_s": 0.0, "stop_s": 0.0, "drain_s": 0.0}
 
         return await self._publishing(work, version)
+
+    async def sleep(self) -> dict[str, float]:
+        async def work() -> dict[str, float]:
+            await asyncio.sleep(self.speed.answer_s)
+            self.asleep = True
+            while self._stepping:
+                await asyncio.sleep(self.speed.answer_s)
+            self._waiting, self._running = self._running | self._waiting, {}
+            self.has_weights = False
+            return {"sleep_s": self.speed.answer_s, "freed_gib": 1.0}
+
+        return await self._publishing(work, self.version)
+
+    async def awaken(self, what: Wake) -> dict[str, float]:
+        async def work() -> dict[str, float]:
+            await asyncio.sleep(self.speed.answer_s)
+            self.has_weights = True
+            self.asleep = what != "all"
+            self._work.set()
+            return {"wake_s": self.speed.answer_s}
+
+        return await self._publishing(work, self.version)
 
     async def status(self) -> dict[str, Any]:
         async def work() -> dict[str, Any]:
@@ -334,10 +347,3 @@ class FakeActor(ActorClient):
 
     def _now(self) -> float:
         return self._loop().time()
-
-
-def spawned(actor: FakeActor, fails: str = "") -> Spawned:
-    """An actor on its way, as a spawn function returns it; `fails`: why its engine does not
-    start."""
-    speed = actor.speed
-    return Spawned(actor, After(speed.place_s), After(speed.place_s + speed.start_s, fails))

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,16 @@ class FakeLearner(LearnerClient):
     `phases`: the steps of each phase that was begun, and for how many of them p_ref was computed.
     """
 
-    def __init__(self, buffer: FakeBuffer, *, step_s: float = 1.0, publish_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        buffer: FakeBuffer,
+        *,
+        step_s: float = 1.0,
+        publish_s: float = 0.1,
+        beside: Callable[[], Iterable[Any]] | None = None,
+    ) -> None:
+        """`beside`: the engines that it has its memory in turns with, which must sleep while it
+        trains."""
         self.trained: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
         self.published: list[int] = []
         self.sent: list[tuple[int, int]] = []  # (version, receivers) of a group transport
@@ -124,6 +133,8 @@ class FakeLearner(LearnerClient):
         self.step_s = step_s
         self.publish_s = publish_s
         self.write_s = 0.0  # what its disk takes for a checkpoint
+        self.has_memory = True  # to train
+        self._beside = beside
         self._buffer = buffer
         self._batches: dict[int, Batch] = {}
         self._stored: dict[int, list[bytes]] = {}
@@ -149,6 +160,7 @@ class FakeLearner(LearnerClient):
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
+        self._own_turn()
         self.phases.append((list(steps), batches))
         phase = [self._stored.pop(step) for step in steps[:batches]]
         self._phase = {step: phase[i % batches] for i, step in enumerate(steps)}
@@ -164,8 +176,26 @@ class FakeLearner(LearnerClient):
         """An optimizer step on these records."""
         return self.step_s
 
+    def _own_turn(self) -> None:
+        assert self.has_memory, "trains without its memory"
+        if self._beside is not None:
+            assert all(e.asleep or e.dead for e in self._beside()), "trains beside an engine"
+
+    async def release(self) -> dict[str, float]:
+        await asyncio.sleep(0.1)
+        self.has_memory = False
+        return {"release_s": 0.1, "freed_gib": 2.0}
+
+    async def reclaim(self) -> dict[str, float]:
+        await asyncio.sleep(0.1)
+        self.has_memory = True
+        self._own_turn()
+        return {"reclaim_s": 0.1}
+
     async def train_step(self, step: int) -> dict[str, float]:
+        self._own_turn()
         await asyncio.sleep(self.step_seconds(self._phase[step]))
+        self._own_turn()
         if step in self.fails_at:
             raise self.fails_at.pop(step)
         headers = [read_header(record) for record in self._phase.pop(step)]
@@ -195,6 +225,7 @@ class FakeLearner(LearnerClient):
         return Publication(version, {POLICY: (manifest, version)}, 2.0, 0.5)
 
     async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+        assert self._beside is None or not self.has_memory, "sends before it has made room"
         await asyncio.sleep(self.publish_s)
         self.sent.append((publication.version, len(receivers)))
         for actor in receivers:

@@ -171,7 +171,8 @@ class Simulation:
 
     def make_learner(self) -> FakeLearner:
         """The learner of the run, which reads from `self.buffer`."""
-        return FakeLearner(self.buffer, step_s=self.scenario.learn_s)
+        beside = self.actors.values if self.scenario.schedule.colocated else None
+        return FakeLearner(self.buffer, step_s=self.scenario.learn_s, beside=beside)
 
     def pools(self) -> list[ActorPool]:
         """The kinds of actors and how many there are of each."""

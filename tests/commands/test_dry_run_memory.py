@@ -21,6 +21,16 @@ QWEN3_32B = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+QWEN3_1_7B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 QWEN3_235B = {
     "hidden_size": 4096,
     "moe_intermediate_size": 1536,
@@ -113,3 +123,24 @@ def test_a_mixture_on_64_gpus_is_refused_with_the_numbers_where_it_does_not_fit(
 def test_memory_is_printed_of_a_run_on_cpus(tmp_path, capsys):
     assert main(["train", "dry_run=true", "experiment=quickstart", f"run_dir={tmp_path}/x"]) == 0
     assert "learner rank: 0.1 GiB: " in capsys.readouterr().out
+
+
+def test_a_learner_that_waits_must_fit_beside_the_engine_that_has_the_gpu(
+    tmp_path, capsys, no_cluster
+):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_1_7B)
+    card = "cluster.launch.gpu_memory_gib=80"
+    assert main(words(tmp_path, "rapid_8gpus", card)) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "8 GPUs on" in shown and "on the same GPUs" in shown
+    assert (
+        "learner rank while engines sample: 5.6 GiB: weights 3.2, masters and moments 2.4" in shown
+    )
+    large = "actor.bf16.gpu_memory_utilization=0.95"
+    assert main(words(tmp_path, "rapid_8gpus", card, large)) != 0
+    refused = capsys.readouterr().err
+    assert "leaves 4.0 GiB beside actor.bf16.gpu_memory_utilization=0.95" in refused
+    assert "keeps 5.6 GiB" in refused and "learner.offload_while_sampling=true" in refused
+    offload = "learner.offload_while_sampling=true"
+    assert main(words(tmp_path, "rapid_8gpus", card, large, offload)) == 0, capsys.readouterr().err
+    assert "while engines sample: 3.2 GiB: weights 3.2" in capsys.readouterr().out

@@ -33,6 +33,7 @@ MANDATORY = {
     "dense_32b_16gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "experts_64gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "sparse_h200": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "rapid_8gpus": ["model.path=folder", "task.args={train_path: f.jsonl, heldout_path: f.jsonl}"],
 }
 # the papers' settings at full scale: a reader fills in paths only
 DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]

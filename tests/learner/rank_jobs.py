@@ -173,6 +173,31 @@ def save_and_load(
     return out
 
 
+def making_room(
+    rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
+) -> dict[int, Any]:
+    """stage -> (weights and entries of a saved state of a learner that makes room between steps,
+    those of one that does not, bytes that it moved, whether it published meanwhile)."""
+    out = {}
+    for stage in stages:
+        found, moved, same = [], 0, True
+        for name, yields in (("stays", False), ("yields", True)):
+            one = learner(rank, world, port, model, zero_stage=stage, offload_while_sampling=yields)
+            here = Path(folder) / f"{name}{stage}"
+            for step in range(3):
+                one.begin_phase([share(make_groups(4, seed=step, first_id=10 * step), rank, world)])
+                one.train_step(step)
+                before = state(one)
+                moved = one.release()[0]
+                same &= all(np.array_equal(before[n], w) for n, w in state(one).items())
+                if step == 1:
+                    one.save(here)
+                one.reclaim()
+            found += [state(one), here]
+        out[stage] = (*found, moved, same)
+    return out
+
+
 def entries_read(
     rank: int, world: int, port: int, model: str, folder: str, stages: tuple[int, ...]
 ) -> dict[int, tuple[int, int, int]]:

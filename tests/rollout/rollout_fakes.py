@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from rlcore.interfaces import RolloutEngine, StepLoad, WeightStream
+from rlcore.interfaces import RolloutEngine, StepLoad, Wake, WeightStream
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.core import CoreRequest, DecodeCore, Output
 from rlcore.rollout.request_book import RequestBook
@@ -122,6 +122,14 @@ class FakeEngine(RolloutEngine):
 
     def set_version(self, version: int) -> None:
         self.book.set_version(version)
+
+    def sleep(self) -> float:
+        self.book.hold_all()
+        return 3.0
+
+    def wake(self, what: Wake) -> None:
+        if what == "all":
+            self.book.end_drain()
 
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         return {n: tensor_checksum(self.held[n]) for n in names}

@@ -116,6 +116,29 @@ def test_an_update_takes_its_place_among_the_commands(worker, sink, mode):
     assert worker.checksums(["w"]).result(30) == {"w": manifest.checksums["w"]}
 
 
+@pytest.mark.parametrize("mode", ["abort", "finish"])
+def test_nothing_is_decoded_asleep_and_what_was_held_goes_on(worker, engine, sink, mode):
+    engine.step_s = 0.01
+    worker.submit(ask(6, max_new_tokens=50)).result(30)
+    wait_until(lambda: worker.status()["steps"] > 2)
+    assert worker.sleep().result(30) == 3.0
+    steps = worker.status()["steps"]
+    worker.submit(ask(2, group=1)).result(30)
+    worker.wake("weights").result(30)
+    manifest = make_manifest(1, NEW, full=True, seed=0)
+    worker.update_weights(1, whole(NEW), mode, manifest=manifest, timeout_s=30).result(30)
+    beats = worker.counters.heartbeat
+    wait_until(lambda: worker.counters.heartbeat > beats)
+    status = worker.status()
+    assert status["asleep"] and status["steps"] == steps and not sink.all()
+    worker.wake("all").result(30)
+    done = sink.wait(8)
+    assert not worker.status()["asleep"]
+    assert all(len(t.token_version) == (50 if t.group_id == 0 else 6) for t in done)
+    for t in done:
+        assert set(t.token_version) == ({1} if t.group_id == 1 else set(t.token_version) | {1})
+
+
 def test_set_version_leaves_the_weights(worker, sink):
     before = worker.checksums(WEIGHTS).result(30)
     worker.set_version(7).result(30)

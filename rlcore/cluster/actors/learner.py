@@ -189,6 +189,25 @@ class LearnerActor:
         for bucket in self._transport(POLICY).receive(manifest, handle):
             self.rank.load_frozen(bucket)
 
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def release(self) -> dict[str, float]:
+        """Make room for engines on the same GPUs; seconds, and GiB freed and held at most since the
+        last call."""
+        start = time.monotonic()
+        freed, peak = self.rank.release()
+        return {
+            "release_s": time.monotonic() - start,
+            "freed_gib": freed / 2**30,
+            "peak_gib": peak / 2**30,
+        }
+
+    def reclaim(self) -> dict[str, float]:
+        """Take the memory back; seconds."""
+        start = time.monotonic()
+        self.rank.reclaim()
+        return {"reclaim_s": time.monotonic() - start}
+
     # ---- state -----------------------------------------------------------------------------------
 
     def save(self, folder: str, in_phase: bool) -> None:

@@ -14,6 +14,7 @@ from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.cluster.jobs import Hosting, RolloutJob
 from rlcore.environments.episode import is_turn_id
 from rlcore.errors import UserError
+from rlcore.interfaces import Wake
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
@@ -72,6 +73,8 @@ class RolloutActor:
             self.players.start(self.worker)
         self.transport: Any = make_transport(self._hosting)
         self.receiver: Any = make_receiver(self._hosting) if self.transport is None else None
+        if job.engine.sleeps:  # the learner's rank on this GPU starts next
+            self.sleep()
         return os.getpid()
 
     def _players(self, job: RolloutJob) -> Players | None:
@@ -175,6 +178,18 @@ class RolloutActor:
         start = time.monotonic()
         self.worker.set_version(version).result(timeout=self._publish_timeout_s)
         return {"receive_s": 0.0, "stop_s": time.monotonic() - start, "drain_s": 0.0}
+
+    def sleep(self) -> dict[str, float]:
+        """Free the engine's memory and decode nothing until it is awake; seconds and GiB."""
+        start = time.monotonic()
+        freed = self.worker.sleep().result(timeout=self._publish_timeout_s)
+        return {"sleep_s": time.monotonic() - start, "freed_gib": freed / 2**30}
+
+    def wake(self, what: Wake) -> dict[str, float]:
+        """Take the engine's memory back, for "weights" or "all"; seconds."""
+        start = time.monotonic()
+        self.worker.wake(what).result(timeout=self._publish_timeout_s)
+        return {"wake_s": time.monotonic() - start}
 
     def status(self) -> dict[str, Any]:
         """The worker's counters, with the process's memory."""

@@ -112,6 +112,15 @@ class RayLearner(LearnerClient):
         answers = await self.policy.call_all(lambda rank: rank.log_ratios.remote(ask), what)
         return {key: values for answer in answers for key, values in answer.items()}
 
+    async def release(self) -> dict[str, float]:
+        answers = await self.policy.call_all(lambda rank: rank.release.remote(), "making room")
+        return _largest(answers)
+
+    async def reclaim(self) -> dict[str, float]:
+        what = "taking its memory back"
+        answers = await self.policy.call_all(lambda rank: rank.reclaim.remote(), what)
+        return _largest(answers)
+
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         """Gather the weights of every set; companions then follow the policy."""
         sets: dict[str, Any] = {}
@@ -226,6 +235,10 @@ class RayLearner(LearnerClient):
         """End all ranks at once."""
         for group in self._groups:
             group.kill()
+
+
+def _largest(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
 def _sizes(sets: Mapping[str, tuple[WeightManifest, Any]]) -> tuple[float, float]:

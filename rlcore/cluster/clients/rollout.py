@@ -9,6 +9,7 @@ import ray
 
 from rlcore.cluster.calls import answer, call
 from rlcore.cluster.jobs import Hosting
+from rlcore.interfaces import Wake
 from rlcore.loop.clients import ActorClient
 from rlcore.types import OnPublish, Request, WeightManifest
 
@@ -70,6 +71,16 @@ class RayRolloutActor(ActorClient):
 
     async def set_version(self, version: int) -> dict[str, float]:
         return await self._load(self.handle.set_version.remote(version), version)
+
+    async def sleep(self) -> dict[str, float]:
+        return await self._switch(self.handle.sleep.remote(), "its engine to sleep")
+
+    async def awaken(self, what: Wake) -> dict[str, float]:
+        return await self._switch(self.handle.wake.remote(what), f"its engine to wake ({what})")
+
+    async def _switch(self, ref: Any, what: str) -> dict[str, float]:
+        key, limit = "schedule.publish_timeout_s", self._publish_timeout_s
+        return dict(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
     async def status(self) -> dict[str, Any]:
         return dict(await self._call(self.handle.status.remote(), "its heartbeat"))

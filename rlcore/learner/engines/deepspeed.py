@@ -89,6 +89,7 @@ class ZeroEngine(TrainEngine):
         self.device = device
         self.optimizer_steps = 0
         self._stage = spec.zero_stage
+        self._parks = spec.offload_while_sampling
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
         config = _config(spec)
@@ -239,6 +240,12 @@ class ZeroEngine(TrainEngine):
 
     def load_weights(self, sources: Mapping[str, Source]) -> None:
         self._state.replace_weights(sources)
+
+    def release(self) -> int:
+        return self._state.park() if self._parks else 0
+
+    def reclaim(self) -> None:
+        self._state.unpark()
 
     def save(self, folder: Path, run: Schedule | None = None) -> None:
         self._state.save(folder, self.optimizer_steps, run)

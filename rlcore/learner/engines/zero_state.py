@@ -19,6 +19,7 @@ from rlcore.errors import StageError
 from rlcore.learner.protocols import Schedule
 from rlcore.learner.state_files import Part, Source, open_state, read_index
 from rlcore.learner.state_parts import write_parts
+from rlcore.weights.storages import EmptiedStorages
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 # what the flat masters are called at stages 1 and 2 (both data types) and 3
@@ -40,6 +41,42 @@ class ZeroState:
         self._optimizer = optimizer
         self._stage = stage
         self._trained = trained
+        self._parked: EmptiedStorages | None = None
+        # what `_held` gave before that: no view of an empty storage can be made
+        self._parked_views: dict[tuple[nn.Parameter, str], tuple[int, Tensor] | None] = {}
+
+    # ----- memory -----
+
+    def park(self) -> int:
+        """Move masters, moments and buffers of gradients to the host, under the same tensors;
+        bytes. They can still be saved. Not collective."""
+        if self._parked is None:
+            inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
+            keys = ("weight", *ADAM_STATES) if inner.state else ("weight",)
+            if inner.state:
+                self._link_moments()
+            self._parked_views = {
+                (p, key): self._held(p, key) for p in self._trained.values() for key in keys
+            }
+            self._parked = EmptiedStorages(self._parkable(), keep=True)
+        return self._parked.size
+
+    def unpark(self) -> None:
+        """Move them back, if they are there."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+            self._parked_views = {}
+
+    def _parkable(self) -> Iterator[Tensor]:
+        inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
+        for state in inner.state.values():
+            yield from (state[key] for key in ADAM_STATES if key in state)
+        if self._stage:  # there the masters are not the weights that are published
+            yield from self._flat_masters()
+            yield from getattr(self._optimizer, "fp32_groups_gradients_flat", ())
+            buffer = getattr(self._optimizer, "grad_partitions_flat_buffer", None)
+            yield from () if buffer is None else (buffer,)
 
     # ----- states -----
 
@@ -50,7 +87,7 @@ class ZeroState:
         The learning rate is a function of the step and torch's generator is seeded by it, so
         neither has a state.
         """
-        if optimizer_steps:
+        if optimizer_steps and self._parked is None:
             self._link_moments()
         parts = {
             label: self._part(p, key) for label, (p, key) in self._tensors(optimizer_steps).items()
@@ -113,6 +150,8 @@ class ZeroState:
         """The whole float32 master of a parameter, in its shape."""
         from deepspeed.utils import safe_get_full_fp32_param
 
+        if self._parked is not None:
+            raise StageError("the learner's masters are on the host while engines sample")
         master = p.detach() if self._stage == 0 else safe_get_full_fp32_param(p)
         return master.reshape(_whole_shape(p))
 
@@ -130,6 +169,8 @@ class ZeroState:
         if held is None:
             return None
         start, mine = held
+        if self._parked is not None:
+            mine = self._parked.read(mine)
         if self._stage == 0:
             rank, world = dist.get_rank(), dist.get_world_size()
             start, stop = (mine.numel() * r // world for r in (rank, rank + 1))
@@ -141,6 +182,8 @@ class ZeroState:
 
     def _held(self, p: nn.Parameter, key: str) -> tuple[int, Tensor] | None:
         """(first entry, entries in place, flat) of what this rank holds of a tensor, if any."""
+        if self._parked is not None:
+            return self._parked_views[p, key]
         state = None if key == "weight" else key
         if self._stage == 0:
             whole = p.data if state is None else self._optimizer.state[p][state]

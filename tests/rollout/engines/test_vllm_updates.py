@@ -72,6 +72,24 @@ def test_an_update_in_flight_is_reproducible(engine, model_a, model_b, ask, fini
     assert runs[0] == runs[1]
 
 
+def test_an_engine_that_slept_goes_on_under_the_new_weights(engine, model_a, model_b, ask, finish):
+    """Its keys and values are gone; requests that ran keep their tokens."""
+    done = start_and_step(engine, ask(24, prompt=LONG, max_new_tokens=60), 9)
+    freed = engine.sleep()
+    assert freed >= 0.04 * 2**30  # all of kv_cache_gib=0.05, in whole blocks
+    assert engine.unfinished() + len(done) == 24 and engine.running() == 0
+    assert engine.cut([]) == []
+    engine.wake("weights")
+    engine.update_weights(1, whole(model_b.tensors), "finish")
+    engine.wake("all")
+    trajectories = [*done, *finish(engine)]
+    assert len(trajectories) == 24
+    assert check_spans(trajectories, model_a, model_b) > 100
+    again = engine.sleep()
+    engine.wake("all")
+    assert again == freed
+
+
 def test_a_resubmitted_request_does_not_repeat_its_earlier_draws(engine, model_a, ask, finish):
     engine.add(ask(12, max_new_tokens=40))
     untouched = finish(engine)

@@ -43,6 +43,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         disable_log_stats=True,
         worker_extension_cls=f"{WorkerSide.__module__}.{WorkerSide.__name__}",
         seed=0,  # requests have seeds of their own
+        enable_sleep_mode=job.sleeps and not actor.on_cpu,
         **_transfer_options(job),
         **_adapter_options(job),
         **quantization_options(actor),

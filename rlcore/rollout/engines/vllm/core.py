@@ -19,6 +19,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason as VllmFinish
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rlcore.interfaces import Wake
 from rlcore.rollout.core import CoreRequest, DecodeCore, Output
 from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.engines.vllm.platform import on_cpu
@@ -153,6 +154,30 @@ class VllmCore(DecodeCore):
         False: vLLM did not do it.
         """
         return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+    def sleep(self) -> float:
+        """Free keys and values, and on GPUs the weights, which are copied to the host; bytes freed
+        on the first rank. No request may be queued or running.
+
+        Not vLLM's level 2, which drops the weights and with them tensors that are neither
+        parameters nor buffers and that no publication brings (vLLM's issue 29341).
+        """
+        if on_cpu():
+            self.forget_prefixes()
+            return float(self.rpc("rl_release"))
+        before = self.rpc("rl_free_bytes")
+        self._llm.sleep(level=1)
+        return float(self.rpc("rl_free_bytes") - before)
+
+    def wake(self, what: Wake) -> None:
+        """Take memory back: of the weights, then of all."""
+        if on_cpu():
+            if what == "all":
+                self.rpc("rl_take_back")
+            return
+        # without tags vLLM would map again what is awake already
+        asleep: set[str] = self._llm.model_executor.sleeping_tags
+        self._llm.wake_up(tags=["weights"] if what == "weights" else sorted(asleep))
 
     def rpc(self, method: str | Callable[..., Any], *args: Any) -> Any:
         """Call a method of `WorkerSide`, or a function of the worker, on every rank.

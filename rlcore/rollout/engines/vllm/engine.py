@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from rlcore.interfaces import WeightStream
+from rlcore.interfaces import Wake, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.booked import BookedEngine
@@ -119,6 +119,14 @@ class VllmEngine(BookedEngine):
     def names(self) -> list[str]:
         """Hugging Face names of all weights, tied ones once."""
         return self._weights.names()
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    def _free(self) -> float:
+        return self.core.sleep()
+
+    def _take_back(self, what: Wake) -> None:
+        self.core.wake(what)
 
     # -- start and end -----------------------------------------------------------------------------
 

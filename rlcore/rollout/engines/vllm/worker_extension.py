@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.experts import engine_place, in_engine
+from rlcore.weights.storages import EmptiedStorages
 
 DIFFERENT = -1  # no tensor's checksum
 _BASE = ".base_layer."  # between the names of an adapted layer and of its parameters
@@ -32,6 +33,7 @@ class WeightExtension:
     model_runner: Any
     rl_loaded: set[str]  # parameters that the model took of the set that is being loaded
     rl_relaying: bool
+    rl_freed: EmptiedStorages
 
     def rl_check_live(self) -> None:
         """Raise RuntimeError if a weight was packed at load: it could not be replaced later."""
@@ -41,6 +43,15 @@ class WeightExtension:
                 f"vLLM packed {empty[0]} (and {len(empty) - 1} more): it could not be updated in "
                 "place"
             )
+
+    def rl_release(self) -> int:
+        """On the CPU: free keys and values; bytes."""
+        self.rl_freed = EmptiedStorages(self.model_runner.kv_caches, keep=False)
+        return self.rl_freed.size
+
+    def rl_take_back(self) -> None:
+        """Have room for them again."""
+        self.rl_freed.restore()
 
     def rl_begin_load(self, quantised: bool) -> None:
         """A set of weights follows, in buckets. `quantised`: vLLM quantises and lays them out for

@@ -67,6 +67,11 @@ class WorkerSide(WeightExtension):
         kept, self.weight_transfer_engine.kept = self.weight_transfer_engine.kept, {}
         return {n: tensor_checksum(kept[n]) for n in self.rl_proven(kept)}
 
+    def rl_free_bytes(self) -> int:
+        """Bytes of this rank's GPU that no process has."""
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+
     def rl_begin_relayout(self) -> None:
         """The first of the three steps of vLLM's own reload: a layer is quantised as soon as all of
         its weights have come, so buckets need no order."""

@@ -1,0 +1,42 @@
+"""What a simulated rollout actor works on, and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rlcore.loop.clients import Spawned
+from rlcore.testing.clock import After
+from rlcore.types import Request
+
+if TYPE_CHECKING:
+    from rlcore.testing.fake_actors import FakeActor
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How long an actor takes, in simulated seconds."""
+
+    step_s: float = 0.1  # one decode step, a token of every running request
+    load_s: float = 0.5  # new weights, after a drain
+    start_s: float = 10.0  # from its spawn to a ready engine
+    place_s: float = 0.0  # until the cluster has room for it
+    answer_s: float = 0.01  # any other call
+    max_running: int = 64  # requests decoded together
+
+
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """A request and how far its decoding has come."""
+
+    request: Request
+    wanted: int  # tokens
+    versions: list[int] = field(default_factory=list)  # of the tokens so far
+    decoding_s: float = 0.0
+
+
+def spawned(actor: FakeActor, fails: str = "") -> Spawned:
+    """An actor on its way, as a spawn function returns it; `fails`: why its engine does not
+    start."""
+    speed = actor.speed
+    return Spawned(actor, After(speed.place_s), After(speed.place_s + speed.start_s, fails))
