@@ -38,7 +38,7 @@ class Draw:
     decoded_s: float = 0.0  # before it was withdrawn last
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further arrays of its record
     routes: RouteLog = field(default_factory=RouteLog)  # experts of the tokens it was computed of
-    # rows [n, >= k+1] int32, column 0 the sampled token
+    # rows [n, >= k+1] int32 or int64, column 0 the sampled token
     _ids: list[np.ndarray] = field(default_factory=list)
     _logp: list[np.ndarray] = field(default_factory=list)  # the same shape, float32
     _blocks: int = 0  # leading arrays that were copied already
@@ -145,7 +145,9 @@ class Draw:
             return np.full(t, np.nan, np.float32), *_padding(t, max(k, 0))
         if not self._ids:
             raise RuntimeError(f"{self.request.request_id}: the engine gave no log-prob rows")
-        ids, logp = _joined(self._ids, k + 1), _joined(self._logp, k + 1)
+        # vLLM's second runner gives ids as int64
+        ids = _joined(self._ids, k + 1).astype(np.int32, copy=False)
+        logp = _joined(self._logp, k + 1)
         if ids[:, 0].tolist() != self.tokens:
             raise RuntimeError(
                 f"{self.request.request_id}: the engine's log-prob rows do not match its tokens"

@@ -7,6 +7,7 @@ import pytest
 from rollout_fakes import ask
 
 from rlcore.rollout.segments import Draw
+from rlcore.serialization import dump_trajectory, load_trajectory
 
 
 def draw(**changes) -> Draw:
@@ -44,6 +45,15 @@ def test_tokens_outside_the_support_and_missing_columns_are_padding():
     t = d.finish("length", "bf16-0", "bf16")
     assert t.topk_ids.tolist() == [[10, 11, 12, -1], [10, -1, -1, -1]]
     assert np.isneginf(t.topk_logp).tolist() == [[False] * 3 + [True], [False] + [True] * 3]
+
+
+def test_rows_with_ids_of_eight_bytes_give_a_record_that_can_be_sent():
+    """vLLM's second runner, which GPU actors run on, gives such rows."""
+    d = draw(logprobs_k=20)
+    ids, logp = rows(4, 7, k=20)
+    d.extend([4, 7], (ids.astype(np.int64), logp))
+    t = load_trajectory(dump_trajectory(d.finish("length", "bf16-0", "bf16")))
+    assert t.topk_ids.dtype == np.int32 and t.topk_ids.tolist() == [list(range(10, 30))] * 2
 
 
 def test_a_wider_row_than_asked_for_is_cut():

@@ -12,6 +12,7 @@ import torch
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request, Trajectory
 from rlcore.weights.adapters import AdapterShape
@@ -98,11 +99,13 @@ def model_logp(model: Model, t: Trajectory) -> np.ndarray:
 
 
 def drain(engine: Any) -> list[Trajectory]:
-    """Step until nothing is left; trajectories by sample index."""
+    """Step until nothing is left; trajectories by sample index, as they arrive where they are sent
+    to."""
     done: list[Trajectory] = []
     for _ in range(5000):
         if not engine.unfinished():
             break
         done += engine.step()
     assert not engine.unfinished()
-    return sorted(done + engine.step(), key=lambda t: (t.group_id, t.sample_index))
+    sent = [load_trajectory(dump_trajectory(t)) for t in [*done, *engine.step()]]
+    return sorted(sent, key=lambda t: (t.group_id, t.sample_index))
