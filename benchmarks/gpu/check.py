@@ -96,7 +96,7 @@ PARTS = (
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("logprobs", 160, 50, cuda=True),
-    Part("colocated", 200, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
+    Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
 )

@@ -49,7 +49,7 @@ TURNS = (
     "schedule.groups_per_step=8",
     "schedule.colocated=true",
     "rollout.samples_per_prompt=4",
-    "model.warmup.steps=0",
+    "model.warmup=null",
     "evaluation.every=0",
     "evaluation.at_start=false",
     "checkpoint.at_end=false",
@@ -78,7 +78,14 @@ def colocated(s: Setting) -> None:
     words = [*TURNS, *(("cluster.transport=gloo",) if s.small else WHOLE)]
     start = time.monotonic()
     command = ["train", *words, f"run_dir={run_dir}"]
-    done = subprocess.run([sys.executable, "-c", "from rlcore.cli import main; main()", *command])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from rlcore.cli import main; sys.exit(main())",
+            *command,
+        ]
+    )
     if done.returncode:
         sys.exit(f"train: exit code {done.returncode}")
     s.add("colocated", {"command": "train", "seconds": time.monotonic() - start})
@@ -121,7 +128,13 @@ def loop(s: Setting) -> None:
         start = time.monotonic()
         # its output is the part's, so that a part ended at its deadline shows how far it came
         done = subprocess.run(
-            [sys.executable, "-c", "from rlcore.cli import main; main()", "train", *command]
+            [
+                sys.executable,
+                "-c",
+                "import sys; from rlcore.cli import main; sys.exit(main())",
+                "train",
+                *command,
+            ]
         )
         if done.returncode:
             sys.exit(f"{name}: exit code {done.returncode}")

@@ -8,7 +8,6 @@ as NCCL's do, is in tests/weights/test_vllm_transfer.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -65,11 +64,10 @@ class VllmSender(GroupSender):
             from vllm.distributed.weight_transfer import ipc_engine
 
             # one tensor must fit into its buffer
-            size = max(self._bucket_bytes, largest)
-            if not hasattr(ipc_engine, "IPCTrainerInitInfo"):
-                return _OlderIpc(self._client, self._source, self._rank, size)
             shared = ipc_engine.IPCTrainerInitInfo(
-                rank=self._rank, packed=True, packed_buffer_size_bytes=size
+                rank=self._rank,
+                packed=True,
+                packed_buffer_size_bytes=max(self._bucket_bytes, largest),
             )
             return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
                 shared, client=self._client, source=self._source
@@ -93,36 +91,6 @@ class VllmSender(GroupSender):
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.shutdown()
-
-
-class _OlderIpc:
-    """The sender of vLLM 0.26, a function: each chunk tells the receivers that it is packed."""
-
-    def __init__(self, client: _Client, source: _Source, rank: int, buffer_bytes: int) -> None:
-        self._client = client
-        self._source = source
-        self._sends = rank == 0
-        self._buffer_bytes = buffer_bytes
-
-    def send_weights(self) -> None:
-        from vllm.distributed.weight_transfer import ipc_engine
-
-        engine: Any = ipc_engine
-        arguments = engine.IPCTrainerSendWeightsArgs(
-            send_mode=self._send, packed=True, packed_buffer_size_bytes=self._buffer_bytes
-        )
-        if self._sends:
-            self._client.start_weight_update()
-        engine.IPCWeightTransferEngine.trainer_send_weights(iter(self._source), arguments)
-        if self._sends:
-            self._client.finish_weight_update()
-
-    def _send(self, chunk: Any) -> None:
-        fields = {f.name: getattr(chunk, f.name) for f in dataclasses.fields(chunk)}
-        self._client.update_weights(fields)
-
-    def shutdown(self) -> None:
-        """There is nothing to leave."""
 
 
 class _Source(WeightSource):
