@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
 from rlcore.learner.head_kl import KlTarget, kl_pass
 from rlcore.learner.head_spec import HeadSpec
+from rlcore.models.largest import largest_columns, row_maxima
 from rlcore.types import TokenScores
-
-_BLOCK = 64  # the top k is found through the maxima of blocks of this many logits
 
 
 class _Buffers:
@@ -95,35 +94,6 @@ def _below(rho: float) -> float:
     return float(torch.nextafter(torch.tensor(rho, dtype=torch.float32), torch.tensor(0.0)))
 
 
-def _maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """Row maxima [n, 1], and for a later top k the maxima [n, nb] of blocks: block j holds columns
-    j, j + nb, ..."""
-    n, v = z.shape
-    nb = v // _BLOCK
-    if k == 0 or nb <= 4 * k:
-        return z.amax(dim=1, keepdim=True), None
-    blocks = z[:, : nb * _BLOCK].view(n, _BLOCK, nb).amax(dim=1)
-    top = blocks.amax(dim=1, keepdim=True)
-    if nb * _BLOCK < v:
-        top = torch.maximum(top, z[:, nb * _BLOCK :].amax(dim=1, keepdim=True))
-    return top, blocks
-
-
-def _topk_columns(z: Tensor, blocks: Tensor | None, k: int) -> Tensor:
-    """Columns [n, k] of the exact top k: the k blocks of largest maxima hold it, so few candidates
-    are ranked."""
-    if blocks is None:
-        return z.topk(k, dim=1).indices
-    n, v = z.shape
-    nb = v // _BLOCK
-    best = blocks.topk(k, dim=1).indices
-    # block j holds columns j, j + nb, ...: see `_maxima`
-    columns = (best.unsqueeze(2) + torch.arange(_BLOCK, device=z.device) * nb).view(n, -1)
-    left_over = torch.arange(nb * _BLOCK, v, device=z.device).expand(n, -1)
-    columns = torch.cat([columns, left_over], dim=1)
-    return columns.gather(1, z.gather(1, columns).topk(k, dim=1).indices)
-
-
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
     """sum_v a[n, v] * b[n, v] without a temporary of that size."""
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
@@ -142,7 +112,7 @@ def _score_chunk(
     """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are
     overwritten."""
     k = 0 if out.topk_ids is None else out.topk_ids.shape[1]
-    out.top[s], blocks = _maxima(z, k)
+    out.top[s], blocks = row_maxima(z, k)
     z.sub_(out.top[s])  # shifted first: entropy and log-probs then lose nothing to cancellation
     torch.exp(z, out=e)
     total = e.sum(dim=1)
@@ -163,7 +133,7 @@ def _score_chunk(
     if out.inside is not None:
         out.inside[s] = e.gather(1, targets.unsqueeze(1)).squeeze(1) > 0.0
     if out.topk_ids is not None and out.topk_logp is not None:
-        columns = _topk_columns(z, blocks, k)
+        columns = largest_columns(z, blocks, k)
         out.topk_ids[s], out.topk_logp[s] = columns, at(columns)
     if ids is not None and out.at_ids is not None:
         out.at_ids[s] = at(ids.clamp_min(0)).masked_fill_(ids < 0, 0.0)

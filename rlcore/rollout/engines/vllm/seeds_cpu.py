@@ -40,11 +40,14 @@ class SeededDraws:
         k: Tensor | None,
         p: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Sampled ids [n], and the log-probs [n, V] that they were sampled by, from logits."""
-        logits = apply_top_k_top_p(logits, k, p)
-        seeds = self.seeds(generators, len(logits))
-        logp = logits.log_softmax(dim=-1, dtype=torch.float32)
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logp
+        """Sampled ids [n], and the log-probs [n, V] that they were sampled by, from logits.
+
+        These are overwritten, as vLLM's own temperature does: new memory for large vocabularies
+        would take as long as the softmax.
+        """
+        logits = apply_top_k_top_p(logits, k, p).float()
+        tokens = torch.ops._C.fused_gumbel_argmax(logits, self.seeds(generators, len(logits)))
+        return tokens, torch.log_softmax(logits, dim=-1, out=logits)
 
     def seeds(self, generators: Mapping[int, torch.Generator], rows: int) -> Tensor:
         """[rows] int64: the next number of each row's generator, of torch's where it has none."""
