@@ -15,6 +15,7 @@ from rlcore.interfaces import Reduce
 from rlcore.learner.companions.sparse_copy import SparseCopy
 from rlcore.learner.costs import PassCosts
 from rlcore.learner.lora import add_adapters
+from rlcore.learner.norms import own_norms
 from rlcore.learner.packing import Layout
 from rlcore.learner.policy import Attention, Policy, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
@@ -166,7 +167,7 @@ class _Models:
         return reason is None
 
     def _load(self, path: str, rule: SparseSpec | None) -> nn.Module:
-        return load_causal_lm(
+        lm = load_causal_lm(
             path,
             self._spec.compute_dtype,
             self.attention,
@@ -174,6 +175,9 @@ class _Models:
             split=self._split,
             device=self._device,
         )
+        if self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
+            own_norms(lm)
+        return lm
 
 
 def _attention(spec: LearnerSpec) -> Attention:
