@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
+from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.companions.sparse_copy import SparseCopy
 from rlcore.learner.costs import PassCosts
+from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.norms import own_norms
 from rlcore.learner.packing import Layout
@@ -49,6 +53,8 @@ class Parts:
     companions: tuple[Companion, ...]
     layout: Layout
     costs: PassCosts | None  # of the policy, where its sequences may share prefixes
+    tight: PassCosts | None  # of the policy, where micro-batches are divided by cost
+    most: int  # positions of a micro-batch
     read: Reader  # how the models read a record
 
 
@@ -80,7 +86,17 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
     layout = _layout(spec, models.attention)
-    return Parts(reduce, engine, update, tuple(companions), layout, models.costs, reader_of(job))
+    return Parts(
+        reduce,
+        engine,
+        update,
+        tuple(companions),
+        layout,
+        models.costs,
+        models.tight,
+        models.most,
+        reader_of(job),
+    )
 
 
 def reader_of(job: LearnerJob) -> Reader:
@@ -105,12 +121,17 @@ class _Models:
         self.attention: Attention = "sdpa" if job.diffusion is not None else _attention(job.learner)
         #: of a pass of the policy, while all policies loaded may share prefixes
         self.costs: PassCosts | None = None
+        self.tight: PassCosts | None = None
+        self.most = 0  # positions of a micro-batch, once the policy is loaded
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
 
     def policy(self) -> Policy:
         """The policy that is trained."""
         lm = self._load(self._job.model_path, self._rule)
+        self.most = most_positions(self._spec, partial(layer_sizes, lm))
+        if self._spec.micro_batch_tokens == "auto":
+            self.tight = PassCosts.of(lm)
         if self._may_share() and self._shares(lm):
             self.costs = PassCosts.of(lm)
         return self._trained(lm, self._rule, self._spec.lora, seed="lora", key="learner.lora")
@@ -178,6 +199,23 @@ class _Models:
         if self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
             own_norms(lm)
         return lm
+
+
+def layer_sizes(lm: nn.Module) -> LayerSizes:
+    """Of a causal LM, whole or divided among the ranks."""
+    config = lm.config.get_text_config()  # type: ignore[union-attr, operator]
+    # asked for by name: architectures store some of them under names of their own
+    found: dict[str, Any] = {name: getattr(config, name, None) for name in NAMES}
+    lacking = [n for n in ("num_attention_heads", "num_hidden_layers") if found[n] is None]
+    if lacking:
+        raise UserError(
+            f"learner.micro_batch_tokens=auto needs the sizes of the model's layers, and its "
+            f"config.json has no {lacking[0]}: give a number of positions."
+        )
+    if found["intermediate_size"] is None:
+        found["intermediate_size"] = 4 * found["hidden_size"]  # GPT-2's meaning of none
+    named = (name for name, _ in lm.named_parameters())
+    return LayerSizes.of(found, qk_norm=any(name.endswith("q_norm.weight") for name in named))
 
 
 def _attention(spec: LearnerSpec) -> Attention:

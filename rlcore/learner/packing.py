@@ -76,7 +76,7 @@ class MicroBatch:
         return dense[self.episodes[self.row], self.column]
 
 
-# six parameters: the last are where the tensors go, and an offer
+# seven parameters: the last are where the tensors go, and two offers
 def pack(
     episodes: Sequence[EpisodeTokens],
     micro_batch_tokens: int,
@@ -84,6 +84,7 @@ def pack(
     pad_id: int = 0,
     device: torch.device | str = "cpu",
     costs: PassCosts | None = None,
+    tight: PassCosts | None = None,
 ) -> list[MicroBatch]:
     """Split episodes into micro-batches of at most `micro_batch_tokens` positions, padding
     included.
@@ -91,15 +92,17 @@ def pack(
     A longer episode gets a micro-batch of its own. Sequences and episodes without sampled tokens
     are left out. Longest first, so that a lack of memory shows at once; ties by index, so that the
     same episodes always give the same batches. With `costs`, the shared layout is used where it is
-    less work.
+    less work. With `tight`, sorted rows are divided for the least work, instead of filling each
+    micro-batch.
     """
     # without a sampled token there is nothing to compute a loss or a score of
     parts = [tuple(s for s in episode if s.scored) for episode in episodes]
-    batches = _plain_batches(parts, micro_batch_tokens, layout)
+    batches = _plain_batches(parts, micro_batch_tokens, layout, tight)
     if costs is not None:
         shared = in_batches([_causal(parts, [i]) for i in range(len(parts))], micro_batch_tokens)
         trees = [PrefixTree.of(_causal(parts, batch)) for batch in shared]
         work = sum(costs.plain(*_plain_shape(parts, batch, layout)) for batch in batches)
+        work += costs.batch * (len(batches) - len(shared))
         if sum(map(costs.shared, trees)) < work:
             rows = [_shared_row(tree, device) for tree in trees]
             return [_micro_batch(parts, b, row, device) for b, row in zip(shared, rows)]
@@ -117,12 +120,18 @@ def _causal(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenS
     return [s for s in _sequences(parts, batch) if isinstance(s, TokenSequence)]
 
 
-def _plain_batches(parts: Sequence[EpisodeTokens], budget: int, layout: Layout) -> list[list[int]]:
+def _plain_batches(
+    parts: Sequence[EpisodeTokens], budget: int, layout: Layout, tight: PassCosts | None
+) -> list[list[int]]:
     """Which episodes share a micro-batch."""
     order = [i for i, sequences in enumerate(parts) if sequences]
     # rows of like length share a micro-batch; in one packed row only the sum matters
     size = max if layout == "sorted" else sum
     order.sort(key=lambda i: (-size(map(len, parts[i])), i))
+    if tight is not None and layout == "sorted":
+        widths = [max(map(len, parts[i])) for i in order]
+        ends = tight.cuts(widths, [len(parts[i]) for i in order], budget)
+        return [order[a:b] for a, b in zip([0, *ends], ends)]
     batches: list[list[int]] = []
     rows = width = total = 0
     for i in order:

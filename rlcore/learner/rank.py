@@ -49,7 +49,8 @@ class LearnerRank(RankState):
         self._update = parts.update
         self._reduce = parts.reduce
         self._layout = parts.layout
-        self._costs = parts.costs
+        self._costs, self._tight = parts.costs, parts.tight
+        self._most = parts.most
         self._read = parts.read
         self._sharper = {
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
@@ -232,9 +233,8 @@ class LearnerRank(RankState):
     def _micro_batches(self, episodes: Sequence[EpisodeTokens]) -> list[MicroBatch]:
         """This rank's micro-batches, filled up with dummies to the largest count of any rank (at
         least one)."""
-        spec, pad, device = self.job.learner, self.job.pad_id, self.engine.device
-        micro = pack(
-            episodes, spec.micro_batch_tokens, self._layout, pad, device, costs=self._costs
-        )
+        pad, device = self.job.pad_id, self.engine.device
+        offers = {"costs": self._costs, "tight": self._tight}
+        micro = pack(episodes, self._most, self._layout, pad, device, **offers)
         wanted = int(self._reduce.max(torch.tensor(max(1, len(micro)))))
         return micro + [dummy(pad, device)] * (wanted - len(micro))

@@ -100,8 +100,12 @@ class LearnerSpec(OptimizerSpec):
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "auto: bfloat16 on GPU, float32 on CPU"
     )
-    micro_batch_tokens: int = setting(
-        8192, "positions of a micro-batch, padding included", unit="tokens", gt=0
+    micro_batch_tokens: Literal["auto"] | int = setting(
+        8192,
+        "most positions of a micro-batch, padding included; auto: as many as 512 MiB of "
+        "activations hold on CPU (1024 to 4096), 4 GiB on GPU (1024 to 16384), and padded rows "
+        "divided by their cost",
+        unit="tokens",
     )
     layout: Literal["auto", "packed", "sorted"] = setting(
         "auto", "auto: packed with a variable-length kernel, else sorted"
@@ -190,9 +194,17 @@ class LearnerSpec(OptimizerSpec):
             f"{self.dtype} with {key}.num_gpus={self.num_gpus:g} means: choose 1, 2 or 3, or "
             f"{key}.dtype=float32.",
         )
+        self._check_micro_batches(key)
         self._check_kept(key)
         if self.distill is not None:
             self._check_distill(key)
+
+    def _check_micro_batches(self, key: str) -> None:
+        given = self.micro_batch_tokens
+        refuse(
+            given != "auto" and given < 1,
+            f"{key}.micro_batch_tokens={given} must be above 0, or auto.",
+        )
 
     def _check_kept(self, key: str) -> None:
         if not self.keep_passes_mib:

@@ -24,6 +24,13 @@ class LladaConfig(PreTrainedConfig):
     supported."""
 
     model_type = MODEL_TYPE
+    attribute_map = {  # noqa: RUF012  # transformers reads it from the class
+        "hidden_size": "d_model",
+        "intermediate_size": "mlp_hidden_size",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "num_hidden_layers": "n_layers",
+    }
     d_model: int = 128
     n_heads: int = 4
     n_kv_heads: int | None = None

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlcore.learner.limits import LayerSizes, most_positions
 from rlcore.learner.specs import LearnerSpec
 from rlcore.rollout.specs import ActorSpec
 
@@ -57,29 +58,25 @@ class ModelSizes:
                 kind = "down" if found["kind"] == "down" else "gate_up"
                 label = f"{found['layer']}.{kind}"
                 stacked[label] = stacked.get(label, 0) + size
-        heads = int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
-        chosen = config.get("num_experts_per_tok") or 0
-        expert = config.get("moe_intermediate_size") or 0
+        layer = LayerSizes.of(config, qk_norm=any(n.endswith("q_norm.weight") for n in shapes))
         return cls(
             parameters=float(sum(sizes.values())),
             largest=float(max(stacked.values())),
-            layers=int(config["num_hidden_layers"]),
-            hidden=int(config["hidden_size"]),
+            layers=layer.layers,
+            hidden=layer.hidden,
             vocabulary=int(config["vocab_size"]),
-            queries=heads * head_dim,
-            keys=int(config.get("num_key_value_heads") or heads) * head_dim,
-            inner=int(chosen * expert or config.get("intermediate_size") or 0),
-            qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
+            queries=layer.queries,
+            keys=layer.keys,
+            inner=layer.inner,
+            qk_norm=layer.qk_norm,
         )
 
-    def position_bytes(self, width: int) -> float:
-        """Kept for the backward pass of one position in one layer, in a dtype of `width` bytes: the
-        two norms (in float32), attention with a variable-length kernel, and the gated MLP."""
-        norm = 4 + 2 * width
-        attended = self.queries + self.keys
-        kept = 2 * norm * self.hidden + 2 * width * attended + 4 * width * self.inner
-        return kept + (norm * attended if self.qk_norm else 0)
+    @property
+    def layer(self) -> LayerSizes:
+        """What activations depend on."""
+        return LayerSizes(
+            self.layers, self.hidden, self.queries, self.keys, self.inner, self.qk_norm
+        )
 
     def key_bytes(self, tokens: int, width: int = 2) -> float:
         """Keys and values of a sequence."""
@@ -159,8 +156,8 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
 
 
 def _activations(sizes: ModelSizes, spec: LearnerSpec, width: int) -> Parts:
-    tokens = spec.micro_batch_tokens
-    layer = sizes.position_bytes(width) * tokens
+    tokens = most_positions(spec, lambda: sizes.layer)
+    layer = sizes.layer.position_bytes(width) * tokens
     kept = layer * sizes.layers
     if spec.gradient_checkpointing:
         kept = layer + sizes.layers * sizes.hidden * width * tokens

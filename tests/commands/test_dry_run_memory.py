@@ -122,7 +122,7 @@ def test_a_mixture_on_64_gpus_is_refused_with_the_numbers_where_it_does_not_fit(
 
 def test_memory_is_printed_of_a_run_on_cpus(tmp_path, capsys):
     assert main(["train", "dry_run=true", "experiment=quickstart", f"run_dir={tmp_path}/x"]) == 0
-    assert "learner rank: 0.1 GiB: " in capsys.readouterr().out
+    assert "learner rank: 0.3 GiB: " in capsys.readouterr().out
 
 
 def test_a_learner_that_waits_must_fit_beside_the_engine_that_has_the_gpu(

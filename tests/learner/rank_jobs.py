@@ -12,6 +12,7 @@ import torch
 from learner_helpers import make_groups, make_job, make_place
 from safetensors.torch import load_file
 
+from rlcore.learner import limits
 from rlcore.learner import policy as policy_module
 from rlcore.learner.batch import Scored, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
@@ -72,13 +73,21 @@ def gradients_at(
     return one.engine.gradients, row["grad_norm"], one.engine.backwards
 
 
-def gradient_table(rank: int, world: int, port: int, model: str) -> dict[tuple[int, int, str], Any]:
+def gradient_table(
+    rank: int, world: int, port: int, model: str
+) -> dict[tuple[int, int | str, str], Any]:
     """(stage, micro-batch tokens, layout) -> gradients, norm, micro-batches; with corrections that
     need statistics."""
     out = {}
     mine = share(make_groups(5), rank, world)
     for stage in (0, 1, 2, 3):
-        for tokens, layout in ((10_000, "sorted"), (25, "sorted"), (40, "packed")):
+        limits.ROOM["cpu"] = limits.Room(1, 25, 25)  # all would fit
+        for tokens, layout in (
+            (10_000, "sorted"),
+            (25, "sorted"),
+            (40, "packed"),
+            ("auto", "sorted"),
+        ):
             options: dict[str, Any] = {
                 "zero_stage": stage,
                 "corrections": JACKPOT,

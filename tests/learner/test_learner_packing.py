@@ -1,24 +1,35 @@
 """Micro-batches: nothing lost, nothing over budget, and both layouts give what the plain model
 gives."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_helpers import small_model
+from transformers import AutoModelForCausalLM
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.errors import UserError
+from rlcore.learner.build import layer_sizes
+from rlcore.learner.costs import PassCosts
 from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.limits import ROOM, LayerSizes, most_positions
 from rlcore.learner.packing import dummy, pack
 from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
 from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.specs import LearnerSpec
+from rlcore.models.llada import LladaConfig
 from rlcore.types import TokenScores
 
 TURN = st.tuples(st.integers(1, 9), st.integers(0, 12))  # tokens observed, tokens sampled
 EPISODES = st.lists(
     st.lists(st.lists(TURN, min_size=1, max_size=3), min_size=1, max_size=3), max_size=12
 )
+COSTS = PassCosts(position=10.0, score=1.0, key=0.0, query=0.0, batch=40.0)
+DEAR = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0, batch=1e6)
 LAYOUTS = st.sampled_from(["sorted", "packed"])
 
 
@@ -38,10 +49,15 @@ def _single(lengths):
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=EPISODES, budget=st.integers(1, 60), layout=LAYOUTS)
-def test_every_sampled_token_once_and_within_budget(shape, budget, layout):
+@given(
+    shape=EPISODES,
+    budget=st.integers(1, 60),
+    layout=LAYOUTS,
+    tight=st.sampled_from([None, COSTS, DEAR]),
+)
+def test_every_sampled_token_once_and_within_budget(shape, budget, layout, tight):
     episodes = _episodes(shape)
-    batches = pack(episodes, budget, layout)
+    batches = pack(episodes, budget, layout, tight=tight)
     seen = {}
     for mb in batches:
         assert mb.tokens <= budget or len(mb.episodes) == 1
@@ -56,7 +72,7 @@ def test_every_sampled_token_once_and_within_budget(shape, budget, layout):
             before = int(s.token_ids[place - 1])
             expected[i, column] = (int(s.token_ids[place]), before, place - 1)
     assert seen == expected
-    again = pack(episodes, budget, layout)
+    again = pack(episodes, budget, layout, tight=tight)
     assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(batches, again))
 
 
@@ -102,6 +118,78 @@ def test_sorting_by_length_wastes_little_of_a_long_tail():
     episodes = _single(lengths)
     padded = sum(mb.tokens for mb in pack(episodes, 1024, "sorted"))
     assert padded < 1.15 * sum(len(s) for parts in episodes for s in parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 3)), max_size=8),
+    budget=st.integers(1, 80),
+    costs=st.sampled_from([COSTS, DEAR]),
+)
+def test_no_division_of_rows_costs_less(items, budget, costs):
+    items = sorted(items, key=lambda item: -item[0])
+    lengths, rows = [n for n, _ in items], [r for _, r in items]
+
+    def work(ends):
+        """None: a micro-batch of several items is beyond the budget."""
+        total = 0.0
+        for a, b in itertools.pairwise([0, *ends]):
+            if b - a > 1 and sum(rows[a:b]) * lengths[a] > budget:
+                return None
+            total += costs.batch + costs.plain(sum(rows[a:b]), lengths[a])
+        return total
+
+    inner = range(1, len(items))
+    ways = (c for n in range(len(items)) for c in itertools.combinations(inner, n))
+    every = [work([*way, len(items)]) for way in ways] if items else [0.0]
+    found = work(costs.cuts(lengths, rows, budget))
+    assert found == pytest.approx(min(w for w in every if w is not None))
+
+
+def test_division_by_cost_pads_less_under_a_large_budget():
+    lengths = [(4, int(t)) for t in np.random.default_rng(0).exponential(40, 200) + 1]
+    episodes = _single(lengths)
+    costs = PassCosts(position=2e6, score=1e3, key=0.0, query=0.0, batch=4e7)
+    filled, tight = (pack(episodes, 4096, "sorted", tight=t) for t in (None, costs))
+    real = sum(len(s) for parts in episodes for s in parts)
+    assert sum(mb.tokens for mb in filled) > 1.15 * real > sum(mb.tokens for mb in tight)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize(("hidden", "fits"), [(16, "most"), (1024, None), (65536, "least")])
+def test_auto_is_as_many_positions_as_fit(gpus, hidden, fits):
+    layers = 1 if gpus == 0 else 4
+    sizes = LayerSizes(layers, hidden, hidden, hidden, 4 * hidden, True)
+    settings = {"micro_batch_tokens": "auto", "num_gpus": gpus, "dtype": "float32"}
+    auto, room = (
+        most_positions(LearnerSpec(**settings), lambda: sizes),
+        ROOM["cuda" if gpus else "cpu"],
+    )
+    each = layers * sizes.position_bytes(4)
+    if fits:
+        assert auto == getattr(room, fits)
+    else:
+        assert auto * each <= room.bytes < (auto + 1) * each
+    checkpointed = LearnerSpec(**settings, gradient_checkpointing=True)
+    assert most_positions(checkpointed, lambda: sizes) >= auto
+    assert most_positions(LearnerSpec(micro_batch_tokens=77), lambda: sizes) == 77
+
+
+def test_no_position_at_all_is_refused():
+    with pytest.raises(UserError, match="micro_batch_tokens=0 must be above 0, or auto"):
+        LearnerSpec(micro_batch_tokens=0).check("learner")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sizes_are_found_in_a_model_of_either_kind(tmp_path, masked):
+    if masked:
+        lm = AutoModelForCausalLM.from_config(LladaConfig(d_model=32, n_heads=2, n_layers=3))
+        expected = LayerSizes(3, 32, 32, 32, 384, False)
+    else:
+        lm = load_causal_lm(small_model(tmp_path), "float32", "sdpa")
+        expected = LayerSizes(2, 66, 32, 16, 63, True)
+    assert layer_sizes(lm) == expected
+    assert PassCosts.of(lm).batch > 0
 
 
 def test_a_sequence_needs_an_observation_first():
