@@ -211,7 +211,10 @@ class ZeroState:
             return
         for flat in self._flat_masters():
             moments = {key: torch.zeros_like(flat) for key in ADAM_STATES}
-            inner.state[flat] = {"step": torch.tensor(float(optimizer_steps)), **moments}
+            # the fused kernel wants the count beside the tensors, others want it on the host
+            place = flat.device if inner.defaults.get("fused") else None
+            count = torch.tensor(float(optimizer_steps), device=place)
+            inner.state[flat] = {"step": count, **moments}
         self._link_moments()
 
     def _link_moments(self) -> None:
