@@ -55,14 +55,25 @@ class VllmCore(DecodeCore):
         self._names: dict[str, str] = {}  # request id -> vLLM's name for it
         self._count = itertools.count()
         self.rpc("rl_plain_gather")
+        #: why the model runs as vLLM's modules; None: `decoder_cpu` runs it
+        self.by_modules: str | None = "the engine has several ranks"
         #: why the common positions of requests are not computed once; None: they are
         self.unshared: str | None = "the engine has several ranks"
         if self._ranks == 1:
+            self.by_modules = self.rpc("rl_run_plainly")
             self.unshared = self.rpc("rl_share_prompts")
         if job.routes and on_cpu():
             scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
             blocks = scheduler.kv_cache_manager.get_block_ids
             scheduler.aux_output_connector = self.rpc("rl_record_routes", blocks)
+        self._quick = None if self.by_modules else self._quick_steps()
+
+    def _quick_steps(self) -> Any:
+        from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
+
+        runner = self._llm.model_executor.driver_worker.model_runner
+        scheduler = self._core.engine_core.scheduler  # type: ignore[attr-defined]
+        return QuickSteps.of(scheduler, runner, runner.rl_decoder)
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
@@ -136,6 +147,8 @@ class VllmCore(DecodeCore):
             engine.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _outputs(self) -> list[Any]:
+        if self._quick is not None and (found := self._quick.step()) is not None:
+            return found
         try:
             return list(self._core.get_output().outputs)
         except RuntimeError as e:

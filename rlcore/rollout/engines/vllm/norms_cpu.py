@@ -18,12 +18,17 @@ def use_norm_kernels() -> None:
     norm.forward_cpu = _forward
 
 
+def takes(norm: Any, dtype: torch.dtype) -> bool:
+    """Whether the kernels do what this RMSNorm does to values of a dtype."""
+    plain = norm.pass_weight and norm.pass_weight_add and norm.variance_size_override is None
+    return plain and norm.weight.dtype == dtype and norm.weight.shape[-1] % _WIDTH == 0
+
+
 def _forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
     """x [..., D] normalised; with a residual, (their sum normalised, their sum)."""
-    weight = self.weight.data
-    plain = self.pass_weight and self.pass_weight_add and self.variance_size_override is None
-    if not plain or weight.dtype != x.dtype or x.shape[-1] % _WIDTH:
+    if not takes(self, x.dtype):
         return self.forward_native(x, residual)
+    weight = self.weight.data
     if residual is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.ops._C.rms_norm(out, x.contiguous(), weight, self.variance_epsilon)

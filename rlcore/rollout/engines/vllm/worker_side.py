@@ -39,6 +39,15 @@ class WorkerSide(WeightExtension):
 
             SeededDraws(self.model_runner).install()
 
+    def rl_run_plainly(self) -> str | None:
+        """Run the model's layers without vLLM's modules, on the CPU. Why not, if so."""
+        if not on_cpu():
+            return "its graphs do so on GPUs"
+        from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+
+        self.model_runner.rl_decoder = PlainDecoder(self.model_runner)
+        return self.model_runner.rl_decoder.reason
+
     def rl_share_prompts(self) -> str | None:
         """Compute what requests of a step have in common once, on the CPU. Why not, if so."""
         if not on_cpu():

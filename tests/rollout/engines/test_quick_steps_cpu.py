@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
+from rlcore.weights.stream import whole
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Of every step, whether it was a quick one."""
+    seen = []
+
+    def step(steps):
+        found = plain(steps)
+        seen.append(found is not None)
+        return found
+
+    plain = QuickSteps.step
+    monkeypatch.setattr(QuickSteps, "step", step)
+    return seen
+
+
+def busy_run(engine, ask, finish, model_a, model_b):
+    """Prompts that come late and fill blocks of the cache as they grow, one that is dropped, and
+    new weights while all run."""
+    engine.update_weights(0, whole(model_a.tensors), "in_flight")
+    done = []
+    engine.add(ask(4, group=0, prompt=[5, 6, 7], max_new_tokens=40))
+    engine.add(ask(3, group=1, prompt=[5 + i % 20 for i in range(124)], max_new_tokens=30))
+    done += [t for _ in range(6) for t in engine.step()]
+    dropped = ask(2, group=2, prompt=[9, 8], max_new_tokens=40)
+    engine.add(dropped)
+    done += [t for _ in range(5) for t in engine.step()]
+    engine.abort([dropped[0].request_id])
+    done += [t for _ in range(4) for t in engine.step()]
+    engine.update_weights(1, whole(model_b.tensors), "in_flight")
+    done += finish(engine)
+    return sorted(done, key=lambda t: (t.group_id, t.sample_index))
+
+
+def test_quick_steps_give_what_those_of_vllm_give(
+    engine, ask, finish, model_a, model_b, quick, monkeypatch
+):
+    found = busy_run(engine, ask, finish, model_a, model_b)
+    # one of vLLM's for each wave of prompts and after the weights, one that finds nothing left
+    assert quick.count(False) < 8 < quick.count(True)
+    monkeypatch.setattr(engine.core, "_quick", None)
+    expected = busy_run(engine, ask, finish, model_a, model_b)
+    assert len(found) == len(expected) == 8
+    assert {t.finish_reason for t in found} == {"stop", "length"}
+    for a, b in zip(found, expected, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.finish_reason == b.finish_reason
+        assert np.array_equal(a.token_version, b.token_version)
+        for name in ("logp_inf", "topk_ids", "topk_logp"):
+            assert np.array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_requests_wait_for_blocks_of_the_cache(start, model_a, ask, finish, quick):
+    # room for eight blocks of 128 positions, where six requests need two each in the end
+    engine = start(model_a, kv_cache_gib=9 * 2**17 / 2**30)
+    preempted = []
+    scheduler = engine.core._core.engine_core.scheduler
+    plain = scheduler._preempt_request
+    scheduler._preempt_request = lambda *a, **k: (preempted.append(a), plain(*a, **k))
+    engine.add(ask(6, prompt=[5 + i % 20 for i in range(126)], max_new_tokens=30))
+    done = finish(engine)
+    assert len(done) == 6
+    assert any(quick)
+    assert preempted
+    for t in done:
+        assert np.allclose(t.logp_inf, model_a.sampled(t), atol=2e-5)
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is never given out
+
+
+def test_a_model_that_runs_by_modules_has_no_quick_steps():
+    assert QuickSteps.of(None, None, None) is None
