@@ -19,11 +19,12 @@ from typing import Any
 from harness import table
 
 from rlcore.learner.meta import meta_shapes
-from rlcore.learner.specs import LearnerSpec
+from rlcore.learner.specs import LearnerSpec, OffloadSpec
 from rlcore.planner.memory import GIB, ModelSizes, actor_rank, learner_host, learner_rank, total
 from rlcore.rollout.specs import ActorSpec
 
 BUCKET = 512 << 20
+OFFLOAD = OffloadSpec(optimizer="cpu", parameters="cpu")
 COMMON = {"vocab_size": 151_936, "max_position_embeddings": 40_960}
 # hidden, inner, layers, heads, key heads, head width, tied
 MODELS = {
@@ -67,6 +68,7 @@ def rows() -> list[dict[str, Any]]:
                 micro_batch_tokens=16_384,
             )
             other = spec.model_copy(update={"zero_stage": 2})
+            moved = spec.model_copy(update={"offload": OFFLOAD})
             actor = ActorSpec(num_gpus=1, tensor_parallel=1 if name in ("1.5B", "8B") else 4)
             found.append(
                 {
@@ -75,7 +77,9 @@ def rows() -> list[dict[str, Any]]:
                     "rank, ZeRO-2": total(learner_rank(one, other)) / GIB,
                     "rank, ZeRO-3": total(learner_rank(one, spec)) / GIB,
                     "with KL": total(learner_rank(one, spec, kl=True)) / GIB,
+                    "offloaded": total(learner_rank(one, moved)) / GIB,
                     "rank's host": total(learner_host(one, spec, bucket_bytes=BUCKET)) / GIB,
+                    "offloaded host": total(learner_host(one, moved, bucket_bytes=BUCKET)) / GIB,
                     "engine rank": total(
                         actor_rank(one, actor, bucket_bytes=BUCKET, max_len=16_384)
                     )
@@ -92,9 +96,16 @@ def checked() -> list[dict[str, Any]]:
     from memory_jobs import compared
 
     return [
-        {"ranks": world, "stage": stage, "dtype": dtype, "counted": counted, "held": held}
+        {
+            "ranks": world,
+            "stage": stage,
+            "dtype": dtype,
+            "offload": where,
+            "counted": counted,
+            "held": held,
+        }
         for world in (1, 2)
-        for (stage, dtype), (counted, held) in compared(world).items()
+        for (stage, dtype, where), (counted, held) in compared(world).items()
     ]
 
 

@@ -25,6 +25,9 @@ update   FP8 weights changed in place against a fresh engine and a dequantised r
 experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
          what the engine chose; an update in place by checksums and against a fresh engine
 head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
+offload  a small model trained for two steps by one rank at ZeRO-1, 2 and 3, and at 3 with the
+         optimizer on the host or NVMe and the parameters on the host: largest difference of a
+         weight, also after resuming from one checkpoint; peak memory and what is counted for it
 loop     `rlcore train` with a small model, half of the GPU for the engine and half for the
          learner, weights by CUDA IPC: three steps, then a resume
 logprobs where a decode step's time goes at the largest batch, with and without top-k log-probs
@@ -97,6 +100,7 @@ PARTS = (
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("logprobs", 160, 50, cuda=True),
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
+    Part("offload", 80, 30, ("torch", "transformers", "deepspeed", "peft")),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
 )

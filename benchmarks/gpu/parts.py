@@ -78,6 +78,10 @@ def main() -> None:
         from loop import colocated
 
         colocated(s)
+    elif part == "offload":
+        from offload import offload
+
+        offload(s)
     elif part == "flex":
         from sparse_forward import flex
 

@@ -39,6 +39,7 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
         sizes,
         config.learner,
         bucket_bytes=config.cluster.bucket_mib << 20,
+        kl=_has_kl(config),
         trained=_trained(config),
     )
     if not config.learner.num_gpus:
@@ -57,8 +58,8 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
     for role, share, parts in _on_gpus(config, sizes):
         own = share * room
         advice = (
-            "raise learner.ranks, set learner.zero_stage=3 or learner.gradient_checkpointing=true, "
-            "or lower learner.micro_batch_tokens"
+            "raise learner.ranks, set learner.zero_stage=3, learner.gradient_checkpointing=true or "
+            "learner.offload.optimizer=cpu, or lower learner.micro_batch_tokens"
             if role.startswith("learner")
             else f"raise {role.split()[0]}.tensor_parallel"
         )

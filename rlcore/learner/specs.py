@@ -87,6 +87,38 @@ class OptimizerSpec(Spec):
     grad_clip: float = setting(1.0, "largest gradient norm", gt=0)
 
 
+class OffloadSpec(Spec):
+    """What ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = setting(
+        "none",
+        "cpu: AdamW's float32 weights and moments are in host memory, and the step is computed "
+        "there; nvme: on disk between steps",
+    )
+    parameters: Literal["none", "cpu"] = setting(
+        "none", "cpu: a rank's parameters, and the KL reference's, are in host memory between uses"
+    )
+    nvme_path: str | None = setting(None, "folder of optimizer=nvme, on a local disk of each node")
+    pin_memory: bool = setting(True, "page-locked host memory: faster copies, less to swap out")
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.parameters != "none" and self.optimizer == "none",
+            f"{key}.parameters={self.parameters} would leave the larger part on the GPU: set "
+            f"{key}.optimizer=cpu or nvme as well.",
+        )
+        refuse(
+            self.optimizer == "nvme" and not self.nvme_path,
+            f"{key}.optimizer=nvme needs a folder on a local disk of each node: set "
+            f"{key}.nvme_path.",
+        )
+        refuse(
+            self.optimizer != "nvme" and self.nvme_path is not None,
+            f"{key}.nvme_path={self.nvme_path} is read by {key}.optimizer=nvme alone, which is "
+            f"{self.optimizer}: leave it null, or set optimizer=nvme.",
+        )
+
+
 class LearnerSpec(OptimizerSpec):
     """The ranks that train the policy, and its companions."""
 
@@ -143,6 +175,7 @@ class LearnerSpec(OptimizerSpec):
         ge=0,
     )
     port: int = setting(0, "rendezvous port of the ranks; 0: any free one", ge=0, lt=65536)
+    offload: OffloadSpec = OffloadSpec()
     lora: LoraSpec | None = None
     distill: DistillSpec | None = None
     draft: DraftLearnerSpec | None = None
@@ -195,6 +228,7 @@ class LearnerSpec(OptimizerSpec):
             f"{key}.dtype=float32.",
         )
         self._check_micro_batches(key)
+        self._check_offload(key)
         self._check_kept(key)
         if self.distill is not None:
             self._check_distill(key)
@@ -204,6 +238,18 @@ class LearnerSpec(OptimizerSpec):
         refuse(
             given != "auto" and given < 1,
             f"{key}.micro_batch_tokens={given} must be above 0, or auto.",
+        )
+
+    def _check_offload(self, key: str) -> None:
+        refuse(
+            self.zero_stage != 3 and self.offload.optimizer != "none",
+            f"{key}.offload.optimizer={self.offload.optimizer} needs {key}.zero_stage=3, which is "
+            f"{self.zero_stage}: below it DeepSpeed adds up offloaded gradients in bfloat16.",
+        )
+        refuse(
+            self.offload_while_sampling and self.offload.optimizer != "none",
+            f"{key}.offload_while_sampling=true would move what {key}.offload.optimizer="
+            f"{self.offload.optimizer} keeps off the GPU at all times: choose one.",
         )
 
     def _check_kept(self, key: str) -> None:

@@ -23,6 +23,7 @@ BUCKET = 5e8  # entries of DeepSpeed's buffer of gradients under reduction
 LIVE = 1e9  # entries that ZeRO-3 keeps gathered at most (stage3_max_live_parameters)
 GROUP = 1e9  # entries that ZeRO-3 updates at a time (sub_group_size)
 OFFLOADED = ("masters and moments", "gradients")  # by learner.offload_while_sampling
+SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memory for (buffer_count)
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
 
 Parts = dict[str, float]  # bytes by what holds them
@@ -96,6 +97,8 @@ def learner_rank(
     parts = _held(sizes, spec, own)
     if kl:
         parts["frozen policy"] = parts["weights"]
+    if not spec.num_gpus:  # its host is its device
+        parts |= _offloaded(sizes, spec, own, kl=kl)
     passing, step = _passing(sizes, spec, own), _step(sizes, spec, own)
     return parts | (passing if total(passing) > total(step) else step)
 
@@ -117,16 +120,33 @@ def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     """What a rank always holds."""
     stage, ranks, mixed = spec.zero_stage, spec.ranks, spec.compute_dtype != "float32"
     weights = BYTES[spec.compute_dtype] * sizes.parameters
-    parts: Parts = {
-        "weights": weights / ranks if stage == 3 else weights,
-        # stage 0 trains the weights themselves
-        "masters and moments": 8.0 * own if stage == 0 else 12.0 * own / ranks,
-    }
+    parts: Parts = {"weights": weights / ranks if stage == 3 else weights}
+    if spec.offload.parameters != "none":
+        parts["weights"] = 0.0
+    if spec.offload.optimizer != "none":
+        return parts | {"bucket of gradients": 4.0 * min(BUCKET, own)}
+    # stage 0 trains the weights themselves
+    parts["masters and moments"] = 8.0 * own if stage == 0 else 12.0 * own / ranks
     if stage == 1 and mixed:
         parts["gradients"] = 4.0 * own
     if stage == 3:
         parts["gradients"] = 4.0 * own / ranks
         parts["bucket of gradients"] = 4.0 * min(BUCKET, own)
+    return parts
+
+
+def _offloaded(sizes: ModelSizes, spec: LearnerSpec, own: float, *, kl: bool) -> Parts:
+    """What a rank's host always holds for it."""
+    mine, parts = own / spec.ranks, Parts()
+    if spec.offload.parameters != "none":
+        weights = BYTES[spec.compute_dtype] * sizes.parameters / spec.ranks
+        parts["parameters on the host"] = weights * (2 if kl else 1)
+    if spec.offload.optimizer == "cpu":
+        # gradients as they add up, and as they are applied
+        parts |= {"states on the host": 12.0 * mine, "gradients on the host": 8.0 * mine}
+    elif spec.offload.optimizer == "nvme":
+        parts["states being updated"] = SWAPPED * 4.0 * min(mine, GROUP)
+        parts["gradients on the host"] = 4.0 * mine
     return parts
 
 
@@ -174,6 +194,8 @@ def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     mine = own / spec.ranks
     if stage == 3:
         mine = min(mine, GROUP)  # updated in groups
+    if spec.offload.optimizer != "none":  # on the host, whose fused kernel has no temporaries
+        return {"optimizer": 0.0 if spec.num_gpus else 8.0 * mine}
     # torch's AdamW makes two temporaries, its fused kernel on GPUs none
     parts: Parts = {"optimizer": 0.0 if spec.num_gpus else 8.0 * mine}
     parts["gradients being applied"] = 4.0 * mine
@@ -185,13 +207,19 @@ def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
 
 
 def learner_host(
-    sizes: ModelSizes, spec: LearnerSpec, *, bucket_bytes: float, trained: float | None = None
+    sizes: ModelSizes,
+    spec: LearnerSpec,
+    *,
+    bucket_bytes: float,
+    kl: bool = False,
+    trained: float | None = None,
 ) -> Parts:
-    """Peak bytes in the host memory of one rank: a checkpoint on its way to the disk, and, on rank
-    0, a publication by the object store."""
+    """Peak bytes in the host memory of one rank: what its GPU offloads, a checkpoint on its way to
+    the disk, and, on rank 0, a publication by the object store."""
     own = sizes.parameters if trained is None else trained
     largest = sizes.largest * BYTES[spec.compute_dtype]
-    return {
+    offloaded = _offloaded(sizes, spec, own, kl=kl) if spec.num_gpus else {}
+    return offloaded | {
         "checkpoint": 12.0 * own / spec.ranks,
         "publication": 2 * max(bucket_bytes, largest) + largest,
     }

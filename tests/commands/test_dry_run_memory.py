@@ -101,7 +101,10 @@ def test_a_dense_model_of_32b_fits_16_gpus_and_is_refused_on_fewer_ranks(
     said = capsys.readouterr().err
     for part in ("cluster.launch.gpu_memory_gib=79", "learner rank 79.0 GiB", "moments 45.8"):
         assert part in said, (part, said)
-    assert "raise learner.ranks" in said
+    assert "raise learner.ranks" in said and "learner.offload.optimizer=cpu" in said
+    moved = ("learner.ranks=8", "learner.offload.optimizer=cpu")
+    assert main(words(tmp_path, "dense_32b_16gpus", *moved)) == 0, capsys.readouterr().err
+    assert "states on the host 45.8" in capsys.readouterr().out
     tight = ("cluster.launch.gpu_memory_gib=72", "actor.fp8.gpu_memory_utilization=0.2")
     assert main(words(tmp_path, "dense_32b_16gpus", *tight)) == 2
     assert "raise actor.fp8.tensor_parallel" in capsys.readouterr().err

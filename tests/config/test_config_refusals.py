@@ -271,6 +271,26 @@ REFUSED = [  # words; parts that the sentence must hold
         ["algorithm.turn_share=1", "algorithm.dynamic_sampling=true"],
     ),
     (["experiment=draft_cotrain", "correction=[dvp]"], ["correction=[dvp]", "learner.draft"]),
+    (
+        [
+            *("learner.zero_stage=3", "learner.offload.optimizer=cpu"),
+            "learner.offload_while_sampling=true",
+        ],
+        ["learner.offload_while_sampling=true", "learner.offload.optimizer=cpu", "choose one"],
+    ),
+    (["learner.offload.optimizer=cpu"], ["learner.zero_stage=3, which is 0", "bfloat16"]),
+    (
+        ["learner.zero_stage=3", "learner.offload.parameters=cpu"],
+        ["learner.offload.parameters=cpu", "learner.offload.optimizer=cpu or nvme"],
+    ),
+    (
+        ["learner.zero_stage=3", "learner.offload.optimizer=nvme"],
+        ["learner.offload.optimizer=nvme", "learner.offload.nvme_path"],
+    ),
+    (
+        ["learner.zero_stage=3", "learner.offload.nvme_path=/disk"],
+        ["learner.offload.nvme_path=/disk", "optimizer=nvme"],
+    ),
     (["learner.dtype=bfloat16"], ["learner.zero_stage=0", "learner.dtype=bfloat16", "1, 2 or 3"]),
     (["learner.num_gpus=1"], ["learner.zero_stage=0", "learner.num_gpus=1", "1, 2 or 3"]),
     (

@@ -19,11 +19,14 @@ from rlcore.testing.live_bytes import LiveBytes
 SHAPE = FreshModelSpec(
     hidden_size=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate_size=768
 )
-CASES = [(stage, "float32") for stage in (0, 1, 2, 3)]
-CASES += [(stage, "bfloat16") for stage in (1, 2, 3)]
+NONE, CPU = "none", "cpu"  # where ZeRO-3 keeps its states and parameters
+CASES = [(stage, "float32", NONE) for stage in (0, 1, 2, 3)]
+CASES += [(stage, "bfloat16", NONE) for stage in (1, 2, 3)]
+CASES += [(3, dtype, CPU) for dtype in ("float32", "bfloat16")]
+Case = tuple[int, str, str]
 
 
-def options(stage: int, dtype: str, world: int) -> dict[str, Any]:
+def options(stage: int, dtype: str, where: str, world: int) -> dict[str, Any]:
     return {
         "zero_stage": stage,
         "dtype": dtype,
@@ -31,15 +34,16 @@ def options(stage: int, dtype: str, world: int) -> dict[str, Any]:
         "micro_batch_tokens": 512,
         "gradient_checkpointing": True,
         "share_prefix": "off",
+        "offload": {"optimizer": where, "parameters": where},
     }
 
 
-def most_held(rank: int, world: int, port: int, model: str) -> dict[tuple[int, str], int]:
-    """(stage, dtype) -> largest number of bytes alive in the second of two steps."""
+def most_held(rank: int, world: int, port: int, model: str) -> dict[Case, int]:
+    """case -> largest number of bytes alive in the second of two steps."""
     found = {}
-    for stage, dtype in CASES:
+    for case in CASES:
         with LiveBytes() as live:
-            job = make_job(model, **options(stage, dtype, world))
+            job = make_job(model, **options(*case, world))
             one = LearnerRank(job, make_place(rank, world, port))
             groups = make_groups(4, samples=8)
             for step in range(2):
@@ -47,14 +51,14 @@ def most_held(rank: int, world: int, port: int, model: str) -> dict[tuple[int, s
                 live.most = live.now
                 one.begin_phase([groups])
                 one.train_step(step)
-            found[stage, dtype] = live.most
+            found[case] = live.most
         del one
         gc.collect()
     return found
 
 
-def compared(world: int) -> dict[tuple[int, str], tuple[float, float]]:
-    """(stage, dtype) -> MiB that are counted for a rank, and that rank 0 held at most."""
+def compared(world: int) -> dict[Case, tuple[float, float]]:
+    """case -> MiB that are counted for a rank, and that rank 0 held at most."""
     with tempfile.TemporaryDirectory() as folder:
         path = build_fresh_model(Path(folder) / "m", ALPHABET, SHAPE, seed=0, max_len=512)
         model = str(path)

@@ -31,6 +31,21 @@ def test_the_reference_is_divided_as_the_policy_is():
         assert parts["frozen policy"] == parts["weights"] == 2 * 8e9 / (8 if stage == 3 else 1)
 
 
+def test_what_is_offloaded_leaves_the_device_for_the_host():
+    both = {"optimizer": "cpu", "parameters": "cpu"}
+    plain, moved = spec(zero_stage=3, ranks=8), spec(zero_stage=3, ranks=8, offload=both)
+    device, less = (learner_rank(SIZES, one, kl=True) for one in (plain, moved))
+    # masters and moments, gradients, and two models: no longer there, nor in a step
+    assert total(device) - total(less) == pytest.approx((12 + 4 + 2 + 2) * 1e9)
+    assert "activations" in less  # the most is held in a pass
+    host = learner_host(SIZES, moved, bucket_bytes=2**29, kl=True)
+    more = total(host) - total(learner_host(SIZES, plain, bucket_bytes=2**29, kl=True))
+    assert more == pytest.approx((12 + 8 + 2 + 2) * 1e9)
+    disk = {"optimizer": "nvme", "nvme_path": "/disk"}
+    on_disk = learner_host(SIZES, spec(zero_stage=3, offload=disk), bucket_bytes=2**29)
+    assert on_disk["states being updated"] == 4 * 4 * 1e9 and "states on the host" not in on_disk
+
+
 def test_adapters_have_small_states():
     parts = learner_rank(SIZES, spec(zero_stage=3, ranks=8), trained=4e7)
     assert parts["masters and moments"] == 12 * 4e7 / 8 and parts["weights"] == 2e9

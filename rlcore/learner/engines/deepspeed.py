@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError
 from rlcore.learner.engines.learning_rate import RateSchedule
+from rlcore.learner.engines.offload import offload_config, swap_folder
 from rlcore.learner.engines.splitting import SplitFrozenPolicy, splitter
 from rlcore.learner.engines.zero_state import ZeroState
 from rlcore.learner.head_kl import KlTarget
@@ -90,12 +91,16 @@ class ZeroEngine(TrainEngine):
         self.optimizer_steps = 0
         self._stage = spec.zero_stage
         self._parks = spec.offload_while_sampling
+        self._offloaded = spec.offload.optimizer != "none"
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
         config = _config(spec)
         # DeepSpeed makes this buffer of gradients whole, however small the model
         entries = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
-        config["zero_optimization"]["reduce_bucket_size"] = min(LARGEST_BUCKET, entries)
+        zero = config["zero_optimization"]
+        zero["reduce_bucket_size"] = min(LARGEST_BUCKET, entries)
+        if spec.offload.nvme_path is not None:
+            zero["offload_optimizer"]["nvme_path"] = swap_folder(Path(spec.offload.nvme_path))
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
             model_parameters=_parameter_groups(policy, spec.weight_decay),
@@ -151,10 +156,13 @@ class ZeroEngine(TrainEngine):
         return hasattr(self._optimizer, "fp32_groups_gradients")
 
     def _local_gradients(self) -> list[Tensor]:
+        """Tensors whose squares add up to the square of the norm."""
         if self._stage == 0:
             return [p.grad for p in self.trained.values() if p.grad is not None]
         if self._whole_gradients:
             return [g for group in self._optimizer.fp32_groups_gradients for g in group]
+        if self._offloaded:  # the norms of its parts are on the device, they themselves are not
+            return list(self._optimizer.norm_for_param_grads.values())
         groups = self._optimizer.averaged_gradients.values()
         return [g for group in groups for g in group if g is not None]
 
@@ -287,6 +295,7 @@ def _config(spec: LearnerSpec) -> dict[str, Any]:
             "stage": spec.zero_stage,
             "overlap_comm": False,
             "contiguous_gradients": True,
+            **offload_config(spec),
         },
     }
     if spec.compute_dtype == "bfloat16":

@@ -39,6 +39,8 @@ class SplitFrozenPolicy(FrozenPolicy):
         super().__init__(policy)
         # without an optimizer, DeepSpeed gathers and frees layers and keeps no other state
         own = {k: v for k, v in config.items() if k != "optimizer"}
+        zero = own["zero_optimization"]
+        own["zero_optimization"] = {k: v for k, v in zero.items() if k != "offload_optimizer"}
         self._engine = deepspeed.initialize(model=policy, config=own)[0]
         self._engine.eval()
 

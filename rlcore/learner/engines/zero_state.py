@@ -8,6 +8,7 @@ them, divide the writing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,11 @@ class ZeroState:
         """
         if optimizer_steps and self._parked is None:
             self._link_moments()
-        parts = {
-            label: self._part(p, key) for label, (p, key) in self._tensors(optimizer_steps).items()
-        }
+        parts: dict[str, Part | None] = {}
+        for group, held in self._groups():
+            with self._in_memory(group):
+                tensors = self._tensors(held, optimizer_steps)
+                parts |= {label: self._part(p, key) for label, (p, key) in tensors.items()}
         write_parts(folder, parts, run, optimizer_steps=optimizer_steps)
 
     def load(self, folder: Path) -> int:
@@ -100,33 +103,48 @@ class ZeroState:
         Raises StageError if names or shapes do not match.
         """
         optimizer_steps = int(read_index(folder)["optimizer_steps"])
-        expected = self._tensors(optimizer_steps)
-        self._make_moments(optimizer_steps)
         with open_state(folder) as sources:
-            for label, source in sources.items():
-                p, key = expected.pop(label, (None, ""))
-                if p is None or source.shape != tuple(_whole_shape(p)):
-                    raise StageError(
-                        f"learner state in {folder} does not fit the model: {label} {source.shape}"
-                    )
-                self._write(p, key, source)
-        if expected:
-            raise StageError(
-                f"learner state in {folder} lacks {len(expected)} tensors, e.g. {min(expected)}"
-            )
+            self._refuse_other(folder, sources, self._tensors(self._trained, optimizer_steps))
+            for group, held in self._groups():
+                with self._in_memory(group, changed=True):
+                    self._make_moments(group, optimizer_steps)
+                    for label, (p, key) in self._tensors(held, optimizer_steps).items():
+                        self._write(p, key, sources[label])
         self._publish_masters()
         return optimizer_steps
 
+    def _refuse_other(
+        self,
+        folder: Path,
+        sources: Mapping[str, Source],
+        expected: Mapping[str, tuple[nn.Parameter, str]],
+    ) -> None:
+        for label, source in sources.items():
+            p, _ = expected.get(label, (None, ""))
+            if p is None or source.shape != tuple(_whole_shape(p)):
+                raise StageError(
+                    f"learner state in {folder} does not fit the model: {label} {source.shape}"
+                )
+        if lacking := expected.keys() - sources.keys():
+            raise StageError(
+                f"learner state in {folder} lacks {len(lacking)} tensors, e.g. {min(lacking)}"
+            )
+
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every (parameter name, whole float32 CPU copy), where they are `wanted`."""
-        for name, p in self._trained.items():
-            whole = self._read(p)
-            if wanted:
-                yield name, whole.to("cpu", torch.float32, copy=True)
+        for group, held in self._groups():
+            with self._in_memory(group):
+                for name, p in held.items():
+                    whole = self._read(p)
+                    if wanted:
+                        yield name, whole.to("cpu", torch.float32, copy=True)
 
     def held_weights(self) -> dict[str, Part]:
         """This rank's part of every weight by parameter name, float32 copies on the CPU."""
-        found = {name: self._part(p, "weight") for name, p in self._trained.items()}
+        found: dict[str, Part | None] = {}
+        for group, held in self._groups():
+            with self._in_memory(group):
+                found |= {name: self._part(p, "weight") for name, p in held.items()}
         return {name: part for name, part in found.items() if part is not None}
 
     def replace_weights(self, sources: Mapping[str, Source]) -> None:
@@ -135,14 +153,53 @@ class ZeroState:
             raise StageError(
                 f"weights do not fit the model: {sorted(set(sources) ^ set(self._trained))[:3]}"
             )
-        for name, source in sources.items():
-            self._write(self._trained[name], "weight", source)
+        for group, held in self._groups():
+            with self._in_memory(group, changed=True):
+                for name, p in held.items():
+                    self._write(p, "weight", sources[name])
         self._publish_masters()
 
-    def _tensors(self, optimizer_steps: int) -> dict[str, tuple[nn.Parameter, str]]:
+    def _tensors(
+        self, params: Mapping[str, nn.Parameter], optimizer_steps: int
+    ) -> dict[str, tuple[nn.Parameter, str]]:
         """Name in a saved state -> (parameter, key), in the order of the file."""
         keys = ("weight", *ADAM_STATES) if optimizer_steps else ("weight",)
-        return {f"{key}:{name}": (p, key) for name, p in self._trained.items() for key in keys}
+        return {f"{key}:{name}": (p, key) for name, p in params.items() for key in keys}
+
+    # ----- groups of parameters that are updated together -----
+
+    def _groups(self) -> list[tuple[int, Mapping[str, nn.Parameter]]]:
+        """(group, its parameters by name), by ZeRO-3's sub-groups; one group at other stages."""
+        if self._stage != 3:
+            return [(0, self._trained)]
+        groups: dict[int, dict[str, nn.Parameter]] = {}
+        for name, p in self._trained.items():
+            groups.setdefault(self._place(p)[0], {})[name] = p
+        return sorted(groups.items())
+
+    def _place(self, p: nn.Parameter) -> tuple[int, int, int]:
+        """(sub-group, first entry in its flat tensors, entries) of a partition of ZeRO-3."""
+        found: tuple[int, int, int] = self._optimizer.grad_position[self._optimizer.get_param_id(p)]
+        return found
+
+    def _on_disk(self, group: int) -> bool:
+        return self._stage == 3 and bool(self._optimizer._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def _in_memory(self, group: int, *, changed: bool = False) -> Iterator[None]:
+        """While it is open, masters and moments of the group are in memory. DeepSpeed's own access
+        to one tensor would read the whole group for each."""
+        if not self._on_disk(group):
+            yield
+            return
+        self._optimizer._optimizer_states_and_gradient_swap_in(group)
+        try:
+            yield
+        finally:
+            if changed:
+                self._optimizer._optimizer_states_and_gradient_swap_out(group)
+            else:
+                self._optimizer._release_swap_buffers(group)
 
     # ----- single tensors -----
 
@@ -152,8 +209,21 @@ class ZeroState:
 
         if self._parked is not None:
             raise StageError("the learner's masters are on the host while engines sample")
-        master = p.detach() if self._stage == 0 else safe_get_full_fp32_param(p)
+        if self._stage == 0:
+            master = p.detach()
+        elif self._stage == 3:
+            part = self._partition(p, None).detach().to(p.device)
+            master = self._optimizer._fp32_state_allgather(p, part)
+        else:
+            master = safe_get_full_fp32_param(p)
         return master.reshape(_whole_shape(p))
+
+    def _partition(self, p: nn.Parameter, state: str | None) -> Tensor:
+        """[n]: ZeRO-3's partition of a master, or of its `state`, in place."""
+        group, start, entries = self._place(p)
+        flat = self._flat_masters()[group]
+        whole = flat if state is None else self._optimizer.optimizer.state[flat][state]
+        return whole.narrow(0, start, entries)
 
     def _write(self, p: nn.Parameter, key: str, value: Source) -> None:
         """Replace the whole tensor of a parameter, of which this rank reads what it holds;
@@ -189,8 +259,9 @@ class ZeroState:
             whole = p.data if state is None else self._optimizer.state[p][state]
             return 0, whole.view(-1)
         if self._stage == 3:
-            # DeepSpeed's own setter fails on a parameter that the ranks do not divide evenly
-            part = self._optimizer.get_local_fp32_param(p, state)
+            # in place: DeepSpeed's getter copies what is offloaded, and its setter fails on a
+            # parameter that the ranks do not divide evenly
+            part = self._partition(p, state)
             start = dist.get_rank() * part.numel()
             # the last rank's partition may be padded beyond the parameter's end
             stop = min(start + part.numel(), _whole_shape(p).numel())
@@ -200,22 +271,26 @@ class ZeroState:
             return None
         return fragment.lp_fragment_address.start, fragment.get_hp_fragment(state).data
 
-    def _make_moments(self, optimizer_steps: int) -> None:
+    def _make_moments(self, group: int, optimizer_steps: int) -> None:
         """Create zero moments: Adam does so at its first step, a loaded state needs them before.
 
         After 0 steps there are none.
         """
         inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
-        if not optimizer_steps:
-            inner.state.clear()
-            return
-        for flat in self._flat_masters():
-            moments = {key: torch.zeros_like(flat) for key in ADAM_STATES}
+        flats = self._flat_masters()
+        for flat in flats[group : group + 1] if self._stage == 3 else flats:
+            # DeepSpeed's files on disk belong to the tensors that were there first
+            old = inner.state.pop(flat, None) if self._on_disk(group) else None
+            inner.state.pop(flat, None)
+            if not optimizer_steps and not old:
+                continue
+            moments = {k: old[k].zero_() if old else torch.zeros_like(flat) for k in ADAM_STATES}
             # the fused kernel wants the count beside the tensors, others want it on the host
             place = flat.device if inner.defaults.get("fused") else None
             count = torch.tensor(float(optimizer_steps), device=place)
             inner.state[flat] = {"step": count, **moments}
-        self._link_moments()
+        if optimizer_steps:
+            self._link_moments()
 
     def _link_moments(self) -> None:
         """Let DeepSpeed find the moments of each parameter.
@@ -246,7 +321,8 @@ class ZeroState:
         elif self._stage == 3:
             optimizer = self._optimizer
             for i, master in enumerate(optimizer.fp32_partitioned_groups_flat):
-                optimizer.fp16_partitioned_groups_flat[i].data.copy_(master.data)
+                with self._in_memory(i):
+                    optimizer.fp16_partitioned_groups_flat[i].data.copy_(master.data)
                 optimizer._unflatten_partitioned_parameters(i)
             # small parameters are kept whole on every rank: gather them again
             if persistent := optimizer.persistent_parameters:

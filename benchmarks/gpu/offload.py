@@ -1,0 +1,164 @@
+"""A part of `check.py`: what ZeRO-3 offloads, on one GPU. A small model is trained for two steps at
+every stage and with every place of states and parameters, and its second step is taken again from
+the checkpoint that the first setting wrote after one."""
+
+from __future__ import annotations
+
+import gc
+import math
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from setting import Row, Setting
+
+HOST = {"optimizer": "cpu"}
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ZeRO-3": (3, {}),
+    "optimizer on the host": (3, HOST),
+    "optimizer and parameters on the host": (3, {**HOST, "parameters": "cpu"}),
+    "ZeRO-2": (2, {}),
+    "ZeRO-1": (1, {}),
+    "optimizer on NVMe": (3, {"optimizer": "nvme"}),
+    "optimizer on NVMe, parameters on the host": (3, {"optimizer": "nvme", "parameters": "cpu"}),
+}
+GIB = 2**30
+ALPHABET = "0123456789=+"
+
+
+def offload(s: Setting) -> None:
+    """A row for each setting: what differs from the first one, and its memory."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    from rlcore.models.fresh import build_fresh_model
+    from rlcore.models.specs import FreshModelSpec
+
+    size = 512 if s.small else 1024
+    shape = FreshModelSpec(
+        hidden_size=size,
+        layers=2 if s.small else 6,
+        heads=8,
+        kv_heads=4,
+        head_dim=size // 8,
+        intermediate_size=4 * size,
+    )
+    model = str(build_fresh_model(s.folder / "trained", ALPHABET, shape, seed=0, max_len=512))
+    saved = s.folder / "trained_state"
+    swapped = AsyncIOBuilder().is_compatible()
+    reference: Row = {}
+    for name, (stage, places) in SETTINGS.items():
+        if places.get("optimizer") == "nvme":
+            if not swapped:
+                s.add("offload", {"setting": name, "what": "skipped: no libaio here"})
+                continue
+            places = {**places, "nvme_path": str(s.folder / "swapped")}
+        found = _trained(s, model, stage, places, saved)
+        reference = reference or found
+        row = {k: v for k, v in found.items() if k not in ("weights", "resumed")}
+        row["largest difference"] = _apart(found["weights"], reference["weights"])
+        row["after resuming"] = _apart(found["resumed"], reference["weights"])
+        s.add("offload", {"setting": name, **row})
+
+
+def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: Path) -> Row:
+    from rlcore.learner.rank import LearnerRank
+    from rlcore.learner.specs import RankPlace
+    from rlcore.models.folder import read_config, read_shapes
+    from rlcore.planner.memory import ModelSizes, learner_rank, total
+
+    job = _job(s, model, stage, places)
+    steps = [_groups(seed) for seed in range(2)]
+
+    def begin() -> LearnerRank:
+        return LearnerRank(job, RankPlace(0, 1, "127.0.0.1", _port(), timeout_s=60))
+
+    def step(one: LearnerRank, which: int) -> dict[str, float]:
+        one.begin_phase([steps[which]])
+        return one.train_step(which)
+
+    before = _allocated(s)
+    one = begin()
+    step(one, 0)
+    if not saved.exists():
+        one.save(saved)
+    if not s.small:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.monotonic()
+    row = step(one, 1)
+    seconds = time.monotonic() - start
+    peak = math.nan if s.small else (torch.cuda.max_memory_allocated() - before) / GIB
+    weights = dict(one.engine.trained_weights())
+    del one
+    again = begin()
+    again.load(saved)
+    step(again, 1)
+    sizes = ModelSizes.of(read_config(model), read_shapes(model))
+    return {
+        "weights": weights,
+        "resumed": dict(again.engine.trained_weights()),
+        "gradient norm": row["grad_norm"],
+        "peak GiB": peak,
+        "counted GiB": total(learner_rank(sizes, job.learner)) / GIB,
+        "step s": seconds,
+    }
+
+
+def _job(s: Setting, model: str, stage: Any, places: dict[str, Any]) -> Any:
+    from rlcore.learner.specs import LearnerJob, LearnerSpec, OffloadSpec
+    from rlcore.objectives.specs import ObjectiveSpec
+    from rlcore.testing.records import make_sampling
+
+    learner = LearnerSpec(
+        zero_stage=stage,
+        offload=OffloadSpec(**places),
+        num_gpus=0 if s.small else 1,
+        dtype="bfloat16",
+        gradient_checkpointing=True,
+        micro_batch_tokens=512,
+        lr=1e-4,
+        lr_warmup_steps=0,
+    )
+    return LearnerJob(
+        model_path=model,
+        learner=learner,
+        objective=ObjectiveSpec(),
+        corrections={},
+        sampling=make_sampling(logprobs_k=4, max_new_tokens=10),
+        total_steps=10,
+        run_seed=0,
+        pad_id=0,
+    )
+
+
+def _groups(seed: int) -> list[Any]:
+    """Prompts of four tokens and responses of eight, with random rewards."""
+    from rlcore.testing.records import make_group, make_trajectory
+
+    rng = np.random.default_rng(seed)
+    groups = []
+    for g in range(100 * seed, 100 * seed + 32):
+        drawn = [rng.integers(3, 15, 12).tolist() for _ in range(8)]
+        parts = [
+            make_trajectory(g, i, turns=[(ids[:4], ids[4:])], k=4) for i, ids in enumerate(drawn)
+        ]
+        groups.append(make_group(parts, rng.random(8).tolist()))
+    return groups
+
+
+def _allocated(s: Setting) -> int:
+    gc.collect()
+    return 0 if s.small else torch.cuda.memory_allocated()
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of any weight; two steps at this rate move a weight by up to 2e-4."""
+    return max(float((w - other[name]).abs().max()) for name, w in one.items())
+
+
+def _port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
