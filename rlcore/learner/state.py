@@ -77,7 +77,10 @@ class RankState:
         read = engine.adapter if self._is_adapter(name) else engine.weights
         wanted = everywhere or self.rank == 0
         for n, w in read(only, on_device=on_device, wanted=wanted):
-            yield n, w.to(DTYPES[dtype])
+            given = w.to(DTYPES[dtype])
+            del w  # else both would be in memory while it is taken
+            yield n, given
+            del given
 
     def release(self) -> tuple[int, int]:
         """Give up the memory that is not needed to publish or save: bytes that were freed, and the
