@@ -139,6 +139,15 @@ def test_each_rank_writes_and_reads_the_part_of_a_state_that_it_holds(model, tmp
             assert (first_read, second_read) == (first, second), stage
 
 
+def test_matrices_decay_alike_at_every_stage_and_vectors_do_not(model):
+    before = {n: t.numpy() for n, t in read_weights(model).items()}
+    weights = on_ranks(2, jobs.decayed, model)[0]
+    for stage, after in weights.items():
+        for name, w in before.items():  # 100 times a rate of 1e-3, beside steps of that size
+            apart = np.abs(after[name] - (0.9 if w.ndim > 1 else 1.0) * w).max()
+            assert apart < 2e-3, (stage, name)
+
+
 def test_the_most_accepted_responses_are_trained_on_as_if_they_were_all(model):
     chosen, by_hand, all_of_them = on_ranks(1, jobs.kept_by_acceptance, model)[0]
     for key in ("grad_norm", "loss/policy", "train/tokens", "correction/weight_mean"):

@@ -265,9 +265,12 @@ class ZeroEngine(TrainEngine):
 def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors (norms, biases) do not."""
     params = [p for p in policy.parameters() if p.requires_grad]
+    # a parameter that ZeRO-3 has divided has one dimension itself
+    matrices = [p for p in params if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in params if len(getattr(p, "ds_shape", p.shape)) < 2]
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [g for g in groups if g["params"]]
 
