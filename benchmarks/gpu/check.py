@@ -24,6 +24,8 @@ bf16, sparse, fp8, fp8 + fp8 kv
 update   FP8 weights changed in place against a fresh engine and a dequantised reference
 experts  a small mixture of experts: log-probs against the learner's, whose routers choose or replay
          what the engine chose; an update in place by checksums and against a fresh engine
+experts graphs
+         the same of an engine that compiles and captures graphs, without the fresh one
 head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
 offload  a small model trained for two steps by one rank at ZeRO-1, 2 and 3, and at 3 with the
          optimizer on the host or NVMe and the parameters on the host: largest difference of a
@@ -98,6 +100,7 @@ PARTS = (
     Part("head", 40, 15, ("torch",)),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("experts", 150, 40),
+    Part("experts graphs", 150, 20, cuda=True),
     Part("logprobs", 160, 50, cuda=True),
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("offload", 80, 30, ("torch", "transformers", "deepspeed", "peft")),

@@ -70,10 +70,10 @@ def main() -> None:
         from loop import loop
 
         loop(s)
-    elif part == "experts":
-        from experts import experts
+    elif part.startswith("experts"):
+        from experts import experts, with_graphs
 
-        experts(s)
+        experts(s) if part == "experts" else with_graphs(s)
     elif part == "colocated":
         from loop import colocated
 

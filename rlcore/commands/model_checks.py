@@ -144,11 +144,6 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
             f"vLLM may hold experts in another order. Set actor.{label}.num_gpus=0 or choose a "
             "dense model.",
         )
-        refuse(
-            actor.tensor_parallel > 1,
-            f"{whose}, which actor.{label}.tensor_parallel={actor.tensor_parallel} cannot split "
-            f"yet: set actor.{label}.tensor_parallel=1.",
-        )
 
 
 def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
@@ -170,6 +165,11 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
             "not return any: use engine=vllm, or learner.router=live.",
         )
         if actor.on_cpu:
+            refuse(
+                actor.tensor_parallel > 1,
+                f"{key} records experts on a CPU in one process, and {its}.tensor_parallel="
+                f"{actor.tensor_parallel} has several: use 1.",
+            )
             continue
         # as vLLM's own check of what it returns besides tokens (vllm/config/vllm.py)
         refuse(

@@ -311,6 +311,9 @@ def test_experts_are_replayed_where_an_engine_chose_some(model, tmp_path):
     own = {"bf16": other.actor["bf16"].model_copy(update={"engine": "my.py:Engine"})}
     with pytest.raises(UserError, match=r"^learner\.router=replay .*actor\.bf16\.engine=my\.py"):
         check_replay(other.model_copy(update={"actor": own}), config | changes)
+    prepared(folder, "actor.bf16.tensor_parallel=2")
+    with pytest.raises(UserError, match=r"actor\.bf16\.tensor_parallel=2 has several: use 1"):
+        prepared(folder, "learner.router=replay", "actor.bf16.tensor_parallel=2")
     words = ["learner.router=replay", "actor.bf16.num_gpus=1", "learner=gpu"]
     with pytest.raises(UserError, match=r"actor\.bf16\.second_runner=False with"):
         prepared(folder, *words, "actor.bf16.second_runner=false")

@@ -5,7 +5,7 @@ import torch
 
 from rlcore.models.folder import read_weights
 from rlcore.testing.experts import tiny_mixture
-from rlcore.weights.experts import engine_place, in_engine, single_shapes, singles
+from rlcore.weights.experts import as_held, engine_place, in_engine, single_shapes, singles
 
 
 def test_stacked_weights_come_apart_into_those_of_the_folder(tmp_path):
@@ -43,3 +43,11 @@ def test_every_expert_has_a_place_of_its_own_in_the_engine():
 )
 def test_other_weights_have_none(name):
     assert engine_place(name) is None
+
+
+def test_what_a_loader_reports_is_named_as_it_is_held():
+    held = "model.layers.0.mlp.experts.routed_experts.w13_weight"
+    for reported in (held, held.replace(".routed_experts", "")):
+        assert as_held(reported) == held
+    for other in ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.gate.weight"):
+        assert as_held(other) == other

@@ -15,6 +15,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from rlcore.weights.experts import as_held
+
 BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> vLLM's name
 
 
@@ -54,7 +56,7 @@ class Recording:
         given = [(n, t) for n, t in weights if n not in self._second_names]
         self.kept |= {n: t.to("cpu", copy=True) for n, t in given if n in self._keep}
         taken = set(model.load_weights(given))
-        self.loaded |= taken
+        self.loaded |= {as_held(n) for n in taken}
         return taken
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from rlcore.weights.checksum import tensor_checksum
-from rlcore.weights.experts import engine_place, in_engine
+from rlcore.weights.experts import as_held, engine_place, in_engine
 from rlcore.weights.storages import EmptiedStorages
 
 DIFFERENT = -1  # no tensor's checksum
@@ -66,7 +66,7 @@ class WeightExtension:
         """Load a bucket of the set."""
         model = self.model_runner.model
         given = ((n, t) for n, t in tensors.items() if n not in second_names(model))
-        self.rl_loaded |= {n.replace(_BASE, ".") for n in model.load_weights(given)}
+        self.rl_loaded |= {as_held(n.replace(_BASE, ".")) for n in model.load_weights(given)}
 
     def _adapted(self) -> Mapping[str, Any]:
         """vLLM's adapted layers by name; none in an engine without adapters."""
