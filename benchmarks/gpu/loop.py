@@ -55,6 +55,7 @@ TURNS = (
     "checkpoint.at_end=false",
     "learner.offload_while_sampling=true",
     "logging.report=false",
+    "logging.wandb=disabled",
 )
 WHOLE = (
     "learner=gpu",
