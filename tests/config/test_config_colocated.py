@@ -51,6 +51,15 @@ REFUSED = {
         [*GPUS, "actor.bf16.count=2", "cluster.transport=ipc"],
         "cluster.transport=ipc reads a learner rank's memory on each engine's GPU",
     ),
+    "offloaded twice": (
+        [
+            *GPUS,
+            "learner.zero_stage=3",
+            "learner.offload={optimizer: cpu}",
+            "learner.offload_while_sampling=true",
+        ],
+        "learner.offload.optimizer=cpu keeps off the GPU already",
+    ),
     "nccl": ([*GPUS, "cluster.transport=nccl"], "cluster.transport=nccl cannot join"),
     "nodes of its own": (["cluster.launch.learner_nodes=1"], "cluster.launch.learner_nodes=1"),
 }
