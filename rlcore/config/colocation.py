@@ -19,20 +19,10 @@ def check_colocated(c: RunConfig) -> None:
             "which schedule.colocated=false gives it alone: leave it false.",
         )
         return
-    _offload(c)
     for label, actor in c.actor.items():
         _engine(label, actor)
     _no_further_engine(c)
     _places(c)
-
-
-def _offload(c: RunConfig) -> None:
-    where = c.learner.offload.optimizer
-    refuse(
-        c.learner.offload_while_sampling and where != "none",
-        "learner.offload_while_sampling=true moves what learner.offload.optimizer="
-        f"{where} keeps off the GPU already: leave one of them out.",
-    )
 
 
 def _engine(label: str, actor: ActorSpec) -> None:

@@ -58,7 +58,7 @@ REFUSED = {
             "learner.offload={optimizer: cpu}",
             "learner.offload_while_sampling=true",
         ],
-        "learner.offload.optimizer=cpu keeps off the GPU already",
+        "learner.offload.optimizer=cpu keeps off the GPU at all times",
     ),
     "nccl": ([*GPUS, "cluster.transport=nccl"], "cluster.transport=nccl cannot join"),
     "nodes of its own": (["cluster.launch.learner_nodes=1"], "cluster.launch.learner_nodes=1"),
