@@ -1,9 +1,10 @@
 """The learner's end of vLLM's weight transfer: `nccl` (packed broadcast, loaded while receiving,
 every tensor-parallel rank in the group) and `ipc` (processes that share GPUs).
 
-UNPROVEN on GPUs. The only file of this package that imports vLLM, whose sender classes drive the
-calls (vllm/distributed/weight_transfer). Their order on CPU, with a group whose collectives block
-as NCCL's do, is in tests/weights/test_vllm_transfer.py.
+`ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. The only file of this
+package that imports vLLM, whose sender classes drive the calls (vllm/distributed/weight_transfer).
+Their order on CPU, with a group whose collectives block as NCCL's do, is in
+tests/weights/test_vllm_transfer.py.
 """
 
 from __future__ import annotations
