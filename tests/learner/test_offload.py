@@ -13,7 +13,9 @@ def model(tmp_path_factory):
     return small_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("kind", jobs.TRAINED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("clipped", marks=pytest.mark.slow), "bfloat16", "adapters"]
+)
 def test_offload_changes_no_weight_checkpoint_or_publication(model, tmp_path, kind):
     folder = str(tmp_path)
     plain = on_ranks(2, jobs.trained_with, model, {}, folder, kind)
