@@ -7,7 +7,8 @@ each, in simulated time, and prints processor seconds a simulated second by role
 of a role's loop, and bytes through each. Every message between roles is pickled at the cost of both
 ends. Payloads (records with their log-probs) are simulated short; their real bytes are worked out,
 and what a buffer process can move of them is measured beside (`payload`). Eight actors share a
-node, whose shard keeps their records; the buffer keeps those of the first node.
+node, whose shard keeps their records and whose graders score them; the buffer keeps those of the
+first node.
 
 `arrival` measures one sample that arrives, and the assignment of a whole wave, by what waits.
 
@@ -58,7 +59,8 @@ PUBLISH_EVERY = 4
 ON_A_NODE = 8  # actors
 PAYLOADS = ("add_records", "stored", "peek")
 SHARD = "a shard"
-ROLES = ("controller", "buffer", "graders", SHARD)
+GRADERS = "a node's graders"
+ROLES = ("controller", "buffer", GRADERS, SHARD)
 
 
 class MeteredActor(RatedActor):
@@ -88,6 +90,13 @@ class MeteredActor(RatedActor):
     async def update_weights(self, *args: Any) -> dict[str, float]:
         self.meter.message("actors", "update_weights", args, decode=False)
         return await super().update_weights(*args)
+
+
+class MeteredScorer(FakeScorer):
+    """Its processes run in the role "graders"."""
+
+    def _start(self, node: int) -> asyncio.Task[None]:
+        return in_role(GRADERS, super()._start, node)
 
 
 class Measured(Exception):
@@ -121,7 +130,7 @@ class MeteredRun(PlannedRun):
         return buffer
 
     def make_scorer(self) -> FakeScorer:
-        return in_role("graders", super().make_scorer)
+        return MeteredScorer(self.buffer, reward=self.scenario.reward)
 
     def make_learner(self) -> Any:
         rates = self.planned.rates.learner
@@ -212,7 +221,7 @@ def _rows(
     payload = tokens_per_s / MEAN * record_bytes(PROMPT + MEAN, MEAN, TOP_K) / 1e6
     rows, nodes = [], planned(actors).nodes
     for role in ROLES if nodes > 1 else ROLES[:-1]:
-        processes = nodes - 1 if role == SHARD else 1
+        processes = {SHARD: nodes - 1, GRADERS: nodes}.get(role, 1)
         moved = (meter.sent[role] + meter.received[role]) / 1e6 / seconds / processes
         # in, and out again: of its own node's actors
         through = payload / nodes if role in ("buffer", SHARD) else 0.0

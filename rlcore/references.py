@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.errors import StageError
+from rlcore.pickling import ByFields
 
 
 @dataclass(frozen=True, slots=True)
-class RecordReference:
+class RecordReference(ByFields):
     """A record in a shard; as long as the record. Example: RecordReference("shard-1", 7, 4096)"""
 
     shard: str

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from rlcore.pickling import ByFields
 from rlcore.references import Record
 from rlcore.types import (
     ActorKind,
@@ -57,7 +58,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RecordHeader:
+class RecordHeader(ByFields):
     """The fields of a record that can be read without decoding an array.
 
     Example: RecordHeader(17, 0, "digits/train/17", "bf16-0:4", 0, 1, "train", "bf16-0", "bf16",
@@ -85,7 +86,7 @@ class RecordHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredEpisode:
+class StoredEpisode(ByFields):
     """One scored sample as the buffer stores it. Example: StoredEpisode(score, (record,))"""
 
     score: Score
@@ -93,7 +94,7 @@ class StoredEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredGroup:
+class StoredGroup(ByFields):
     """One group as the buffer stores it; `load_group` makes a `Group` of it.
 
     Example: StoredGroup(17, "digits/train/17", admitted_version=3, arrival_version=4, episodes=())

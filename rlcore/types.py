@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from rlcore.pickling import ByFields
+
 if TYPE_CHECKING:  # rooms in plain Python must not need torch
     import torch
 
@@ -93,7 +95,7 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(ByFields):
     """One sample to draw. Everything an actor needs; nothing about it depends on timing.
 
     Example: Request(17, 0, "digits/train/17", np.array([3, 4, 5], np.int32), sampling, seed=1)
@@ -190,7 +192,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Score(ByFields):
     """What a grader said of one episode; it joins the episode's records in the buffer.
 
     A failed score has a status and no reward; it is never read as 0.
@@ -222,7 +224,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(ByFields):
     """What a grader receives of an episode: the model's text and its identifiers. No arrays.
 
     Example: Answer(17, 0, "bf16-0:4", "digits/train/17", "0237", tokens=5, versions=(3, 4))

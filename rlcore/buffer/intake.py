@@ -8,7 +8,7 @@ drawing counts, the others are dropped. A drawing that comes too late is counted
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rlcore.buffer.entry import ArrivedSample, Drawing, Entry
 from rlcore.buffer.live import LiveGroups
@@ -54,35 +54,44 @@ class Intake:
             self._add_score(score)
 
     def _check_record(self, header: RecordHeader) -> None:
-        name = f"buffer: record {header.request_id}"
-        if header.purpose != "train":
-            raise ValueError(f"{name} is not of a training sample")
-        self._check_asked(name, header.group_id, header.sample_index)
         entry = self._live.entries.get(header.group_id)
+        if why := self._wrong(header, entry):
+            raise ValueError(f"buffer: record {header.request_id} {why}")
+
+    def _wrong(self, header: RecordHeader, entry: Entry | None) -> str:
+        """Why a record is not taken."""
+        if header.purpose != "train":
+            return "is not of a training sample"
+        if not self._was_asked(entry, header.group_id, header.sample_index):
+            return "was never asked for"
         if entry is None:
-            return
+            return ""
         if header.prompt_id != entry.prompt_id:
-            raise ValueError(f"{name} is of {header.prompt_id}, its group of {entry.prompt_id}")
+            return f"is of {header.prompt_id}, its group of {entry.prompt_id}"
         oldest = header.oldest_version
         if oldest is not None and oldest < entry.admitted_version:
-            raise ValueError(
-                f"{name} has tokens of version {oldest}, but its group was admitted at published "
+            return (
+                f"has tokens of version {oldest}, but its group was admitted at published "
                 f"version {entry.admitted_version}: actor {header.actor_id} served an older one"
             )
+        return ""
 
     def _check_score(self, score: Score) -> None:
-        name = f"buffer: score of sample {score.sample_index} of group {score.group_id}"
+        why = ""
         if score.reward is not None and not math.isfinite(score.reward):
-            raise ValueError(f"{name} has reward {score.reward}; that is a failed score")
-        self._check_asked(name, score.group_id, score.sample_index)
+            why = f"has reward {score.reward}; that is a failed score"
+        entry = self._live.entries.get(score.group_id)
+        if not self._was_asked(entry, score.group_id, score.sample_index):
+            why = why or "was never asked for"
+        if why:
+            name = f"score of sample {score.sample_index} of group {score.group_id}"
+            raise ValueError(f"buffer: {name} {why}")
 
-    def _check_asked(self, name: str, group_id: int, sample_index: int) -> None:
+    def _was_asked(self, entry: Entry | None, group_id: int, sample_index: int) -> bool:
         live = self._live
-        known, entry = live.ledger.known(group_id), live.entries.get(group_id)
         # of a departed group the task is not known any more
         n = live.most_samples if entry is None else live.samples(entry)
-        if not known or not 0 <= sample_index < n:
-            raise ValueError(f"{name} was never asked for")
+        return live.ledger.known(group_id) and 0 <= sample_index < n
 
     def _add_record(self, header: RecordHeader, record: Record) -> None:
         entry = self._live.entries.get(header.group_id)
@@ -118,16 +127,21 @@ class Intake:
         if not drawing.complete:
             return
         drawings = entry.drawings.pop(sample_index)
-        self.duplicates += sum(d.score is not None for d in drawings.values()) - 1
         sample = ArrivedSample.of(drawing)
-        for other in drawings.values():
-            if other is not drawing or not sample.records:
-                self._live.release(record for _, record in other.records.values())
         entry.samples[sample_index] = sample
-        self._live.resize(entry)
+        if len(drawings) > 1 or not sample.records:
+            self._forget(entry, drawing if sample.records else None, drawings.values())
         self._count(entry.prompt_id, sample)
         if len(entry.samples) == self._live.samples(entry):
             self._complete(entry)
+
+    def _forget(self, entry: Entry, kept: Drawing | None, drawings: Collection[Drawing]) -> None:
+        """One of these drawings has become the sample; the records of all but it are dropped."""
+        for drawing in drawings:
+            if drawing is not kept:
+                self._live.release(record for _, record in drawing.records.values())
+        self._live.resize(entry)
+        self.duplicates += sum(d.score is not None for d in drawings) - 1
 
     def _count(self, prompt_id: str, sample: ArrivedSample) -> None:
         status = sample.score.status
@@ -174,12 +188,13 @@ class Intake:
             return live.fail(entry, verdict.failed)
         if verdict.evicted:
             return live.evict(entry, verdict.evicted)
-        kept = set(verdict.kept)
-        for position, sample in enumerate(usable):
-            if position not in kept:
-                live.release(sample.records)
-                sample.records = ()
-        live.resize(entry)
+        if len(verdict.kept) < len(usable):
+            kept = set(verdict.kept)
+            for position, sample in enumerate(usable):
+                if position not in kept:
+                    live.release(sample.records)
+                    sample.records = ()
+            live.resize(entry)
         count, size = live.completed_bytes
         live.completed_bytes = (count + 1, size + entry.held)
         live.finish(entry)

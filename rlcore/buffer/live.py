@@ -47,7 +47,7 @@ class LiveGroups:
 
     def samples(self, entry: Entry) -> int:
         """Samples that a group has when it is complete."""
-        share = self._tasks.get(entry.task)
+        share = self._tasks.get(entry.task) if self._tasks else None
         return self._samples_per_group if share is None else share.samples
 
     def remembers(self, entry: Entry) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from rlcore.buffer.entry import ArrivedSample, Entry
+
+MOST_UNSUMMED = 64  # different rewards
 
 
 @dataclass(slots=True)
@@ -23,19 +26,30 @@ class ArrivalTotals:
     scored: int = 0
     reward_sum: Fraction = Fraction(0)
     reward_squares: Fraction = Fraction(0)
+    # rewards that the sums do not hold yet: most are of few values, and fractions are slow
+    _unsummed: Counter[float] = field(default_factory=Counter)
 
     def add(self, sample: ArrivedSample) -> None:
         """Count one sample."""
         self.samples += 1
         self.tokens += sample.tokens
-        if sample.score.reward is not None:
-            reward = Fraction(sample.score.reward)
+        reward = sample.score.reward
+        if reward is not None:
             self.scored += 1
-            self.reward_sum += reward
-            self.reward_squares += reward**2
+            self._unsummed[reward] += 1
+            if len(self._unsummed) > MOST_UNSUMMED:
+                self._sum()
+
+    def _sum(self) -> None:
+        for reward, count in self._unsummed.items():
+            exact = Fraction(reward)
+            self.reward_sum += count * exact
+            self.reward_squares += count * exact**2
+        self._unsummed.clear()
 
     def metrics(self) -> dict[str, float]:
         """Totals and means since the start of the run; they depend on when they are read."""
+        self._sum()
         metrics = {
             "buffer/arrived_samples": float(self.samples),
             "buffer/arrived_tokens": float(self.tokens),
@@ -52,8 +66,9 @@ class ArrivalTotals:
 
     def state(self) -> dict[str, Any]:
         """As JSON, the exact sums as text ("7/4")."""
-        sums = {name: str(getattr(self, name)) for name in _EXACT}
-        return asdict(self) | sums
+        self._sum()
+        plain = {name: getattr(self, name) for name in ("samples", "tokens", "scored")}
+        return plain | {name: str(getattr(self, name)) for name in _EXACT}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ArrivalTotals:

@@ -16,14 +16,14 @@ import numpy as np
 
 from rlcore.buffer.batches import Batches
 from rlcore.buffer.entry import Entry
+from rlcore.buffer.gathering import Told
 from rlcore.buffer.intake import Intake
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.live import LiveGroups
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.buffer.statistics import batch_metrics, task_metrics
-from rlcore.references import RecordReference
 from rlcore.seeding import derive_seed
-from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
+from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
 PEEK_PHASES = 2  # newest phases whose displayed samples stay readable
@@ -146,9 +146,11 @@ class ReplayBuffer:
         """
         self.intake.add_records(records)
 
-    def add_references(self, kept: Sequence[tuple[RecordHeader, RecordReference]]) -> None:
-        """The same for records that shards keep; those of a shard that is lost are not taken."""
-        self.intake.add_read([(h, r) for h, r in kept if self.live.knows(r.shard)])
+    def add_told(self, told: Told) -> None:
+        """The same for records that a shard keeps, and scores that it passes on; the records of one
+        that is lost are not taken. Raises ValueError as the two do."""
+        self.intake.add_read([(h, r) for h, r in told.kept if self.live.knows(r.shard)])
+        self.intake.add_scores(told.scores)
 
     def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples. Raises ValueError, taking none of them, if one was never

@@ -22,12 +22,13 @@ class NodeOutlet:
     """
 
     def __init__(self, method: str, near: str, far: Any) -> None:
-        """`near`: name of the process on this node. `far`: handle of the one beside the driver."""
+        """`near`: name of the process on this node; "": there is none. `far`: handle of the one
+        beside the driver."""
         self._method = method
         self._name = near
         self._near: Any = None
         self._far = far
-        self._failed = False
+        self._failed = not near
         self._sent: dict[Any, list[Any]] = {}  # by reference of the call; empty: not sent again
 
     def __call__(self, message: list[Any]) -> None:

@@ -91,6 +91,11 @@ class SharedPlaces:
         }
 
 
+def shard_name(buffer: str, node_id: str) -> str:
+    """The name of the shard of a node, under which other processes find it."""
+    return f"{buffer}-shard-{node_id[:12]}"
+
+
 def rendezvous(
     ranks: Sequence[Any], *, port: int, joined: bool, start_timeout_s: float
 ) -> tuple[str, int]:

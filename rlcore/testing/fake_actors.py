@@ -154,7 +154,8 @@ class FakeActor(ActorClient):
     async def _deliver(self, trajectory: Trajectory) -> None:
         if trajectory.purpose == "train":
             await self._buffer.add_records([dump_trajectory(trajectory)], self.name)
-        self._scorer.submit([read_answer(trajectory, lambda ids: "7" * len(ids), ())])
+        answer = read_answer(trajectory, lambda ids: "7" * len(ids), ())
+        self._scorer.submit([answer], self.name)
         self._undelivered.discard(trajectory.request_id)
 
     # ---- the client ------------------------------------------------------------------------------

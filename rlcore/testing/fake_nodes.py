@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
+from rlcore.buffer.gathering import Gathering, Heard, Told
 from rlcore.buffer.shard import Shard
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.references import ShardLost
+from rlcore.types import Score
 
 
 class FakeNodes:
@@ -17,6 +20,8 @@ class FakeNodes:
 
     def __init__(self, count: int, buffer: BufferActor) -> None:
         self.shards = {i: Shard(f"shard-{i}") for i in range(1, count)}
+        self._gatherings = {i: Gathering(s, self._tell) for i, s in self.shards.items()}
+        self._telling: dict[int, asyncio.Task[None]] = {}  # by node
         self.lost: list[str] = []
         self._count = count
         self._buffer = buffer
@@ -27,12 +32,37 @@ class FakeNodes:
 
     async def add_records(self, actor: str, records: Sequence[bytes]) -> None:
         """From a rollout actor."""
-        shard = self.shards.get(self.of(actor))
-        if shard is None:
+        gathering = self._gatherings.get(self.of(actor))
+        if gathering is None:
             await self._buffer.add_records(records)
             return
-        kept = shard.put(records)
-        shard.drop(await self._buffer.add_references(shard.name, kept))
+        gathering.put_records(records)
+        self._send(self.of(actor))
+
+    async def add_scores(self, node: int, scores: Sequence[Score]) -> None:
+        """From the graders of a node."""
+        gathering = self._gatherings.get(node)
+        if gathering is None:
+            await self._buffer.add_scores(scores)
+            return
+        gathering.put_scores(scores)
+        self._send(node)
+
+    def _send(self, node: int) -> None:
+        """Senders do not wait until the buffer is told."""
+        if node not in self._telling:
+            task = self._telling[node] = asyncio.create_task(self._gatherings[node].told())
+            task.add_done_callback(lambda task: self._sent(node, task))
+
+    def _sent(self, node: int, task: asyncio.Task[None]) -> None:
+        del self._telling[node]
+        if not task.cancelled():
+            task.exception()  # the buffer's own next heartbeat raises it
+        if node in self._gatherings and self._gatherings[node].waiting:
+            self._send(node)
+
+    async def _tell(self, name: str, told: Told) -> Heard:
+        return await self._buffer.add_told(name, told)
 
     def fetch(self, keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
         """As `rlcore.references.Fetch`."""
@@ -50,3 +80,6 @@ class FakeNodes:
     def die(self, node: int) -> None:
         """The node's records are gone; its actors are another matter."""
         self.lost.append(self.shards.pop(node).name)
+        del self._gatherings[node]
+        if node in self._telling:
+            self._telling[node].cancel()

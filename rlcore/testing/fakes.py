@@ -54,9 +54,9 @@ class FakeBuffer(BufferClient):
         """From a rollout actor."""
         await self.nodes.add_records(actor, records)
 
-    async def add_scores(self, scores: Sequence[Score]) -> None:
-        """From the graders."""
-        await self.actor.add_scores(scores)
+    async def add_scores(self, scores: Sequence[Score], node: int = 0) -> None:
+        """From the graders of a node."""
+        await self.nodes.add_scores(node, scores)
 
     async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
         return await self.actor.wait_room(timeout_s, all_done, total)
@@ -260,7 +260,8 @@ class FakeLearner(LearnerClient):
 
 
 class FakeScorer(ScorerClient):
-    """Grades one answer after another. `restart` loses what waits, as a killed process does."""
+    """Grades one answer after another, on every node by itself. `restart` loses what waits, as
+    killed processes do."""
 
     def __init__(self, buffer: FakeBuffer, *, reward: Reward, grade_s: float = 0.01) -> None:
         self.restarts = 0
@@ -268,29 +269,38 @@ class FakeScorer(ScorerClient):
         self._reward = reward
         self.grade_s = grade_s
         self._evaluations: dict[str, dict[tuple[int, int], dict[str, Any]]] = defaultdict(dict)
-        self._queue: asyncio.Queue[Answer] = asyncio.Queue()
-        self._grading = asyncio.create_task(self._grade())
+        self._queues: dict[int, asyncio.Queue[Answer]] = {}  # by node
+        self._grading: list[asyncio.Task[None]] = []
 
-    def submit(self, answers: Sequence[Answer]) -> None:
+    def submit(self, answers: Sequence[Answer], actor: str = "bf16-0") -> None:
         """From a rollout actor."""
+        node = self._buffer.nodes.of(actor)
+        if node not in self._queues:
+            self._queues[node] = asyncio.Queue()
+            self._grading.append(self._start(node))
         for answer in answers:
-            self._queue.put_nowait(answer)
+            self._queues[node].put_nowait(answer)
+
+    def _start(self, node: int) -> asyncio.Task[None]:
+        """The process of a node."""
+        return asyncio.create_task(self._grade(node, self._queues[node]))
 
     def restart(self) -> None:
         """Its process dies and is replaced; queued answers and verdicts are lost."""
         self.restarts += 1
-        self._grading.cancel()
-        self._queue = asyncio.Queue()
+        for task in self._grading:
+            task.cancel()
+        self._grading.clear()
+        self._queues.clear()
         self._evaluations.clear()
-        self._grading = asyncio.create_task(self._grade())
 
-    async def _grade(self) -> None:
+    async def _grade(self, node: int, queue: asyncio.Queue[Answer]) -> None:
         while True:
-            answer = await self._queue.get()
+            answer = await queue.get()
             await asyncio.sleep(self.grade_s)
             score = self._score(answer)
             if answer.purpose == "train":
-                await self._buffer.add_scores([score])
+                await self._buffer.add_scores([score], node)
             else:
                 key = (answer.group_id, answer.sample_index)
                 self._evaluations[answer.purpose][key] = verdict(answer, score)

@@ -5,6 +5,7 @@ import pytest
 from buffer_helpers import deliver, fill, ids_of, make_buffer, sample
 
 from rlcore.buffer import journal, reports
+from rlcore.buffer.gathering import Told
 from rlcore.buffer.loss import lose_shard
 from rlcore.buffer.shard import Shard, with_records
 from rlcore.references import RecordReference, ShardLost
@@ -21,8 +22,7 @@ class Nodes:
 
     def deliver(self, name, *samples):
         kept = self.shards[name].put([record for record, _ in samples])
-        self.buffer.add_references(kept)
-        self.buffer.add_scores([score for _, score in samples])
+        self.buffer.add_told(Told(kept, [score for _, score in samples]))
 
     def fill(self, name, group_id, rewards=(0.0, 1.0), **fields):
         fields = {"prompt_id": PROMPTS[group_id], **fields}
@@ -92,7 +92,7 @@ def test_what_a_lost_shard_had_is_sampled_again_under_the_same_account():
     nodes.fill("two", 1)
     nodes.deliver("one", sample(2, 1, prompt_id=PROMPTS[2]))
     record, _ = sample(3, 0, prompt_id=PROMPTS[3])
-    buffer.add_references(nodes.shards["one"].put([record]))  # its score has not come
+    buffer.add_told(Told(nodes.shards["one"].put([record])))  # its score has not come
     buffer.take(0)
     again = nodes.lose("one")
     missing = {0: (0, 1), 2: (0, 1), 3: (0, 1)}
@@ -164,7 +164,7 @@ def test_a_lost_shard_is_not_listened_to():
     nodes.buffer.admit(PROMPTS[:1])
     kept = nodes.shards["one"].put([sample(0, 0, prompt_id=PROMPTS[0])[0]])
     nodes.lose("one")
-    nodes.buffer.add_references(kept)
+    nodes.buffer.add_told(Told(kept))
     assert nodes.buffer.live.bytes == 0
 
 

@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from rlcore.buffer.gathering import Heard
 from rlcore.cluster.actors.shard import ShardActor
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.records import make_trajectory
+from rlcore.testing.clock import run_simulated
+from rlcore.testing.records import make_score, make_trajectory
 
 
 class Method:
@@ -18,16 +20,19 @@ class Method:
 class Buffer:
     def __init__(self):
         self.calls = []
+        self.scores = []
+        self.pause_s = 0.0
         self.answers = asyncio.Queue()
-        self.add_references = Method(self._add)
+        self.add_told = Method(self._add)
         self.released = Method(self._released)
 
-    async def _add(self, shard, kept):
-        self.calls.append([header.sample_index for header, _ in kept])
+    async def _add(self, shard, told):
+        self.calls.append([header.sample_index for header, _ in told.kept])
+        self.scores.append([score.sample_index for score in told.scores])
         answer = await self.answers.get()
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Heard(answer, self.pause_s)
 
     async def _released(self, shard):
         return [1]
@@ -51,6 +56,25 @@ def test_what_comes_during_a_call_goes_together_into_the_next():
         assert await shard.fetch([0, 3]) == [record(0), record(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_records_and_scores_go_together_and_pause_as_the_buffer_asks():
+    async def main():
+        buffer = Buffer()
+        buffer.pause_s = 3.0
+        shard = ShardActor("one", buffer)
+        buffer.answers.put_nowait([])
+        clock = asyncio.get_running_loop().time
+        await shard.add_records([record(0)])
+        assert clock() == 0.0  # after a rest the first message goes at once
+        buffer.answers.put_nowait([])
+        score = make_score(make_trajectory(0, 0), 1.0)
+        later = [shard.add_scores([score]), shard.add_records([record(1)])]
+        await asyncio.gather(*later)
+        assert clock() == 3.0
+        assert (buffer.calls, buffer.scores) == ([[0], [1]], [[], [0]])
+
+    run_simulated(main())
 
 
 def test_what_the_buffer_has_released_is_dropped():

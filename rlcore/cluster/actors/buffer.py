@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlcore.buffer import ReplayBuffer, journal, reports
+from rlcore.buffer.gathering import PAUSE_S, Heard, Told
 from rlcore.buffer.loss import lose_shard
-from rlcore.buffer.shard import Kept
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.clients import Missing
@@ -24,11 +25,12 @@ class BufferActor:
 
     def __init__(self, fetch: Fetch | None = None) -> None:
         """`fetch`: reads records from shards, and blocks; None: there are none."""
-        self._changed = asyncio.Condition()
+        self._polls: list[Waiter] = []
         self._fetch = fetch
         self._snapshot: journal.Snapshot | None = None
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: journal.Written | None = None  # the newest checkpoint's records
+        self._shards: set[str] = set()  # names of those that have called
         self._refused = ""  # why the buffer did not take what it was sent
 
     async def start(self, job: BufferJob) -> int:
@@ -60,10 +62,12 @@ class BufferActor:
         """Scores of training episodes."""
         await self._take_in(lambda: self.buffer.add_scores(scores))
 
-    async def add_references(self, shard: str, kept: Kept) -> list[int]:
-        """Training trajectories that a shard keeps; the keys of those that it may drop now."""
-        await self._take_in(lambda: self.buffer.add_references(kept))
-        return await self.released(shard)
+    async def add_told(self, shard: str, told: Told) -> Heard:
+        """What a shard says of the samples of its node: what it may drop now, and how long it is
+        to wait before it calls again."""
+        self._shards.add(shard)
+        await self._take_in(lambda: self.buffer.add_told(told))
+        return Heard(await self.released(shard), PAUSE_S * len(self._shards))
 
     async def released(self, shard: str) -> list[int]:
         """Keys of records that a shard may drop, once each."""
@@ -75,13 +79,13 @@ class BufferActor:
         except ValueError as e:
             self._refused = self._refused or f"the replay buffer refused a message: {e}"
             raise
-        await self._notify()
+        self._notify()
 
     # ---- from the loop ---------------------------------------------------------------------------
 
     async def set_versions(self, published: int, learner: int) -> None:
         self.buffer.set_versions(published=published, learner=learner)
-        await self._notify()
+        self._notify()
 
     async def wait_room(self, timeout_s: float, all_done: bool, total: int) -> int:
         return int(
@@ -96,12 +100,12 @@ class BufferActor:
 
     async def take(self, step: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
         batch = self.buffer.take(step)
-        await self._notify()
+        self._notify()
         return batch.groups, batch.metrics
 
     async def commit(self, step: int) -> None:
         self.buffer.commit(step)
-        await self._notify()
+        self._notify()
 
     async def in_flight(self, group_ids: list[int] | None = None) -> Missing:
         return self.buffer.in_flight(group_ids)
@@ -112,15 +116,16 @@ class BufferActor:
     async def lost(self, group_ids: list[int], limit: int) -> tuple[Missing, dict[int, str]]:
         again, given_up = self.buffer.lost(group_ids, limit)
         if given_up:
-            await self._notify()
+            self._notify()
         return again, given_up
 
     async def shard_lost(self, shard: str) -> Missing:
         """A shard is lost; the samples to ask for again."""
         written = self._written
         recover = (lambda *sample: None) if written is None else written.read
+        self._shards.discard(shard)
         again = lose_shard(self.buffer, shard, recover)
-        await self._notify()
+        self._notify()
         return again
 
     async def waiting_for(self, step: int) -> str:
@@ -170,25 +175,44 @@ class BufferActor:
 
     async def load(self, folder: str) -> None:
         journal.load(folder, self.buffer)
-        await self._notify()
+        self._notify()
 
     # ---- waiting ---------------------------------------------------------------------------------
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        """Something has changed: wake who waits for what is true now. A waiter is asked here, since
+        it would cost more to wake it in vain."""
+        for waiting in self._polls:
+            if not waiting.woken.done() and _is_worth_a_look(waiting.value):
+                waiting.woken.set_result(None)
 
     async def _poll(self, value: Callable[[], Any], timeout_s: float) -> Any:
         """The first value that is true, or the last one when the time is over."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + timeout_s
-        async with self._changed:
-            while not (current := value()):
-                remaining = deadline - clock()
-                if remaining <= 0:
-                    return current
-                try:
-                    await asyncio.wait_for(self._changed.wait(), remaining)
-                except TimeoutError:
-                    return value()
-            return current
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not (current := value()):
+            if loop.time() >= deadline:
+                return current
+            waiting = Waiter(value, loop.create_future())
+            self._polls.append(waiting)
+            try:
+                await asyncio.wait([waiting.woken], timeout=deadline - loop.time())
+            finally:
+                self._polls.remove(waiting)
+        return current
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A long poll."""
+
+    value: Callable[[], Any]
+    woken: asyncio.Future[None]
+
+
+def _is_worth_a_look(value: Callable[[], Any]) -> bool:
+    """Whether a value is true, or raises."""
+    try:
+        return bool(value())
+    except Exception:  # the waiter looks again, and raises it
+        return True

@@ -44,8 +44,8 @@ class RolloutActor:
 
     def start(self, job: RolloutJob) -> int:
         from rlcore.cluster.clients.node_scorers import scorer_name
-        from rlcore.cluster.clients.shards import shard_name
         from rlcore.cluster.outlets import NodeOutlet
+        from rlcore.cluster.placement import shard_name
         from rlcore.cluster.transports import make_receiver, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.asked import PromptEncoder

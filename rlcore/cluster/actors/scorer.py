@@ -11,6 +11,8 @@ from typing import Any
 import ray
 
 from rlcore.cluster.jobs import ScorerJob
+from rlcore.cluster.outlets import NodeOutlet
+from rlcore.cluster.placement import shard_name
 from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
 from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode
@@ -35,6 +37,10 @@ class ScorerActor:
         self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
         self._lock = threading.Lock()
         self._notes: deque[str] = deque()
+        # of the node's samples, to its shard: the buffer then hears of records and scores together
+        own = shard_name(buffer, ray.get_runtime_context().get_node_id()) if home else ""
+        self._scores = NodeOutlet("add_scores", own, self._buffer)
+        self._sending = threading.Lock()
         if home or ray.get_runtime_context().was_current_actor_reconstructed:
             self.start()  # a process that Ray restarted is not told to
 
@@ -72,7 +78,8 @@ class ScorerActor:
     def _scored(self, scored: list[tuple[Answer, Score]]) -> None:
         training = [score for answer, score in scored if answer.purpose == "train"]
         if training:
-            self._buffer.add_scores.remote(training)
+            with self._sending:
+                self._scores(training)
         evaluated = [(answer, score) for answer, score in scored if answer.purpose != "train"]
         if self._home is not None:
             if evaluated:

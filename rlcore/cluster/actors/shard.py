@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from rlcore.buffer.shard import Kept, Shard
+from rlcore.buffer.gathering import Gathering, Heard, Told
+from rlcore.buffer.shard import Shard
+from rlcore.types import Score
 
 
 class ShardActor:
-    """Takes the records of this node's rollout actors, tells the buffer of them, and gives them to
-    learner ranks. Drops what the buffer has released when it hears from it."""
+    """Takes the records of this node's rollout actors and the scores of its graders, tells the
+    buffer of them, and gives the records to learner ranks. Drops what the buffer has released when
+    it hears from it."""
 
     def __init__(self, name: str, buffer: Any) -> None:
         self._shard = Shard(name)
         self._buffer = buffer
-        self._told: Kept = []  # what the buffer is to know next
-        self._telling = asyncio.Lock()
+        self._gathering = Gathering(self._shard, self._tell)
+
+    async def _tell(self, name: str, told: Told) -> Heard:
+        heard: Heard = await self._buffer.add_told.remote(name, told)
+        return heard
 
     async def add_records(self, records: list[bytes]) -> None:
-        """Serialised training trajectories. What comes while the buffer is being called goes
-        together into the next call."""
-        self._told += self._shard.put(records)
-        async with self._telling:
-            told, self._told = self._told, []
-            if told:  # else another caller has sent it
-                name = self._shard.name
-                self._shard.drop(await self._buffer.add_references.remote(name, told))
+        """Serialised training trajectories; an answer when the buffer knows of them."""
+        self._gathering.put_records(records)
+        await self._gathering.told()
+
+    async def add_scores(self, scores: list[Score]) -> None:
+        """Scores of training episodes; an answer when the buffer knows of them."""
+        self._gathering.put_scores(scores)
+        await self._gathering.told()
 
     async def fetch(self, keys: list[int]) -> list[bytes]:
         """Records by key. Raises ShardLost for one that was dropped."""

@@ -15,16 +15,11 @@ from rlcore.cluster.actors.shard import ShardActor
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.jobs import Hosting
-from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes
+from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes, shard_name
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.references import ShardLost
 
 FETCH_TIMEOUT_S = 300.0
-
-
-def shard_name(buffer: str, node_id: str) -> str:
-    """The name of the shard of a node, under which other processes find it."""
-    return f"{buffer}-shard-{node_id[:12]}"
 
 
 def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
