@@ -36,7 +36,7 @@ from meters import OUTSIDE, Across, Meter, in_role
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.buffer.store import ReplayBuffer
-from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
+from rlcore.loop.specs import ScheduleSpec
 from rlcore.planner.actor import RatedActor
 from rlcore.planner.run import PlannedFleet, PlannedRun
 from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
@@ -104,15 +104,14 @@ class Measured(Exception):
 
 
 class Fleet(PlannedFleet):
-    """On nodes of `ON_A_NODE` actors, and without checkpoints, which write at the end of a run."""
+    """On nodes of `ON_A_NODE` actors."""
 
     @property
     def nodes(self) -> int:
         return -(-sum(self.actors.values()) // ON_A_NODE)
 
     def scenario(self) -> Scenario:
-        checkpoint = CheckpointSpec(every_s=0, at_end=False)
-        return replace(super().scenario(), checkpoint=checkpoint, nodes=self.nodes)
+        return replace(super().scenario(), nodes=self.nodes)
 
 
 class MeteredRun(PlannedRun):

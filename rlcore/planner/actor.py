@@ -84,13 +84,9 @@ class RatedActor(FakeActor):
         version = self.version
         steps = min(d.wanted - len(d.versions) for d in running)
         steps = max(1, min(steps, int(LONGEST_S / step_s)))
-        begun = self._now()
-        try:
-            async with asyncio.timeout(steps * step_s):
-                await self._work.wait()
-        except TimeoutError:
-            done = steps
-        else:  # the step that is under way ends before anything else happens
+        begun, done = self._now(), steps
+        if await self._disturbed(steps * step_s):
+            # the step that is under way ends before anything else happens
             done = min(steps, max(1, math.ceil((self._now() - begun) / step_s)))
             await asyncio.sleep(max(0.0, begun + done * step_s - self._now()))
         self._busy_s += done * step_s
@@ -103,6 +99,19 @@ class RatedActor(FakeActor):
             drawing.decoding_s += done * step_s
             if len(drawing.versions) >= drawing.wanted:
                 self._finish(drawing)
+
+    async def _disturbed(self, seconds: float) -> bool:
+        """Decode for so long, or until something reaches the actor: whether it did."""
+        over: list[bool] = []
+
+        def end() -> None:
+            over.append(True)
+            self._work.set()
+
+        timer = self._loop().call_later(seconds, end)
+        await self._work.wait()
+        timer.cancel()
+        return not over
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 
 from rlcore.buffer.specs import SelectionSpec
-from rlcore.loop.clients import Spawned
+from rlcore.errors import DeadlineExceeded
+from rlcore.loop.clients import LogRatios, SampleKey, Spawned
 from rlcore.loop.members import ActorPool
-from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
 from rlcore.planner.actor import RatedActor, answer_length, of_names
+from rlcore.planner.answers import Answers, PlannedScorer, Runs
 from rlcore.planner.specs import ActorRates, Rates
 from rlcore.seeding import derive_seed
-from rlcore.serialization import load_trajectory
-from rlcore.testing.fake_actors import spawned
-from rlcore.testing.fakes import FakeLearner
+from rlcore.testing.fake_work import Drawing, spawned
+from rlcore.testing.fakes import FakeLearner, FakeScorer
 from rlcore.testing.simulation import Scenario, Simulation
 from rlcore.types import Request
 
@@ -74,43 +75,73 @@ class PlannedFleet:
             joined=self.joined,
             max_bytes=self.buffer_bytes,
             tokens=self.simulated_tokens,
+            checkpoint=CheckpointSpec(every_s=0, at_end=False),
         )
 
 
 class RatedLearner(FakeLearner):
-    """Takes the time that its tokens cost; keeps the staleness of every token it trained on."""
+    """Takes the time that its tokens cost, and notes the staleness of those it trains on."""
 
     fleet: PlannedFleet
+    answers: Answers
+
+    async def _read(self, step: int, ids: list[int]) -> list[Runs]:
+        stored = await self._buffer.actor.stored(step, ids, 3600.0)
+        if stored is None:
+            raise DeadlineExceeded(f"waited for the groups of step {step}")
+        episodes = [episode for group in stored for episode in group.episodes]
+        return [self.answers.runs(record) for e in episodes for record in e.records]
 
     def begin_seconds(self, steps: int) -> float:
         if not self.fleet.ref_pass:
             return 0.0
-        batches = {id(records): records for records in self._phase.values()}
-        tokens = sum(self._tokens(records) for records in batches.values())
+        batches = {id(answers): answers for answers in self._phase.values()}
+        tokens = sum(self._tokens(answers) for answers in batches.values())
         return tokens * self.fleet.rates.learner.ref_token_s
 
-    def step_seconds(self, records: Sequence[bytes]) -> float:
+    def step_seconds(self, records: Sequence[Runs]) -> float:
         rates = self.fleet.rates.learner
         return rates.step_s + self._tokens(records) * rates.token_s
 
-    def _tokens(self, records: Sequence[bytes]) -> float:
+    def _tokens(self, answers: Sequence[Runs]) -> float:
         """Real tokens, prompts included."""
-        sampled = sum(len(load_trajectory(r).token_version) for r in records)
-        return len(records) * self.fleet.rates.lengths.prompt + sampled * self.fleet.unit
+        sampled = sum(tokens for runs in answers for _, tokens in runs)
+        return len(answers) * self.fleet.rates.lengths.prompt + sampled * self.fleet.unit
 
     async def train_step(self, step: int) -> dict[str, float]:
-        versions = [load_trajectory(r).token_version for r in self._phase[step]]
-        began = asyncio.get_running_loop().time()
-        metrics = await super().train_step(step)
-        staleness = step - np.concatenate(versions)
-        took = asyncio.get_running_loop().time() - began
-        return metrics | {
+        answers: list[Runs] = self._phase.pop(step)
+        versions, tokens = np.array([run for runs in answers for run in runs]).T
+        staleness = np.repeat(step - versions, tokens)
+        took = self.step_seconds(answers)
+        await asyncio.sleep(took)
+        return {
+            "loss/policy": 0.0,
+            "grad_norm": 1.0,
+            "train/sequences": float(len(answers)),
             "train/tokens": float(len(staleness) * self.fleet.unit),
             "staleness/mean": float(staleness.mean()),
             "staleness/p90": float(np.quantile(staleness, 0.9)),
             "staleness/max": float(staleness.max()),
             "time/learner_busy_s": took,
         }
+
+    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
+        return {}
+
+
+class PlannedActor(RatedActor):
+    """Hands its answers to training prompts on without serialising them."""
+
+    answers: Answers
+
+    def _finish(self, drawing: Drawing) -> None:
+        if drawing.request.purpose != "train":
+            super()._finish(drawing)
+            return
+        draw_id = self._left(drawing)
+        self._scorer.finished(  # type: ignore[attr-defined]
+            self.answers.put(drawing.request, drawing.versions, self.name, draw_id)
+        )
 
 
 class PlannedRun(Simulation):
@@ -119,13 +150,20 @@ class PlannedRun(Simulation):
     def __init__(self, fleet: PlannedFleet, root: Path) -> None:
         self.planned = fleet
         self.engines: list[RatedActor] = []  # every process that was started
+        self.answers = Answers()
         super().__init__(fleet.scenario(), root)
         self.scorer.grade_s = fleet.rates.grade_s
 
     def make_learner(self) -> FakeLearner:
         learner = RatedLearner(self.buffer, publish_s=self.planned.rates.learner.publish_s)
         learner.fleet = self.planned
+        learner.answers = self.answers
         return learner
+
+    def make_scorer(self) -> FakeScorer:
+        scorer = PlannedScorer(self.buffer, reward=self.scenario.reward)
+        scorer.answers = self.answers
+        return scorer
 
     def pools(self) -> list[ActorPool]:
         planned = self.planned
@@ -133,7 +171,9 @@ class PlannedRun(Simulation):
 
     def make_actor(self, name: str, **arguments: Any) -> RatedActor:
         """A process of an actor. `arguments`: the further ones of `RatedActor`."""
-        return RatedActor(name, self.buffer, self.scorer, **arguments)
+        actor = PlannedActor(name, self.buffer, self.scorer, **arguments)
+        actor.answers = self.answers
+        return actor
 
     def _begin(self, name: str) -> Spawned:
         planned = self.planned

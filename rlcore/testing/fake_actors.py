@@ -134,10 +134,14 @@ class FakeActor(ActorClient):
             name = next(iter(self._waiting))
             self._running[name] = self._waiting.pop(name)
 
-    def _finish(self, drawing: Drawing) -> None:
-        request = drawing.request
-        del self._running[request.request_id]
+    def _left(self, drawing: Drawing) -> str:
+        """The engine has finished a request; the name of its drawing."""
+        del self._running[drawing.request.request_id]
         self._work.set()
+        return f"{self.name}:{self.pid}:{next(self._drawn)}"
+
+    def _finish(self, drawing: Drawing) -> None:
+        request, draw_id = drawing.request, self._left(drawing)
         trajectory = make_trajectory(
             request.group_id,
             request.sample_index,
@@ -146,7 +150,7 @@ class FakeActor(ActorClient):
             prompt_id=request.prompt_id,
             purpose=request.purpose,
             actor_id=self.name,
-            draw_id=f"{self.name}:{self.pid}:{next(self._drawn)}",
+            draw_id=draw_id,
         )
         self._undelivered.add(request.request_id)
         self._task(self._deliver(trajectory))

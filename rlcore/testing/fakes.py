@@ -137,8 +137,8 @@ class FakeLearner(LearnerClient):
         self._beside = beside
         self._buffer = buffer
         self._batches: dict[int, Batch] = {}
-        self._stored: dict[int, list[bytes]] = {}
-        self._phase: dict[int, list[bytes]] = {}  # the records of each of its steps
+        self._stored: dict[int, list[Any]] = {}
+        self._phase: dict[int, list[Any]] = {}  # the records of each of its steps
         self._saving: tuple[Path, str] | None = None
 
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
@@ -146,7 +146,7 @@ class FakeLearner(LearnerClient):
             ids = [group_id for group_id, _ in batch.groups]
             self._stored[step] = await self._read(step, ids)
 
-    async def _read(self, step: int, ids: list[int]) -> list[bytes]:
+    async def _read(self, step: int, ids: list[int]) -> list[Any]:
         while True:
             stored = await self._buffer.actor.stored(step, ids, 3600.0)
             if stored is None:
@@ -172,7 +172,7 @@ class FakeLearner(LearnerClient):
         """What precedes the first of `steps` steps of the phase in `self._phase`."""
         return self.step_s / 4
 
-    def step_seconds(self, records: Sequence[bytes]) -> float:
+    def step_seconds(self, records: Sequence[Any]) -> float:
         """An optimizer step on these records."""
         return self.step_s
 
