@@ -57,7 +57,8 @@ TOP_K = 20
 STALENESS = 8  # a fleet holds up to (STALENESS + PUBLISH_EVERY) batches of one group an actor
 PUBLISH_EVERY = 4
 ON_A_NODE = 8  # actors
-PAYLOADS = ("add_records", "stored", "peek")
+PAYLOADS = ("add_records", "fetch", "peek")
+RANKS = 64  # of the learner, each of which asks the buffer for its share of a batch
 SHARD = "a shard"
 GRADERS = "a node's graders"
 ROLES = ("controller", "buffer", GRADERS, SHARD)
@@ -99,6 +100,14 @@ class MeteredScorer(FakeScorer):
         return in_role(GRADERS, super()._start, node)
 
 
+class RankedLearner(FakeLearner):
+    """Its ranks ask for their groups one after another."""
+
+    async def _read(self, step: int, ids: list[int]) -> list[Any]:
+        shares = [ids[rank::RANKS] for rank in range(RANKS) if ids[rank::RANKS]]
+        return [record for own in shares for record in await FakeLearner._read(self, step, own)]
+
+
 class Measured(Exception):
     """The steps to measure are done."""
 
@@ -133,7 +142,7 @@ class MeteredRun(PlannedRun):
 
     def make_learner(self) -> Any:
         rates = self.planned.rates.learner
-        learner = FakeLearner(self.buffer, step_s=rates.step_s, publish_s=rates.publish_s)
+        learner = RankedLearner(self.buffer, step_s=rates.step_s, publish_s=rates.publish_s)
         return Across(learner, "learner", self.meter)
 
     def make_actor(self, name: str, **arguments: Any) -> RatedActor:

@@ -112,7 +112,7 @@ class Entry:
     @property
     def tokens(self) -> int:
         """Sampled tokens that will be trained on."""
-        return sum(s.tokens for s in self.kept())
+        return sum(s.tokens for s in self.samples.values() if s.records)
 
     def missing(self, samples_per_group: int) -> tuple[int, ...]:
         """Sample indices to ask for, so that the group has as many samples as it needs."""

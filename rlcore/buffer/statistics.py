@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -110,13 +110,14 @@ _TASK_NAMES = {
 def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
     """Rewards and lengths (sampled tokens) over all usable samples of a batch, before selection.
 
-    Summed in a fixed order, so that two runs of one seed agree to the bit.
+    Summed exactly (`math.fsum`): in whatever order samples came, two runs of one seed agree to the
+    bit.
     """
     groups = list(entries)
-    samples = [s for e in groups for s in e.usable()]
+    samples = [s for e in groups for s in e.samples.values() if s.usable]
     rewards = [s.score.reward for s in samples if s.score.reward is not None]
     lengths = [s.tokens for s in samples]
-    kept = [s.score.reward for e in groups for s in e.kept() if s.score.reward is not None]
+    kept = [s.score.reward for s in samples if s.records and s.score.reward is not None]
     mean = math.fsum(rewards) / len(rewards)
     cut = sum(s.finish_reason == "length" for s in samples)
     metrics = {
@@ -128,7 +129,10 @@ def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
     }
     if len(kept) < len(rewards):
         metrics["reward/kept_mean"] = math.fsum(kept) / len(kept)
-    for name in sorted({n for s in samples for n in s.score.parts}):
-        values = [s.score.parts[name] for s in samples if name in s.score.parts]
+    parts: dict[str, list[float]] = defaultdict(list)
+    for s in samples:
+        for name, value in s.score.parts.items():
+            parts[name].append(value)
+    for name, values in sorted(parts.items()):
         metrics[f"reward_parts/{name}"] = math.fsum(values) / len(values)
     return metrics

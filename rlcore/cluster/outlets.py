@@ -4,6 +4,8 @@ beside the driver."""
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from typing import Any
 
 import ray
@@ -11,6 +13,7 @@ from ray.exceptions import RayActorError, RayError
 
 MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
 RECHECK_S = 1.0
+LOOK_S = 5.0  # between two looks for a process of the own node
 
 
 class NodeOutlet:
@@ -18,7 +21,8 @@ class NodeOutlet:
 
     Waits while too much of what it sent has not arrived: a slow receiver must not fill this
     process's memory. What a process of the own node did not take before it died goes to the other
-    one. What a receiver raises is its own to report.
+    one, and so does all else until there is a process of that name again. What a receiver raises is
+    its own to report.
     """
 
     def __init__(self, method: str, near: str, far: Any) -> None:
@@ -28,7 +32,7 @@ class NodeOutlet:
         self._name = near
         self._near: Any = None
         self._far = far
-        self._failed = not near
+        self._look_at = -math.inf if near else math.inf  # when to look for one of that name
         self._sent: dict[Any, list[Any]] = {}  # by reference of the call; empty: not sent again
 
     def __call__(self, message: list[Any]) -> None:
@@ -43,7 +47,8 @@ class NodeOutlet:
         self._sent[ref] = message if target is self._near else []
 
     def _target(self) -> Any:
-        if self._near is None and not self._failed:
+        if self._near is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_S
             with contextlib.suppress(ValueError):  # there is none, or not yet
                 self._near = ray.get_actor(self._name)
         return self._far if self._near is None else self._near
@@ -57,7 +62,8 @@ class NodeOutlet:
         for ref in done:
             message = self._sent.pop(ref)
             if message and _died(ref):
-                self._near, self._failed = None, True
+                self._near = None
+                self._look_at = time.monotonic() + LOOK_S  # its name may outlive it for a moment
                 self._send(message)
 
 

@@ -77,8 +77,14 @@ class FakeNodes:
         for shard in list(self.shards.values()):
             shard.drop(await self._buffer.released(shard.name))
 
+    def revive(self, node: int) -> None:
+        """A new process takes the place of a shard that died alone."""
+        shard = self.shards[node] = Shard(f"shard-{node}#2")
+        self._gatherings[node] = Gathering(shard, self._tell)
+
     def die(self, node: int) -> None:
-        """The node's records are gone; its actors are another matter."""
+        """The node's records are gone; its actors are another matter: until `revive` they send to
+        the buffer."""
         self.lost.append(self.shards.pop(node).name)
         del self._gatherings[node]
         if node in self._telling:

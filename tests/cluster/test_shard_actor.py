@@ -53,7 +53,7 @@ def test_what_comes_during_a_call_goes_together_into_the_next():
             buffer.answers.put_nowait([])
         await asyncio.gather(*adding)
         assert buffer.calls == [[0], [1, 2, 3]]
-        assert await shard.fetch([0, 3]) == [record(0), record(3)]
+        assert await shard.fetch("one", [0, 3]) == [record(0), record(3)]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -83,9 +83,9 @@ def test_what_the_buffer_has_released_is_dropped():
         shard = ShardActor("one", buffer)
         buffer.answers.put_nowait([0])
         await shard.add_records([record(0), record(1)])
-        assert await shard.fetch([1]) == [record(1)]
+        assert await shard.fetch("one", [1]) == [record(1)]
         with pytest.raises(ShardLost):
-            await shard.fetch([0])
+            await shard.fetch("one", [0])
         assert await shard.alive() == 0
 
     asyncio.run(asyncio.wait_for(main(), 20))

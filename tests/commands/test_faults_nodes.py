@@ -16,7 +16,7 @@ WORDS = (
     "actor.bf16.num_cpus=2",  # one on each node
     "cluster.heartbeat_s=1",
     "cluster.hang_timeout_s=30",
-    "cluster.start_timeout_s=120",
+    "cluster.start_timeout_s=300",
     "schedule.steps=10000",
     "logging.console=plain",
     "logging.report=false",
@@ -47,9 +47,12 @@ def _actor_node(nodes):
 
 def _processes(node):
     """Titles of the processes that a node's raylet has started, joined."""
+    return " ".join(word for child in _children(node) for word in child.cmdline())
+
+
+def _children(node):
     (raylet,) = node.all_processes["raylet"]
-    children = psutil.Process(raylet.process.pid).children(recursive=True)
-    return " ".join(word for child in children for word in child.cmdline())
+    return psutil.Process(raylet.process.pid).children(recursive=True)
 
 
 @pytest.mark.slow
@@ -64,9 +67,15 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     # All nodes have one address, and Ray connects a driver to any of them.
     lost = next(node for node in nodes if "ray::BufferActor" not in _processes(node))
+    (shard,) = [p for p in _children(lost) if "ray::ShardActor" in " ".join(p.cmdline())]
+    shard.kill()
+    run.wait_for(lambda: "#1 kept are lost" in run.text, what="the loss of a shard alone")
+    at = len(rows(run_dir))
+    run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="steps with its actor alive")
+    run.wait_for(lambda: "ray::ShardActor" in _processes(lost), what="another shard in its place")
     three_nodes.remove_node(lost, allow_graceful=False)
     run.wait_for(lambda: "is replaced" in run.text, what="the loss to be seen")
-    run.wait_for(lambda: "groups are sampled again" in run.text, what="its records to be missed")
+    run.wait_for(lambda: "#2 kept are lost" in run.text, what="its records to be missed")
     run.wait_for(lambda: "the graders of node" in run.text, what="its graders to be missed")
     run.wait_for(lambda: "died with its queue" in run.text, what="their answers to be asked again")
     at = len(rows(run_dir))

@@ -52,7 +52,26 @@ def test_a_lost_node_costs_time_alone(name, after, every, tmp_path):
         simulation.buffer.nodes.die(1)
         simulation.actors["bf16-1"].die()
 
-    run = simulate(scenario(name, 4, every), tmp_path, loss)
+    whole(simulate(scenario(name, 4, every), tmp_path, loss))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("after", [0.0, 0.8])
+def test_a_shard_that_dies_alone_costs_time_alone(name, after, tmp_path):
+    async def loss(simulation):
+        await simulation.until(2)
+        await asyncio.sleep(after)
+        simulation.buffer.nodes.die(1)
+        await asyncio.sleep(1.5)
+        simulation.buffer.nodes.revive(1)
+
+    run = simulate(scenario(name, 4), tmp_path, loss)
+    whole(run)
+    assert run.reporter.rows[-1]["rollout/replacements"] == 0
+
+
+def whole(run):
+    """Nothing is lost or trained on twice, and the loss was noticed."""
     audit_uses(run)
     last = run.reporter.rows[-1]
     assert last["ledger/evicted"] == last["ledger/failed"] == 0

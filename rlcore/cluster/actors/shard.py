@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from rlcore.buffer.gathering import Gathering, Heard, Told
 from rlcore.buffer.shard import Shard
+from rlcore.references import ShardLost
 from rlcore.types import Score
 
 
@@ -33,9 +35,16 @@ class ShardActor:
         self._gathering.put_scores(scores)
         await self._gathering.told()
 
-    async def fetch(self, keys: list[int]) -> list[bytes]:
-        """Records by key. Raises ShardLost for one that was dropped."""
+    async def fetch(self, shard: str, keys: list[int]) -> list[bytes]:
+        """Records by key. Raises ShardLost for one that was dropped, or that another process kept
+        under this one's name."""
+        if shard != self._shard.name:
+            raise ShardLost(f"{shard} is lost: {self._shard.name} has taken its place")
         return self._shard.get(keys)
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
 
     async def alive(self) -> int:
         """A heartbeat; bytes that are kept."""

@@ -1,10 +1,16 @@
 """Shards of the buffer: one for each node with rollout actors but the driver's, where the buffer
-itself is."""
+itself is.
+
+A process has the name of its node's shard, under which actors find it; a shard is named after it
+and after the number of the process, "NAME#2": what an earlier one kept is lost with it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,38 +26,56 @@ from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.references import ShardLost
 
 FETCH_TIMEOUT_S = 300.0
+AGAIN_S = 10.0  # after which a node that is still there is given another shard
 
 
 def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
     """Records by shard and key, from all shards at once. Raises ShardLost."""
     try:
-        refs = {s: ray.get_actor(s).fetch.remote(list(its)) for s, its in keys.items()}
+        refs = {s: _process(s).fetch.remote(s, list(its)) for s, its in keys.items()}
         found: list[list[bytes]] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
     except (ValueError, RayError) as e:  # there is no actor of that name any more, or it is dying
         raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
     return dict(zip(refs, found, strict=True))
 
 
+def _process(shard: str) -> Any:
+    return ray.get_actor(shard.partition("#")[0])
+
+
 class RayShards:
-    """The shards that there are. One that is lost is not started again: the actors of its node then
-    send to the buffer."""
+    """The shards that there are. Where a process alone was lost and not its node, another one takes
+    its place; until then the actors of the node send to the buffer."""
 
     def __init__(self, buffer: RayBuffer, hosting: Hosting) -> None:
         self._buffer = buffer
         self._limit_s = hosting.supervision.hang_timeout_s
         self._own_nodes = hosting.own_nodes
-        self._handles: dict[str, Any] = {}  # by name
-        self._known: set[str] = set()  # nodes that have had one
+        self._most = 1 + hosting.supervision.max_restarts  # processes of a node
+        self._handles: dict[str, Any] = {}  # by name of the shard
+        self._nodes: dict[str, str] = {}  # likewise
+        self._started: Counter[str] = Counter()  # processes by node
+        self._lost_at: dict[str, float] = {}  # nodes without one
         self.start()
 
     def start(self) -> None:
-        """Start the shards of nodes that are new."""
+        """Start the shards of nodes that are new or whose process was lost. A node that is lost
+        itself is listed for some seconds more."""
+        now = time.monotonic()
         for node_id in other_actor_nodes(own_nodes=self._own_nodes):
-            if node_id not in self._known:
-                self._known.add(node_id)
-                name, place = shard_name(self._buffer.name, node_id), on_node(node_id)
-                shard = actor_class(ShardActor, num_cpus=0, name=name, scheduling_strategy=place)
-                self._handles[name] = shard.remote(name, self._buffer.handle)
+            lost_at = self._lost_at.get(node_id, -math.inf)
+            missing = not self._started[node_id] or node_id in self._lost_at
+            if missing and now - lost_at >= AGAIN_S and self._started[node_id] < self._most:
+                self._lost_at.pop(node_id, None)
+                self._spawn(node_id)
+
+    def _spawn(self, node_id: str) -> None:
+        self._started[node_id] += 1
+        process, place = shard_name(self._buffer.name, node_id), on_node(node_id)
+        actor = actor_class(ShardActor, num_cpus=0, name=process, scheduling_strategy=place)
+        name = f"{process}#{self._started[node_id]}"
+        self._handles[name] = actor.remote(name, self._buffer.handle)
+        self._nodes[name] = node_id
 
     async def watch(self) -> list[str]:
         """A heartbeat of all; the names of those that are lost, once each."""
@@ -61,6 +85,7 @@ class RayShards:
         lost = [name for name, lives in zip(names, alive, strict=True) if not lives]
         for name in lost:
             _kill(self._handles.pop(name))
+            self._lost_at[self._nodes.pop(name)] = time.monotonic()
         return lost
 
     async def _alive(self, name: str) -> bool:

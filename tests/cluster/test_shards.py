@@ -1,0 +1,118 @@
+"""The shards of a cluster of two nodes (own raylets on this machine)."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from rlcore.buffer.gathering import Heard
+from rlcore.cluster.clients import shards as shards_module
+from rlcore.cluster.clients.shards import RayShards, fetch_records
+from rlcore.cluster.outlets import NodeOutlet
+from rlcore.cluster.placement import shard_name
+from rlcore.references import ShardLost
+from rlcore.serialization import dump_trajectory
+from rlcore.testing.records import make_trajectory
+
+RECORD = dump_trajectory(make_trajectory(0, 0))
+
+
+def buffer_class():
+    """An actor class; a local one, which Ray sends whole."""
+
+    class Buffer:
+        """Keeps what it is told."""
+
+        def __init__(self):
+            self.references, self.records = [], []
+
+        async def add_told(self, shard, told):
+            self.references += [reference for _, reference in told.kept]
+            return Heard([], 0.0)
+
+        async def add_records(self, records):
+            self.records += records
+
+        async def released(self, shard):
+            return []
+
+        async def has(self):
+            return self.references, self.records
+
+    return ray.remote(Buffer)
+
+
+class Handles:
+    """As much of a buffer's client and of a run's hosting as shards need."""
+
+    name = "buffer-test"
+    own_nodes = False
+    hang_timeout_s = 20.0
+    max_restarts = 2
+
+    def __init__(self, handle):
+        self.handle = handle
+        self.supervision = self
+
+
+@pytest.fixture
+def two_nodes():
+    nodes = Cluster()
+    try:
+        nodes.add_node(num_cpus=1, include_dashboard=False, object_store_memory=10**8)
+        ray.init(address=nodes.address)
+        nodes.add_node(num_cpus=1, object_store_memory=10**8)
+        nodes.wait_for_nodes()
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def until(found, timeout_s=60):
+    end = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+@pytest.mark.cluster
+def test_a_shard_that_dies_alone_is_replaced_and_what_it_kept_is_lost(two_nodes, monkeypatch):
+    monkeypatch.setattr(shards_module, "AGAIN_S", 1.0)
+    monkeypatch.setattr("rlcore.cluster.outlets.LOOK_S", 0.5)
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = (n["NodeID"] for n in ray.nodes() if n["NodeID"] != here)
+    buffer = buffer_class().remote()
+    hosting = Handles(buffer)
+    shards = RayShards(hosting, hosting)
+    assert asyncio.run(shards.watch()) == []
+    process = shard_name("buffer-test", there)
+    outlet = NodeOutlet("add_records", process, buffer)
+    outlet([RECORD])
+    until(lambda: ray.get(buffer.has.remote())[0])
+    (first,) = ray.get(buffer.has.remote())[0]
+    assert first.shard == f"{process}#1"
+    assert fetch_records({first.shard: [first.key]}) == {first.shard: [RECORD]}
+
+    os.kill(ray.get(ray.get_actor(process).pid.remote()), signal.SIGKILL)
+    until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1])  # nothing is lost meanwhile
+    assert asyncio.run(shards.watch()) == [first.shard]
+    until(lambda: not asyncio.run(shards.watch()) and _named(process))
+    with pytest.raises(ShardLost):
+        fetch_records({first.shard: [first.key]})
+    until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1)
+    again = ray.get(buffer.has.remote())[0][-1]
+    assert again.shard == f"{process}#2"
+    assert fetch_records({again.shard: [again.key]}) == {again.shard: [RECORD]}
+    shards.kill()
+
+
+def _named(process):
+    try:
+        return ray.get_actor(process)
+    except ValueError:
+        return None
