@@ -2,10 +2,12 @@
 
     state.json     {"format", "version", "checksum", "state"}: checksum of the state's JSON text
     scores.json    the scores of all samples (`serialization.dump_scores`)
-    records.bin    the records of `rlcore.serialization`, end to end; state["ends"] cuts them
+    records.bin    the records of `rlcore.serialization`, end to end; state["sizes"] cuts them
+    records-*.bin  those that shards keep, each file written by its shard; state["files"] names all
+                   files, and state["places"] says in which one each record is
 
 `save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name
-is complete. `load` verifies the checksums (BLAKE2b) of all three before it uses anything. Records
+is complete. `load` verifies the checksums (BLAKE2b) of all files before it uses anything. Records
 and scores that are not paired yet are in no snapshot: their samples are asked for again."""
 
 from __future__ import annotations
@@ -13,13 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rlcore.buffer import reports
 from rlcore.buffer.entry import Entry
@@ -27,16 +26,20 @@ from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.statistics import ArrivalTotals
 from rlcore.buffer.store import ReplayBuffer
 from rlcore.files import new_file, new_folder, replace_file
-from rlcore.references import Fetch, Record, RecordReference, read_records
+from rlcore.references import Record, RecordReference, keys_by_shard
 from rlcore.serialization import dump_scores, load_scores
 from rlcore.types import Score
 
 FORMAT = "rlcore.buffer"
-VERSION = 3
+VERSION = 4
 STATE = "state.json"
 SCORES = "scores.json"
 RECORDS = "records.bin"
-PART_BYTES = 64 << 20  # of records that are fetched from shards at once
+
+
+# (folder, keys by shard) -> the checksum of the file that each shard has written there, under the
+# name `file_of`. Raises ShardLost.
+WriteShards = Callable[[Path, Mapping[str, Sequence[int]]], Mapping[str, str]]
 
 
 class JournalError(ValueError):
@@ -125,19 +128,42 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.resume()
 
 
-def save(directory: str | Path, saved: Snapshot, fetch: Fetch | None = None) -> Written:
+def file_of(shard: str) -> str:
+    """The name of the file that a shard writes."""
+    return f"records-{shard}.bin"
+
+
+def write_records(path: Path, records: Iterable[bytes]) -> str:
+    """Write records end to end; their checksum."""
+    digest = hashlib.blake2b(digest_size=16)
+    with new_file(path, durable=True) as file:
+        for record in records:
+            file.write(record)
+            digest.update(record)
+    return digest.hexdigest()
+
+
+def save(directory: str | Path, saved: Snapshot, write: WriteShards | None = None) -> Written:
     """Write a snapshot to a folder that must not exist yet. Safe to run in another thread.
 
-    `fetch`: reads what shards keep, a part at a time. Raises FileExistsError if the folder exists,
-    OSError (a full disk) and ShardLost with nothing under the final name.
+    `write`: has shards write what they keep. Raises FileExistsError if the folder exists, OSError
+    (a full disk) and ShardLost with nothing under the final name.
     """
     scores = dump_scores(saved.scores).encode()
-    ends = np.cumsum([len(record) for record in saved.records], dtype=np.int64).tolist()
+    keys = keys_by_shard(saved.records)
+    files = [RECORDS, *map(file_of, keys)]
+    number = {shard: i for i, shard in enumerate(keys, 1)}
+    places = [0 if isinstance(r, bytes) else number[r.shard] for r in saved.records]
+    sizes = [len(record) for record in saved.records]
     with new_folder(directory) as folder:
-        checksums = {RECORDS: _write(folder / RECORDS, saved.records, fetch)}
+        here = (record for record in saved.records if isinstance(record, bytes))
+        checksums = {RECORDS: write_records(folder / RECORDS, here)}
+        if keys:
+            assert write is not None, "there are shards"
+            checksums |= {file_of(s): made for s, made in write(folder, keys).items()}
         replace_file(folder / SCORES, scores, durable=True)
         checksums[SCORES] = _checksum(scores)
-        more = {"ends": ends, "checksums": checksums}
+        more = {"sizes": sizes, "files": files, "places": places, "checksums": checksums}
         text = json.dumps({**saved.state, **more}, separators=(",", ":"))
         document = {
             "format": FORMAT,
@@ -146,58 +172,60 @@ def save(directory: str | Path, saved: Snapshot, fetch: Fetch | None = None) -> 
             "state": text,
         }
         replace_file(folder / STATE, json.dumps(document), durable=True)
-    return Written(Path(directory) / RECORDS, [0, *ends], saved.elsewhere)
+    return Written(Path(directory), _spans(sizes, files, places), saved.elsewhere)
 
 
-def _write(path: Path, records: Sequence[Record], fetch: Fetch | None) -> str:
-    """Write records end to end; their checksum. No more than PART_BYTES of them are fetched at
-    once."""
-    digest = hashlib.blake2b(digest_size=16)
-    with new_file(path, durable=True) as file:
-        for part in _parts(records):
-            for record in part if fetch is None else read_records(part, fetch):
-                assert isinstance(record, bytes)
-                file.write(record)
-                digest.update(record)
-    return digest.hexdigest()
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a record is: in a file of the folder, from byte `start` to `end`."""
+
+    file: str
+    start: int
+    end: int
 
 
-def _parts(records: Sequence[Record]) -> Iterator[list[Record]]:
-    part: list[Record] = []
-    size = 0
-    for record in records:
-        part.append(record)
-        size += len(record)
-        if size >= PART_BYTES:
-            yield part
-            part, size = [], 0
-    yield part
+def _spans(sizes: Sequence[int], files: Sequence[str], places: Sequence[int]) -> list[Span]:
+    at = [0] * len(files)
+    spans = []
+    for size, place in zip(sizes, places, strict=True):
+        spans.append(Span(files[place], at[place], at[place] + size))
+        at[place] += size
+    return spans
 
 
 class Written:
-    """The records of a checkpoint that shards keep too, readable when a shard is lost: also after
-    its folder was renamed or removed, since the file stays open."""
+    """The records of a checkpoint that shards keep too, readable when a shard is lost, also after
+    the folder was renamed."""
 
     def __init__(
-        self, path: Path, ends: Sequence[int], places: Mapping[tuple[int, int, str], slice]
+        self, directory: Path, spans: Sequence[Span], places: Mapping[tuple[int, int, str], slice]
     ) -> None:
-        """`ends`: of all records in the file, behind a 0."""
-        self._ends = ends
+        """`spans`: of all records. `places`: of the samples that shards keep, in `spans`."""
+        self._spans = spans
         self._places = places
-        self._file = path.open("rb") if places else None
+        self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if places else None
 
     def read(self, group_id: int, sample_index: int, draw_id: str) -> tuple[bytes, ...] | None:
-        """The records of a sample by part, if they are in it."""
+        """The records of a sample by part, if they are in it and it has not been removed."""
         place = self._places.get((group_id, sample_index, draw_id))
-        if place is None or self._file is None:
+        if place is None or self._folder is None:
             return None
-        spans = pairwise(self._ends[place.start : place.stop + 1])
-        return tuple(os.pread(self._file.fileno(), end - start, start) for start, end in spans)
+        try:
+            return tuple(self._read(span) for span in self._spans[place])
+        except FileNotFoundError:
+            return None
+
+    def _read(self, span: Span) -> bytes:
+        file = os.open(span.file, os.O_RDONLY, dir_fd=self._folder)
+        try:
+            return os.pread(file, span.end - span.start, span.start)
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """A newer one takes its place."""
-        if self._file is not None:
-            self._file.close()
+        if self._folder is not None:
+            os.close(self._folder)
 
 
 def load(directory: str | Path, buffer: ReplayBuffer) -> None:
@@ -216,16 +244,17 @@ def _read(directory: Path) -> Snapshot:
         if _checksum(document["state"].encode()) != document["checksum"]:
             raise JournalError(f"{directory}: {STATE} does not match its checksum")
         state = json.loads(document["state"])
-        records = _checked(directory, RECORDS, state)
         scores = load_scores(_checked(directory, SCORES, state).decode())
-        ends = [0, *state["ends"]]
+        files = {name: _checked(directory, name, state) for name in state["files"]}
+        spans = _spans(state["sizes"], state["files"], state["places"])
+        records: list[Record] = [files[span.file][span.start : span.end] for span in spans]
     except JournalError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalError(
             f"{directory}: no readable buffer journal: {type(error).__name__}: {error}"
         ) from error
-    return Snapshot(state, [records[start:end] for start, end in pairwise(ends)], scores)
+    return Snapshot(state, records, scores)
 
 
 def _check_version(directory: Path, document: Mapping[str, Any]) -> None:

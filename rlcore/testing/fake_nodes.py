@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rlcore.buffer.gathering import Gathering, Heard, Told
+from rlcore.buffer.journal import file_of, write_records
 from rlcore.buffer.shard import Shard
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.references import ShardLost
@@ -71,6 +73,11 @@ class FakeNodes:
             if name not in found:
                 raise ShardLost(f"{name} is lost")
         return {name: found[name].get(its) for name, its in keys.items()}
+
+    def write(self, folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        """As `rlcore.buffer.journal.WriteShards`."""
+        found = self.fetch(keys)
+        return {name: write_records(folder / file_of(name), found[name]) for name in keys}
 
     async def beat(self) -> None:
         """A heartbeat of every shard: it drops what was released."""

@@ -40,7 +40,7 @@ class FakeBuffer(BufferClient):
 
     def __init__(self, job: BufferJob, nodes: int = 1) -> None:
         """`nodes`: of the simulated cluster."""
-        self.actor = BufferActor(lambda keys: self.nodes.fetch(keys))
+        self.actor = BufferActor(lambda folder, keys: self.nodes.write(folder, keys))
         self.nodes = FakeNodes(nodes, self.actor)
         self._job = job
         self._started = False

@@ -224,8 +224,8 @@ def test_killed_at_any_point_it_is_whole_or_absent_and_can_be_written_again(tmp_
 def test_a_journal_of_an_older_version_is_refused_in_a_sentence(tmp_path):
     journal.save(tmp_path / "buffer", journal.snapshot(fresh()))
     path = tmp_path / "buffer" / journal.STATE
-    path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
-    with pytest.raises(journal.JournalError, match="version 2 cannot be read: this program reads"):
+    path.write_text(path.read_text().replace('"version": 4', '"version": 3'))
+    with pytest.raises(journal.JournalError, match="version 3 cannot be read: this program reads"):
         journal.load(tmp_path / "buffer", fresh())
 
 

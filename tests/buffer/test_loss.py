@@ -36,6 +36,10 @@ class Nodes:
                 raise ShardLost(name)
         return {name: self.shards[name].get(its) for name, its in keys.items()}
 
+    def write(self, folder, keys):
+        read = self.fetch(keys)
+        return {s: journal.write_records(folder / journal.file_of(s), read[s]) for s in keys}
+
     def lose(self, name, written=None):
         del self.shards[name]
         recover = (lambda *key: None) if written is None else written.read
@@ -176,7 +180,10 @@ def test_a_checkpoint_holds_what_shards_keep_and_gives_it_back(tmp_path):
     nodes.buffer.take(0)
     before = with_records(nodes.buffer.stored(0, [0, 1]), nodes.fetch)
     snapshot = journal.snapshot(nodes.buffer)
-    written = journal.save(tmp_path / "buffer", snapshot, nodes.fetch)
+    written = journal.save(tmp_path / "buffer", snapshot, nodes.write)
+    names = {path.name for path in (tmp_path / "buffer").iterdir()}
+    assert {"records-one.bin", "records-two.bin"} < names
+    assert not (tmp_path / "buffer" / "records.bin").stat().st_size
     (tmp_path / "buffer").rename(tmp_path / "sealed")
     nodes.fill("one", 2)
     assert list(nodes.lose("one", written)) == [2]  # what came after the checkpoint
@@ -195,7 +202,7 @@ def test_a_checkpoint_fails_if_a_shard_is_lost_while_it_is_written(tmp_path):
     snapshot = journal.snapshot(nodes.buffer)
     nodes.lose("one")
     with pytest.raises(ShardLost):
-        journal.save(tmp_path / "buffer", snapshot, nodes.fetch)
+        journal.save(tmp_path / "buffer", snapshot, nodes.write)
     assert not list(tmp_path.iterdir())
 
 
@@ -205,7 +212,7 @@ def test_a_checkpoint_of_a_lost_batch_takes_it_again_when_it_is_whole(tmp_path):
     nodes.fill("one", 0)
     nodes.buffer.take(0)
     nodes.lose("one")
-    journal.save(tmp_path / "buffer", journal.snapshot(nodes.buffer), nodes.fetch).close()
+    journal.save(tmp_path / "buffer", journal.snapshot(nodes.buffer), nodes.write).close()
     resumed = make_buffer(groups_per_step=1, dynamic_sampling=True)
     journal.load(tmp_path / "buffer", resumed)
     assert list(resumed.in_flight()) == [0] and not resumed.ready(0)

@@ -10,8 +10,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rlcore.buffer.gathering import Heard
+from rlcore.buffer.journal import file_of
 from rlcore.cluster.clients import shards as shards_module
-from rlcore.cluster.clients.shards import RayShards, fetch_records
+from rlcore.cluster.clients.shards import RayShards, fetch_records, write_shards
 from rlcore.cluster.outlets import NodeOutlet
 from rlcore.cluster.placement import shard_name
 from rlcore.references import ShardLost
@@ -51,7 +52,7 @@ class Handles:
 
     name = "buffer-test"
     own_nodes = False
-    hang_timeout_s = 20.0
+    hang_timeout_s = 120.0
     max_restarts = 2
 
     def __init__(self, handle):
@@ -73,7 +74,7 @@ def two_nodes():
         nodes.shutdown()
 
 
-def until(found, timeout_s=60):
+def until(found, timeout_s=120):
     end = time.monotonic() + timeout_s
     while not found():
         assert time.monotonic() < end, "waited in vain"
@@ -81,7 +82,9 @@ def until(found, timeout_s=60):
 
 
 @pytest.mark.cluster
-def test_a_shard_that_dies_alone_is_replaced_and_what_it_kept_is_lost(two_nodes, monkeypatch):
+def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
+    two_nodes, monkeypatch, tmp_path
+):
     monkeypatch.setattr(shards_module, "AGAIN_S", 1.0)
     monkeypatch.setattr("rlcore.cluster.outlets.LOOK_S", 0.5)
     here = ray.get_runtime_context().get_node_id()
@@ -98,12 +101,19 @@ def test_a_shard_that_dies_alone_is_replaced_and_what_it_kept_is_lost(two_nodes,
     assert first.shard == f"{process}#1"
     assert fetch_records({first.shard: [first.key]}) == {first.shard: [RECORD]}
 
+    made = write_shards(tmp_path, {first.shard: [first.key]})
+    assert (tmp_path / file_of(first.shard)).read_bytes() == RECORD and len(made[first.shard]) == 32
+    with pytest.raises(FileNotFoundError):
+        write_shards(tmp_path / "not there", {first.shard: [first.key]})
+
     os.kill(ray.get(ray.get_actor(process).pid.remote()), signal.SIGKILL)
     until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1])  # nothing is lost meanwhile
     assert asyncio.run(shards.watch()) == [first.shard]
     until(lambda: not asyncio.run(shards.watch()) and _named(process))
     with pytest.raises(ShardLost):
         fetch_records({first.shard: [first.key]})
+    with pytest.raises(ShardLost):
+        write_shards(tmp_path, {first.shard: [first.key]})
     until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1)
     again = ray.get(buffer.has.remote())[0][-1]
     assert again.shard == f"{process}#2"

@@ -14,7 +14,6 @@ from rlcore.buffer.loss import lose_shard
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.clients import Missing
-from rlcore.references import Fetch
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
@@ -23,10 +22,10 @@ class BufferActor:
     """The replay buffer behind an event loop: every method runs alone, waits are long polls with a
     deadline."""
 
-    def __init__(self, fetch: Fetch | None = None) -> None:
-        """`fetch`: reads records from shards, and blocks; None: there are none."""
+    def __init__(self, write: journal.WriteShards | None = None) -> None:
+        """`write`: has shards write their records, and blocks; None: there are none."""
         self._polls: list[Waiter] = []
-        self._fetch = fetch
+        self._write = write
         self._snapshot: journal.Snapshot | None = None
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: journal.Written | None = None  # the newest checkpoint's records
@@ -166,7 +165,7 @@ class BufferActor:
         if snapshot is None:
             raise StageError("the buffer was asked to save without a snapshot")
         try:
-            written = await asyncio.to_thread(journal.save, folder, snapshot, self._fetch)
+            written = await asyncio.to_thread(journal.save, folder, snapshot, self._write)
         finally:
             self._saving = self._snapshot is not None
         if self._written is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.gathering import Gathering, Heard, Told
+from rlcore.buffer.journal import file_of, write_records
 from rlcore.buffer.shard import Shard
 from rlcore.references import ShardLost
 from rlcore.types import Score
@@ -38,6 +41,15 @@ class ShardActor:
     async def fetch(self, shard: str, keys: list[int]) -> list[bytes]:
         """Records by key. Raises ShardLost for one that was dropped, or that another process kept
         under this one's name."""
+        return self._kept(shard, keys)
+
+    async def write(self, shard: str, keys: list[int], folder: str) -> str:
+        """Write records to a checkpoint's folder, in a thread; their checksum. Raises as `fetch`
+        does, and OSError."""
+        records, path = self._kept(shard, keys), Path(folder) / file_of(shard)
+        return await asyncio.to_thread(write_records, path, records)
+
+    def _kept(self, shard: str, keys: list[int]) -> list[bytes]:
         if shard != self._shard.name:
             raise ShardLost(f"{shard} is lost: {self._shard.name} has taken its place")
         return self._shard.get(keys)

@@ -12,10 +12,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from rlcore.cluster.actors.shard import ShardActor
 from rlcore.cluster.calls import call
@@ -37,6 +38,19 @@ def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
     except (ValueError, RayError) as e:  # there is no actor of that name any more, or it is dying
         raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
     return dict(zip(refs, found, strict=True))
+
+
+def write_shards(folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Every shard writes these of its records to the folder; the checksums of the files. Raises
+    ShardLost, and what a disk refuses."""
+    try:
+        refs = {s: _process(s).write.remote(s, list(its), str(folder)) for s, its in keys.items()}
+        made: list[str] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
+    except RayTaskError as e:
+        raise e.as_instanceof_cause() from e
+    except (ValueError, RayError) as e:
+        raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
+    return dict(zip(refs, made, strict=True))
 
 
 def _process(shard: str) -> Any:
