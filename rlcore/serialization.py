@@ -36,7 +36,6 @@ SCORES_FORMAT = "rlcore.scores"
 VERSION = 2
 TopkDtype = Literal["float32", "float16"]
 EXTRA = "extra."
-
 _INT32, _FLOAT32, _FLOAT16, _BOOL = (np.dtype(n) for n in ("int32", "float32", "float16", "bool"))
 _DTYPES = {"token_ids": _INT32, "sampled": _BOOL, "logp_inf": _FLOAT32, "topk_ids": _INT32,
            "topk_logp": _FLOAT32, "token_version": _INT32, "turn_starts": _INT32}  # fmt: skip

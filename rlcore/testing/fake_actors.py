@@ -15,13 +15,11 @@ from rlcore.rollout.answers import read_answer
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.fake_work import Drawing, Speed, spawned
 from rlcore.testing.fakes import FakeBuffer, FakeScorer
-from rlcore.testing.records import make_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 __all__ = ["FakeActor", "Speed", "spawned"]
 
 T = TypeVar("T")
-PROMPT = [1]  # tokens of what is asked, whatever it is
 
 
 class FakeActor(ActorClient):
@@ -141,18 +139,8 @@ class FakeActor(ActorClient):
         return f"{self.name}:{self.pid}:{next(self._drawn)}"
 
     def _finish(self, drawing: Drawing) -> None:
-        request, draw_id = drawing.request, self._left(drawing)
-        trajectory = make_trajectory(
-            request.group_id,
-            request.sample_index,
-            turns=[(request.prompt_ids.tolist() or PROMPT, [7] * len(drawing.versions))],
-            version=drawing.versions,
-            prompt_id=request.prompt_id,
-            purpose=request.purpose,
-            actor_id=self.name,
-            draw_id=draw_id,
-        )
-        self._undelivered.add(request.request_id)
+        trajectory = drawing.trajectory(self.name, self._left(drawing))
+        self._undelivered.add(trajectory.request_id)
         self._task(self._deliver(trajectory))
 
     async def _deliver(self, trajectory: Trajectory) -> None:

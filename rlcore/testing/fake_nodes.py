@@ -51,7 +51,7 @@ class FakeNodes:
         self._send(node)
 
     def _send(self, node: int) -> None:
-        """Senders do not wait until the buffer is told."""
+        """Senders do not wait for the buffer."""
         if node not in self._telling:
             task = self._telling[node] = asyncio.create_task(self._gatherings[node].told())
             task.add_done_callback(lambda task: self._sent(node, task))

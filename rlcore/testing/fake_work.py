@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from rlcore.loop.clients import Spawned
 from rlcore.testing.clock import After
-from rlcore.types import Request
+from rlcore.testing.records import make_trajectory
+from rlcore.types import Request, Trajectory
 
 if TYPE_CHECKING:
     from rlcore.testing.fake_actors import FakeActor
+
+PROMPT = [1]  # tokens of what is asked, whatever it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,20 @@ class Drawing:
     wanted: int  # tokens
     versions: list[int] = field(default_factory=list)  # of the tokens so far
     decoding_s: float = 0.0
+
+    def trajectory(self, actor: str, draw_id: str) -> Trajectory:
+        """What the actor of this name has made of it."""
+        request = self.request
+        return make_trajectory(
+            request.group_id,
+            request.sample_index,
+            turns=[(request.prompt_ids.tolist() or PROMPT, [7] * len(self.versions))],
+            version=self.versions,
+            prompt_id=request.prompt_id,
+            purpose=request.purpose,
+            actor_id=actor,
+            draw_id=draw_id,
+        )
 
 
 def spawned(actor: FakeActor, fails: str = "") -> Spawned:

@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
-from rlcore.errors import DeadlineExceeded, RoleLost, StageError
+from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.loop.clients import (
     ActorClient,
     Batch,
@@ -23,7 +23,6 @@ from rlcore.loop.clients import (
     LogRatios,
     Missing,
     Publication,
-    RoleWatch,
     SampleKey,
     ScorerClient,
 )
@@ -330,31 +329,3 @@ class FakeScorer(ScorerClient):
                 whole = StoredEpisode(episode.score, tuple(records))
                 shown.append(readable(whole, lambda ids: "7" * len(ids)))
         return shown
-
-
-class FakeWatch(RoleWatch):
-    """Notices within a heartbeat that the graders were restarted, and what a test says is lost."""
-
-    def __init__(self, buffer: FakeBuffer, scorer: FakeScorer, *, heartbeat_s: float) -> None:
-        self.lost = ""  # a role that the run cannot do without
-        self._buffer = buffer
-        self._scorer = scorer
-        self._heartbeat_s = heartbeat_s
-
-    async def run(
-        self,
-        scorer_restarted: Callable[[], Awaitable[None]],
-        shard_lost: Callable[[str], Awaitable[None]],
-    ) -> None:
-        restarts = 0
-        while True:
-            await asyncio.sleep(self._heartbeat_s)
-            await self._buffer.actor.alive()
-            if self.lost:
-                raise RoleLost(f"{self.lost} died")
-            await self._buffer.nodes.beat()
-            while self._buffer.nodes.lost:
-                await shard_lost(self._buffer.nodes.lost.pop(0))
-            if self._scorer.restarts != restarts:
-                restarts = self._scorer.restarts
-                await scorer_restarted()

@@ -30,11 +30,11 @@ from rlcore.tasks.specs import DifficultySpec
 from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_actors import FakeActor, Speed, spawned
 from rlcore.testing.fake_reporter import FakeReporter
+from rlcore.testing.fake_watch import FakeWatch
 from rlcore.testing.fakes import (
     FakeBuffer,
     FakeLearner,
     FakeScorer,
-    FakeWatch,
     Reward,
 )
 from rlcore.testing.records import make_sampling

@@ -26,7 +26,7 @@ def buffer_class():
     """An actor class; a local one, which Ray sends whole."""
 
     class Buffer:
-        """Keeps what it is told."""
+        """Keeps what shards and actors send."""
 
         def __init__(self):
             self.references, self.records = [], []
