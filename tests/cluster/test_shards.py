@@ -11,13 +11,14 @@ from ray.cluster_utils import Cluster
 
 from rlcore.buffer.gathering import Heard
 from rlcore.buffer.journal import file_of
+from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.clients import shards as shards_module
 from rlcore.cluster.clients.shards import RayShards, fetch_records, write_shards
 from rlcore.cluster.outlets import NodeOutlet
-from rlcore.cluster.placement import shard_name
+from rlcore.cluster.placement import actor_class, on_node, shard_name
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.records import make_trajectory
+from rlcore.testing.records import make_answer, make_score, make_trajectory
 
 RECORD = dump_trajectory(make_trajectory(0, 0))
 
@@ -29,10 +30,11 @@ def buffer_class():
         """Keeps what shards and actors send."""
 
         def __init__(self):
-            self.references, self.records = [], []
+            self.references, self.records, self.scores = [], [], []
 
         async def add_told(self, shard, told):
             self.references += [reference for _, reference in told.kept]
+            self.scores += told.scores
             return Heard([], 0.0)
 
         async def add_records(self, records):
@@ -43,6 +45,9 @@ def buffer_class():
 
         async def has(self):
             return self.references, self.records
+
+        async def scored(self):
+            return self.scores
 
     return ray.remote(Buffer)
 
@@ -58,6 +63,16 @@ class Handles:
     def __init__(self, handle):
         self.handle = handle
         self.supervision = self
+
+
+def scorer_class():
+    """A graders' process without graders, which are not needed for episodes."""
+
+    class Scorer(ScorerActor):
+        def start(self):
+            return 0
+
+    return Scorer
 
 
 @pytest.fixture
@@ -118,6 +133,24 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     again = ray.get(buffer.has.remote())[0][-1]
     assert again.shard == f"{process}#2"
     assert fetch_records({again.shard: [again.key]}) == {again.shard: [RECORD]}
+    shards.kill()
+
+
+@pytest.mark.cluster
+def test_a_nodes_graders_give_training_scores_to_its_shard(two_nodes):
+    here = ray.get_runtime_context().get_node_id()
+    (there,) = (n["NodeID"] for n in ray.nodes() if n["NodeID"] != here)
+    buffer = buffer_class().options(name="buffer-test").remote()
+    hosting = Handles(buffer)
+    shards = RayShards(hosting, hosting)
+    assert asyncio.run(shards.watch()) == []
+    home = buffer_class().options(name="home").remote()
+    scorer = actor_class(scorer_class(), num_cpus=0, scheduling_strategy=on_node(there))
+    process = scorer.remote("buffer-test", None, "home")
+    answer, score = make_answer(), make_score(make_trajectory(0, 0))
+    ray.get(process.submit_scored.remote([(answer, score)]))
+    until(lambda: ray.get(buffer.scored.remote()) == [score])
+    del home
     shards.kill()
 
 
