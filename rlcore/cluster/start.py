@@ -95,7 +95,8 @@ def start_learners(
     groups, started = [], []
     for name, job in jobs.items():
         handles = _spawn_ranks(hosting, buffer, job, name, places)
-        group = RankGroup(name, handles, timeout_s=hosting.schedule.step_timeout_s)
+        timeout_s, shares = hosting.schedule.step_timeout_s, job.learner.shares
+        group = RankGroup(name, handles, timeout_s=timeout_s, shares=shares)
         place = rendezvous(
             group.handles,
             port=job.learner.port if name == POLICY else 0,
@@ -103,7 +104,7 @@ def start_learners(
             start_timeout_s=hosting.supervision.start_timeout_s,
         )
         for rank, (handle, called) in enumerate(group.roles()):
-            own = RankPlace(rank, job.learner.ranks, *place, hosting.schedule.step_timeout_s)
+            own = RankPlace(rank, job.learner.ranks, *place, timeout_s)
             started.append((handle.start.remote(job, own), f"{called} to start"))
         groups.append(group)
     return RayLearner(groups, started, hosting, wire_dtype=wire_dtype)

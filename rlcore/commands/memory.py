@@ -59,7 +59,8 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
         own = share * room
         advice = (
             "raise learner.ranks, set learner.zero_stage=3, learner.gradient_checkpointing=true or "
-            "learner.offload.optimizer=cpu, or lower learner.micro_batch_tokens"
+            "learner.offload.optimizer=cpu, lower learner.micro_batch_tokens, or raise "
+            "learner.sequence_parallel"
             if role.startswith("learner")
             else f"raise {role.split()[0]}.tensor_parallel"
         )

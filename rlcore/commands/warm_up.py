@@ -105,7 +105,7 @@ def supervise(
     Raises UserError if the task has no worked answers.
     """
     sft = _supervised(config, warmup)
-    ranks, hosting = sft.learner.ranks, roles.hosting(sft)
+    shares, hosting = sft.learner.shares, roles.hosting(sft)
     # The same ranks and head pass as in training, so that nothing about the model can differ.
     jobs = {POLICY: roles.policy_job(sft, start, prepared.pad_id)}
     learner = start_learners(hosting, None, jobs, wire_dtype="float32")
@@ -121,7 +121,7 @@ def supervise(
         note(f"warm-up: {warmup.steps} supervised steps of {warmup.batch_size} worked answers")
         for step in range(warmup.steps):
             batch = [another() for _ in range(warmup.batch_size)]
-            metrics = learner.sft_step(step, [batch[rank::ranks] for rank in range(ranks)])
+            metrics = learner.sft_step(step, [batch[i::shares] for i in range(shares)])
             if (step + 1) % NOTED_EVERY == 0 or step + 1 == warmup.steps:
                 note(
                     f"warm-up step {step + 1}/{warmup.steps}  loss {metrics['loss/sft']:.4f}  "

@@ -162,9 +162,10 @@ def _whole_corrections(c: RunConfig) -> None:
 
 def _ranks(c: RunConfig) -> None:
     refuse(
-        c.learner.ranks > c.schedule.groups_per_step,
+        c.learner.shares > c.schedule.groups_per_step,
         f"learner.ranks={c.learner.ranks} leaves ranks without data: a group is never split, so "
-        f"schedule.groups_per_step={c.schedule.groups_per_step} must be at least as large.",
+        f"schedule.groups_per_step={c.schedule.groups_per_step} must be at least "
+        f"{c.learner.shares}.",
     )
 
 

@@ -130,6 +130,13 @@ def _check_learning(c: RunConfig) -> None:
     }
     for key, used in on.items():
         refuse(used, f"{key} is made for causal actors, and model.diffusion is set: leave it off.")
+    for name in ("sequence_parallel", "tensor_parallel"):
+        count = getattr(learner, name)
+        refuse(
+            count > 1,
+            f"learner.{name}={count} splits layers that are named and attend as those of causal "
+            "models, and model.diffusion is set: use 1.",
+        )
     refuse(
         learner.attention not in ("auto", "sdpa"),
         f"learner.attention={learner.attention} is causal, and a model with model.diffusion "

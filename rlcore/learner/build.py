@@ -32,13 +32,16 @@ from rlcore.learner.sequences import (
     read_next_tokens,
     read_with_routes,
 )
+from rlcore.learner.shards import Shards, join_groups
 from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
-from rlcore.learner.split_loading import Split
+from rlcore.learner.split_check import hold_in_parts
 from rlcore.learner.update import Update
 from rlcore.models.masked_folder import mask_token_id
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
+
+_UNDIVIDED = "this learner.engine computes whole layers"
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,13 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
     # what can be refused is built before anything is loaded
     engine_class = resolve(ENGINES, spec.engine, key="learner.engine")
     pipeline = build_pipeline(job.corrections, job.run_seed, job.objective)
+    if spec.tensor_parallel > 1 and not engine_class.divides_layers:
+        raise UserError.choice("learner.tensor_parallel", spec.tensor_parallel, ("1",), _UNDIVIDED)
     join_ranks(place, device)
     engine_class.prepare(device)
-    reduce = RankReduce(device)
-    models = _Models(job, engine_class.splitter(spec), device)
+    shards, replicas = join_groups(spec)
+    reduce = RankReduce(device, replicas)
+    models = _Models(job, engine_class, shards, device)
     engine = engine_class(models.policy(), spec, job.total_steps, device)
     frozen = None
     if job.objective.kl_coef > 0:
@@ -111,10 +117,19 @@ def reader_of(job: LearnerJob) -> Reader:
 class _Models:
     """The models of a job, each loaded from its folder when asked for."""
 
-    def __init__(self, job: LearnerJob, split: Split | None, device: torch.device) -> None:
-        """`split`: what divides their parameters among the ranks, if they are divided."""
+    def __init__(
+        self,
+        job: LearnerJob,
+        engine: type[TrainEngine],
+        shards: Shards | None,
+        device: torch.device,
+    ) -> None:
+        """`shards`: the ranks that hold parts of the same sequences, if they do."""
         self._job = job
-        self._split = split
+        self._engine = engine
+        self._shards = shards
+        #: what divides their parameters among the ranks, if they are divided
+        self._split = engine.splitter(job.learner)
         self._device = device
         self._spec = job.learner
         # the kernels for packed sequences are causal
@@ -152,7 +167,15 @@ class _Models:
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
         if self.costs is not None and not self._shares(lm):
             self.costs = None  # it is run over the policy's micro-batches
-        return Policy(lm, rule)
+        return self._ready(lm, rule)
+
+    def _ready(
+        self, lm: nn.Module, rule: SparseSpec | None, replay: Replay | None = None
+    ) -> Policy:
+        """The model as it will attend, for parts of its sequences where ranks hold those."""
+        if self._shards is not None:
+            hold_in_parts(lm, self._shards, self._engine.split_attention, self._device)
+        return Policy(lm, rule, replay, self._shards)
 
     def _trained(
         self,
@@ -167,9 +190,9 @@ class _Models:
             add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        # the frozen policy is not built here: it chooses its own experts
+        # the frozen policy has none: it chooses its own experts
         replay = Replay(lm) if self._spec.router == "replay" else None
-        return Policy(lm.train(), rule, replay)
+        return self._ready(lm.train(), rule, replay)
 
     def _may_share(self) -> bool:
         """Whether the job leaves it to the models. Sparse attention selects pages of whole rows."""
@@ -224,6 +247,8 @@ def _attention(spec: LearnerSpec) -> Attention:
         return spec.attention
     if spec.device == "cpu" or spec.compute_dtype == "float32":
         return "sdpa"
+    if spec.sequence_parallel > 1:  # transformers would import a package for its name
+        return "varlen"
     return "varlen" if importlib.util.find_spec("flash_attn") is None else "flash_attention_2"
 
 

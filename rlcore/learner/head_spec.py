@@ -26,6 +26,7 @@ class HeadSpec:
 
     def slices(self, n: int) -> list[slice]:
         """The chunks of n positions: `chunk` at most, and an eighth of n, but never fewer than
-        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times)."""
+        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times). Of none, an empty
+        one: a rank that predicts no token takes part all the same."""
         rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
-        return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+        return [slice(start, min(start + rows, n)) for start in range(0, max(n, 1), rows)]

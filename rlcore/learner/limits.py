@@ -64,13 +64,15 @@ class LayerSizes:
             qk_norm=qk_norm,
         )
 
-    def position_bytes(self, width: int) -> float:
+    def position_bytes(self, width: int, parts: int = 1) -> float:
         """Kept for the backward pass of one position in one layer, in a dtype of `width` bytes: the
-        two norms (in float32), attention with a variable-length kernel, and the gated MLP."""
+        two norms (in float32), attention with a variable-length kernel, and the gated MLP; of the
+        last two a rank has one of `parts`."""
         norm = 4 + 2 * width
         attended = self.queries + self.keys
-        kept = 2 * norm * self.hidden + 2 * width * attended + 4 * width * self.inner
-        return kept + (norm * attended if self.qk_norm else 0)
+        divided = 2 * width * attended + 4 * width * self.inner
+        divided += norm * attended if self.qk_norm else 0
+        return 2 * norm * self.hidden + divided / parts
 
 
 def most_positions(spec: LearnerSpec, sizes_of: Callable[[], LayerSizes]) -> int:

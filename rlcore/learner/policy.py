@@ -23,6 +23,7 @@ from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.replay import Replay
+from rlcore.learner.shards import Shards
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.types import TokenScores
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "varlen", "flash_attention_2"]
+# before the name of an attention, where it exchanges the positions that other ranks hold
+IN_PARTS = "in_parts_"
 # parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
 _DROPOUT = ("dropout", "pdrop", "layerdrop")
 # settings of configurations by which a head does more to its logits than one product
@@ -146,31 +149,54 @@ def sparse_rows(mb: MicroBatch, rule: SparseSpec) -> SparseRows:
     return SparseRows(rule, prompt_lens, cu_seqlens)
 
 
+def _packed_mask(positions: Tensor) -> Tensor | None:
+    """[1, 1, W, W] bool, of one row of packed sequences: what each position attends to; None for a
+    single sequence, which is plainly causal."""
+    sequence = (positions == 0).cumsum(0)
+    if sequence[-1] <= 1:
+        return None
+    same = sequence[:, None] == sequence[None, :]
+    return same.tril()[None, None]
+
+
 class Policy(nn.Module):
     """An LM of which only the positions that predict a sampled token go through the head:
     logits of a whole batch never exist."""
 
     def __init__(
-        self, lm: nn.Module, sparse: SparseSpec | None = None, replay: Replay | None = None
+        self,
+        lm: nn.Module,
+        sparse: SparseSpec | None = None,
+        replay: Replay | None = None,
+        shards: Shards | None = None,
     ) -> None:
         """`sparse`: the rule that every forward attends by; `lm` must have been loaded for it.
-        `replay`: of its routers; None: it chooses experts by itself."""
+        `replay`: of its routers; None: it chooses experts by itself. `shards`: the ranks that hold
+        parts of the sequences; its attention must exchange them."""
         super().__init__()
         self.lm = lm
         self.sparse = sparse
+        self.shards = shards
         self.replay = replay
         self.head = Head(lm.get_output_embeddings().weight)  # type: ignore[operator]
 
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, D]: the state that predicts each sampled token, times its `sharper`: the head, which
-        knows one temperature, then gives log-probs at the one that sampled the token."""
+        knows one temperature, then gives log-probs at the one that sampled the token. With
+        `shards`, [n, D] of those that are predicted here."""
+        if self.shards is None:
+            return self._hidden(mb, self._attending(mb))
+        whole = self.shards.padded(mb)
+        return self._hidden(self.shards.own(whole), self._attending(whole))
+
+    def _hidden(self, mb: MicroBatch, attending: dict[str, Any]) -> Tensor:
         base = self.lm.base_model
         states = base(  # type: ignore[operator]
             input_ids=mb.input_ids,
             position_ids=mb.position_ids,
             use_cache=False,
             # no mask: padding is at the right, and positions separate packed sequences
-            **{"attention_mask": None, **self._attending(mb), **self._routing(mb)},
+            **{"attention_mask": None, **attending, **self._routing(mb)},
         ).last_hidden_state
         predicting: Tensor = states.flatten(0, 1).index_select(0, mb.predict)
         return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
@@ -183,7 +209,8 @@ class Policy(nn.Module):
         """What the attention of every layer reads of a micro-batch, made once."""
         if mb.segments is not None:
             return {"segments": mb.segments}
-        implementation = self.lm.config._attn_implementation  # type: ignore[union-attr]
+        name: Any = self.lm.config._attn_implementation  # type: ignore[union-attr]
+        implementation = name.removeprefix(IN_PARTS)
         if mb.shared is not None:
             if implementation != SHARED_PREFIX:
                 raise RuntimeError(f"{implementation} attention takes no shared prefixes")
@@ -198,6 +225,9 @@ class Policy(nn.Module):
             s = Sequences.of(mb.position_ids)
             bounds = {"cu_seq_lens_q": s.bounds, "cu_seq_lens_k": s.bounds}
             return {**bounds, "max_length_q": s.longest, "max_length_k": s.longest}
+        if self.shards is not None and mb.input_ids.shape[0] == 1:
+            # transformers would make it of the positions that are here
+            return {"whole_mask": _packed_mask(mb.position_ids[0])}
         return {}
 
     def forward(
@@ -209,7 +239,8 @@ class Policy(nn.Module):
     ) -> Any:
         """KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
 
-        ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions.
+        ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions,
+        with `shards` at those here.
         Without `spec`, the states `hidden` alone.
         """
         hidden = self.hidden(mb)
@@ -217,7 +248,13 @@ class Policy(nn.Module):
             return hidden
         if not spec.fp32:  # float32 of a product with `sharper`
             hidden = hidden.to(self.head.weight.dtype)
-        return self.head(hidden, mb.targets, ids, spec, base)
+        if self.shards is None:
+            return self.head(hidden, mb.targets, ids, spec, base)
+        mine = self.shards.tokens(self.shards.padded(mb))
+        own_ids = None if ids is None else ids[mine]
+        scores = self.head(hidden, mb.targets[mine], own_ids, spec, base)
+        count = len(mb.targets)
+        return tuple(None if s is None else self.shards.joined(s, mine, count) for s in scores)
 
 
 class FrozenPolicy:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rlcore.errors import UserError
 from rlcore.types import TokenScores
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rlcore.learner.head_spec import HeadSpec
     from rlcore.learner.packing import MicroBatch
     from rlcore.learner.policy import FrozenPolicy, Policy
+    from rlcore.learner.shards import Shards
     from rlcore.learner.specs import LearnerSpec
     from rlcore.learner.split_loading import Split
     from rlcore.learner.state_files import Part, Source
@@ -40,6 +42,7 @@ class TrainEngine(Protocol):
     names: Mapping[str, Tensor]  # the model's weights by Hugging Face name
     trained: Mapping[str, Tensor]  # what the optimizer trains: the same, or adapters on them
     optimizer_steps: int  # taken since the fresh model
+    divides_layers: ClassVar[bool] = False  # knows learner.tensor_parallel
 
     @staticmethod
     def prepare(device: torch.device) -> None:
@@ -58,6 +61,15 @@ class TrainEngine(Protocol):
         from rlcore.learner.policy import FrozenPolicy
 
         return FrozenPolicy(policy.to(device))
+
+    @staticmethod
+    def split_attention(lm: nn.Module, shards: Shards) -> None:
+        """Let a model's attention read the positions that other ranks hold, in place; by default
+        an engine has no such attention."""
+        raise UserError(
+            f"learner.sequence_parallel={shards.count} needs an attention that exchanges positions "
+            "among ranks, which this learner.engine lacks: use 1, or learner.engine=deepspeed."
+        )
 
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
         """Scores of a micro-batch; gradients according to torch's grad mode."""
@@ -119,8 +131,7 @@ class TrainEngine(Protocol):
         are as of `weights`."""
 
     def held_weights(self) -> dict[str, Part]:
-        """This rank's part of what is trained, by parameter name: float32 copies on the CPU. Not
-        collective."""
+        """This rank's part of what is trained, by parameter name: float32 copies on the CPU."""
 
     def load_weights(self, sources: Mapping[str, Source]) -> None:
         """Replace the trained weights and nothing of the optimizer; a rank reads what it holds.

@@ -1,4 +1,4 @@
-"""One data-parallel rank of the learner: update phases, optimizer steps, supervised steps.
+"""One rank of the learner: update phases, optimizer steps, supervised steps.
 
 p_ref is the policy as an update phase began. The phase trains on its batches in order, each in an
 optimizer step, and in several epochs if it has more steps than batches.
@@ -52,6 +52,8 @@ class LearnerRank(RankState):
         self._costs, self._tight = parts.costs, parts.tight
         self._most = parts.most
         self._read = parts.read
+        #: which share of each batch is this rank's; others may hold parts of the same
+        self._share = place.rank // job.learner.parts
         self._sharper = {
             task: job.sampling.temperature / own for task, own in job.task_temperatures.items()
         }
@@ -228,7 +230,7 @@ class LearnerRank(RankState):
 
     def _seed(self, step: int) -> None:
         """A step's randomness depends on its number, so there is no state to save."""
-        torch.manual_seed(derive_seed(self.job.run_seed, "learner", step, self.rank))
+        torch.manual_seed(derive_seed(self.job.run_seed, "learner", step, self._share))
 
     def _micro_batches(self, episodes: Sequence[EpisodeTokens]) -> list[MicroBatch]:
         """This rank's micro-batches, filled up with dummies to the largest count of any rank (at

@@ -57,10 +57,11 @@ def gather_objects(mine: Any) -> list[Any]:
 
 
 class RankReduce(Reduce):
-    """Reductions over all ranks; the identity on one."""
+    """Reductions over all ranks, or those of a group; the identity on one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: Any = None) -> None:
         self.device = device
+        self.group = group
 
     def __call__(self, values: Tensor) -> Tensor:
         return self._all(values, dist.ReduceOp.SUM)
@@ -69,8 +70,8 @@ class RankReduce(Reduce):
         return self._all(values, dist.ReduceOp.MAX)
 
     def _all(self, values: Tensor, op: Any) -> Tensor:
-        if dist.get_world_size() == 1:
+        if dist.get_world_size(self.group) == 1:
             return values
         moved = values.detach().to(self.device, copy=True)
-        dist.all_reduce(moved, op=op)
+        dist.all_reduce(moved, op=op, group=self.group)
         return moved.to(values.device)

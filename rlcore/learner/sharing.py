@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
 from rlcore.learner.costs import PassCosts
-from rlcore.learner.packing import MicroBatch, pack
+from rlcore.learner.packing import EpisodeTokens, MicroBatch, pack
 from rlcore.learner.policy import Policy
 from rlcore.learner.sequences import TokenSequence
 
@@ -21,7 +21,7 @@ from rlcore.learner.sequences import TokenSequence
 _PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
 _PROMPT = 3
 # shares of the largest hidden state by which the two ways may differ: rounding
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
 
 
@@ -33,28 +33,37 @@ def share_prefixes(lm: nn.Module, *, divided: bool = False) -> str | None:
     parameters are not whole here, so that a random model with the first layers of its kind answers
     for it.
     """
+    odd = odd_attention(lm)
+    if odd is not None:
+        return odd
     config: Any = lm.config.get_text_config()  # type: ignore[union-attr, operator]
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    kinds += [k for k in ("sliding_window", "attention_chunk_size") if getattr(config, k, None)]
-    if kinds:
-        return f"not every layer attends to the whole context ({kinds[0]})"
-    if not getattr(lm, "_supports_attention_backend", False):
-        return f"{type(lm).__name__} has an attention of its own"
     before = config._attn_implementation
     try:
         accept(lm)
-        difference = _difference(_short(lm) if divided else lm)
+        difference = _difference(short_model(lm) if divided else lm)
     except (UnsharedAttentionError, TypeError, ValueError) as e:
         reason = str(e).splitlines()[0]
     else:
-        if difference <= _TOLERANCE[lm.dtype]:  # type: ignore[index]
+        if difference <= TOLERANCE[lm.dtype]:  # type: ignore[index]
             return None
         reason = f"hidden states differ by {difference:.2g}"
     lm.set_attn_implementation(before)  # type: ignore[operator]
     return reason
 
 
-def _short(lm: Any) -> nn.Module:
+def odd_attention(lm: Any) -> str | None:
+    """Why a model's attention cannot be replaced by one over whole contexts, if so."""
+    config: Any = lm.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    kinds += [k for k in ("sliding_window", "attention_chunk_size") if getattr(config, k, None)]
+    if kinds:
+        return f"not every layer attends to the whole context ({kinds[0]})"
+    if not getattr(lm, "_supports_attention_backend", False):
+        return f"{type(lm).__name__} has an attention of its own"
+    return None
+
+
+def short_model(lm: Any) -> nn.Module:
     """A random model of the same architecture with at most two layers, attending alike."""
     config = copy.deepcopy(lm.config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
@@ -69,13 +78,18 @@ def _short(lm: Any) -> nn.Module:
 def _difference(lm: nn.Module) -> float:
     """Largest difference of a probe's hidden states, as a share of the largest of them."""
     policy = Policy(lm)
-    tokens = [[t % policy.head.weight.shape[0] for t in s] for s in _PROBE]
-    episodes = [(TokenSequence.of_answer(s[:_PROMPT], s[_PROMPT:]),) for s in tokens]
+    episodes = probe(policy)
     (plain_rows,) = pack(episodes, 1000, "sorted")
     (shared_row,) = pack(episodes, 1000, "sorted", costs=_ALWAYS)
     with _training(lm):
         plain, shared = _states(policy, plain_rows), _states(policy, shared_row)
     return float((plain - shared).abs().max() / plain.abs().max())
+
+
+def probe(policy: Policy) -> list[EpisodeTokens]:
+    """Three short answers to one prompt, of tokens that the policy has."""
+    tokens = [[t % policy.head.weight.shape[0] for t in s] for s in _PROBE]
+    return [(TokenSequence.of_answer(s[:_PROMPT], s[_PROMPT:]),) for s in tokens]
 
 
 def _states(policy: Policy, mb: MicroBatch) -> Tensor:

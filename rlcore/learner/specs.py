@@ -8,6 +8,7 @@ from typing import Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec
+from rlcore.learner.part_rules import check_parts
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, refuse, setting
@@ -123,7 +124,19 @@ class LearnerSpec(OptimizerSpec):
     """The ranks that train the policy, and its companions."""
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class")
-    ranks: int = setting(1, "data-parallel ranks", gt=0)
+    ranks: int = setting(1, "processes that train, a GPU each", gt=0)
+    sequence_parallel: int = setting(
+        1,
+        "ranks that hold parts of the same sequences, for contexts too long for one (Ulysses): a "
+        "divisor of ranks and of the attention heads",
+        gt=0,
+    )
+    tensor_parallel: int = setting(
+        1,
+        "ranks that hold parts of the same layers' matrices, at ZeRO 0 to 2 (AutoTP): a divisor of "
+        "ranks, of the key heads and of the MLP's width",
+        gt=0,
+    )
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
     zero_stage: Literal[0, 1, 2, 3] = setting(
@@ -194,6 +207,16 @@ class LearnerSpec(OptimizerSpec):
         return "cuda" if self.num_gpus else "cpu"
 
     @property
+    def shares(self) -> int:
+        """Shares of a batch: ranks that hold parts of the same have one together."""
+        return self.ranks // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Ranks that have a share of a batch together."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @property
     def threads(self) -> int:
         """Compute threads of a rank."""
         return max(1, int(self.num_cpus))
@@ -230,6 +253,7 @@ class LearnerSpec(OptimizerSpec):
         self._check_micro_batches(key)
         self._check_offload(key)
         self._check_kept(key)
+        check_parts(self, key)
         if self.distill is not None:
             self._check_distill(key)
 

@@ -26,6 +26,7 @@ OFFLOADED = ("masters and moments", "gradients")  # by learner.offload_while_sam
 SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memory for (buffer_count)
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
 
+_ENDS = ("embed_tokens", "lm_head")
 Parts = dict[str, float]  # bytes by what holds them
 
 
@@ -45,6 +46,11 @@ class ModelSizes:
     keys: int
     inner: int  # width of the MLP that a position goes through
     qk_norm: bool
+    ends: float = 0.0  # embedding and head, which tensor parallelism leaves whole
+
+    def held(self, spec: LearnerSpec) -> float:
+        """Entries of the model that a rank computes with, but for ZeRO-3."""
+        return self.ends + (self.parameters - self.ends) / spec.tensor_parallel
 
     @classmethod
     def of(cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
@@ -70,6 +76,7 @@ class ModelSizes:
             keys=layer.keys,
             inner=layer.inner,
             qk_norm=layer.qk_norm,
+            ends=float(sum(size for name, size in sizes.items() if name.split(".")[-2] in _ENDS)),
         )
 
     @property
@@ -93,10 +100,10 @@ def learner_rank(
     `kl`: a frozen policy is held beside the trained one. `trained`: entries that are trained; None:
     all.
     """
-    own = sizes.parameters if trained is None else trained
+    own = sizes.held(spec) if trained is None else trained
     parts = _held(sizes, spec, own)
     if kl:
-        parts["frozen policy"] = parts["weights"]
+        parts["frozen policy"] = _frozen(sizes, spec)
     if not spec.num_gpus:  # its host is its device
         parts |= _offloaded(sizes, spec, own, kl=kl)
     passing, step = _passing(sizes, spec, own), _step(sizes, spec, own)
@@ -108,18 +115,31 @@ def waiting_rank(
 ) -> Parts:
     """Bytes that a rank keeps on the device while engines have it in their turn
     (`schedule.colocated`)."""
-    parts = _held(sizes, spec, sizes.parameters if trained is None else trained)
+    parts = _held(sizes, spec, sizes.held(spec) if trained is None else trained)
     if spec.offload_while_sampling:
         parts = {name: size for name, size in parts.items() if name not in OFFLOADED}
     if kl:
-        parts["frozen policy"] = parts["weights"]
+        parts["frozen policy"] = _frozen(sizes, spec)
     return parts
+
+
+def _frozen(sizes: ModelSizes, spec: LearnerSpec) -> float:
+    """Whole layers, also beside parts of the policy's."""
+    if spec.offload.parameters != "none":
+        return 0.0
+    split = spec.ranks if spec.zero_stage == 3 else 1
+    return BYTES[spec.compute_dtype] * sizes.parameters / split
+
+
+def _divide(spec: LearnerSpec) -> int:
+    """Ranks among which ZeRO divides what they would hold alike."""
+    return spec.ranks // spec.tensor_parallel
 
 
 def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     """What a rank always holds."""
-    stage, ranks, mixed = spec.zero_stage, spec.ranks, spec.compute_dtype != "float32"
-    weights = BYTES[spec.compute_dtype] * sizes.parameters
+    stage, ranks, mixed = spec.zero_stage, _divide(spec), spec.compute_dtype != "float32"
+    weights = BYTES[spec.compute_dtype] * sizes.held(spec)
     parts: Parts = {"weights": weights / ranks if stage == 3 else weights}
     if spec.offload.parameters != "none":
         parts["weights"] = 0.0
@@ -161,7 +181,7 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
         parts["gradients on their way"] = width * own
         parts["bucket of gradients"] = 0.0 if stage == 0 or mixed else 4.0 * bucket
     elif stage == 2:
-        reduced = 4.0 * own / spec.ranks
+        reduced = 4.0 * own / _divide(spec)
         flush = (8.0 if mixed else 4.0) * bucket
         if own > BUCKET:
             return parts | {"gradients": reduced, "bucket of gradients": flush}
@@ -176,8 +196,8 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
 
 
 def _activations(sizes: ModelSizes, spec: LearnerSpec, width: int) -> Parts:
-    tokens = most_positions(spec, lambda: sizes.layer)
-    layer = sizes.layer.position_bytes(width) * tokens
+    tokens = -(-most_positions(spec, lambda: sizes.layer) // spec.sequence_parallel)
+    layer = sizes.layer.position_bytes(width, spec.tensor_parallel) * tokens
     kept = layer * sizes.layers
     if spec.gradient_checkpointing:
         kept = layer + sizes.layers * sizes.hidden * width * tokens
@@ -191,7 +211,7 @@ def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
     if stage == 0:
         return {"gradients": 4.0 * own, "optimizer": 8.0 * sizes.largest}
-    mine = own / spec.ranks
+    mine = own / _divide(spec)
     if stage == 3:
         mine = min(mine, GROUP)  # updated in groups
     if spec.offload.optimizer != "none":  # on the host, whose fused kernel has no temporaries

@@ -1,4 +1,4 @@
-from rlcore.cluster.clients.ranks import deal
+from rlcore.cluster.clients.ranks import RankGroup, deal
 
 
 def test_groups_are_dealt_whole_and_evenly():
@@ -9,3 +9,9 @@ def test_groups_are_dealt_whole_and_evenly():
     assert abs(loads[0] - loads[1]) <= 10
     assert deal(groups, 1) == [[0, 1, 2, 3, 4, 5]]
     assert deal(groups[:1], 3) == [[0], [], []]
+
+
+def test_neighbours_that_hold_parts_of_sequences_have_the_same_share():
+    group = RankGroup("policy", ["a", "b", "c", "d"], timeout_s=1, shares=2)
+    assert group.of_each(["first", "second"]) == ["first", "first", "second", "second"]
+    assert RankGroup("policy", ["a", "b"], timeout_s=1).of_each([1, 2]) == [1, 2]

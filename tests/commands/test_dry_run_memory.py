@@ -31,6 +31,16 @@ QWEN3_1_7B = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
 QWEN3_235B = {
     "hidden_size": 4096,
     "moe_intermediate_size": 1536,
@@ -51,7 +61,7 @@ def hollow_folder(folder, kind, settings):
 
     from rlcore.learner.meta import meta_shapes
 
-    config = getattr(transformers, kind)(max_position_embeddings=16384, **settings)
+    config = getattr(transformers, kind)(max_position_embeddings=131072, **settings)
     config.save_pretrained(folder)
     build_char_tokenizer(string.printable).save_pretrained(folder)
     header, at = {}, 0
@@ -121,6 +131,15 @@ def test_a_mixture_on_64_gpus_is_refused_with_the_numbers_where_it_does_not_fit(
     # with room enough, what engines on GPUs do not take yet is what remains
     assert main(words(tmp_path, "experts_64gpus", "cluster.launch.gpu_memory_gib=160")) == 2
     assert "which actor.bf16.num_gpus=1 cannot serve yet" in capsys.readouterr().err
+
+
+def test_a_long_context_fits_ranks_that_hold_parts_of_it(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_8B)
+    assert main(words(tmp_path, "long_context")) == 0, capsys.readouterr().err
+    assert "8 GPUs on" in capsys.readouterr().out
+    assert main(words(tmp_path, "long_context", "learner.sequence_parallel=1")) == 2
+    said = capsys.readouterr().err
+    assert "learner rank 79.0 GiB" in said and "learner.sequence_parallel" in said
 
 
 def test_memory_is_printed_of_a_run_on_cpus(tmp_path, capsys):

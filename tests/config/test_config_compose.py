@@ -32,6 +32,7 @@ MANDATORY = {
     "fp8_4nodes": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "dense_32b_16gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "experts_64gpus": ["model.path=folder", "task.args.train_path=train.jsonl"],
+    "long_context": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "sparse_h200": ["model.path=folder", "task.args.train_path=train.jsonl"],
     "rapid_8gpus": ["model.path=folder", "task.args={train_path: f.jsonl, heldout_path: f.jsonl}"],
 }

@@ -10,6 +10,14 @@ from rlcore.errors import UserError
 BASE = ["run_dir=x", "experiment=diffusion"]
 REFUSED = [  # words; parts of the sentence
     (["actor.bf16.engine=vllm"], ["actor.bf16.engine=vllm", "engine=diffusion"]),
+    (
+        ["learner.ranks=2", "learner.tensor_parallel=2"],
+        ["learner.tensor_parallel=2", "model.diffusion", "use 1"],
+    ),
+    (
+        ["learner.ranks=2", "learner.sequence_parallel=2"],
+        ["learner.sequence_parallel=2", "model.diffusion", "use 1"],
+    ),
     (["actor=sparse", "actor.sparse.engine=diffusion"], ["actor.sparse.kind=sparse"]),
     (["actor.bf16.tensor_parallel=2"], ["tensor_parallel=2", "actor.bf16.count"]),
     (["actor.bf16.kv_on_update=keep"], ["kv_on_update=keep", "recompute"]),

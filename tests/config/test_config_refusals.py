@@ -6,6 +6,8 @@ from rlcore.config.compose import load
 from rlcore.errors import UserError
 
 DISTILL = "learner.distill={}"
+LAYERS = ["learner.ranks=2", "learner.tensor_parallel=2"]
+PARTS = ["learner.ranks=2", "learner.sequence_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 REFUSED = [  # words; parts that the sentence must hold
@@ -189,6 +191,30 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.ranks=2", "schedule.groups_per_step=1"],
         ["learner.ranks=2", "schedule.groups_per_step=1"],
     ),
+    (
+        ["learner.ranks=3", "learner.sequence_parallel=2"],
+        ["learner.sequence_parallel=2", "learner.ranks=3", "choose one of 1, 3"],
+    ),
+    ([*PARTS, "learner.keep_passes_mib=8"], ["sequence_parallel=2", "keep_passes_mib=8"]),
+    (
+        [*PARTS, "actor=sparse", "learner.train_sparse=true"],
+        ["sequence_parallel=2", "train_sparse"],
+    ),
+    ([*PARTS, "actor=sparse", DISTILL], ["sequence_parallel=2", "learner.distill attends"]),
+    (
+        [*PARTS, *GPUS, "learner.attention=flash_attention_2"],
+        ["sequence_parallel=2", "attention=flash_attention_2", "varlen or sdpa"],
+    ),
+    (
+        [*LAYERS, "learner.sequence_parallel=2"],
+        ["learner.tensor_parallel=2", "learner.sequence_parallel=2", "leave one of them at 1"],
+    ),
+    ([*LAYERS, "learner=zero3"], ["learner.tensor_parallel=2", "zero_stage=3", "0, 1 or 2"]),
+    ([*PARTS, "learner.router=replay"], ["sequence_parallel=2", "router=live"]),
+    ([*LAYERS, "learner.offload_while_sampling=true"], ["tensor_parallel=2", "offload_while"]),
+    ([*LAYERS, "learner.lora={}"], ["learner.tensor_parallel=2", "learner.lora"]),
+    ([*LAYERS, "learner.keep_passes_mib=8"], ["tensor_parallel=2", "the same layers"]),
+    ([*LAYERS, "actor=sparse", DISTILL], ["learner.tensor_parallel=2", "learner.distill attends"]),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
     (["cluster.transport=ipc"], ["cluster.transport=ipc", "learner and actor.bf16"]),
     ([*GPUS, "learner.num_gpus=0.5", "cluster.transport=nccl"], ["one GPU", "learner", "use ipc"]),

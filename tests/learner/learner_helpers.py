@@ -39,17 +39,10 @@ VOCAB = 15
 DEADLINE_S = 600  # far more than needed: two ranks on a busy machine wait for each other
 
 
-def small_model(folder: Path, *, hidden: int = 66, tie: bool = True) -> str:
-    """Sizes that two ranks do not divide evenly."""
-    spec = FreshModelSpec(
-        hidden_size=hidden,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_dim=16,
-        intermediate_size=63,
-        tie_embeddings=tie,
-    )
+def small_model(folder: Path, *, hidden: int = 66, tie: bool = True, **sizes: int) -> str:
+    """Sizes that two ranks do not divide evenly, but for those given."""
+    usual: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate_size": 63}
+    spec = FreshModelSpec(hidden_size=hidden, layers=2, tie_embeddings=tie, **(usual | sizes))
     return str(build_fresh_model(folder, ALPHABET, spec, seed=3, max_len=64))
 
 

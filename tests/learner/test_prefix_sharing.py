@@ -6,7 +6,15 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_helpers import SHARED, make_batch, make_groups, make_job, make_update, small_model
+from learner_helpers import (
+    SHARED,
+    PlainEngine,
+    make_batch,
+    make_groups,
+    make_job,
+    make_update,
+    small_model,
+)
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
@@ -247,5 +255,5 @@ def test_a_model_is_asked_whether_its_attention_follows(kind, options, reason):
     ],
 )
 def test_sparse_attention_and_gpus_compute_every_prompt_anew(options, may):
-    models = build._Models(make_job("nowhere", **options), None, torch.device("cpu"))
+    models = build._Models(make_job("nowhere", **options), PlainEngine, None, torch.device("cpu"))
     assert models._may_share() == may

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rlcore.learner.specs import LearnerSpec
@@ -23,6 +25,25 @@ def test_what_is_divided_shrinks_with_the_ranks_and_what_is_not_stays(ranks):
         weights = 2 * 8e9 / (ranks if stage == 3 else 1)
         assert many[stage]["weights"] == weights
     assert total(many[3]) < total(many[2]) < total(many[1])
+
+
+def test_ranks_with_parts_of_a_sequence_hold_parts_of_its_activations():
+    whole, half = (
+        learner_rank(SIZES, spec(zero_stage=3, ranks=8, sequence_parallel=n)) for n in (1, 2)
+    )
+    assert half["activations"] == whole["activations"] / 2 and half["logits"] == whole["logits"] / 2
+    assert half["weights"] == whole["weights"]
+
+
+def test_ranks_with_parts_of_layers_hold_parts_of_all_but_the_ends():
+    sizes = replace(SIZES, ends=1.2e9)
+    whole, half = (
+        learner_rank(sizes, spec(zero_stage=1, ranks=8, tensor_parallel=n), kl=True) for n in (1, 2)
+    )
+    held = 1.2e9 + (8e9 - 1.2e9) / 2
+    assert half["weights"] == 2 * held and half["masters and moments"] == 12 * held / 4
+    assert half["frozen policy"] == whole["frozen policy"] == 2 * 8e9
+    assert half["activations"] < whole["activations"] and half["logits"] == whole["logits"]
 
 
 def test_the_reference_is_divided_as_the_policy_is():

@@ -67,11 +67,12 @@ class RayLearner(LearnerClient):
             yield group, own
 
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
-        """Deal whole groups to the ranks by tokens."""
+        """Deal whole groups to the ranks by tokens, the same ones to ranks that hold parts of the
+        same sequences."""
         await asyncio.gather(*(self._fetch(group, batches) for group in self._groups))
 
     async def _fetch(self, group: RankGroup, batches: Mapping[int, Batch]) -> None:
-        shares: list[dict[int, list[int]]] = [{} for _ in group.handles]
+        shares: list[dict[int, list[int]]] = [{} for _ in range(group.shares)]
         for step, batch in batches.items():
             for share, dealt in zip(shares, deal(batch.groups, len(shares)), strict=True):
                 share[step] = dealt
@@ -79,7 +80,7 @@ class RayLearner(LearnerClient):
         def ask(share: dict[int, list[int]]) -> Ask:
             return lambda handle: handle.fetch.remote(share, group.timeout_s)
 
-        await group.call_each([ask(s) for s in shares], "fetching a training batch")
+        await group.call_each([ask(s) for s in group.of_each(shares)], "fetching a training batch")
 
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
@@ -219,12 +220,13 @@ class RayLearner(LearnerClient):
         return lambda handle: handle.export.remote(folder)
 
     def sft_step(self, step: int, shares: Sequence[Sequence[ScoredSequence]]) -> dict[str, float]:
-        """One supervised step of the policy, a share of examples for each rank; metrics. Blocks."""
+        """One supervised step of the policy, in as many shares of examples as it has of a batch;
+        metrics. Blocks."""
 
         def ask(share: Sequence[ScoredSequence]) -> Ask:
             return lambda handle: handle.sft_step.remote(step, list(share))
 
-        asks = [ask(share) for share in shares]
+        asks = [ask(share) for share in self.policy.of_each(shares)]
         return dict(self.policy.call_now(asks, f"warm-up step {step + 1}")[0])
 
     def roles(self) -> list[tuple[Any, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -14,18 +14,23 @@ from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.types import POLICY
 
 Ask = Callable[[Any], Any]  # an actor handle -> the reference of a call
+Share = TypeVar("Share")
 KEY = "schedule.step_timeout_s"
 
 
 class RankGroup:
-    """Data-parallel ranks. A learner's methods are collective, so each is called on all of them.
+    """The ranks of a learner, whose methods are collective, so that each is called on all of them.
 
-    `name`: the set of weights that the group is for, "policy" or a companion's.
+    `name`: the set of weights that the group is for, "policy" or a companion's. `shares`: of a
+    batch; neighbouring ranks have the same share where they are fewer than the ranks.
     """
 
-    def __init__(self, name: str, handles: Sequence[Any], *, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, handles: Sequence[Any], *, timeout_s: float, shares: int | None = None
+    ) -> None:
         self.name = name
         self.handles = list(handles)
+        self.shares = shares or len(self.handles)
         self.timeout_s = timeout_s
         self.title = "learner" if name == POLICY else f"{name} learner"
 
@@ -81,6 +86,11 @@ class RankGroup:
         except DeadlineExceeded as e:
             raise RoleLost(f"the {self.title} hangs: {str(e).rstrip('.')}") from e
 
+    def of_each(self, shares: Sequence[Share]) -> list[Share]:
+        """The share of each rank, of all shares of a batch."""
+        same = len(self.handles) // self.shares
+        return [share for share in shares for _ in range(same)]
+
     def roles(self) -> list[tuple[Any, str]]:
         """Every rank's handle, by the name that messages give it."""
         return [(handle, f"{self.title} rank {i}") for i, handle in enumerate(self.handles)]
@@ -91,11 +101,11 @@ class RankGroup:
             ray.kill(handle)
 
 
-def deal(groups: Sequence[tuple[int, int]], ranks: int) -> list[list[int]]:
-    """Split (group id, tokens) into `ranks` lists of whole groups with near-equal tokens, longest
+def deal(groups: Sequence[tuple[int, int]], count: int) -> list[list[int]]:
+    """Split (group id, tokens) into `count` lists of whole groups with near-equal tokens, longest
     first."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, place) for place in range(ranks)]  # a heap: of equal loads the first
+    shares: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, place) for place in range(count)]  # a heap: of equal loads the first
     for group_id, tokens in sorted(groups, key=lambda g: (-g[1], g[0])):
         load, place = loads[0]
         shares[place].append(group_id)

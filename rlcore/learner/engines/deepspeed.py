@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from rlcore.errors import StageError
 from rlcore.learner.engines.learning_rate import RateSchedule
 from rlcore.learner.engines.offload import offload_config, swap_folder
+from rlcore.learner.engines.parameter_groups import parameter_groups
 from rlcore.learner.engines.splitting import SplitFrozenPolicy, splitter
+from rlcore.learner.engines.tensor_parts import (
+    TensorParts,
+    autotp_config,
+    check_layers,
+    gradients_of,
+)
 from rlcore.learner.engines.zero_state import ZeroState
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
@@ -42,6 +49,7 @@ from rlcore.learner.lora import (
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy, Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
+from rlcore.learner.shards import Shards
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import Split
 from rlcore.learner.state_files import Part, Source
@@ -53,6 +61,8 @@ LARGEST_BUCKET = 500_000_000  # entries of gradients that are reduced together
 
 class ZeroEngine(TrainEngine):
     """One rank's policy and optimizer on DeepSpeed."""
+
+    divides_layers = True
 
     @staticmethod
     def prepare(device: torch.device) -> None:
@@ -81,6 +91,13 @@ class ZeroEngine(TrainEngine):
             return SplitFrozenPolicy(policy, _config(spec))
         return FrozenPolicy(policy.to(device))
 
+    @staticmethod
+    def split_attention(lm: nn.Module, shards: Shards) -> None:
+        # what it registers with transformers is DeepSpeed's, which is imported late
+        from rlcore.learner.engines.ulysses import split_attention
+
+        split_attention(lm, shards)
+
     def __init__(
         self, policy: Policy, spec: LearnerSpec, total_steps: int, device: torch.device
     ) -> None:
@@ -95,6 +112,9 @@ class ZeroEngine(TrainEngine):
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
         config = _config(spec)
+        if spec.tensor_parallel > 1:
+            check_layers(policy.lm, spec.tensor_parallel)
+            config["tensor_parallel"] = autotp_config(spec.tensor_parallel)
         # DeepSpeed makes this buffer of gradients whole, however small the model
         entries = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
         zero = config["zero_optimization"]
@@ -103,7 +123,7 @@ class ZeroEngine(TrainEngine):
             zero["offload_optimizer"]["nvme_path"] = swap_folder(Path(spec.offload.nvme_path))
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
-            model_parameters=_parameter_groups(policy, spec.weight_decay),
+            model_parameters=parameter_groups(policy, spec.weight_decay),
             config=config,
         )
         named = {
@@ -119,7 +139,15 @@ class ZeroEngine(TrainEngine):
             for layer in self._adapted.values():
                 for p in (layer.get_base_layer().weight, *factors(layer)):
                     deepspeed.zero.register_external_parameter(layer, p)
-        self._state = ZeroState(self._optimizer, self._stage, trained)
+        #: which of the weights are parts; None: all are whole, but for what ZeRO-3 divides
+        self._parts: TensorParts | None = None
+        if spec.tensor_parallel > 1:
+            self._parts = TensorParts(trained, spec.tensor_parallel)
+            # would send the first micro-batch to the other ranks, which have the same
+            self._engine.first_dataloader_check.remove()
+        # DeepSpeed averages over ranks that have other sequences, or other parts of them
+        self._averaged = self._world_size // spec.tensor_parallel
+        self._state = ZeroState(self._optimizer, self._stage, trained, self._parts)
 
     # ----- computing -----
 
@@ -140,14 +168,22 @@ class ZeroEngine(TrainEngine):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
+        self._engine.backward(loss * self._averaged, scale_wrt_gas=False)
 
     def grad_norm(self) -> float:
+        if self._parts is not None:
+            return self._divided_norm(self._parts)
         grads = self._local_gradients()
         # a rank holds its partition at stages 1 to 3, the whole gradient at stage 0
         total = torch.stack([g.detach().float().square().sum() for g in grads]).sum().double()
         if self._stage > 0 and self._world_size > 1 and not self._whole_gradients:
             dist.all_reduce(total)
+        return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
+
+    def _divided_norm(self, parts: TensorParts) -> float:
+        total = parts.squares(gradients_of(self._optimizer, self.trained)).double()
+        whole = self._stage == 0 or self._whole_gradients
+        dist.all_reduce(total, group=parts.group if whole else None)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
 
     @property
@@ -178,12 +214,21 @@ class ZeroEngine(TrainEngine):
         """Whole accumulated gradients by parameter name, after the last backward. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        return {n: safe_get_full_grad(p).detach().float().clone() for n, p in self.trained.items()}
+        found = {n: safe_get_full_grad(p).detach().float() for n, p in self.trained.items()}
+        return {n: self._whole(self.trained[n], g).clone() for n, g in found.items()}
+
+    def _whole(self, p: Tensor, part: Tensor) -> Tensor:
+        return part if self._parts is None else self._parts.whole(p, part)
+
+    def _shape(self, p: Tensor) -> tuple[int, ...]:
+        if self._parts is not None:
+            return tuple(self._parts.shape(p))
+        return tuple(getattr(p, "ds_shape", p.shape))
 
     # ----- state in and out -----
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        held = ((n, tuple(getattr(p, "ds_shape", p.shape))) for n, p in self.names.items())
+        held = ((n, self._shape(p)) for n, p in self.names.items())
         return {n: shape for name, whole in held for n, shape in single_shapes(name, whole).items()}
 
     def weights(
@@ -194,16 +239,17 @@ class ZeroEngine(TrainEngine):
         wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         for name, p in self.names.items():
-            asked = set(single_shapes(name, tuple(getattr(p, "ds_shape", p.shape))))
+            asked = set(single_shapes(name, self._shape(p)))
             if only is not None:
                 asked &= set(only)
             if not asked:
                 continue
             layer = self._adapted.get(name)
             with self._gathered(p, *(factors(layer) if layer is not None else ())):
+                held = self._whole(p, p.detach())
                 if not wanted:
                     continue
-                whole = p.detach() if layer is None else merged(p.detach(), layer)
+                whole = held if layer is None else merged(held, layer)
                 for n, part in ((n, part) for n, part in singles(name, whole) if n in asked):
                     if not on_device:
                         yield n, part.to("cpu", copy=True)
@@ -260,19 +306,6 @@ class ZeroEngine(TrainEngine):
 
     def load(self, folder: Path) -> None:
         self.optimizer_steps = self._state.load(folder)
-
-
-def _parameter_groups(policy: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (norms, biases) do not."""
-    params = [p for p in policy.parameters() if p.requires_grad]
-    # a parameter that ZeRO-3 has divided has one dimension itself
-    matrices = [p for p in params if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    vectors = [p for p in params if len(getattr(p, "ds_shape", p.shape)) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
 
 
 def _config(spec: LearnerSpec) -> dict[str, Any]:

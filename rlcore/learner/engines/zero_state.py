@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
+from rlcore.learner.engines.tensor_parts import TensorParts, whole_shape
 from rlcore.learner.protocols import Schedule
-from rlcore.learner.state_files import Part, Source, open_state, read_index
+from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index
 from rlcore.learner.state_parts import write_parts
 from rlcore.weights.storages import EmptiedStorages
 
@@ -38,7 +39,15 @@ class ZeroState:
     ADAM_STATES.
     """
 
-    def __init__(self, optimizer: Any, stage: int, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        stage: int,
+        trained: Mapping[str, nn.Parameter],
+        parts: TensorParts | None = None,
+    ) -> None:
+        """`parts`: which of them are parts of larger ones, whose whole tensors are saved."""
+        self._parts = parts
         self._optimizer = optimizer
         self._stage = stage
         self._trained = trained
@@ -121,7 +130,7 @@ class ZeroState:
     ) -> None:
         for label, source in sources.items():
             p, _ = expected.get(label, (None, ""))
-            if p is None or source.shape != tuple(_whole_shape(p)):
+            if p is None or source.shape != tuple(self._shape(p)):
                 raise StageError(
                     f"learner state in {folder} does not fit the model: {label} {source.shape}"
                 )
@@ -203,20 +212,26 @@ class ZeroState:
 
     # ----- single tensors -----
 
-    def _read(self, p: nn.Parameter) -> Tensor:
-        """The whole float32 master of a parameter, in its shape."""
-        from deepspeed.utils import safe_get_full_fp32_param
+    def _shape(self, p: nn.Parameter) -> torch.Size:
+        return whole_shape(p) if self._parts is None else self._parts.shape(p)
+
+    def _read(self, p: nn.Parameter, key: str = "weight") -> Tensor:
+        """A parameter's whole float32 master or moment, in its shape."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self._parked is not None:
             raise StageError("the learner's masters are on the host while engines sample")
         if self._stage == 0:
-            master = p.detach()
+            held = p.detach() if key == "weight" else self._optimizer.state[p][key]
         elif self._stage == 3:
-            part = self._partition(p, None).detach().to(p.device)
-            master = self._optimizer._fp32_state_allgather(p, part)
+            part = self._partition(p, None if key == "weight" else key).detach().to(p.device)
+            held = self._optimizer._fp32_state_allgather(p, part)
+        elif key == "weight":
+            held = safe_get_full_fp32_param(p)
         else:
-            master = safe_get_full_fp32_param(p)
-        return master.reshape(_whole_shape(p))
+            held = safe_get_full_optimizer_state(p, key)
+        held = held.reshape(whole_shape(p))
+        return held if self._parts is None else self._parts.whole(p, held)
 
     def _partition(self, p: nn.Parameter, state: str | None) -> Tensor:
         """[n]: ZeRO-3's partition of a master, or of its `state`, in place."""
@@ -231,24 +246,26 @@ class ZeroState:
         held = self._held(p, key)
         if held is not None:
             start, mine = held
-            mine.copy_(value.part(start, start + mine.numel()))
+            own = value if self._parts is None else HeldTensor(self._parts.own(p, value.whole()))
+            mine.copy_(own.part(start, start + mine.numel()))
 
     def _part(self, p: nn.Parameter, key: str) -> Part | None:
-        """What this rank writes of a tensor: a float32 copy on the CPU."""
-        held = self._held(p, key)
+        """What this rank writes of a tensor: a float32 copy on the CPU. Parts of matrices have
+        their entries all over: those are gathered first."""
+        held = self._held(p, key) if self._parts is None else (0, self._read(p, key).flatten())
         if held is None:
             return None
         start, mine = held
         if self._parked is not None:
             mine = self._parked.read(mine)
-        if self._stage == 0:
+        if self._stage == 0 or self._parts is not None:
             rank, world = dist.get_rank(), dist.get_world_size()
             start, stop = (mine.numel() * r // world for r in (rank, rank + 1))
             mine = mine[start:stop]
         if not mine.numel():
             return None
         copy = mine.detach().to("cpu", torch.float32, copy=True)
-        return Part(start, tuple(_whole_shape(p)), copy)
+        return Part(start, tuple(self._shape(p)), copy)
 
     def _held(self, p: nn.Parameter, key: str) -> tuple[int, Tensor] | None:
         """(first entry, entries in place, flat) of what this rank holds of a tensor, if any."""
@@ -264,7 +281,7 @@ class ZeroState:
             part = self._partition(p, state)
             start = dist.get_rank() * part.numel()
             # the last rank's partition may be padded beyond the parameter's end
-            stop = min(start + part.numel(), _whole_shape(p).numel())
+            stop = min(start + part.numel(), whole_shape(p).numel())
             return (start, part.data[: stop - start]) if start < stop else None
         fragment = getattr(p, "_hp_mapping", None)
         if fragment is None:
@@ -328,8 +345,3 @@ class ZeroState:
             if persistent := optimizer.persistent_parameters:
                 persistent[0].partition(persistent)
                 persistent[0].all_gather(persistent)
-
-
-def _whole_shape(p: nn.Parameter) -> torch.Size:
-    """Shape of a parameter, also of one that ZeRO-3 has partitioned."""
-    return getattr(p, "ds_shape", p.shape)

@@ -1,0 +1,74 @@
+"""What ranks that hold parts of the same sequences or layers are accepted with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlcore.spec import refuse
+
+if TYPE_CHECKING:
+    from rlcore.learner.specs import LearnerSpec
+
+
+def check_parts(spec: LearnerSpec, key: str) -> None:
+    """Raise UserError for a combination that does not work or is not proven."""
+    _check_one(spec, key, "sequence_parallel", "sequences")
+    _check_one(spec, key, "tensor_parallel", "layers")
+    _check_together(spec, key)
+
+
+def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
+    count = getattr(spec, name)
+    if count == 1:
+        return
+    parts = f"{key}.{name}={count}"
+    divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
+    refuse(
+        count not in divisors,
+        f"{parts} does not divide {key}.ranks={spec.ranks}: choose one of "
+        f"{', '.join(map(str, divisors))}.",
+    )
+    refuse(
+        name == "sequence_parallel" and spec.attention == "flash_attention_2",
+        f"{parts} has an attention of its own name, which transformers would take for a "
+        f"package with {key}.attention=flash_attention_2: choose auto, varlen or sdpa.",
+    )
+    refuse(
+        spec.keep_passes_mib > 0,
+        f"{parts} and {key}.keep_passes_mib={spec.keep_passes_mib}: ranks with parts of the "
+        f"same {what} might decide unequally what to keep; choose keep_passes_mib=0.",
+    )
+    refuse(
+        spec.distill is not None or spec.train_sparse,
+        f"{parts} splits dense attention only, and "
+        f"{key}.{'train_sparse=true' if spec.train_sparse else 'distill'} attends sparsely: "
+        f"use {name}=1.",
+    )
+
+
+def _check_together(spec: LearnerSpec, key: str) -> None:
+    refuse(
+        spec.sequence_parallel > 1 and spec.router == "replay",
+        f"{key}.sequence_parallel={spec.sequence_parallel} has no routes for parts of "
+        f"sequences: use {key}.router=live, or sequence_parallel=1.",
+    )
+    parts = f"{key}.tensor_parallel={spec.tensor_parallel}"
+    split = spec.tensor_parallel > 1
+    refuse(
+        split and spec.sequence_parallel > 1,
+        f"{parts} and {key}.sequence_parallel={spec.sequence_parallel} both divide the "
+        "attention heads: leave one of them at 1.",
+    )
+    refuse(
+        split and spec.zero_stage == 3,
+        f"{parts} divides what {key}.zero_stage=3 divides too: choose 0, 1 or 2.",
+    )
+    refuse(
+        split and spec.offload_while_sampling,
+        f"{parts} gathers the masters that {key}.offload_while_sampling=true moves to the "
+        "host: choose one of the two.",
+    )
+    refuse(
+        split and spec.lora is not None,
+        f"{parts} divides the layers that {key}.lora adapts: use tensor_parallel=1.",
+    )

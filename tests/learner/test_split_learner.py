@@ -1,0 +1,82 @@
+"""Ranks that hold parts of the same sequences, or of the same layers: the step is that of one
+rank."""
+
+import numpy as np
+import pytest
+import split_jobs as jobs
+from learner_helpers import on_ranks, small_model
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """With one key head, which two ranks have copies of."""
+    return small_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """With layers that two ranks divide."""
+    sizes = {"heads": 4, "kv_heads": 2, "intermediate_size": 64}
+    return small_model(tmp_path_factory.mktemp("even"), **sizes)
+
+
+def _difference(a, b):
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+def _check_same(one, ranks):
+    for table in ranks:
+        for name, (gradients, rows) in table.items():
+            reference, expected = one[name]
+            assert max(float(np.abs(g).max()) for g in reference.values()) > 1e-3, name
+            assert _difference(gradients, reference) < 1e-6, name
+            for row, its in zip(rows, expected):
+                # padding is each share's own
+                for key in its.keys() - {"train/positions"}:
+                    assert row[key] == pytest.approx(its[key], rel=1e-4, abs=1e-6), (name, key)
+
+
+USUAL = ["stage 3", "packed", "full kl"]
+
+
+def test_two_ranks_with_parts_of_sequences_take_the_step_of_one(model):
+    one = on_ranks(1, jobs.steps, model, {}, USUAL)[0]
+    _check_same(one, on_ranks(2, jobs.steps, model, {"sequence_parallel": 2}, USUAL))
+
+
+@pytest.mark.slow
+def test_parts_of_sequences_beside_shares_of_a_batch_change_nothing(model):
+    one = on_ranks(1, jobs.steps, model, {}, None)[0]
+    for world in (2, 4):
+        _check_same(one, on_ranks(world, jobs.steps, model, {"sequence_parallel": 2}, None))
+
+
+def test_two_ranks_with_parts_of_layers_take_the_step_of_one(even):
+    usual = ["stage 0", "stage 2"]
+    one = on_ranks(1, jobs.steps, even, {}, usual)[0]
+    _check_same(one, on_ranks(2, jobs.steps, even, {"tensor_parallel": 2}, usual))
+
+
+@pytest.mark.slow
+def test_parts_of_layers_beside_shares_of_a_batch_change_nothing(even):
+    one = on_ranks(1, jobs.steps, even, {}, jobs.OF_LAYERS)[0]
+    for world in (2, 4):
+        _check_same(one, on_ranks(world, jobs.steps, even, {"tensor_parallel": 2}, jobs.OF_LAYERS))
+
+
+KEYS = ["tensor_parallel", pytest.param("sequence_parallel", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_state_of_parts_opens_on_one_rank(even, tmp_path, key):
+    saved = on_ranks(2, jobs.save, even, str(tmp_path), {key: 2})
+    assert all(np.array_equal(saved[0]["scores"], rank["scores"]) for rank in saved)
+    opened = on_ranks(1, jobs.load, even, str(tmp_path), {})[0]
+    assert opened["steps"] == 2 and _difference(opened["weights"], saved[0]["weights"]) == 0.0
+    np.testing.assert_allclose(opened["scores"], saved[0]["scores"], atol=2e-6)
+    again = on_ranks(2, jobs.load, even, str(tmp_path), {key: 2})[0]
+    assert _difference(again["after"], opened["after"]) < 1e-6
+    assert _difference(opened["after"], opened["weights"]) > 1e-4
