@@ -52,7 +52,8 @@ def started(monkeypatch):
             return len(asked) - 1
 
         handle = SimpleNamespace(start=SimpleNamespace(remote=begin))
-        return SimpleNamespace(remote=lambda *arguments: handle)
+        placed = SimpleNamespace(remote=lambda *arguments: handle)
+        return SimpleNamespace(options=lambda **place: placed)
 
     monkeypatch.setattr(start, "actor_class", actor_class)
     return asked
