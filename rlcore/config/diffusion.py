@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.specs import DvpSpec
+from rlcore.learner.part_rules import PARTS
 from rlcore.models.masked_folder import LAYERS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse
@@ -130,7 +131,7 @@ def _check_learning(c: RunConfig) -> None:
     }
     for key, used in on.items():
         refuse(used, f"{key} is made for causal actors, and model.diffusion is set: leave it off.")
-    for name in ("sequence_parallel", "tensor_parallel"):
+    for name in PARTS:
         count = getattr(learner, name)
         refuse(
             count > 1,

@@ -9,6 +9,8 @@ from rlcore.spec import refuse
 if TYPE_CHECKING:
     from rlcore.learner.specs import LearnerSpec
 
+PARTS = ("sequence_parallel", "tensor_parallel")  # keys that say who holds parts
+
 
 def check_parts(spec: LearnerSpec, key: str) -> None:
     """Raise UserError for a combination that does not work or is not proven."""
@@ -52,6 +54,13 @@ def _check_together(spec: LearnerSpec, key: str) -> None:
         f"{key}.sequence_parallel={spec.sequence_parallel} has no routes for parts of "
         f"sequences: use {key}.router=live, or sequence_parallel=1.",
     )
+    for what in ("optimizer", "parameters"):
+        place = getattr(spec.offload, what)
+        refuse(
+            spec.sequence_parallel > 1 and place != "none",
+            f"{key}.sequence_parallel={spec.sequence_parallel} is not proven with "
+            f"{key}.offload.{what}={place}: use none, or sequence_parallel=1.",
+        )
     parts = f"{key}.tensor_parallel={spec.tensor_parallel}"
     split = spec.tensor_parallel > 1
     refuse(

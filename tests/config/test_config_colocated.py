@@ -47,6 +47,8 @@ REFUSED = {
     "shares": (["learner=gpu", "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5"], "num_gpus=0.5"),
     "one on a CPU": (["actor.bf16.num_gpus=1"], "learner.num_gpus=0, actor.bf16.num_gpus=1"),
     "more ranks": (["learner.ranks=2"], "learner.ranks=2 is more than actor.*.count=1"),
+    "parts of sequences": ([*TWO, "learner.sequence_parallel=2"], "learner.sequence_parallel=2"),
+    "parts of layers": ([*TWO, "learner.tensor_parallel=2"], "learner.tensor_parallel=2"),
     "ipc to more engines": (
         [*GPUS, "actor.bf16.count=2", "cluster.transport=ipc"],
         "cluster.transport=ipc reads a learner rank's memory on each engine's GPU",

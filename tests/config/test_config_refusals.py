@@ -211,6 +211,10 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     ([*LAYERS, "learner=zero3"], ["learner.tensor_parallel=2", "zero_stage=3", "0, 1 or 2"]),
     ([*PARTS, "learner.router=replay"], ["sequence_parallel=2", "router=live"]),
+    (
+        [*PARTS, "learner=zero3", "learner.offload.optimizer=cpu"],
+        ["learner.sequence_parallel=2", "learner.offload.optimizer=cpu", "not proven"],
+    ),
     ([*LAYERS, "learner.offload_while_sampling=true"], ["tensor_parallel=2", "offload_while"]),
     ([*LAYERS, "learner.lora={}"], ["learner.tensor_parallel=2", "learner.lora"]),
     ([*LAYERS, "learner.keep_passes_mib=8"], ["tensor_parallel=2", "the same layers"]),
