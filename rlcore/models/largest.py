@@ -55,6 +55,7 @@ def _candidates(v: int, blocks: Tensor, k: int) -> Tensor:
     """Columns [n, c] among which the top k are."""
     n, nb = blocks.shape
     best = blocks.topk(k, dim=1).indices
-    columns = (best.unsqueeze(2) + torch.arange(_BLOCK, device=blocks.device) * nb).view(n, -1)
+    columns = best.unsqueeze(2) + torch.arange(_BLOCK, device=blocks.device) * nb
+    columns = columns.view(n, best.shape[1] * _BLOCK)
     left_over = torch.arange(nb * _BLOCK, v, device=blocks.device).expand(n, -1)
     return torch.cat([columns, left_over], dim=1)
