@@ -51,7 +51,13 @@ def make_sender(hosting: Hosting, rank: int) -> GroupSender:
         return GlooSender(rank, _join(hosting), _address)
     from rlcore.weights.vllm_transfer import VllmSender
 
-    return VllmSender(name, rank, _address, bucket_bytes=hosting.transport.bucket_mib << 20)
+    bucket_bytes, whole_every = hosting.transport.bucket_mib << 20, hosting.transport.whole_every
+    sender = VllmSender(name, rank, _address, bucket_bytes=bucket_bytes)
+    if whole_every == 1:
+        return sender
+    from rlcore.weights.vllm_patches import PatchSender
+
+    return PatchSender(rank, sender, bucket_bytes=bucket_bytes, whole_every=whole_every)
 
 
 def make_receiver(hosting: Hosting) -> Any:

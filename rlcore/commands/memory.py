@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlcore.commands.roles import wire_dtype
 from rlcore.commands.sizes import linear_shapes
 from rlcore.config.schema import RunConfig
 from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.specs import FreshModelSpec
 from rlcore.planner.memory import (
+    BYTES,
     GIB,
     ModelSizes,
     Parts,
@@ -41,6 +43,7 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
         bucket_bytes=config.cluster.bucket_mib << 20,
         kl=_has_kl(config),
         trained=_trained(config),
+        kept_width=BYTES[wire_dtype(config)] if config.cluster.whole_every > 1 else 0,
     )
     if not config.learner.num_gpus:
         rank = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))

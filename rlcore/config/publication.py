@@ -66,10 +66,17 @@ def _deltas(c: RunConfig) -> None:
     """Publications that send what changed."""
     key = f"cluster.whole_every={c.cluster.whole_every}"
     refuse(
-        c.cluster.transport != "object_store",
-        f"{key} sends patches by cluster.transport=object_store, and not yet by "
-        f"{c.cluster.transport}: use object_store, or whole_every=1.",
+        c.cluster.transport not in ("object_store", "nccl"),
+        f"{key} sends patches, which cannot travel by cluster.transport={c.cluster.transport}: use "
+        "object_store or nccl, or whole_every=1.",
     )
+    for label, actor in c.actor.items():
+        refuse(
+            c.cluster.transport == "nccl" and actor.quantised_by_engine,
+            f"{key} with cluster.transport=nccl writes what changed into weights as they were "
+            f"published, and actor.{label}.kind={actor.kind} holds them quantised: use "
+            "cluster.transport=object_store, or whole_every=1.",
+        )
     refuse(
         c.learner.distill is not None or c.learner.draft is not None,
         f"{key} is for runs that publish the policy alone, and learner.distill and learner.draft "

@@ -29,13 +29,20 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """What a publication took. Example: Sent(120.5, 0.03)"""
+
+    mib: float = 0.0  # to an actor that has the version before
+    changed_share: float = 1.0  # of all entries, what was sent as changed; 1: whole sets
+
+
+@dataclass(frozen=True, slots=True)
 class Publication:
     """One version's weights: a manifest and a handle for each set, the policy's under POLICY."""
 
     version: int
     sets: Mapping[str, tuple[WeightManifest, Any]] = field(default_factory=dict)
-    sent_mib: float = 0.0  # to an actor that has the version before
-    changed_share: float = 1.0  # of all entries, what was sent as changed; 1: whole sets
+    sent: Sent = field(default_factory=Sent)  # nothing yet by a group transport: see `send`
 
 
 class BufferClient(Protocol):
@@ -138,7 +145,7 @@ class LearnerClient(Protocol):
         """Gather the weights of every set; with a group transport, announce them. `full`: a
         checksum of each tensor, not of a sample."""
 
-    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> Sent:
         """Group transports: send the weights that `publish` announced to actors that have stopped
         for them (`prepare_weights`). Until it returns the learner must not train."""
 

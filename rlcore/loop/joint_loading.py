@@ -18,7 +18,7 @@ from rlcore.loop.members import Member, Process
 from rlcore.loop.roster import Roster
 from rlcore.types import POLICY, OnPublish
 
-Send = Callable[[Publication, Sequence[ActorClient]], Awaitable[None]]  # LearnerClient.send
+Send = Callable[[Publication, Sequence[ActorClient]], Awaitable[object]]  # LearnerClient.send
 Party = tuple[Member, Process]
 
 T = TypeVar("T")

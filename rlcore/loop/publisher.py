@@ -4,9 +4,9 @@ continues."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from rlcore.loop.clients import Clients, Publication
+from rlcore.loop.clients import ActorClient, Clients, Publication, Sent
 from rlcore.loop.colocation import Colocation
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Plan, Progress
@@ -46,8 +46,8 @@ class Publisher:
         publication = await self._learner.publish(
             version, full=full or self._plan.verify_full, resumed=resumed
         )
-        self._add({"publish/sent_mib": publication.sent_mib})
-        self._changed = publication.changed_share
+        if not self._fleet.joined:
+            self._note(publication.sent)
         self._delivering = asyncio.create_task(self._deliver(publication, start))
         if self._fleet.joined:  # what is sent is the learner's own memory
             await asyncio.wait([self._delivering])
@@ -55,13 +55,20 @@ class Publisher:
     async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
         progress = self._progress
         await self._colocation.from_learner()
-        parts = await self._fleet.publish(publication, self._learner.send)
+        parts = await self._fleet.publish(publication, self._send)
         self._colocation.awake({"wake_s": parts.pop("wake_s", 0.0)})
         progress.published = publication.version
         await self._buffer.set_versions(progress.published, progress.step)
         self._timeline.add(PUBLICATIONS, f"version {publication.version}", start, now())
         named = {f"time/publish_{name}": seconds for name, seconds in parts.items()}
         return {"time/publish_s": now() - start, **named}
+
+    async def _send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+        self._note(await self._learner.send(publication, receivers))
+
+    def _note(self, sent: Sent) -> None:
+        self._add({"publish/sent_mib": sent.mib})
+        self._changed = sent.changed_share
 
     async def done(self) -> None:
         """Wait until the actors have verified the current publication. Raises what the delivery

@@ -233,16 +233,25 @@ def learner_host(
     bucket_bytes: float,
     kl: bool = False,
     trained: float | None = None,
+    kept_width: int = 0,
 ) -> Parts:
     """Peak bytes in the host memory of one rank: what its GPU offloads, a checkpoint on its way to
-    the disk, and, on rank 0, a publication by the object store."""
+    the disk, and, on rank 0, a publication by the object store.
+
+    `kept_width`: bytes an entry of the set that rank 0 keeps to find out what has changed
+    (`cluster.whole_every`); 0: none."""
     own = sizes.parameters if trained is None else trained
     largest = sizes.largest * BYTES[spec.compute_dtype]
     offloaded = _offloaded(sizes, spec, own, kl=kl) if spec.num_gpus else {}
-    return offloaded | {
-        "checkpoint": 12.0 * own / spec.ranks,
-        "publication": 2 * max(bucket_bytes, largest) + largest,
-    }
+    kept = {"weights as published": kept_width * sizes.parameters} if kept_width else {}
+    return (
+        offloaded
+        | kept
+        | {
+            "checkpoint": 12.0 * own / spec.ranks,
+            "publication": 2 * max(bucket_bytes, largest) + largest,
+        }
+    )
 
 
 def actor_rank(sizes: ModelSizes, actor: ActorSpec, *, bucket_bytes: float, max_len: int) -> Parts:

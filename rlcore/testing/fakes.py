@@ -25,6 +25,7 @@ from rlcore.loop.clients import (
     Publication,
     SampleKey,
     ScorerClient,
+    Sent,
 )
 from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode, read_header
@@ -221,9 +222,9 @@ class FakeLearner(LearnerClient):
         await asyncio.sleep(self.publish_s)
         self.published.append(version)
         manifest = WeightManifest(version, (), (), "float32", {}, full)
-        return Publication(version, {POLICY: (manifest, version)}, 2.0, 0.5)
+        return Publication(version, {POLICY: (manifest, version)}, Sent(2.0, 0.5))
 
-    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> Sent:
         assert self._beside is None or not self.has_memory, "sends before it has made room"
         await asyncio.sleep(self.publish_s)
         self.sent.append((publication.version, len(receivers)))
@@ -231,6 +232,7 @@ class FakeLearner(LearnerClient):
             if getattr(actor, "dead", False):
                 raise StageError("a weight broadcast did not end, or a rank was lost")
             actor.take_weights(publication.version)  # type: ignore[attr-defined]
+        return publication.sent
 
     async def save(self, folder: str, *, in_phase: bool) -> None:
         trained = {

@@ -17,6 +17,7 @@ from typing import Any
 from rlcore.errors import DeadlineExceeded
 
 FINISH = "finish"  # the verb of the last request of a publication
+PATCHES = "patches"  # what "begin" carries where only changes follow
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from rlcore.errors import DeadlineExceeded
 from rlcore.types import WeightManifest
 from rlcore.weights.arrival import FINISH, Arrival
 from rlcore.weights.rendezvous import Rendezvous, rendezvous_store
+from rlcore.weights.sendings import Sending
 from rlcore.weights.stream import arriving, in_order
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -45,9 +46,10 @@ class GroupSender(Protocol):
 
     def send(
         self, manifest: WeightManifest, receivers: Receivers, read: Callable[[], Pairs]
-    ) -> None:
+    ) -> Sending | None:
         """Send a set to all receivers; returns when they have loaded it. Forms the group anew if
-        the receivers are others than before."""
+        the receivers are others than before. Rank 0 returns what patches took; None: a whole
+        set."""
 
     def close(self) -> None:
         """Leave the group."""

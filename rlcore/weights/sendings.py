@@ -18,7 +18,7 @@ class Sending:
     """One version as it was sent. Example: Sending(3, [ref], 1200, 40)"""
 
     version: int
-    parts: list[Any]  # what `put` returned, a bucket each
+    parts: list[Any]  # what `put` returned, a bucket each; none of what a group was sent
     bytes: int
     changed: int  # entries
 
@@ -38,10 +38,9 @@ class DeltaHandle:
 
 def sent_bytes(manifest: WeightManifest, handle: Any) -> int:
     """Bytes of a publication on its way to one actor that has the version before. `handle`: a
-    transport's."""
-    if isinstance(handle, DeltaHandle):
-        return handle.sent.bytes
-    return _entries(manifest) * WIDTHS[manifest.dtype]
+    transport's, or what a group's sender returned."""
+    sending = _sending(handle)
+    return _entries(manifest) * WIDTHS[manifest.dtype] if sending is None else sending.bytes
 
 
 def changed_share(published: Sequence[tuple[WeightManifest, Any]]) -> float:
@@ -49,10 +48,16 @@ def changed_share(published: Sequence[tuple[WeightManifest, Any]]) -> float:
     manifest and handle."""
     entries = sum(_entries(manifest) for manifest, _ in published)
     changed = sum(
-        handle.sent.changed if isinstance(handle, DeltaHandle) else _entries(manifest)
+        _entries(manifest) if (sending := _sending(handle)) is None else sending.changed
         for manifest, handle in published
     )
     return changed / entries if entries else 0.0
+
+
+def _sending(handle: Any) -> Sending | None:
+    """None for a whole set."""
+    handle = handle.sent if isinstance(handle, DeltaHandle) else handle
+    return handle if isinstance(handle, Sending) else None
 
 
 def _entries(manifest: WeightManifest) -> int:

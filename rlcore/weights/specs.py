@@ -28,7 +28,7 @@ class TransportSpec(Spec):
     whole_every: int = setting(
         1,
         "publications from one whole set of weights to the next; those between send only what "
-        "changed in its bits (object_store); 1: all are whole",
+        "changed in its bits (object_store, nccl); 1: all are whole",
         gt=0,
     )
     verify_weights: Literal["sampled", "full"] = setting(

@@ -1,8 +1,9 @@
 """The learner's end of vLLM's weight transfer: `nccl` (packed broadcast, loaded while receiving,
 every tensor-parallel rank in the group) and `ipc` (processes that share GPUs).
 
-`ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. The only file of this
-package that imports vLLM, whose sender classes drive the calls (vllm/distributed/weight_transfer).
+`ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. With vllm_patches.py the
+only file of this package that imports vLLM, whose sender classes drive the calls
+(vllm/distributed/weight_transfer).
 Their order on CPU, with a group whose collectives block as NCCL's do, is in
 tests/weights/test_vllm_transfer.py.
 """
@@ -16,7 +17,7 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from rlcore.types import WeightManifest
-from rlcore.weights.arrival import FINISH
+from rlcore.weights.arrival import FINISH, PATCHES
 from rlcore.weights.group import GroupSender, Receivers
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -40,7 +41,7 @@ class VllmSender(GroupSender):
         self._address = address
         self._bucket_bytes = bucket_bytes
         self._source = _Source()
-        self._client = _Client()
+        self.client = Client()
         self._trainer: Trainer | None = None
         self._members: tuple[str, ...] = ()
 
@@ -49,14 +50,25 @@ class VllmSender(GroupSender):
     ) -> None:
         self._source.manifest = manifest
         self._source.read = read
-        self._client.receivers = receivers
-        if self._trainer is None or self._members != tuple(receivers.members):
+        self.client.receivers = receivers
+        if not self.reaches(receivers):
             self.close()
             # vLLM's constructor starts the receivers' joining first, then joins, and ends with a
             # one-element all-reduce of the new group
             self._trainer = self._form(manifest, receivers)
             self._members = tuple(receivers.members)
+        assert self._trainer is not None
         self._trainer.send_weights()
+
+    def reaches(self, receivers: Receivers) -> bool:
+        """Whether the group there is consists of these."""
+        return self._trainer is not None and self._members == tuple(receivers.members)
+
+    @property
+    def communicator(self) -> Any:
+        """nccl, rank 0: vLLM's, of the group there is."""
+        assert self._trainer is not None, "no group has been formed"
+        return self._trainer.model_update_group
 
     def _form(self, manifest: WeightManifest, receivers: Receivers) -> Trainer:
         largest = max(torch.Size(s).numel() for s in manifest.shapes)
@@ -71,7 +83,7 @@ class VllmSender(GroupSender):
                 packed_buffer_size_bytes=max(self._bucket_bytes, largest),
             )
             return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
-                shared, client=self._client, source=self._source
+                shared, client=self.client, source=self._source
             )
         from vllm.distributed.weight_transfer import nccl_engine
 
@@ -84,7 +96,7 @@ class VllmSender(GroupSender):
             packed_buffer_size_bytes=self._bucket_bytes,
         )
         return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
-            joined, client=self._client, source=self._source
+            joined, client=self.client, source=self._source
         )
 
     def close(self) -> None:
@@ -109,7 +121,7 @@ class _Source(WeightSource):
         return iter(self.read())
 
 
-class _Client:
+class Client:
     """vLLM's VLLMWeightSyncClient over our receivers: each call goes to all of them."""
 
     receivers: Receivers
@@ -126,6 +138,10 @@ class _Client:
 
     def start_weight_update(self) -> None:
         self._all("begin", None)
+
+    def start_patches(self) -> None:
+        """The same where patches follow."""
+        self._all("begin", PATCHES)
 
     def update_weights(self, update_info: Any) -> None:
         self._all("receive", update_info)

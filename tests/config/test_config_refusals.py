@@ -9,6 +9,7 @@ DISTILL = "learner.distill={}"
 LAYERS = ["learner.ranks=2", "learner.tensor_parallel=2"]
 PARTS = ["learner.ranks=2", "learner.sequence_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
+FP8_ON_GPU = "+actor.q={kind: fp8, num_gpus: 1}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
@@ -329,13 +330,21 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (
         ["cluster.whole_every=8", "cluster.transport=disk"],
-        ["cluster.whole_every=8", "disk: use object_store, or whole_every=1"],
+        ["cluster.whole_every=8", "transport=disk: use object_store or nccl, or whole_every=1"],
     ),
     (
         ["cluster.whole_every=8", "actor=sparse", DISTILL],
         ["cluster.whole_every=8", "learner.distill", "whole_every=1"],
     ),
     (["cluster.whole_every=8", ADAPTER], ["cluster.whole_every=8", "publish=adapter"]),
+    (
+        [*GPUS, "cluster.whole_every=8", "cluster.transport=nccl", FP8_ON_GPU],
+        ["cluster.whole_every=8", "nccl", "actor.q.kind=fp8", "whole_every=1"],
+    ),
+    (
+        [*GPUS, "cluster.whole_every=8", "learner.num_gpus=0.5", "cluster.transport=ipc"],
+        ["cluster.whole_every=8", "cluster.transport=ipc", "object_store or nccl"],
+    ),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
         ["learner.lora={targets: [q_proj, lm_head]}"],
@@ -387,6 +396,11 @@ def test_refused_in_one_sentence(words, parts):
     assert "\n" not in sentence and sentence.endswith(".")
     for part in parts:
         assert part in sentence, sentence
+
+
+def test_what_changed_may_travel_from_gpu_to_gpu():
+    several = ["actor.bf16.tensor_parallel=2", "learner.lora={publish: merged}"]
+    load(["run_dir=x", *GPUS, *several, "cluster.whole_every=8", "cluster.transport=nccl"])
 
 
 def test_run_dir_is_required():

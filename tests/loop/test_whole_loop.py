@@ -268,6 +268,12 @@ def test_the_time_of_a_publication_is_counted_once(tmp_path):
         assert parts == pytest.approx(row["time/step_s"], rel=0.05) or row["step"] == 8
 
 
+def test_what_a_group_was_sent_is_counted_once(tmp_path):
+    simulation = simulate(Scenario(schedule("on_policy"), joined=True), tmp_path)
+    for row in simulation.reporter.rows:
+        assert row["publish/sent_mib"] == 2.0 and row["publish/changed_share"] == 0.5
+
+
 def test_the_first_row_after_a_resume_counts_only_its_own_tokens(tmp_path):
     simulate(Scenario(schedule("on_policy")), tmp_path, stop_after(3))
     resumed = simulate(Scenario(schedule("on_policy")), tmp_path, resume=True)

@@ -78,6 +78,13 @@ def test_a_host_holds_its_part_of_a_checkpoint_and_two_buckets():
     assert parts["publication"] == 3 * 2 * 6e8  # the largest tensor is more than a bucket
 
 
+def test_the_set_that_patches_are_made_against_is_counted():
+    more, plain = (
+        learner_host(SIZES, spec(ranks=8), bucket_bytes=2**29, kept_width=width) for width in (2, 0)
+    )
+    assert total(more) - total(plain) == more["weights as published"] == 2 * 8e9
+
+
 def test_an_engine_rank_holds_its_share():
     actor = ActorSpec(num_gpus=1, tensor_parallel=2)
     parts = actor_rank(SIZES, actor, bucket_bytes=2**29, max_len=32768)

@@ -20,7 +20,8 @@ from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.references import ShardLost
 from rlcore.serialization import StoredGroup, load_group
 from rlcore.types import POLICY, Group, WeightManifest
-from rlcore.weights.group import Receivers
+from rlcore.weights.group import GroupSender, Receivers
+from rlcore.weights.sendings import Sending
 
 PHASE_WEIGHTS = "phase_weights"  # folder of a state
 ANSWER_S = 5.0  # that an answer may come after its deadline
@@ -170,9 +171,9 @@ class LearnerActor:
             return None
         return manifest, self._transport(name).publish(manifest, read())
 
-    def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> None:
+    def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> Sending | None:
         """Send the set that was announced to actors that have stopped for it (all ranks take part);
-        returns when they have loaded it."""
+        returns when they have loaded it. What it took, as of a `GroupSender`."""
         name_of_transport = self._hosting.transport.transport
         read = partial(
             self.rank.published_weights,
@@ -181,7 +182,8 @@ class LearnerActor:
             on_device=name_of_transport != "gloo",
             everywhere=name_of_transport == "ipc",  # each GPU's own copy is read
         )
-        self.sender.send(manifest, receivers, read)
+        sender: GroupSender = self.sender
+        return sender.send(manifest, receivers, read)
 
     def follow(self, manifest: WeightManifest, handle: Any) -> None:
         """Take these weights as the frozen policy that KL is taken to (a draft's learner follows

@@ -20,6 +20,7 @@ from rlcore.loop.clients import (
     LogRatios,
     Publication,
     SampleKey,
+    Sent,
 )
 from rlcore.types import POLICY, WeightManifest
 from rlcore.weights.parts import InParts, together
@@ -133,9 +134,9 @@ class RayLearner(LearnerClient):
                 lambda rank: rank.follow.remote(manifest, handle),
                 f"loading version {version} into the {group.name} learner",
             )
-        return Publication(version, sets, *_sizes(sets))
+        return Publication(version, sets, _sizes(sets))
 
-    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
+    async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> Sent:
         """Only the policy's set: runs with several have other transports."""
         manifest, _ = publication.sets[POLICY]
         actors = cast(Sequence[RayRolloutActor], receivers)
@@ -144,10 +145,11 @@ class RayLearner(LearnerClient):
             [actor.ranks for actor in actors],
             self._publish_timeout_s,
         )
-        await self.policy.call(
+        sending = await self.policy.call(
             lambda rank: rank.send.remote(manifest, POLICY, to),
             f"sending version {publication.version} to {len(actors)} rollout actors",
         )
+        return _sizes({POLICY: (manifest, sending)})
 
     async def _gather(
         self, group: RankGroup, version: int, full: bool, resumed: str | None
@@ -243,11 +245,10 @@ def _largest(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(answer[name] for answer in answers) for name in answers[0]}
 
 
-def _sizes(sets: Mapping[str, tuple[WeightManifest, Any]]) -> tuple[float, float]:
-    """MiB that were sent, and the share of all entries that changed."""
+def _sizes(sets: Mapping[str, tuple[WeightManifest, Any]]) -> Sent:
     each = [
         part
         for manifest, handle in sets.values()
         for part in (handle.parts if isinstance(handle, InParts) else [(manifest, handle)])
     ]
-    return sum(sent_bytes(*part) for part in each) / 2**20, changed_share(each)
+    return Sent(sum(sent_bytes(*part) for part in each) / 2**20, changed_share(each))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from engine_helpers import build_model
 
 from rlcore.weights.checksum import tensor_checksum
@@ -61,6 +62,35 @@ def test_an_update_in_flight_reaches_every_rank(pair, models, ask, finish):
         np.testing.assert_allclose(t.logp_inf[later], models[1].sampled(t)[later], atol=1e-5)
         np.testing.assert_allclose(t.logp_inf[~later], models[0].sampled(t)[~later], atol=1e-5)
     assert not list(Path("/dev/shm").glob("rlcore-weights-*"))
+
+
+def test_patches_in_checkpoint_coordinates_reach_the_part_of_every_rank(pair, models):
+    """vLLM's own loading of them, into the layers of a real model: what cluster.transport=nccl with
+    cluster.whole_every relies on."""
+
+    def patch(worker, patches) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import checkpoint_weight_patch as loading
+
+        made = [
+            loading.CheckpointWeightPatch(name, shape, values.dtype, values, index)
+            for name, shape, index, values in patches
+        ]
+        with set_current_vllm_config(worker.vllm_config):
+            loading.load_checkpoint_weight_patches(worker.model_runner.model, made)
+
+    pair.update_weights(1, whole(models[0].tensors), "abort")
+    after = {n: t.clone() for n, t in models[0].tensors.items()}
+    patches = []
+    for name, tensor in after.items():
+        if "layers.1.self_attn.k_proj" in name:  # the rest of a fused parameter is changed
+            continue
+        index = torch.arange(0, tensor.numel(), 7, dtype=torch.int32)
+        flat = tensor.view(-1)
+        flat[index.long()] = -flat[index.long()]
+        patches.append((name, tuple(tensor.shape), index, flat[index.long()]))
+    pair.core.rpc(patch, patches)
+    assert pair.checksums(pair.names()) == checksums(after)
 
 
 def test_what_one_rank_lost_is_seen(pair, models):

@@ -15,6 +15,7 @@ from rlcore.rollout.engines.vllm.adapter_folder import adapter_folder
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.transfer import EngineTransfer
 from rlcore.weights.adapters import AdapterShape, adapter_shapes
+from rlcore.weights.arrival import PATCHES
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.manifest import check_shapes
 from rlcore.weights.rounding import round_weights
@@ -110,24 +111,29 @@ class HeldWeights:
     def receive(self, transfer: EngineTransfer, proven: Collection[str] | None) -> None:
         """Have vLLM's workers receive a set by themselves; `proven`: what will be asked for.
 
-        Raises RuntimeError if vLLM did not take every weight.
+        Raises RuntimeError if vLLM did not take every weight that was sent: all of them, but for
+        patches.
         """
         self._arrived = {}
         self._proven = {}
         self._to_prove = None
         keep = list(self._kept_for_proof(proven))
+        sent: list[str] = []
 
         def carry_out(verb: str, payload: Any) -> None:
             if verb == "join":
                 self._ranks.rpc("init_weight_transfer_engine", payload)
             elif verb == "begin":
-                self._ranks.rpc("rl_expect", keep)
+                patched = payload == PATCHES
+                sent.extend(() if patched else self._shapes)
+                self._ranks.rpc("rl_expect", keep, patched)
                 self._ranks.rpc("start_weight_update")
             elif verb == "receive":
                 self._ranks.rpc("update_weights", payload)
+                sent.extend(_patched_names(payload))
             else:
                 self._ranks.rpc("finish_weight_update")
-                self._ranks.rpc("rl_all_received", list(self._shapes))
+                self._ranks.rpc("rl_all_received", sent)
 
         transfer.serve(carry_out)
         if keep:
@@ -191,3 +197,9 @@ class HeldWeights:
         }
         proven = self._ranks.send("rl_proven", parts)
         self._proven = {n: tensor_checksum(tensors[n]) for n in proven}
+
+
+def _patched_names(update: Any) -> list[str]:
+    """What a request to receive changes, if it brings patches. IPC's are of other forms."""
+    patches = isinstance(update, Mapping) and "num_updates_list" in update
+    return list(update["names"]) if patches else []

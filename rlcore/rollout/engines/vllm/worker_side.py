@@ -64,12 +64,14 @@ class WorkerSide(WeightExtension):
 
         return RoutesOnCpu(self.model_runner, self.rl_shared, blocks)
 
-    def rl_expect(self, keep: list[str]) -> None:
-        """vLLM's receiver gets a set next. `keep`: weights to prove afterwards."""
-        self.weight_transfer_engine.expect(frozenset(keep), second_names(self.model_runner.model))
+    def rl_expect(self, keep: list[str], patched: bool) -> None:
+        """vLLM's receiver gets a set next, or what changed since the last. `keep`: weights to prove
+        afterwards."""
+        second = second_names(self.model_runner.model)
+        self.weight_transfer_engine.expect(frozenset(keep), second, patched=patched)
 
     def rl_all_received(self, names: list[str]) -> None:
-        """Raise RuntimeError unless the model took every weight of the set."""
+        """Raise RuntimeError unless the model took every weight of these names."""
         self.rl_check_loaded(names, self.weight_transfer_engine.loaded)
 
     def rl_proven_received(self) -> dict[str, int]:
