@@ -146,6 +146,19 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
         )
 
 
+def check_patches(config: RunConfig, model: Mapping[str, Any]) -> None:
+    """Refuse to patch, in place, weights from which vLLM derives others when it loads a whole set.
+    `model`: the policy's config.json."""
+    rank = next((v for name, v in _settings(model) if name == "kv_lora_rank" and v), None)
+    refuse(
+        rank is not None and config.cluster.transport == "nccl" and config.cluster.whole_every > 1,
+        f"cluster.whole_every={config.cluster.whole_every} with cluster.transport=nccl changes "
+        f"weights in place, and model.path={config.model.path} has latent attention (kv_lora_rank="
+        f"{rank}), for which vLLM keeps matrices made of them: use whole_every=1, or "
+        "cluster.transport=object_store.",
+    )
+
+
 def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
     """Refuse to replay experts that there are none of, or that an engine does not return. `model`:
     the policy's config.json."""
@@ -224,6 +237,7 @@ def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
     check_kind(config, policy)
     check_replay(config, policy)
     check_experts(config, policy)
+    check_patches(config, policy)
     check_length(policy, config.model.max_len, whose=f"model.path={path}")
     return policy
 

@@ -9,7 +9,7 @@ import pytest
 import rlcore
 from rlcore.cli import main
 from rlcore.commands import roles
-from rlcore.commands.model_checks import check_replay
+from rlcore.commands.model_checks import check_patches, check_replay
 from rlcore.commands.preflight import prepare
 from rlcore.config.compose import load
 from rlcore.errors import UserError
@@ -209,6 +209,18 @@ def test_a_mixture_of_experts_is_refused(model, tmp_path):
         prepared(folder)
     with pytest.raises(UserError, match=r"^actor\.draft\.draft_path=.*mixture of experts"):
         _drafted(model, folder)
+
+
+def test_weights_that_vllm_derives_others_from_are_not_patched(model):
+    config = load(["experiment=quickstart", "run_dir=x", "cluster.whole_every=8"])
+    from_gpu = config.cluster.model_copy(update={"transport": "nccl"})
+    own = json.loads((model / "config.json").read_text())
+    latent = own | {"kv_lora_rank": 256}
+    check_patches(config, latent)
+    patched = config.model_copy(update={"cluster": from_gpu})
+    check_patches(patched, own)
+    with pytest.raises(UserError, match=r"^cluster\.whole_every=8 .*kv_lora_rank=256"):
+        check_patches(patched, latent)
 
 
 def test_a_buffer_too_small_for_one_step_is_refused(model):

@@ -159,3 +159,15 @@ def test_buckets_are_loaded_as_they_come_and_only_what_will_be_proven_is_kept(st
     assert len(seen) == len(NAMES)  # each weight is larger than half a bucket
     assert set(held.checksums(manifest.checksums)) == set(manifest.checksums)
     verify_checksums(manifest, held.checksums(manifest.checksums))
+
+
+def test_nan_that_patches_leave_behind_is_found():
+    """As a loader leaves it that does not write by `Tensor.copy_`."""
+    engine = Engine(weights(1))
+    loaded = [n for n, _ in engine.model.named_parameters()]
+    engine.rl_check_patched(loaded)
+    with torch.no_grad():
+        engine.model.model["norm"].weight[2] = float("nan")
+    with pytest.raises(RuntimeError, match=r"NaN into model\.norm\.weight"):
+        engine.rl_check_patched(loaded)
+    engine.rl_check_patched([n for n in loaded if "norm" not in n])

@@ -33,7 +33,7 @@ class Recording:
     kept: dict[str, torch.Tensor]  # copies, on the host, of the weights that will be proven
     _keep: Collection[str] = ()
     _second_names: Collection[str] = ()
-    _patched = False  # what follows are patches
+    patched = False  # what arrives, or arrived last, are patches
     _complete = False  # a set of this group has arrived, and no other has begun
 
     def expect(
@@ -48,7 +48,7 @@ class Recording:
         self.kept = {}
         self._keep = keep
         self._second_names = second_names
-        self._patched = patched
+        self.patched = patched
         self._complete = False
 
     def init_transfer_engine(self, init_info: Any) -> None:
@@ -94,17 +94,17 @@ class _Tap:
 class _Lifecycle(NCCLWeightTransferEngine):
     """Whole sets and patches over one communicator."""
 
-    _patched: bool
+    patched: bool
 
     def start_weight_update(self) -> None:
         """Patches are written into the parameters as they are: vLLM's reload would begin with
         empty ones."""
-        if not self._patched:
+        if not self.patched:
             super().start_weight_update()
 
     def finish_weight_update(self) -> None:
         """The end of that reload."""
-        if not self._patched:
+        if not self.patched:
             super().finish_weight_update()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:

@@ -90,6 +90,18 @@ class WeightExtension:
                 f"the engine did not load {sorted(missing)[0]} (and {len(missing) - 1} more)"
             )
 
+    @torch.no_grad()
+    def rl_check_patched(self, loaded: Collection[str]) -> None:
+        """Raise RuntimeError if one of these parameters holds NaN: vLLM marks by it what a patch
+        leaves as it is, and a loader that does not write by `Tensor.copy_` takes it for a value."""
+        held = dict(self.model_runner.model.named_parameters())
+        broken = {n: held[n].isnan().any() for n in loaded if n in held}
+        if found := [n for n, nan in broken.items() if nan]:
+            raise RuntimeError(
+                f"patches have put NaN into {found[0]} (and {len(found) - 1} more): vLLM's loader "
+                "of it does not take them (use cluster.whole_every=1)"
+            )
+
     def rl_begin_relayout(self) -> None:
         """Make the model take weights as a checkpoint has them."""
         raise NotImplementedError

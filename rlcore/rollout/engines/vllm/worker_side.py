@@ -72,7 +72,10 @@ class WorkerSide(WeightExtension):
 
     def rl_all_received(self, names: list[str]) -> None:
         """Raise RuntimeError unless the model took every weight of these names."""
-        self.rl_check_loaded(names, self.weight_transfer_engine.loaded)
+        receiver = self.weight_transfer_engine
+        self.rl_check_loaded(names, receiver.loaded)
+        if receiver.patched:
+            self.rl_check_patched(receiver.loaded)
 
     def rl_proven_received(self) -> dict[str, int]:
         """Checksums, as published, of the kept weights that are proven (`rl_proven`). Frees
