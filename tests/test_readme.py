@@ -50,6 +50,7 @@ NEEDS = {  # further options that one option requires
     "correction=[rapid]": ["algorithm=rapid"],
     "algorithm.whitening=tokens": ["algorithm=reinforce_pp"],
     "learner.distill.lora.publish=adapter": ["actor=sparse"],
+    "learner.sequence_parallel=4": ["learner.ranks=4"],
     "cluster=ray": ["cluster.address=head:6379"],
     "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
     "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
