@@ -120,6 +120,12 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
     which would only show at the first publication, and settings that were not tried with one.
     `model`: the policy's config.json."""
     experts = _experts(model)
+    count = config.learner.expert_parallel
+    refuse(
+        count > 1 and not experts,
+        f"learner.expert_parallel={count} divides the experts of a mixture, and the model of "
+        f"model.path={config.model.path} has none: use 1.",
+    )
     if not experts:
         return
     whose = f"model.path={config.model.path} is a mixture of experts ({experts})"

@@ -12,6 +12,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.specs import TisSpec
 from rlcore.environments.specs import EnvironmentJob
+from rlcore.learner.part_rules import PARTS
 from rlcore.learner.specs import SPARSE_COPY, LearnerJob
 from rlcore.loop.plan import Plan
 from rlcore.objectives.registry import loss_class
@@ -264,7 +265,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
     assert draft is not None and path is not None
     # Adapters would be the policy's: a draft is small enough to be trained whole.
     own = {"ranks": draft.ranks, "lr": draft.lr, "lora": None, "draft": None, "router": "live"}
-    own |= {"sequence_parallel": 1, "tensor_parallel": 1}
+    own |= dict.fromkeys(PARTS, 1)
     kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
     return LearnerJob(
         model_path=path,

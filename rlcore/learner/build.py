@@ -73,8 +73,9 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
     # what can be refused is built before anything is loaded
     engine_class = resolve(ENGINES, spec.engine, key="learner.engine")
     pipeline = build_pipeline(job.corrections, job.run_seed, job.objective)
-    if spec.tensor_parallel > 1 and not engine_class.divides_layers:
-        raise UserError.choice("learner.tensor_parallel", spec.tensor_parallel, ("1",), _UNDIVIDED)
+    for name in ("tensor_parallel", "expert_parallel"):
+        if (count := getattr(spec, name)) > 1 and not engine_class.divides_layers:
+            raise UserError.choice(f"learner.{name}", count, ("1",), _UNDIVIDED)
     join_ranks(place, device)
     engine_class.prepare(device)
     shards, replicas = join_groups(spec)

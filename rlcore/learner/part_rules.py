@@ -9,7 +9,7 @@ from rlcore.spec import refuse
 if TYPE_CHECKING:
     from rlcore.learner.specs import LearnerSpec
 
-PARTS = ("sequence_parallel", "tensor_parallel")  # keys that say who holds parts
+PARTS = ("sequence_parallel", "tensor_parallel", "expert_parallel")  # keys that say who holds parts
 
 
 def check_parts(spec: LearnerSpec, key: str) -> None:
@@ -17,6 +17,8 @@ def check_parts(spec: LearnerSpec, key: str) -> None:
     _check_one(spec, key, "sequence_parallel", "sequences")
     _check_one(spec, key, "tensor_parallel", "layers")
     _check_together(spec, key)
+    if spec.expert_parallel > 1:
+        _check_experts(spec, key)
 
 
 def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
@@ -24,12 +26,7 @@ def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
     if count == 1:
         return
     parts = f"{key}.{name}={count}"
-    divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
-    refuse(
-        count not in divisors,
-        f"{parts} does not divide {key}.ranks={spec.ranks}: choose one of "
-        f"{', '.join(map(str, divisors))}.",
-    )
+    _check_divides(spec, key, name)
     refuse(
         name == "sequence_parallel" and spec.attention == "flash_attention_2",
         f"{parts} has an attention of its own name, which transformers would take for a "
@@ -46,6 +43,38 @@ def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
         f"{key}.{'train_sparse=true' if spec.train_sparse else 'distill'} attends sparsely: "
         f"use {name}=1.",
     )
+
+
+def _check_divides(spec: LearnerSpec, key: str, name: str) -> None:
+    count = getattr(spec, name)
+    divisors = [n for n in range(1, spec.ranks + 1) if spec.ranks % n == 0]
+    refuse(
+        count not in divisors,
+        f"{key}.{name}={count} does not divide {key}.ranks={spec.ranks}: choose one of "
+        f"{', '.join(map(str, divisors))}.",
+    )
+
+
+def _check_experts(spec: LearnerSpec, key: str) -> None:
+    _check_divides(spec, key, "expert_parallel")
+    parts = f"{key}.expert_parallel={spec.expert_parallel}"
+    refuse(
+        spec.zero_stage == 3,
+        f"{parts} is not proven with {key}.zero_stage=3: choose 0, 1 or 2.",
+    )
+    others = {
+        f"{key}.sequence_parallel={spec.sequence_parallel}": spec.sequence_parallel > 1,
+        f"{key}.tensor_parallel={spec.tensor_parallel}": spec.tensor_parallel > 1,
+        f"{key}.router=replay": spec.router == "replay",
+        f"{key}.keep_passes_mib={spec.keep_passes_mib}": spec.keep_passes_mib > 0,
+        f"{key}.offload_while_sampling=true": spec.offload_while_sampling,
+        f"{key}.train_sparse=true": spec.train_sparse,
+        f"{key}.lora": spec.lora is not None,
+        f"{key}.distill": spec.distill is not None,
+        f"{key}.draft": spec.draft is not None,
+    }
+    for other, used in others.items():
+        refuse(used, f"{parts} is not proven with {other}: use expert_parallel=1, or leave it off.")
 
 
 def _check_together(spec: LearnerSpec, key: str) -> None:

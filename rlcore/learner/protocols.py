@@ -42,7 +42,7 @@ class TrainEngine(Protocol):
     names: Mapping[str, Tensor]  # the model's weights by Hugging Face name
     trained: Mapping[str, Tensor]  # what the optimizer trains: the same, or adapters on them
     optimizer_steps: int  # taken since the fresh model
-    divides_layers: ClassVar[bool] = False  # knows learner.tensor_parallel
+    divides_layers: ClassVar[bool] = False  # knows learner.tensor_parallel, expert_parallel
 
     @staticmethod
     def prepare(device: torch.device) -> None:

@@ -137,6 +137,12 @@ class LearnerSpec(OptimizerSpec):
         "ranks, of the key heads and of the MLP's width",
         gt=0,
     )
+    expert_parallel: int = setting(
+        1,
+        "ranks that hold parts of the experts of every layer, at ZeRO 0 to 2 (AutoEP): a divisor "
+        "of ranks and of the experts",
+        gt=0,
+    )
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
     zero_stage: Literal[0, 1, 2, 3] = setting(

@@ -47,10 +47,12 @@ class ModelSizes:
     inner: int  # width of the MLP that a position goes through
     qk_norm: bool
     ends: float = 0.0  # embedding and head, which tensor parallelism leaves whole
+    experts: float = 0.0  # all of them, in all layers
 
     def held(self, spec: LearnerSpec) -> float:
         """Entries of the model that a rank computes with, but for ZeRO-3."""
-        return self.ends + (self.parameters - self.ends) / spec.tensor_parallel
+        divided = (self.parameters - self.ends) / spec.tensor_parallel
+        return self.ends + divided - self.experts * (1 - 1 / spec.expert_parallel)
 
     @classmethod
     def of(cls, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelSizes:
@@ -77,6 +79,7 @@ class ModelSizes:
             inner=layer.inner,
             qk_norm=layer.qk_norm,
             ends=float(sum(size for name, size in sizes.items() if name.split(".")[-2] in _ENDS)),
+            experts=float(sum(size for name, size in sizes.items() if _EXPERT.fullmatch(name))),
         )
 
     @property
@@ -131,26 +134,30 @@ def _frozen(sizes: ModelSizes, spec: LearnerSpec) -> float:
     return BYTES[spec.compute_dtype] * sizes.parameters / split
 
 
-def _divide(spec: LearnerSpec) -> int:
-    """Ranks among which ZeRO divides what they would hold alike."""
-    return spec.ranks // spec.tensor_parallel
+def _partition(sizes: ModelSizes, spec: LearnerSpec, own: float) -> float:
+    """Entries of a rank's part of what ZeRO divides: of `own` among the ranks that would hold the
+    same. Experts that are held by fewer are divided among fewer, so that all parts are equal."""
+    if spec.expert_parallel > 1:
+        return sizes.parameters / spec.ranks
+    return own / (spec.ranks // spec.tensor_parallel)
 
 
 def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     """What a rank always holds."""
-    stage, ranks, mixed = spec.zero_stage, _divide(spec), spec.compute_dtype != "float32"
+    stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
+    mine = _partition(sizes, spec, own)
     weights = BYTES[spec.compute_dtype] * sizes.held(spec)
-    parts: Parts = {"weights": weights / ranks if stage == 3 else weights}
+    parts: Parts = {"weights": weights / spec.ranks if stage == 3 else weights}
     if spec.offload.parameters != "none":
         parts["weights"] = 0.0
     if spec.offload.optimizer != "none":
         return parts | {"bucket of gradients": 4.0 * min(BUCKET, own)}
     # stage 0 trains the weights themselves
-    parts["masters and moments"] = 8.0 * own if stage == 0 else 12.0 * own / ranks
+    parts["masters and moments"] = 8.0 * own if stage == 0 else 12.0 * mine
     if stage == 1 and mixed:
         parts["gradients"] = 4.0 * own
     if stage == 3:
-        parts["gradients"] = 4.0 * own / ranks
+        parts["gradients"] = 4.0 * mine
         parts["bucket of gradients"] = 4.0 * min(BUCKET, own)
     return parts
 
@@ -181,7 +188,7 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
         parts["gradients on their way"] = width * own
         parts["bucket of gradients"] = 0.0 if stage == 0 or mixed else 4.0 * bucket
     elif stage == 2:
-        reduced = 4.0 * own / _divide(spec)
+        reduced = 4.0 * _partition(sizes, spec, own)
         flush = (8.0 if mixed else 4.0) * bucket
         if own > BUCKET:
             return parts | {"gradients": reduced, "bucket of gradients": flush}
@@ -211,7 +218,7 @@ def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
     stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
     if stage == 0:
         return {"gradients": 4.0 * own, "optimizer": 8.0 * sizes.largest}
-    mine = own / _divide(spec)
+    mine = _partition(sizes, spec, own)
     if stage == 3:
         mine = min(mine, GROUP)  # updated in groups
     if spec.offload.optimizer != "none":  # on the host, whose fused kernel has no temporaries

@@ -92,6 +92,7 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
         ({"model_type": "mixtral", "num_local_experts": 8}, [], "of model_type=mixtral"),
         ({"num_experts": 8}, [], "of model_type=None"),
         (MIXTURE, ["learner.lora={rank: 4}"], "set learner.lora=null"),
+        ({}, ["learner.ranks=2", "learner.expert_parallel=2"], "learner.expert_parallel=2"),
         (MIXTURE, ["actor=fp8"], "choose actor=bf16"),
         (MIXTURE, ["actor=sparse"], "choose actor=bf16"),
         (MIXTURE, ["actor.bf16.rounding=int8"], "with kind=bf16 and rounding=int8"),

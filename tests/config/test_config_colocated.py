@@ -49,6 +49,7 @@ REFUSED = {
     "more ranks": (["learner.ranks=2"], "learner.ranks=2 is more than actor.*.count=1"),
     "parts of sequences": ([*TWO, "learner.sequence_parallel=2"], "learner.sequence_parallel=2"),
     "parts of layers": ([*TWO, "learner.tensor_parallel=2"], "learner.tensor_parallel=2"),
+    "parts of experts": ([*TWO, "learner.expert_parallel=2"], "learner.expert_parallel=2"),
     "ipc to more engines": (
         [*GPUS, "actor.bf16.count=2", "cluster.transport=ipc"],
         "cluster.transport=ipc reads a learner rank's memory on each engine's GPU",

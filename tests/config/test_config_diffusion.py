@@ -18,6 +18,10 @@ REFUSED = [  # words; parts of the sentence
         ["learner.ranks=2", "learner.sequence_parallel=2"],
         ["learner.sequence_parallel=2", "model.diffusion", "use 1"],
     ),
+    (
+        ["learner.ranks=2", "learner.expert_parallel=2"],
+        ["learner.expert_parallel=2", "model.diffusion", "use 1"],
+    ),
     (["actor=sparse", "actor.sparse.engine=diffusion"], ["actor.sparse.kind=sparse"]),
     (["actor.bf16.tensor_parallel=2"], ["tensor_parallel=2", "actor.bf16.count"]),
     (["actor.bf16.kv_on_update=keep"], ["kv_on_update=keep", "recompute"]),

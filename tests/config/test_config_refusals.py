@@ -8,6 +8,7 @@ from rlcore.errors import UserError
 DISTILL = "learner.distill={}"
 LAYERS = ["learner.ranks=2", "learner.tensor_parallel=2"]
 PARTS = ["learner.ranks=2", "learner.sequence_parallel=2"]
+EXPERTS = ["learner.ranks=4", "learner.expert_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
 FP8_ON_GPU = "+actor.q={kind: fp8, num_gpus: 1}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
@@ -220,6 +221,24 @@ REFUSED = [  # words; parts that the sentence must hold
     ([*LAYERS, "learner.lora={}"], ["learner.tensor_parallel=2", "learner.lora"]),
     ([*LAYERS, "learner.keep_passes_mib=8"], ["tensor_parallel=2", "the same layers"]),
     ([*LAYERS, "actor=sparse", DISTILL], ["learner.tensor_parallel=2", "learner.distill attends"]),
+    (["learner.ranks=3", "learner.expert_parallel=2"], ["learner.ranks=3", "choose one of 1, 3"]),
+    ([*EXPERTS, "learner=zero3"], ["learner.expert_parallel=2", "zero_stage=3", "0, 1 or 2"]),
+    *(
+        ([*EXPERTS, f"learner.{word}"], ["learner.expert_parallel=2 is not proven", says])
+        for word, says in (
+            ("sequence_parallel=2", "learner.sequence_parallel=2"),
+            ("tensor_parallel=2", "learner.tensor_parallel=2"),
+            ("router=replay", "learner.router=replay"),
+            ("keep_passes_mib=8", "learner.keep_passes_mib=8"),
+            ("offload_while_sampling=true", "learner.offload_while_sampling=true"),
+            ("lora={}", "learner.lora"),
+            ("draft={}", "learner.draft"),
+        )
+    ),
+    *(
+        ([*EXPERTS, "actor=sparse", word], ["learner.expert_parallel=2 is not proven"])
+        for word in (DISTILL, "learner.train_sparse=true")
+    ),
     (["cluster.transport=nccl"], ["cluster.transport=nccl", "learner and actor.bf16"]),
     (["cluster.transport=ipc"], ["cluster.transport=ipc", "learner and actor.bf16"]),
     ([*GPUS, "learner.num_gpus=0.5", "cluster.transport=nccl"], ["one GPU", "learner", "use ipc"]),

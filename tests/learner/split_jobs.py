@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from learner_helpers import make_groups
-from rank_jobs import RECORDING, RecordingEngine, learner, untimed
+from rank_jobs import RECORDING, RecordingEngine, learner, state, untimed
 
+from rlcore.learner.engines.deepspeed import ZeroEngine
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
 from rlcore.types import Group
@@ -32,8 +34,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4}, "zero_stage": 2},
     "accepted": {"keep_by_acceptance": 2, "corrections": {"ais": {}}, "zero_stage": 1},
 }
+# moments tell of the clip, which Adam's steps of one size do not
+CLIPPED = {"grad_clip": 0.05, "weight_decay": 0.1, "corrections": JACKPOT}
+VARIANTS |= {f"clipped {n}": {"zero_stage": n, **CLIPPED} for n in (0, 1, 2)}
+VARIANTS |= {f"bfloat16 {n}": {**VARIANTS[f"clipped {n}"], "dtype": "bfloat16"} for n in (1, 2)}
 
-
+#: with parts of the experts: no ZeRO-3, no adapters
+OF_EXPERTS = ["stage 0", "stage 1", "stage 2", "one micro-batch", "packed", "sorted", "full kl"]
+OF_EXPERTS += ["dvp", "accepted", "recomputed", "clipped 0", "clipped 1", "clipped 2"]
 #: with parts of layers: no ZeRO-3, no adapters
 OF_LAYERS = ["stage 0", "stage 1", "stage 2", "one micro-batch", "packed", "full kl", "dvp"]
 OF_LAYERS += ["accepted", "recomputed"]
@@ -43,10 +51,11 @@ VARIANTS["recomputed"] = {"gradient_checkpointing": True, "kl_coef": 0.1, "zero_
 def steps(
     rank: int, world: int, port: int, model: str, parts: dict[str, int], only: list[str] | None
 ) -> dict[str, Any]:
-    """variant -> gradients of a first step, and the rows of two. Ranks that hold parts of the same
-    model or sequences have the same groups; `parts`: the key that says so."""
+    """variant -> gradients of a first step, the rows of two, and moments and weights after them.
+    Ranks that hold parts of the same matrices or sequences have the same groups; `parts`: the key
+    that says so."""
     out = {}
-    share = np.prod(list(parts.values()), dtype=int)
+    share = np.prod([n for key, n in parts.items() if key != "expert_parallel"], dtype=int)
     for name, options in VARIANTS.items():
         if only is not None and name not in only:
             continue
@@ -58,8 +67,16 @@ def steps(
         row = untimed(one.train_step(0))
         assert isinstance(one.engine, RecordingEngine)
         gradients = one.engine.gradients
-        out[name] = gradients, [row, untimed(one.train_step(1))]
+        rows = [row, untimed(one.train_step(1))]
+        out[name] = gradients, rows, _moments(one.engine), state(one)
     return out
+
+
+def _moments(engine: ZeroEngine) -> dict[str, np.ndarray]:
+    """First moments: sums of clipped gradients."""
+    engine._state._link_moments()  # as before they are saved
+    read = partial(engine._state._read, key="exp_avg")
+    return {name: read(p).float().numpy() for name, p in engine.trained.items()}
 
 
 def dealt(groups: list[Group], index: int, count: int) -> list[Group]:

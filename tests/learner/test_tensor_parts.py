@@ -55,14 +55,16 @@ def test_parts_of_a_matrix_are_of_its_outputs_or_inputs():
     assert parts.shape(rows) == (4, 3) and parts.shape(columns) == (2, 6)
     assert parts.shape(norm) == (2, 3)
     whole = torch.arange(12.0)
-    assert parts.own(rows, whole.view(4, 3)).tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert parts.own(columns, whole.view(2, 6)).tolist() == [[3, 4, 5], [9, 10, 11]]
-    squares = parts.squares(iter([(rows, rows * 2), (norm, norm)]))
+    (its, own), *_ = parts.own(rows, whole.view(4, 3))
+    assert its is rows and own.tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert parts.own(columns, whole.view(2, 6))[0][1].tolist() == [[3, 4, 5], [9, 10, 11]]
+    squares = parts.squares(iter([(rows, rows * 2), (norm, norm)]), all_held=True)
     assert squares.item() == 4 * 6 + 6 / 2
 
 
-def test_an_engine_that_computes_whole_layers_says_so(monkeypatch):
+@pytest.mark.parametrize("key", ["tensor_parallel", "expert_parallel"])
+def test_an_engine_that_computes_whole_layers_says_so(monkeypatch, key):
     monkeypatch.setattr(build, "resolve", lambda *args, **kwargs: PlainEngine)
-    job = make_job("nowhere", ranks=2, tensor_parallel=2)
-    with pytest.raises(UserError, match=r"tensor_parallel=2 .*learner\.engine.*one of: 1\."):
+    job = make_job("nowhere", ranks=2, **{key: 2})
+    with pytest.raises(UserError, match=rf"{key}=2 .*learner\.engine.*one of: 1\."):
         build.build_parts(job, make_place(0, 2, 1))

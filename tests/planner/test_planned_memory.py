@@ -46,6 +46,17 @@ def test_ranks_with_parts_of_layers_hold_parts_of_all_but_the_ends():
     assert half["activations"] < whole["activations"] and half["logits"] == whole["logits"]
 
 
+def test_ranks_with_parts_of_experts_hold_the_rest_whole():
+    sizes = replace(SIZES, experts=7e9)
+    whole, half = (
+        learner_rank(sizes, spec(zero_stage=2, ranks=8, expert_parallel=n), kl=True) for n in (1, 4)
+    )
+    assert half["weights"] == 2 * (1e9 + 7e9 / 4)
+    # fewer ranks hold the same experts, and there are fewer of them to divide
+    assert half["masters and moments"] == whole["masters and moments"] == 12 * 8e9 / 8
+    assert half["frozen policy"] == whole["frozen policy"] == 2 * 8e9
+
+
 def test_the_reference_is_divided_as_the_policy_is():
     for stage in (2, 3):
         parts = learner_rank(SIZES, spec(zero_stage=stage, ranks=8), kl=True)
@@ -103,4 +114,4 @@ def test_experts_count_stacked_as_a_rank_gathers_them():
     config |= {"vocab_size": 100, "num_experts_per_tok": 3, "moe_intermediate_size": 4}
     sizes = ModelSizes.of(config, shapes)
     assert sizes.largest == 16 * 2 * 32 and sizes.inner == 12
-    assert sizes.parameters == 800 + 16 * 96
+    assert sizes.parameters == 800 + 16 * 96 and sizes.experts == 16 * 96

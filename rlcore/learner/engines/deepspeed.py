@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
+from rlcore.learner.engines.expert_parts import ExpertParts, autoep_config, check_experts
 from rlcore.learner.engines.learning_rate import RateSchedule
-from rlcore.learner.engines.offload import offload_config, swap_folder
+from rlcore.learner.engines.offload import swap_folder
 from rlcore.learner.engines.parameter_groups import parameter_groups
+from rlcore.learner.engines.parts import Parts, gradients_of
+from rlcore.learner.engines.settings import deepspeed_config
 from rlcore.learner.engines.splitting import SplitFrozenPolicy, splitter
-from rlcore.learner.engines.tensor_parts import (
-    TensorParts,
-    autotp_config,
-    check_layers,
-    gradients_of,
-)
+from rlcore.learner.engines.tensor_parts import TensorParts, autotp_config, check_layers
 from rlcore.learner.engines.zero_state import ZeroState
 from rlcore.learner.head_kl import KlTarget
 from rlcore.learner.head_spec import HeadSpec
@@ -83,12 +81,12 @@ class ZeroEngine(TrainEngine):
 
     @staticmethod
     def splitter(spec: LearnerSpec) -> Split | None:
-        return splitter(_config(spec)) if spec.zero_stage == 3 else None
+        return splitter(deepspeed_config(spec)) if spec.zero_stage == 3 else None
 
     @staticmethod
     def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
         if spec.zero_stage == 3:
-            return SplitFrozenPolicy(policy, _config(spec))
+            return SplitFrozenPolicy(policy, deepspeed_config(spec))
         return FrozenPolicy(policy.to(device))
 
     @staticmethod
@@ -111,10 +109,14 @@ class ZeroEngine(TrainEngine):
         self._offloaded = spec.offload.optimizer != "none"
         self._rate = RateSchedule(spec, total_steps)
         self._world_size = dist.get_world_size()
-        config = _config(spec)
+        config = deepspeed_config(spec)
         if spec.tensor_parallel > 1:
             check_layers(policy.lm, spec.tensor_parallel)
             config["tensor_parallel"] = autotp_config(spec.tensor_parallel)
+        if spec.expert_parallel > 1:
+            check_experts(policy.lm, spec.expert_parallel)
+            config["expert_parallel"] = autoep_config(policy.lm, spec.expert_parallel)
+        names = [name for name, _ in policy.lm.named_parameters()]
         # DeepSpeed makes this buffer of gradients whole, however small the model
         entries = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
         zero = config["zero_optimization"]
@@ -123,12 +125,18 @@ class ZeroEngine(TrainEngine):
             zero["offload_optimizer"]["nvme_path"] = swap_folder(Path(spec.offload.nvme_path))
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
-            model_parameters=parameter_groups(policy, spec.weight_decay),
+            model_parameters=parameter_groups(policy, spec),
             config=config,
         )
         named = {
             n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")
         }
+        #: which of the weights are parts; None: all are whole, but for what ZeRO-3 divides
+        self._parts: Parts | None = None
+        self._clip: float | None = None  # the largest norm, where DeepSpeed does not clip
+        if spec.expert_parallel > 1:
+            self._parts = experts = ExpertParts(names, named, spec.expert_parallel)
+            self._clip, named = spec.grad_clip, experts.named
         self.names = {plain_name(n): p for n, p in named.items() if not is_adapter(n)}
         trained = {n: p for n, p in named.items() if p.requires_grad}
         self.trained = trained
@@ -139,8 +147,6 @@ class ZeroEngine(TrainEngine):
             for layer in self._adapted.values():
                 for p in (layer.get_base_layer().weight, *factors(layer)):
                     deepspeed.zero.register_external_parameter(layer, p)
-        #: which of the weights are parts; None: all are whole, but for what ZeRO-3 divides
-        self._parts: TensorParts | None = None
         if spec.tensor_parallel > 1:
             self._parts = TensorParts(trained, spec.tensor_parallel)
             # would send the first micro-batch to the other ranks, which have the same
@@ -180,9 +186,10 @@ class ZeroEngine(TrainEngine):
             dist.all_reduce(total)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
 
-    def _divided_norm(self, parts: TensorParts) -> float:
-        total = parts.squares(gradients_of(self._optimizer, self.trained)).double()
+    def _divided_norm(self, parts: Parts) -> float:
         whole = self._stage == 0 or self._whole_gradients
+        pairs = gradients_of(self._optimizer, self.policy)
+        total = parts.squares(pairs, all_held=whole).double()
         dist.all_reduce(total, group=parts.group if whole else None)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
 
@@ -206,6 +213,10 @@ class ZeroEngine(TrainEngine):
         rate = self._rate(self.optimizer_steps) * scale
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        if self._clip is not None and self._parts is not None:
+            share = self._clip / (self._divided_norm(self._parts) + 1e-6)
+            for _, g in gradients_of(self._optimizer, self.policy) if share < 1 else ():
+                g.mul_(share)
         self._engine.step()
         self.optimizer_steps += 1
         return rate
@@ -214,11 +225,14 @@ class ZeroEngine(TrainEngine):
         """Whole accumulated gradients by parameter name, after the last backward. Collective."""
         from deepspeed.utils import safe_get_full_grad
 
-        found = {n: safe_get_full_grad(p).detach().float() for n, p in self.trained.items()}
-        return {n: self._whole(self.trained[n], g).clone() for n, g in found.items()}
+        def read(p: nn.Parameter) -> Tensor:
+            found: Tensor = safe_get_full_grad(p)
+            return found.detach().float()
 
-    def _whole(self, p: Tensor, part: Tensor) -> Tensor:
-        return part if self._parts is None else self._parts.whole(p, part)
+        return {n: self._whole(p, read).clone() for n, p in self.trained.items()}
+
+    def _whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        return read(p) if self._parts is None else self._parts.whole(p, read)
 
     def _shape(self, p: Tensor) -> tuple[int, ...]:
         if self._parts is not None:
@@ -246,7 +260,7 @@ class ZeroEngine(TrainEngine):
                 continue
             layer = self._adapted.get(name)
             with self._gathered(p, *(factors(layer) if layer is not None else ())):
-                held = self._whole(p, p.detach())
+                held = self._whole(p, Tensor.detach)
                 if not wanted:
                     continue
                 whole = held if layer is None else merged(held, layer)
@@ -306,37 +320,3 @@ class ZeroEngine(TrainEngine):
 
     def load(self, folder: Path) -> None:
         self.optimizer_steps = self._state.load(folder)
-
-
-def _config(spec: LearnerSpec) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        # not used for accumulation: see the module's docstring
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": spec.grad_clip,
-        "steps_per_print": 2**31,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                # torch's AdamW: no C++ build, and the same arithmetic on CPU and GPU
-                "torch_adam": True,
-                # one kernel for all weights, where there is one: GPUs (unproven)
-                "fused": spec.num_gpus > 0,
-                "lr": spec.lr,
-                "betas": list(spec.betas),
-                "weight_decay": spec.weight_decay,
-            },
-        },
-        "zero_optimization": {
-            "stage": spec.zero_stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            **offload_config(spec),
-        },
-    }
-    if spec.compute_dtype == "bfloat16":
-        # sums of many micro-batches in bfloat16 would lose the small ones
-        config["bf16"] = {"enabled": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        config["communication_data_type"] = "fp32"
-    return config

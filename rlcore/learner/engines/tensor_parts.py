@@ -7,7 +7,7 @@ whole on every rank, embedding and head included.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,8 +78,7 @@ def _known(name: str, p: Tensor, lm: Any) -> bool:
 
 
 class TensorParts:
-    """Which parameters are parts, and their whole tensors. What reads whole tensors is
-    collective."""
+    """The parts of matrices that this rank holds (`parts.Parts`)."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter], count: int) -> None:
         """`trained`: by Hugging Face name, already divided."""
@@ -98,8 +97,9 @@ class TensorParts:
             sizes[self._dims[p]] *= self.count
         return torch.Size(sizes)
 
-    def whole(self, p: Tensor, part: Tensor) -> Tensor:
-        """All ranks' parts of something that has the parameter's shape."""
+    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        """All ranks' parts of what `read` gives for the parameter, in its shape."""
+        part = read(p)
         if p not in self._dims:
             return part
         part = part.detach().contiguous()
@@ -107,13 +107,15 @@ class TensorParts:
         dist.all_gather(found, part, group=self.group)
         return torch.cat(found, dim=self._dims[p])
 
-    def own(self, p: Tensor, whole: Tensor) -> Tensor:
-        """This rank's part of it."""
-        return whole.chunk(self.count, dim=self._dims[p])[self.index] if p in self._dims else whole
+    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameter, and this rank's part of it."""
+        if p not in self._dims:
+            return [(p, whole)]
+        return [(p, whole.chunk(self.count, dim=self._dims[p])[self.index])]
 
-    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-        """Sum of squares of gradients (parameter, gradient), whose sum over the ranks of this group
-        counts what all of them hold once."""
+    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
+        """See `Parts`: what is not divided, all ranks of the group hold, of a partition as well."""
+        del all_held
         each = [
             g.detach().float().square().sum() / (1 if p in self._dims else self.count)
             for p, g in pairs
@@ -127,20 +129,6 @@ def _divided(name: str) -> int | None:
     if layer in _BY_OUTPUTS:
         return 0
     return 1 if layer in _BY_INPUTS and kind == "weight" else None
-
-
-def gradients_of(optimizer: Any, trained: Mapping[str, nn.Parameter]) -> Iterator[Any]:
-    """(parameter, gradient that this rank holds) of DeepSpeed's optimizer; without one, of the
-    parameters themselves."""
-    if hasattr(optimizer, "fp32_groups_gradients"):
-        for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
-            yield from zip(params, grads)
-    elif hasattr(optimizer, "averaged_gradients"):
-        for i, grads in optimizer.averaged_gradients.items():
-            held = (g for g in grads if not getattr(g, "_zero_padding", False))
-            yield from zip(optimizer.params_in_partition[i], held)
-    else:
-        yield from ((p, p.grad) for p in trained.values() if p.grad is not None)
 
 
 def whole_shape(p: nn.Parameter) -> torch.Size:

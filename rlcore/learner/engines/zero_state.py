@@ -17,19 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
-from rlcore.learner.engines.tensor_parts import TensorParts, whole_shape
+from rlcore.learner.engines.masters import flat_masters
+from rlcore.learner.engines.parts import Parts
+from rlcore.learner.engines.tensor_parts import whole_shape
 from rlcore.learner.protocols import Schedule
 from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index
 from rlcore.learner.state_parts import write_parts
 from rlcore.weights.storages import EmptiedStorages
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
-# what the flat masters are called at stages 1 and 2 (both data types) and 3
-_FLAT_MASTERS = (
-    "fp32_groups_flat_partition",
-    "single_partition_of_fp32_groups",
-    "fp32_partitioned_groups_flat",
-)
 
 
 class ZeroState:
@@ -44,7 +40,7 @@ class ZeroState:
         optimizer: Any,
         stage: int,
         trained: Mapping[str, nn.Parameter],
-        parts: TensorParts | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """`parts`: which of them are parts of larger ones, whose whole tensors are saved."""
         self._parts = parts
@@ -83,7 +79,7 @@ class ZeroState:
         for state in inner.state.values():
             yield from (state[key] for key in ADAM_STATES if key in state)
         if self._stage:  # there the masters are not the weights that are published
-            yield from self._flat_masters()
+            yield from flat_masters(self._optimizer, self._stage)
             yield from getattr(self._optimizer, "fp32_groups_gradients_flat", ())
             buffer = getattr(self._optimizer, "grad_partitions_flat_buffer", None)
             yield from () if buffer is None else (buffer,)
@@ -217,10 +213,16 @@ class ZeroState:
 
     def _read(self, p: nn.Parameter, key: str = "weight") -> Tensor:
         """A parameter's whole float32 master or moment, in its shape."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
         if self._parked is not None:
             raise StageError("the learner's masters are on the host while engines sample")
+        if self._parts is not None:
+            return self._parts.whole(p, lambda piece: self._read_own(piece, key))
+        return self._read_own(p, key)
+
+    def _read_own(self, p: nn.Parameter, key: str) -> Tensor:
+        """The same of a parameter that this rank holds."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
         if self._stage == 0:
             held = p.detach() if key == "weight" else self._optimizer.state[p][key]
         elif self._stage == 3:
@@ -230,24 +232,28 @@ class ZeroState:
             held = safe_get_full_fp32_param(p)
         else:
             held = safe_get_full_optimizer_state(p, key)
-        held = held.reshape(whole_shape(p))
-        return held if self._parts is None else self._parts.whole(p, held)
+        return held.reshape(whole_shape(p))
 
     def _partition(self, p: nn.Parameter, state: str | None) -> Tensor:
         """[n]: ZeRO-3's partition of a master, or of its `state`, in place."""
         group, start, entries = self._place(p)
-        flat = self._flat_masters()[group]
+        flat = flat_masters(self._optimizer, self._stage)[group]
         whole = flat if state is None else self._optimizer.optimizer.state[flat][state]
         return whole.narrow(0, start, entries)
 
     def _write(self, p: nn.Parameter, key: str, value: Source) -> None:
         """Replace the whole tensor of a parameter, of which this rank reads what it holds;
         `_publish_masters` then updates the model."""
-        held = self._held(p, key)
-        if held is not None:
-            start, mine = held
-            own = value if self._parts is None else HeldTensor(self._parts.own(p, value.whole()))
-            mine.copy_(own.part(start, start + mine.numel()))
+        for piece, own in self._own(p, value):
+            held = self._held(piece, key)
+            if held is not None:
+                start, mine = held
+                mine.copy_(own.part(start, start + mine.numel()))
+
+    def _own(self, p: nn.Parameter, value: Source) -> list[tuple[nn.Parameter, Source]]:
+        if self._parts is None:
+            return [(p, value)]
+        return [(piece, HeldTensor(own)) for piece, own in self._parts.own(p, value.whole())]
 
     def _part(self, p: nn.Parameter, key: str) -> Part | None:
         """What this rank writes of a tensor: a float32 copy on the CPU. Parts of matrices have
@@ -294,7 +300,7 @@ class ZeroState:
         After 0 steps there are none.
         """
         inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
-        flats = self._flat_masters()
+        flats = flat_masters(self._optimizer, self._stage)
         for flat in flats[group : group + 1] if self._stage == 3 else flats:
             # DeepSpeed's files on disk belong to the tensors that were there first
             old = inner.state.pop(flat, None) if self._on_disk(group) else None
@@ -318,18 +324,6 @@ class ZeroState:
         if self._stage in (1, 2):
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _flat_masters(self) -> list[Tensor]:
-        """The tensors that torch's AdamW holds states for."""
-        if self._stage == 0:
-            return list(self._trained.values())
-        for attribute in _FLAT_MASTERS:
-            if hasattr(self._optimizer, attribute):
-                return list(getattr(self._optimizer, attribute))
-        raise StageError(
-            f"unknown DeepSpeed optimizer {type(self._optimizer).__name__} at ZeRO stage "
-            f"{self._stage}"
-        )
 
     def _publish_masters(self) -> None:
         """Set the model's weights to the float32 masters."""
