@@ -7,10 +7,17 @@ import contextlib
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayTaskError,
+)
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 
+# What a call of a dead process raises; the second, of one that was bound to a node which is gone
+DEAD = (RayActorError, ActorUnschedulableError)
 # Peers of a dead process may fail before its death is reported: wait this long for the report
 LOST_RANK_GRACE_S = 5.0
 
@@ -36,7 +43,7 @@ async def answer(ref: Any, what: str, who: str) -> Any:
         return await ref
     except RayTaskError as e:
         raise _cause(e, what) from e
-    except RayActorError as e:
+    except DEAD as e:
         raise RoleLost(f"{who} died while the run waited for {what}") from e
 
 
@@ -56,18 +63,18 @@ def get(refs: Any, *, timeout_s: float, what: str, key: str) -> Any:
             with contextlib.suppress(RayTaskError, GetTimeoutError):
                 _alive(ref, what)
         raise _cause(e, what) from e
-    except RayActorError as e:
+    except DEAD as e:
         raise _lost(e, what) from e
 
 
 def _alive(ref: Any, what: str) -> None:
     try:
         ray.get(ref, timeout=LOST_RANK_GRACE_S)
-    except RayActorError as e:
+    except DEAD as e:
         raise _lost(e, what) from e
 
 
-def _lost(e: RayActorError, what: str) -> RoleLost:
+def _lost(e: Exception, what: str) -> RoleLost:
     return RoleLost(f"{what}: the process died: {last_line(str(getattr(e, 'cause', None) or e))}")
 
 
@@ -75,7 +82,7 @@ def _cause(e: RayTaskError, what: str) -> Exception:
     cause = e.cause if isinstance(getattr(e, "cause", None), Exception) else None
     if isinstance(cause, UserError | StageError | DeadlineExceeded):
         return type(cause)(*cause.args)
-    if isinstance(cause, RayActorError):
+    if isinstance(cause, DEAD):
         return RoleLost(f"a process that {what} depended on died")
     return StageError(f"{what} failed: {type(cause or e).__name__}: {last_line(str(cause or e))}")
 

@@ -9,7 +9,9 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
+
+from rlcore.cluster.calls import DEAD
 
 MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
 RECHECK_S = 1.0
@@ -71,7 +73,7 @@ def _died(ref: Any) -> bool:
     """Whether the process died before it answered."""
     try:
         ray.get(ref)
-    except RayActorError:
+    except DEAD:
         return True
     except RayError:
         return False

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_helpers import ALPHABET, make_job
+from engine_helpers import ALPHABET
 
 pytest.importorskip("vllm")
 
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
-from rlcore.rollout.registry import start_engine
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine
@@ -75,15 +74,14 @@ def llama(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_architecture_runs_plainly_too(llama, ask, finish, compared):
-    engine = start_engine(make_job(llama, max_len=64))
+def test_another_architecture_runs_plainly_too(start, llama, ask, finish, compared):
+    engine = start(llama, max_len=64)
     assert engine.core.by_modules is None
     engine.core._quick = None
     engine.add(ask(3, prompt=[5, 6, 7], max_new_tokens=6))
     assert len(finish(engine)) == 3
     assert all(compared)
     assert len(compared) > 5
-    engine.close()
 
 
 def runner(**changes):

@@ -1,0 +1,28 @@
+"""What the failure of a call says of the process that was called."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnschedulableError
+
+from rlcore.cluster.calls import call
+from rlcore.errors import DeadlineExceeded, RoleLost
+
+
+async def failing(failure):
+    raise failure
+
+
+@pytest.mark.parametrize("failure", [ActorDiedError(), ActorUnschedulableError("its node is gone")])
+def test_a_process_that_died_or_whose_node_is_gone_is_lost(failure):
+    with pytest.raises(RoleLost, match="the graders died while the run waited for a heartbeat"):
+        asyncio.run(
+            call(failing(failure), timeout_s=5, what="a heartbeat", key="k", who="the graders")
+        )
+
+
+def test_a_call_that_takes_too_long_names_its_key():
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.01 s for it \(a.key=0.01\)"):
+        asyncio.run(call(asyncio.sleep(5), timeout_s=0.01, what="it", key="a.key"))
