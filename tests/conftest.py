@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,3 +28,27 @@ def smollm2() -> Path:
         except UserError as e:
             pytest.skip(str(e))
     return SMOLLM2
+
+
+@pytest.fixture
+def under_interpreter() -> Callable[[str], None]:
+    """Runs a program whose Triton kernels are interpreted, in a process of its own: vLLM's CPU
+    build, imported by other tests of this one, puts a placeholder in triton's place. The program
+    prints "equal" at its end."""
+    try:
+        importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("triton is not installed: `make venv` installs it from requirements/dev.lock")
+
+    def run(program: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.strip() == "equal"
+
+    return run

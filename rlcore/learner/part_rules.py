@@ -43,6 +43,11 @@ def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
         f"{key}.{'train_sparse=true' if spec.train_sparse else 'distill'} attends sparsely: "
         f"use {name}=1.",
     )
+    refuse(
+        spec.draft is not None,
+        f"{parts} would hold for the ranks of {key}.draft too, which have no use for it: use "
+        f"{name}=1, or a draft that is not trained.",
+    )
 
 
 def _check_divides(spec: LearnerSpec, key: str, name: str) -> None:

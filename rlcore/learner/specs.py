@@ -8,6 +8,7 @@ from typing import Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec
+from rlcore.learner.offload_rules import check_offload
 from rlcore.learner.part_rules import check_parts
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
@@ -257,7 +258,7 @@ class LearnerSpec(OptimizerSpec):
             f"{key}.dtype=float32.",
         )
         self._check_micro_batches(key)
-        self._check_offload(key)
+        check_offload(self, key)
         self._check_kept(key)
         check_parts(self, key)
         if self.distill is not None:
@@ -268,18 +269,6 @@ class LearnerSpec(OptimizerSpec):
         refuse(
             given != "auto" and given < 1,
             f"{key}.micro_batch_tokens={given} must be above 0, or auto.",
-        )
-
-    def _check_offload(self, key: str) -> None:
-        refuse(
-            self.zero_stage != 3 and self.offload.optimizer != "none",
-            f"{key}.offload.optimizer={self.offload.optimizer} needs {key}.zero_stage=3, which is "
-            f"{self.zero_stage}: below it DeepSpeed adds up offloaded gradients in bfloat16.",
-        )
-        refuse(
-            self.offload_while_sampling and self.offload.optimizer != "none",
-            f"{key}.offload_while_sampling=true would move what {key}.offload.optimizer="
-            f"{self.offload.optimizer} keeps off the GPU at all times: choose one.",
         )
 
     def _check_kept(self, key: str) -> None:

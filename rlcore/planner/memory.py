@@ -25,7 +25,6 @@ GROUP = 1e9  # entries that ZeRO-3 updates at a time (sub_group_size)
 OFFLOADED = ("masters and moments", "gradients")  # by learner.offload_while_sampling
 SWAPPED = 4  # such groups of a tensor that a rank with states on NVMe has memory for (buffer_count)
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.\d+\.(?P<kind>gate|up|down)_proj\.weight")
-
 _ENDS = ("embed_tokens", "lm_head")
 Parts = dict[str, float]  # bytes by what holds them
 
@@ -34,18 +33,13 @@ Parts = dict[str, float]  # bytes by what holds them
 class ModelSizes:
     """What memory depends on. `of` reads it; lengths are in entries.
 
-    Example: ModelSizes(8.2e9, 6.2e8, 36, 4096, 151936, 4096, 1024, 12288, True)
+    Example: ModelSizes(8.2e9, 6.2e8, 151936, LayerSizes(36, 4096, 4096, 1024, 12288, True))
     """
 
     parameters: float
     largest: float  # of one parameter as it is trained: a layer's experts are stacked
-    layers: int
-    hidden: int
     vocabulary: int
-    queries: int  # of a position in a layer
-    keys: int
-    inner: int  # width of the MLP that a position goes through
-    qk_norm: bool
+    layer: LayerSizes  # what activations depend on
     ends: float = 0.0  # embedding and head, which tensor parallelism leaves whole
     experts: float = 0.0  # all of them, in all layers
 
@@ -67,31 +61,18 @@ class ModelSizes:
                 kind = "down" if found["kind"] == "down" else "gate_up"
                 label = f"{found['layer']}.{kind}"
                 stacked[label] = stacked.get(label, 0) + size
-        layer = LayerSizes.of(config, qk_norm=any(n.endswith("q_norm.weight") for n in shapes))
         return cls(
             parameters=float(sum(sizes.values())),
             largest=float(max(stacked.values())),
-            layers=layer.layers,
-            hidden=layer.hidden,
             vocabulary=int(config["vocab_size"]),
-            queries=layer.queries,
-            keys=layer.keys,
-            inner=layer.inner,
-            qk_norm=layer.qk_norm,
+            layer=LayerSizes.of(config, qk_norm=any(n.endswith("q_norm.weight") for n in shapes)),
             ends=float(sum(size for name, size in sizes.items() if name.split(".")[-2] in _ENDS)),
             experts=float(sum(size for name, size in sizes.items() if _EXPERT.fullmatch(name))),
         )
 
-    @property
-    def layer(self) -> LayerSizes:
-        """What activations depend on."""
-        return LayerSizes(
-            self.layers, self.hidden, self.queries, self.keys, self.inner, self.qk_norm
-        )
-
     def key_bytes(self, tokens: int, width: int = 2) -> float:
         """Keys and values of a sequence."""
-        return 2.0 * self.layers * self.keys * width * tokens
+        return 2.0 * self.layer.layers * self.layer.keys * width * tokens
 
 
 def learner_rank(
@@ -205,9 +186,9 @@ def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
 def _activations(sizes: ModelSizes, spec: LearnerSpec, width: int) -> Parts:
     tokens = -(-most_positions(spec, lambda: sizes.layer) // spec.sequence_parallel)
     layer = sizes.layer.position_bytes(width, spec.tensor_parallel) * tokens
-    kept = layer * sizes.layers
+    kept = layer * sizes.layer.layers
     if spec.gradient_checkpointing:
-        kept = layer + sizes.layers * sizes.hidden * width * tokens
+        kept = layer + sizes.layer.layers * sizes.layer.hidden * width * tokens
     chunk = min(spec.head_chunk_tokens, max(64, tokens // 8))
     logits = chunk * sizes.vocabulary * (8.0 + (width if width < 4 else 0))
     return {"activations": kept, "logits": logits}

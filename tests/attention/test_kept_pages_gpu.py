@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import subprocess
-import sys
-
 import pytest
 
-# vLLM's CPU build, imported by other tests of this process, puts a placeholder in triton's place.
 CHECK = """
 import torch
 from rlcore.attention.block_topk import page_budget, page_mask, select_pages
@@ -33,17 +27,5 @@ print("equal")
 
 
 @pytest.mark.processes
-def test_the_kernel_keeps_the_pages_of_the_shared_rule():
-    try:
-        importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("triton is not installed: `make venv` installs it from requirements/dev.lock")
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "equal"
+def test_the_kernel_keeps_the_pages_of_the_shared_rule(under_interpreter):
+    under_interpreter(CHECK)

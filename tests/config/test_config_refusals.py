@@ -213,6 +213,20 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     ([*LAYERS, "learner=zero3"], ["learner.tensor_parallel=2", "zero_stage=3", "0, 1 or 2"]),
     ([*PARTS, "learner.router=replay"], ["sequence_parallel=2", "router=live"]),
+    *(
+        ([*words, "learner.draft={}"], [words[1], "learner.draft", "not trained"])
+        for words in (PARTS, LAYERS)
+    ),
+    *(
+        (
+            ["learner=zero3", "learner.offload.optimizer=cpu", *words],
+            ["learner.offload.optimizer=cpu is not proven", says],
+        )
+        for words, says in (
+            (["actor=sparse", DISTILL], "learner.distill"),
+            (["learner.draft={}"], "learner.draft"),
+        )
+    ),
     (
         [*PARTS, "learner=zero3", "learner.offload.optimizer=cpu"],
         ["learner.sequence_parallel=2", "learner.offload.optimizer=cpu", "not proven"],

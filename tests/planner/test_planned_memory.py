@@ -2,11 +2,12 @@ from dataclasses import replace
 
 import pytest
 
+from rlcore.learner.limits import LayerSizes
 from rlcore.learner.specs import LearnerSpec
 from rlcore.planner.memory import ModelSizes, actor_rank, learner_host, learner_rank, total
 from rlcore.rollout.specs import ActorSpec
 
-SIZES = ModelSizes(8e9, 6e8, 36, 4096, 152_000, 4096, 1024, 12288, True)
+SIZES = ModelSizes(8e9, 6e8, 152_000, LayerSizes(36, 4096, 4096, 1024, 12288, True))
 ON_GPUS = {"num_gpus": 1, "dtype": "bfloat16", "micro_batch_tokens": 8192}
 
 
@@ -113,5 +114,5 @@ def test_experts_count_stacked_as_a_rank_gathers_them():
     config = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 1}
     config |= {"vocab_size": 100, "num_experts_per_tok": 3, "moe_intermediate_size": 4}
     sizes = ModelSizes.of(config, shapes)
-    assert sizes.largest == 16 * 2 * 32 and sizes.inner == 12
+    assert sizes.largest == 16 * 2 * 32 and sizes.layer.inner == 12
     assert sizes.parameters == 800 + 16 * 96 and sizes.experts == 16 * 96

@@ -22,7 +22,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
             "params": {
                 # torch's AdamW: no C++ build, and the same arithmetic on CPU and GPU
                 "torch_adam": True,
-                # one kernel for all weights, where there is one: GPUs (unproven)
+                # one kernel for all weights, where there is one: GPUs
                 "fused": spec.num_gpus > 0,
                 "lr": spec.lr,
                 "betas": list(spec.betas),

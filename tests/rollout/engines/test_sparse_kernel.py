@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import subprocess
-import sys
-
 import pytest
 
-# vLLM's CPU build, imported by other tests of this process, puts a placeholder in triton's place.
 CHECK = """
 import itertools
 import torch
@@ -61,17 +55,5 @@ print("equal")
 
 
 @pytest.mark.processes
-def test_the_kernel_selects_as_the_shared_rule_does():
-    try:
-        importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("triton is not installed: `make venv` installs it from requirements/dev.lock")
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "equal"
+def test_the_kernel_selects_as_the_shared_rule_does(under_interpreter):
+    under_interpreter(CHECK)
