@@ -14,7 +14,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
 
 
-def test_what_is_trained_is_what_the_engine_serves(command, tmp_path):
+OTHERS = ("schedule.colocated=true", "environment=attempts", "learner.keep_passes_mib=64")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["environment=none", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)],
+)
+def test_what_is_trained_is_what_the_engine_serves(word, command, tmp_path):
     """Every publication is checked tensor by tensor, and engine and learner agree on the log-probs
     of experts that training has changed."""
     folder, run_dir = tmp_path / "mixture", tmp_path / "run"
@@ -32,6 +39,7 @@ def test_what_is_trained_is_what_the_engine_serves(command, tmp_path):
         f"task.args.train_path={tmp_path / 'rows.jsonl'}",
         f"task.args.grader={tmp_path / 'mine.py'}:grade",
         "schedule=on_policy",
+        word,
         "schedule.steps=4",
         "schedule.groups_per_step=8",
         "rollout.samples_per_prompt=4",

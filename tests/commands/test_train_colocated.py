@@ -52,6 +52,7 @@ OTHERS = {
     "an adapter": ("learner.lora={publish: adapter}", "cluster.transport=disk"),
     "a sparse copy": ("actor=sparse", "learner.distill={}"),
     "mixed": ("actor=[bf16,fp8]",),
+    "episodes": ("environment=attempts",),
 }
 
 
