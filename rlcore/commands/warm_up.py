@@ -3,9 +3,10 @@ pass as training."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,17 +45,24 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
         note(f"starting model: {found} (kept from an earlier run)")
         return found
     warmup, kept = config.model.warmup, _kept_at(config)
-    fresh = fresh_model(config, prepared, kept.with_name(f".fresh-{kept.name}"))
-    if warmup is None:
-        fresh.rename(kept)
-        return str(kept)
-    # Renamed when it is whole, so that a run beside this one never reads a part of it.
-    made = kept.with_name(f".made-{kept.name}")
-    shutil.rmtree(made, ignore_errors=True)
-    supervise(config, warmup, prepared, start=str(fresh), out=made, note=note)
-    made.rename(kept)
-    shutil.rmtree(fresh)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent) as own:
+        made = fresh_model(config, prepared, Path(own) / "fresh")
+        if warmup is not None:
+            start, made = made, Path(own) / "made"
+            supervise(config, warmup, prepared, start=str(start), out=made, note=note)
+        keep(made, kept)
     return str(kept)
+
+
+def keep(made: Path, kept: Path) -> None:
+    """Move a whole model folder to where runs look for it. One that is there stays: a run beside
+    this one, with the same settings, was first."""
+    try:
+        made.rename(kept)
+    except OSError as e:
+        if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def kept_model(config: RunConfig) -> str | None:

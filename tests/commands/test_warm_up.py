@@ -1,0 +1,27 @@
+"""A model that runs share is whole wherever it is seen, and the first one stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlcore.commands.warm_up import keep
+
+
+def _folder(path: Path, text: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "weights").write_text(text)
+    return path
+
+
+def test_a_model_of_a_run_beside_this_one_stays(tmp_path: Path) -> None:
+    kept = tmp_path / "digits-1"
+    keep(_folder(tmp_path / ".a" / "made", "first"), kept)
+    keep(_folder(tmp_path / ".b" / "made", "second"), kept)
+    assert (kept / "weights").read_text() == "first"
+
+
+def test_other_failures_are_raised(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        keep(tmp_path / "missing", tmp_path / "digits-1")
