@@ -1,10 +1,12 @@
 """Tests a paper's claim at small scale, over seeds: runs what is missing, writes table and figure.
 
-    python benchmarks/evidence.py NAME [--minutes 60] [--only-page]
+    python benchmarks/evidence.py NAME [--minutes 60] [--seeds 0,1] [--only-page]
 
 NAME is a study of `evidence_studies.py`. Each finished run is one line of
 `benchmarks/results/evidence/NAME.jsonl`; a run that has a line is not run again, so the command can
-be stopped and continued. Order of the runs:
+be stopped and continued. Two commands may run side by side, each with seeds of its own (`taskset`
+gives each a core); the one whose part of the sweep ends first ends, and is started again once the
+sweep is whole. Order of the runs:
 
 1. The sweep: the uncorrected arm at each size of the mismatch, and the matched arm, every seed.
 2. The choice, written to the same file once: the smallest size at which the uncorrected arm ends
@@ -29,7 +31,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +64,23 @@ def main() -> None:
     )
     parser.add_argument("name", choices=list(STUDIES))
     parser.add_argument("--minutes", type=float, default=120, help="start no run after these")
+    parser.add_argument("--seeds", type=_numbers, help="run these only, as 0,1")
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page")
     args = parser.parse_args()
     study, file = STUDIES[args.name], RESULTS / f"{args.name}.jsonl"
+    own = study if args.seeds is None else replace(study, seeds=args.seeds)
     stop = time.monotonic() + 60 * args.minutes
     while not args.only_page and time.monotonic() < stop:
-        job = next(missing(study, lines(file)), None)
+        job = next(missing(own, lines(file)), None)
         if job is None:
             break
         append(file, run(study, job))
         settle(study, file)
     write_page(args.name, study, lines(file), source_digest(ROOT, study.sources))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def lines(file: Path) -> list[Line]:

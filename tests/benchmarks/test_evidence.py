@@ -188,3 +188,24 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     page = (evidence_page.PAGES / f"{name}.md").read_text()
     assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
+
+
+def test_two_commands_share_a_study_by_seeds(monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
+    monkeypatch.setattr(evidence, "write_page", lambda *_: None)
+    finals = {"matched": 0.8, "uncorrected": 0.5, "tis": 0.7}
+    monkeypatch.setattr(
+        evidence, "run", lambda _, job: line(job.arm, job.size, job.seed, finals[job.arm])
+    )
+
+    def found(seeds):
+        monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--seeds", seeds])
+        evidence.main()
+        return evidence.lines(tmp_path / "jackpot.jsonl")
+
+    assert all(made["seed"] == 0 for made in found("0"))  # the other half of the sweep is missing
+    assert {made["arm"] for made in found("1") if made.get("seed") == 1} == set(finals)
+    made = [(r["arm"], r["size"], r["seed"]) for r in found("0") if "arm" in r]
+    assert len(made) == len(set(made)) and ("tis", "2", 0) in made
+    assert list(evidence.missing(TINY, evidence.lines(tmp_path / "jackpot.jsonl"))) == []
