@@ -123,7 +123,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = Non
 
 
 def machine() -> str:
-    """One line that names the machine."""
+    """One line that names the machine, with the cores that this process may use."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -133,7 +133,9 @@ def machine() -> str:
         "unknown CPU",
     )
     memory = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB, no GPU"
+    cores = len(os.sched_getaffinity(0))
+    counted = "1 core" if cores == 1 else f"{cores} cores"
+    return f"{counted} of {model}, {memory:.0f} GiB, no GPU"
 
 
 def median(values: Iterable[float]) -> float:
