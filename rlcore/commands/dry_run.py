@@ -14,6 +14,7 @@ from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
 from rlcore.commands.warm_up import kept_model
+from rlcore.config.compose import check_resume
 from rlcore.config.rewards import tasks
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
@@ -36,10 +37,10 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     if config.model.path is not None:  # before what else may be wrong with a model so large
         check_memory(config, None)
     prepared = prepare(config)
-    config = prepared.config
     refuse_another_run(config)
     _check_writable(Path(config.run_dir))
     start = _start(config, prepared)
+    config = prepared.config
     if config.model.path is None:
         check_memory(config, prepared.tokenizer)
     _check_places(config, prepared)
@@ -61,7 +62,8 @@ def _check_writable(folder: Path) -> None:
 
 
 def _start(config: RunConfig, prepared: Prepared) -> str:
-    """Where the run would begin. Raises UserError for records that it could not continue."""
+    """Where the run would begin; `config` as it was composed. Raises UserError for what it could
+    not continue."""
     folder = Path(config.run_dir)
     rows = read_rows(folder / "metrics.jsonl")
     root = folder / "checkpoints"
@@ -76,6 +78,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
             "go on from: restore one of them, or choose another run_dir to begin anew.",
         )
         return "new"
+    check_resume(config)
     state = checkpoint.state_of(found)
     prepared.prompts.restore(state["prompts"])
     progress = Progress(**state["progress"])

@@ -19,7 +19,7 @@ from rlcore.commands.sizes import stored_bytes
 from rlcore.commands.stopping import StopSignals
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
-from rlcore.config.compose import to_yaml
+from rlcore.config.compose import check_resume, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.errors import RoleLost, StageError
 from rlcore.files import replace_file
@@ -147,6 +147,7 @@ def _start_point(run: Run) -> Start:
     found = checkpoint.resume_from(run.checkpoints, run.reporter.note)
     if found is None:
         return Start()
+    check_resume(run.given)
     state = checkpoint.state_of(found)
     progress = Progress(**state["progress"])
     roles.plan(run.config).check_resume(progress)

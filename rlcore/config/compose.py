@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlcore.config import mixture
+from rlcore.config import mixture, resuming
 from rlcore.config.checks import check
 from rlcore.config.groups import LABELLED, Overrides, groups, hydra_word, parse, roots
 from rlcore.config.paths import absolute
@@ -58,6 +58,16 @@ def recorded(run_dir: str | Path) -> dict[str, Any]:
     Raises UserError for a folder without one.
     """
     return _flat(_read(Path(run_dir) / "config.yaml"))
+
+
+def check_resume(config: RunConfig) -> None:
+    """Raise UserError for what a run cannot change where it goes on from a checkpoint.
+
+    `config`: of a run directory with a checkpoint, as `load` gave it.
+    """
+    saved = Path(config.run_dir) / "config.yaml"
+    if saved.is_file():  # a checkpoint may have been put into a folder of its own
+        resuming.check_resume(_checked(OmegaConf.create(_escaped(_read(saved))), {}), config)
 
 
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:

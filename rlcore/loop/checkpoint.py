@@ -80,12 +80,15 @@ def _written(folder: Path) -> Iterator[str]:
 
 
 def kept(
-    folders: list[Path], spec: CheckpointSpec, scores: Mapping[str, float], awaited: int | None
+    folders: list[Path],
+    spec: CheckpointSpec,
+    scores: Mapping[str, Mapping[str, float]],
+    awaited: int | None,
 ) -> set[Path]:
     """The checkpoints to keep, in order of step. Damaged ones must have been renamed before
     (`resume_from`).
 
-    `scores`: value of `keep_best` by evaluated version, for all evaluations so far. `awaited`: the
+    `scores`: values of metrics by evaluated version, for all evaluations so far. `awaited`: the
     version that is being evaluated; its checkpoint is kept until its score has come.
     """
     keep = set(folders[-spec.keep :])
@@ -93,7 +96,8 @@ def kept(
         keep |= {f for f in folders if step_of(f) % spec.keep_every == 0}
     if spec.keep_best is not None:
         sign = 1 if spec.best_is == "max" else -1
-        scored = [(sign * scores[v], f) for f in folders if (v := str(step_of(f))) in scores]
+        of = scores.get(spec.keep_best, {})
+        scored = [(sign * of[v], f) for f in folders if (v := str(step_of(f))) in of]
         keep |= {max(scored)[1]} if scored else set()  # among equal scores, the newest
         keep |= {f for f in folders if step_of(f) == awaited}
     return keep
@@ -102,7 +106,7 @@ def kept(
 def prune(
     root: Path,
     spec: CheckpointSpec,
-    scores: Mapping[str, float],
+    scores: Mapping[str, Mapping[str, float]],
     *,
     newest: Path,
     awaited: int | None,

@@ -97,5 +97,6 @@ class Progress:
     in_phase: bool | None = None  # the next step is within a phase; None: as the plan's phases say
     evaluated: int = -1  # last step whose evaluation was started
     seconds: float = 0.0  # of training, over all sessions
-    # checkpoint.keep_best's metric, by the version that was evaluated
-    scores: dict[str, float] = field(default_factory=dict)
+    # values of checkpoint.keep_best's metric, by its name and the version that was evaluated: a run
+    # may be resumed with another one
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -187,13 +187,16 @@ class Saver:
             f"the checkpoint of step {step} is left out: the disk is still busy with the one before"
         )
 
-    def scored(self, version: int, results: Mapping[str, float], scores: dict[str, float]) -> None:
-        """Note in `scores` what an evaluation of `version` says about its checkpoint."""
+    def scored(
+        self, version: int, results: Mapping[str, float], scores: dict[str, dict[str, float]]
+    ) -> None:
+        """Note in `scores` (by metric) what an evaluation of `version` says about its
+        checkpoint."""
         best = self._spec.keep_best
         if best is None:
             return
         if best in results:
-            scores[str(version)] = results[best]
+            scores.setdefault(best, {})[str(version)] = results[best]
             return
         has = ", ".join(sorted(name for name in results if self._is_accuracy(name)))
         self._note(

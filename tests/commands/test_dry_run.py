@@ -12,6 +12,7 @@ from ray.cluster_utils import Cluster
 
 from rlcore.cli import main
 from rlcore.commands import dry_run
+from rlcore.config.compose import load, to_yaml
 from rlcore.loop import checkpoint
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -73,14 +74,18 @@ def test_no_correction_is_said(capsys):
     assert "none: the mismatch is measured" in printed(capsys, "run_dir=x", "correction=none")
 
 
-def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
-    with checkpoint.new_checkpoint(tmp_path / "x" / "checkpoints", 7) as folder:
+def checkpointed(run_dir):
+    with checkpoint.new_checkpoint(run_dir / "checkpoints", 7) as folder:
         for part in checkpoint.PARTS:
             (folder / part).parent.mkdir()
             (folder / part).write_text("{}")
         (folder / checkpoint.STATE).write_text(
             json.dumps({"progress": {"step": 7}, "prompts": {"cursor": 70}})
         )
+
+
+def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
+    checkpointed(tmp_path / "x")
     before = sorted(tmp_path.rglob("*"))
     assert "continues from step_000007" in printed(capsys, "run_dir=x", "resume=auto")
     (tmp_path / "x" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -88,6 +93,18 @@ def test_a_resume_is_shown_and_left_alone(tmp_path, capsys):
         capsys, "run_dir=x", "resume=auto"
     )
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "x" / "metrics.jsonl"])
+
+
+def test_a_resume_that_would_go_on_with_other_problems_is_refused(tmp_path, capsys):
+    checkpointed(tmp_path / "x")
+    started = to_yaml(load(["experiment=quickstart", "run_dir=x"]))
+    (tmp_path / "x" / "config.yaml").write_text(started)
+    changed = ("run_dir=x", "resume=auto", "task.args.max_digits=9")
+    assert "task.args.max_digits=9 cannot be resumed with" in refused(capsys, *changed)
+    assert "continues from" in printed(capsys, "run_dir=x", "resume=auto", "learner.lr=1e-5")
+    # a run that has no checkpoint yet begins anew, with whatever it is given
+    (tmp_path / "x" / "checkpoints" / "step_000007").rename(tmp_path / "elsewhere")
+    assert "new" in printed(capsys, *changed)
 
 
 def test_more_log_probs_than_the_vocabulary_has_are_shown_as_the_vocabulary(capsys):

@@ -13,6 +13,8 @@ from rlcore.loop.plan import Progress
 from rlcore.loop.saver import Cut, Saver
 from rlcore.loop.specs import CheckpointSpec
 
+GREEDY = "eval/digits/greedy"
+
 
 def _fill(folder):
     """What no checkpoint is without."""
@@ -105,7 +107,7 @@ def _names(root):
 
 
 def test_retention_by_number_by_step_and_by_metric(tmp_path):
-    keep, scores = CheckpointSpec(keep=1, keep_every=4, keep_best="eval/digits/greedy"), {}
+    keep, scores = CheckpointSpec(keep=1, keep_every=4, keep_best=GREEDY), {}
     for step, accuracy in [
         (2, 0.1),
         (4, 0.2),
@@ -116,7 +118,7 @@ def test_retention_by_number_by_step_and_by_metric(tmp_path):
         (14, 0.9),
     ]:
         scores |= {} if accuracy is None else {str(step): accuracy}
-        _commit(tmp_path, step, keep, scores=scores)
+        _commit(tmp_path, step, keep, scores={GREEDY: scores})
     assert _names(tmp_path) == [
         "step_000004",
         "step_000008",
@@ -124,19 +126,26 @@ def test_retention_by_number_by_step_and_by_metric(tmp_path):
         "step_000014",
     ]  # of two best the newer
 
-    least = CheckpointSpec(keep=1, keep_best="eval/digits/greedy", best_is="min")
-    _commit(tmp_path, 15, least, scores=scores)
+    least = CheckpointSpec(keep=1, keep_best=GREEDY, best_is="min")
+    _commit(tmp_path, 15, least, scores={GREEDY: scores})
     assert _names(tmp_path) == ["step_000004", "step_000015"]
 
 
 def test_a_score_that_comes_late_marks_the_checkpoint_of_its_version(tmp_path):
-    keep = CheckpointSpec(keep=1, keep_best="eval/digits/greedy")
+    keep = CheckpointSpec(keep=1, keep_best=GREEDY)
     _commit(tmp_path, 10, keep, awaited=10)
     _commit(tmp_path, 12, keep, awaited=10)  # held until its score is there
     assert _names(tmp_path) == ["step_000010", "step_000012"]
-    _commit(tmp_path, 20, keep, scores={"10": 0.9}, awaited=20)
-    _commit(tmp_path, 30, keep, scores={"10": 0.9, "20": 0.4}, awaited=30)
+    _commit(tmp_path, 20, keep, scores={GREEDY: {"10": 0.9}}, awaited=20)
+    _commit(tmp_path, 30, keep, scores={GREEDY: {"10": 0.9, "20": 0.4}}, awaited=30)
     assert _names(tmp_path) == ["step_000010", "step_000030"]
+
+
+def test_scores_of_another_metric_mark_no_checkpoint(tmp_path):
+    keep, other = CheckpointSpec(keep=1, keep_best="eval/digits/mean@1"), {"4": 0.9}
+    for step in (4, 6, 8):
+        _commit(tmp_path, step, keep, scores={GREEDY: other, keep.keep_best: {"6": 0.1}})
+    assert _names(tmp_path) == ["step_000006", "step_000008"]
 
 
 def test_damaged_checkpoints_crowd_no_valid_one_out(tmp_path):
@@ -218,7 +227,7 @@ def _saver(root, notes, **settings):
 
 
 def _cut(awaited=None):
-    progress = Progress(step=4, published=4, evaluated=4, scores={"2": 0.5})
+    progress = Progress(step=4, published=4, evaluated=4, scores={GREEDY: {"2": 0.5}})
     return Cut(progress, {"cursor": 8}, in_phase=False, awaited=awaited)
 
 
@@ -348,7 +357,7 @@ def test_scores_outlive_a_resume_and_an_evaluation_under_way_is_started_again(
         await saver.begin(_clients(), _cut(awaited))
         await saver.done(last=True)
         progress = Progress(**checkpoint.state_of(tmp_path / "step_000004")["progress"])
-        assert progress.scores == {"2": 0.5} and progress.evaluated == evaluated
+        assert progress.scores == {GREEDY: {"2": 0.5}} and progress.evaluated == evaluated
 
     asyncio.run(scenario())
 
@@ -360,7 +369,7 @@ def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
     assert not scores and "eval/digits/gredy" in notes[0] and "eval/digits/greedy" in notes[0]
     saver = _saver(tmp_path, notes, keep_best="eval/digits/greedy")
     saver.scored(3, {"eval/digits/greedy": 0.5}, scores)
-    assert scores == {"3": 0.5} and len(notes) == 1
+    assert scores == {GREEDY: {"3": 0.5}} and len(notes) == 1
 
 
 def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):

@@ -304,7 +304,8 @@ def test_evaluations_go_on_beside_training_and_mark_the_best_checkpoint(tmp_path
     ]
     assert len(evaluated) == 5 and sorted(evaluated) == evaluated
     assert (0, "digits/greedy") in simulation.reporter.evaluations
-    assert simulation.progress.scores["4"] == 1.0 and simulation.progress.scores["6"] == 0.0
+    scores = simulation.progress.scores["eval/digits/greedy"]
+    assert scores["4"] == 1.0 and scores["6"] == 0.0
     assert {p.name for p in tmp_path.glob("step_*")} == {"step_000004", "step_000008"}
     audit(simulation)
 

@@ -1,0 +1,126 @@
+"""What a run that goes on from a checkpoint cannot change.
+
+Every key of the schema either stands here or may change; `tests/config/test_config_resuming.py`
+holds the list of those that may, so that a new key is put on one side or the other. What a plan or
+a mixture of tasks can go on with they say themselves (`Plan.check_resume`, `Mixture.restore`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rlcore.config.schema import RunConfig
+from rlcore.spec import refuse
+
+_PROBLEMS = "problems that the checkpoint counts, remembers and has in flight would be others"
+_ASKED = "samples of one prompt would answer different questions"
+_MODEL = "the checkpoint goes on with the model that it was made of"
+_WEIGHTS = "the checkpoint's weights and optimizer state are of these"
+_SAMPLED = "samples in the checkpoint's buffer were drawn otherwise than the learner would assume"
+
+# Keys of the schema, with * for a label: a label that only one of the two has is not compared.
+# A key that stands for a mapping stands for all below it.
+FIXED = {
+    "seed": _PROBLEMS,
+    "model.path": _MODEL,
+    "model.fresh": _MODEL,
+    "model.diffusion": _SAMPLED,
+    "model.warmup.steps": _MODEL,
+    "model.warmup.batch_size": _MODEL,
+    "model.warmup.lr": _MODEL,
+    "model.warmup.lr_warmup_steps": _MODEL,
+    "model.warmup.lr_schedule": _MODEL,
+    "model.chat_template": _ASKED,
+    "model.system_prompt": _ASKED,
+    "task.name": _PROBLEMS,
+    "task.args": _PROBLEMS,
+    "task.*.name": _PROBLEMS,
+    "task.*.args": _PROBLEMS,
+    "task.*.temperature": _SAMPLED,
+    "task.*.environment.name": _ASKED,
+    "task.*.environment.args": _ASKED,
+    "environment.name": _ASKED,
+    "environment.args": _ASKED,
+    "actor.*.draft_path": _WEIGHTS,
+    "actor.*.draft_fresh": _WEIGHTS,
+    "rollout.temperature": _SAMPLED,
+    "rollout.top_p": _SAMPLED,
+    "rollout.top_k": _SAMPLED,
+    "rollout.min_p": _SAMPLED,
+    "correction.dvp.rho": _SAMPLED,
+    "learner.engine": _WEIGHTS,
+    "learner.router": _SAMPLED,
+    "learner.lora.rank": _WEIGHTS,
+    "learner.lora.alpha": _WEIGHTS,
+    "learner.lora.targets": _WEIGHTS,
+    "learner.distill.lora.rank": _WEIGHTS,
+    "learner.distill.lora.alpha": _WEIGHTS,
+    "learner.distill.lora.targets": _WEIGHTS,
+}
+# Sections that are there or not; what they hold may change.
+PRESENT = {"learner.draft": _WEIGHTS}
+# Arguments of tasks and environments that change neither problem nor question: how an answer is
+# judged, as rewards may, and where what judges it runs.
+FREE_ARGUMENTS = (
+    "confinement",
+    "credit",
+    "format_reward",
+    "heldout_path",
+    "heldout_split",
+    "memory_mib",
+    "timeout_s",
+    "url",
+)
+
+
+def check_resume(before: RunConfig, now: RunConfig) -> None:
+    """Raise UserError for a setting that a run with a checkpoint cannot go on with.
+
+    `before`: the run as its config.yaml has it.
+    """
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for pattern, why in FIXED.items():
+        section, star, _ = pattern.partition(".*.")
+        if section.startswith("task") and not before.mixed == now.mixed == bool(star):
+            continue  # keys of the other form; `Mixture.restore` refuses one where the other was
+        for key in _concrete(pattern, old, new):
+            _compare(key, _value(old, key), _value(new, key), why, now.run_dir)
+    for key, why in PRESENT.items():
+        if (_value(old, key) is None) != (_value(new, key) is None):
+            _compare(key, _value(old, key), _value(new, key), why, now.run_dir)
+
+
+def _compare(key: str, old: Any, new: Any, why: str, run_dir: str) -> None:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        free = FREE_ARGUMENTS if key.endswith(".args") else ()
+        for name in sorted({*old, *new} - {*free}):
+            _compare(f"{key}.{name}", old.get(name), new.get(name), why, run_dir)
+        return
+    refuse(
+        old != new,
+        f"{key}={_shown(new)} cannot be resumed with, since {run_dir} was begun with "
+        f"{key}={_shown(old)}: {why}. Resume with that value, or start another run_dir, which may "
+        "begin with an export of this run (model.path=FOLDER).",
+    )
+
+
+def _concrete(pattern: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that a pattern stands for: one for each label that both have."""
+    head, star, tail = pattern.partition(".*.")
+    if not star:
+        yield pattern
+        return
+    yield from (f"{head}.{label}.{tail}" for label in sorted({*old[head]} & {*new[head]}))
+
+
+def _value(config: Any, key: str) -> Any:
+    """None where a section is null or absent, as one that is not selected is."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, Mapping) else None
+    return config
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,160 @@
+"""What a run can change when it is resumed: every key is on one side or the other."""
+
+import pytest
+
+from rlcore.config.compose import check_resume, load, to_yaml
+from rlcore.config.resuming import FIXED, PRESENT
+from rlcore.config.sentences import keys
+from rlcore.errors import UserError
+
+# Nothing of these reaches what a checkpoint holds: how rewards are made and graded
+# (docs/rewards.md), what the learner makes of samples, pace, processes, records.
+FREE_SECTIONS = (
+    "task.rewards",
+    "task.LABEL.rewards",
+    "task.difficulty",
+    "task.LABEL.difficulty",
+    "algorithm",
+    "schedule",
+    "cluster",
+    "evaluation",
+    "checkpoint",
+    "logging",
+)
+GRADED = "grade_timeout_s grader_processes grader_memory_mib max_prompt_tokens grade_weight"
+PLAYED = "max_turns max_observation_tokens step_timeout_s episode_timeout_s concurrency memory_mib"
+FREE = {
+    "": "run_dir resume",
+    "model": "max_len trust_remote_code warmup.cache_dir",
+    "task": GRADED,
+    "task.LABEL": f"{GRADED} weight samples_per_prompt max_new_tokens stop advantage",
+    "task.LABEL.environment": PLAYED,
+    "environment": PLAYED,
+    "actor.LABEL": (
+        "rounding scales keep_high_precision kind engine count dtype num_cpus num_gpus "
+        "tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
+        "gpu_memory_utilization enforce_eager second_runner async_scheduling prefix_caching "
+        "kv_on_update fp8_kv_cache logit_noise temperature_scale"
+    ),
+    "actor.LABEL.sparse": "block_size blocks share sparse_prompt",
+    # how many log-probs a record stores it says itself
+    "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s",
+    "correction": "none",
+    "correction.tis": "cap level adjusted",
+    "correction.mis": "low high level",
+    "correction.icepop": "low high",
+    "correction.veto": "threshold",
+    "correction.opsm": "delta target",
+    "correction.dppo": "divergence low high cap",
+    "correction.jackpot": ("mode target lam c1 c2 alpha_hat missing tail short_circuit normaliser"),
+    "correction.vcpo": "rule base cap target",
+    "correction.ais": "cap delta gamma beta eps",
+    "correction.dvp": "zero",
+    "correction.rapid": "eta leave_one_out",
+    # a state is stored by parameter and entry, in float32: any division of it reads it
+    "learner": (
+        "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas weight_decay grad_clip "
+        "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
+        "dtype micro_batch_tokens layout share_prefix attention gradient_checkpointing "
+        "head_chunk_tokens fp32_head ref_pass keep_passes_mib port offload_while_sampling "
+        "train_sparse"
+    ),
+    "learner.offload": "optimizer parameters nvme_path pin_memory",
+    "learner.lora": "publish",
+    "learner.distill": "kl kl_coef lr",
+    "learner.distill.lora": "publish",
+    "learner.draft": "ranks lr kl_coef kl_estimator",
+}
+BASE = ("experiment=quickstart",)
+
+
+def below(key, section):
+    return key == section or key.startswith(f"{section}.")
+
+
+def test_every_key_is_known_to_be_fixed_or_free_on_resume():
+    fixed = [pattern.replace("*", "LABEL") for pattern in FIXED]
+    free = {f"{section}.{name}".lstrip(".") for section in FREE for name in FREE[section].split()}
+    for key in keys():
+        sides = [
+            any(below(key, pattern) for pattern in fixed),
+            key in free or any(below(key, section) for section in FREE_SECTIONS),
+        ]
+        assert sum(sides) == 1, f"{key}: put it into config/resuming.py or into FREE of this test"
+    known = list(keys())
+    assert free <= {*known}, sorted(free - {*known})
+    for pattern in (*fixed, *PRESENT, *FREE_SECTIONS):
+        assert any(below(key, pattern) for key in known), f"{pattern} is no key any more"
+
+
+def resumed(tmp_path, started, *words):
+    (tmp_path / "config.yaml").write_text(to_yaml(load([f"run_dir={tmp_path}", *started])))
+    config = load([f"run_dir={tmp_path}", "resume=auto", *words])
+    check_resume(config)
+    return config
+
+
+TWO = ("task=[digits,arithmetic]", "model=tiny")
+
+
+@pytest.mark.parametrize(
+    ("started", "words", "new", "old"),
+    [
+        (BASE, ["seed=3"], "seed=3", "seed=0"),
+        (BASE, ["task.args.max_digits=9"], "task.args.max_digits=9", "task.args.max_digits="),
+        (BASE, ["task=arithmetic"], "task.name=arithmetic", "task.name=digits"),
+        (BASE, ["rollout.temperature=0.5"], "rollout.temperature=0.5", "rollout.temperature=1.0"),
+        (BASE, ["model.system_prompt=Hi"], "model.system_prompt=Hi", "model.system_prompt=null"),
+        (BASE, ["model.chat_template=off"], "model.chat_template=off", "model.chat_template=auto"),
+        (BASE, ["model.fresh.layers=2"], "model.fresh.layers=2", "model.fresh.layers=4"),
+        (BASE, ["model.path=/m"], "model.path=/m", "model.path=null"),
+        (BASE, ["learner=lora"], "learner.lora.rank=16", "learner.lora.rank=null"),
+        (BASE, ["correction=dvp"], "correction.dvp.rho=", "correction.dvp.rho=null"),
+        (BASE, ["environment=attempts"], "environment.name=attempts", "environment.name=null"),
+        (
+            (*BASE, "environment=attempts"),
+            ["environment.args.attempts=4"],
+            "environment.args.attempts=4",
+            "environment.args.attempts=3",
+        ),
+        (
+            TWO,
+            ["task.arithmetic.args.ops='*'"],
+            "task.arithmetic.args.ops=*",
+            "task.arithmetic.args.ops=",
+        ),
+        (TWO, ["task.digits.temperature=0.5"], "task.digits.temperature=0.5", "=null"),
+    ],
+)
+def test_what_would_make_the_rest_of_a_run_another_one_is_refused(
+    tmp_path, started, words, new, old
+):
+    with pytest.raises(UserError) as refused:
+        resumed(tmp_path, started, *words)
+    sentence = str(refused.value)
+    assert sentence.startswith(new) and old in sentence and str(tmp_path) in sentence
+
+
+@pytest.mark.parametrize(
+    ("started", "words"),
+    [
+        (BASE, []),
+        (BASE, ["schedule.steps=99", "schedule=async", "learner.lr=1e-5", "learner.zero_stage=2"]),
+        (BASE, ["rollout.max_new_tokens=24", "rollout.samples_per_prompt=4"]),
+        (BASE, ["correction=tis", "algorithm=gspo"]),
+        (BASE, ["actor=[bf16,fp8]"]),
+        (TWO, ["task.digits.weight=3", "task.digits.samples_per_prompt=2"]),
+        (("task=mbpp", "task.args.train_path=t", "model.path=/m"), ["task.args.timeout_s=7"]),
+        # several instead of one: refused with the checkpoint's cursors, by the tasks' names
+        (BASE, ["task=[digits,arithmetic]"]),
+    ],
+)
+def test_what_leaves_the_rest_of_a_run_right_is_accepted(tmp_path, started, words):
+    resumed(tmp_path, started, *words)
+
+
+def test_a_run_directory_that_moved_goes_on(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text(to_yaml(load([f"run_dir={tmp_path}/a", *BASE])))
+    (tmp_path / "a").rename(tmp_path / "b")
+    check_resume(load([f"run_dir={tmp_path}/b", "resume=auto"]))
