@@ -16,7 +16,7 @@ from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.pipeline import Pipeline, build
-from rlcore.environments import environment_maker
+from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.renderers import check_template
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
@@ -25,9 +25,10 @@ from rlcore.loop.mixture import Mixture, task_seed
 from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt, load_tokenizer, padding
+from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
-from rlcore.tasks import make_task
+from rlcore.tasks import make_task, tasks_with_tokens
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import Message
 
@@ -109,6 +110,14 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
 def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any) -> None:
     """Raise UserError for a class or arguments that no episode can be played with."""
     environment = config.environment_of(label)
+    cls = resolve(ENVIRONMENTS, str(environment.name), key=config.environment_key(label))
+    refuse(
+        getattr(cls, "asks_task", False) and bool(tasks_with_tokens({label: config.tasks[label]})),
+        f"{config.environment_key(label)}.name={environment.name} gives the task's grader texts "
+        f"alone, and that of {config.task_key(label)}.name={config.tasks[label].name} asks for "
+        "the text of every token: use an environment of your own that grades its episodes, or "
+        f"{config.environment_key(label)}=none for answers of one turn.",
+    )
     try:
         environment_maker(environment, task)
         check_template(environment, tokenizer, config.model.chat_template)

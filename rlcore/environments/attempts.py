@@ -7,6 +7,7 @@ from dataclasses import replace
 from rlcore.environments.protocol import Action, Environment, Opening, Reply
 from rlcore.interfaces import Task
 from rlcore.tasks.code import CodeTask
+from rlcore.tasks.grades import grade_text
 from rlcore.types import Grade, Item
 
 SOLVED = 1.0
@@ -19,6 +20,8 @@ class Attempts(Environment):
     output; other answers by `retry` alone. `cost`: what each attempt before the last takes off the
     reward, as that turn's own reward.
     """
+
+    asks_task = True
 
     def __init__(
         self,
@@ -55,12 +58,12 @@ class Attempts(Environment):
         """The task's verdict, and what is wrong where the task can say it."""
         if isinstance(self._task, CodeTask):
             return self._task.attempt(self._item, text)
-        return self._task.grade(self._item, text), ""
+        return grade_text(self._task, self._item, text), ""
 
     def grade(self) -> Grade:
         verdict = self._verdict
         if verdict is None:  # a limit ended the episode before the first attempt was read
-            verdict = self._task.grade(self._item, "")
+            verdict = grade_text(self._task, self._item, "")
         return replace(verdict, parts={**verdict.parts, "attempts": float(self._count)})
 
     def worked(self) -> str | None:

@@ -10,6 +10,8 @@ from rlcore.types import Grade, Item
 class OneTurn(Environment):
     """Any task, without a line of code: the first turn is the response."""
 
+    asks_task = True
+
     def __init__(self, task: Task) -> None:
         self._task = task
 

@@ -77,6 +77,9 @@ class Environment(Protocol):
     # has `told` and `limited` too, is given turns that cannot be read, as text, and what is left
     # of the program ends with its process, which plays no other episode.
     hosts_program: ClassVar[bool] = False
+    # Whether `grade` asks the grader of the run's task, which is then given texts alone: a task
+    # whose grader asks for tokens is refused.
+    asks_task: ClassVar[bool] = False
 
     def reset(self, item: Item, seed: int) -> Opening:
         """Begin the episode of a problem. `seed` is the same for all samples of a group."""

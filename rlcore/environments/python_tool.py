@@ -8,6 +8,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.code import confining_layers
+from rlcore.tasks.grades import grade_text
 from rlcore.tasks.sandbox import Limits, Sandbox
 from rlcore.types import Grade, Item
 
@@ -48,6 +49,8 @@ class PythonTool(Environment):
     run again first, without their output. A program that fails leaves nothing behind. Each has
     `timeout_s` seconds, those before it included. confinement: as in the tasks of programs.
     """
+
+    asks_task = True
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class PythonTool(Environment):
         return shown if outcome.why.startswith("exit code") and shown else f"Error: {outcome.why}"
 
     def grade(self) -> Grade:
-        verdict = self._task.grade(self._item, self._answer)
+        verdict = grade_text(self._task, self._item, self._answer)
         counts = {"programs": float(self._runs), "failed_programs": float(self._failed)}
         return Grade(verdict.reward, {**verdict.parts, **counts})
 

@@ -8,7 +8,8 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlcore.types import Grade
+from rlcore.interfaces import Task
+from rlcore.types import Grade, Item
 
 
 def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
@@ -41,6 +42,18 @@ def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
 def wants_tokens(grade: Callable[..., Any]) -> bool:
     """Whether a grader asks for the text of every token."""
     return "tokens" in inspect.signature(grade).parameters
+
+
+def grade_text(task: Task, item: Item, text: str) -> Grade:
+    """A task's grade of one answer within an episode. Raises ValueError where it rewards tokens:
+    those of the answer are not those of the episode."""
+    grade = as_grade(task.grade(item, text))
+    if grade.token_rewards:
+        raise ValueError(
+            "the task's grader rewards every token of an answer, and an environment's episode is "
+            "rewarded whole or by turn: use environment=none"
+        )
+    return grade
 
 
 def dense(grade: Grade, tokens: int) -> tuple[float, tuple[float, ...]]:

@@ -334,3 +334,27 @@ def test_experts_are_replayed_where_an_engine_chose_some(model, tmp_path):
     diffusion = ["experiment=diffusion", "learner.router=replay", f"run_dir={tmp_path}"]
     with pytest.raises(UserError, match=r"^learner\.router=replay is made for causal actors"):
         prepare(load(diffusion))
+
+
+OWN_GRADER = """
+def grade(item, response, tokens):
+    return [0.0 for _ in tokens]
+
+
+def whole(item, response):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("name", ["attempts", "task"])
+def test_a_grader_that_asks_for_tokens_is_refused_where_it_would_get_none(model, tmp_path, name):
+    (tmp_path / "graders.py").write_text(OWN_GRADER)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1", "answer": "1"}) + "\n")
+    files = [f"task.args.{split}_path={rows}" for split in ("train", "heldout")]
+    words = ["task=file", "task.args.question_field=question", *files]
+    asking = [*words, f"task.args.grader={tmp_path}/graders.py:grade"]
+    prepared(model, *asking)
+    with pytest.raises(UserError, match=rf"environment\.name={name} .* task\.name=file asks for"):
+        prepared(model, *asking, f"environment={name}")
+    prepared(model, *words, f"task.args.grader={tmp_path}/graders.py:whole", f"environment={name}")

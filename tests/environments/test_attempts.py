@@ -7,6 +7,7 @@ import pytest
 from rlcore.environments.attempts import Attempts
 from rlcore.environments.protocol import Action
 from rlcore.tasks import make_task
+from rlcore.types import Item
 
 ROW = {
     "text": "Write a function that doubles a number.",
@@ -23,6 +24,30 @@ def begun(task, **args):
 
 def said(reply):
     return reply.messages[0]["content"]
+
+
+class Tokenwise:
+    """Rewards every token of an answer."""
+
+    def item(self, split, index):
+        return Item(f"own/{split}/{index}", "?", "")
+
+    def grade(self, item, response):
+        return [0.5] * len(response)
+
+
+def test_rewards_of_an_answer_s_tokens_are_no_rewards_of_an_episode_s():
+    environment, _ = begun(Tokenwise(), attempts=2)
+    with pytest.raises(ValueError, match="use environment=none"):
+        environment.step(Action("xy"))
+
+
+def test_a_grader_may_return_a_number():
+    task = Tokenwise()
+    task.grade = lambda item, response: float(response == "y")
+    environment, _ = begun(task, attempts=3)
+    assert not environment.step(Action("x")).over
+    assert environment.step(Action("y")).over and environment.grade().reward == 1.0
 
 
 def test_wrong_answers_may_be_corrected_until_the_attempts_end():

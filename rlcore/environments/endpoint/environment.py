@@ -33,7 +33,7 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.registry import LoadError, load_object
 from rlcore.tasks.code import CodeTask
-from rlcore.tasks.grades import as_grade
+from rlcore.tasks.grades import as_grade, grade_text
 from rlcore.types import Grade, Item
 
 KEY = "environment.args.program"
@@ -96,6 +96,7 @@ class Endpoint(Environment):
     that the task's grader judges; or None, for which this grader judges the model's last answer."""
 
     hosts_program = True
+    asks_task = True
 
     def __init__(self, task: Task, *, program: str | None = None) -> None:
         """Raises UserError for a program that cannot be loaded or called."""
@@ -231,7 +232,7 @@ class Endpoint(Environment):
         self._refuse(Refused(OVER, 410, "episode_over"))
         if value is None or isinstance(value, str):
             text = self._last if value is None else value
-            grade = as_grade(self._task.grade(self._item, text))
+            grade = grade_text(self._task, self._item, text)
         else:
             grade = as_grade(value)
         if grade.token_rewards:
