@@ -9,34 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
-from rlcore.tasks.rewards.endpoint import Endpoint
 from rlcore.tasks.rewards.protocols import Asked, Unjudged, Verdict, finite
-from rlcore.tasks.rewards.requests import RequestReward, RequestThread
+from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import HttpSpec
 
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,40}")  # of an extra log
 MAX_LOGS = 32
 
 
-class HttpReward(RequestReward):
+class HttpReward(RequestReward[HttpSpec]):
     """`query` is a prompt with its response behind it, `prompts` the problem's question, `labels`
     its reference answer."""
-
-    def __init__(
-        self, key: str, spec: HttpSpec, thread: RequestThread, note: Callable[[str], None]
-    ) -> None:
-        self._endpoint = Endpoint(key, spec, note=note)
-        super().__init__(
-            thread,
-            concurrency=spec.concurrency,
-            batch_size=spec.batch_size,
-            batch_wait_s=spec.batch_wait_s,
-        )
 
     async def ask(
         self, session: aiohttp.ClientSession, batch: Sequence[Asked]

@@ -4,29 +4,23 @@ a response, and ends with a score."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
-from rlcore.tasks.rewards.endpoint import Endpoint
 from rlcore.tasks.rewards.protocols import Asked, Unjudged, Verdict
-from rlcore.tasks.rewards.requests import RequestReward, RequestThread
+from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import JudgeSpec
 
 SCORE = re.compile(r"score\**\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
-class JudgeReward(RequestReward):
+class JudgeReward(RequestReward[JudgeSpec]):
     """(score - lowest) / (highest - lowest), a number from 0 to 1. A judgement without a score, or
     with one outside the bounds, is a failed score."""
 
-    def __init__(
-        self, key: str, spec: JudgeSpec, thread: RequestThread, note: Callable[[str], None]
-    ) -> None:
-        self._spec = spec
-        self._endpoint = Endpoint(key, spec, path="/chat/completions", note=note)
-        super().__init__(thread, concurrency=spec.concurrency, batch_size=1, batch_wait_s=0.0)
+    path = "/chat/completions"
 
     async def ask(
         self, session: aiohttp.ClientSession, batch: Sequence[Asked]

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -22,33 +22,22 @@ from rlcore.tasks.lean_source import (
     forbidden,
     proof_in,
 )
-from rlcore.tasks.rewards.endpoint import Endpoint
 from rlcore.tasks.rewards.protocols import Asked, Unjudged, Verdict
-from rlcore.tasks.rewards.requests import RequestReward, RequestThread
+from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import LeanSpec
 from rlcore.types import ScoreStatus
 
 LATE = "REPL command timed out"  # while a proof ran, and not while its imports were loaded
 
 
-class LeanReward(RequestReward):
+class LeanReward(RequestReward[LeanSpec]):
     """1 for a proof of exactly the statement in `Asked.reference`, 0 for any other answer.
 
     Parts: `checked` (Lean was asked), `refused` (there is a proof, with a word that no proof
     needs), `late` (Lean's time ran out). What the server could not judge is a failed score.
     """
 
-    def __init__(
-        self, key: str, spec: LeanSpec, thread: RequestThread, note: Callable[[str], None]
-    ) -> None:
-        self._spec = spec
-        self._endpoint = Endpoint(key, spec, path="/verify", note=note)
-        super().__init__(
-            thread,
-            concurrency=spec.concurrency,
-            batch_size=spec.batch_size,
-            batch_wait_s=spec.batch_wait_s,
-        )
+    path = "/verify"
 
     async def ask(
         self, session: aiohttp.ClientSession, batch: Sequence[Asked]

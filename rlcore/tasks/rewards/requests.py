@@ -6,15 +6,18 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import aiohttp
 
 from rlcore.errors import DeadlineExceeded, StageError
+from rlcore.tasks.rewards.endpoint import Endpoint
 from rlcore.tasks.rewards.protocols import Asked, Reward, Tell, Unjudged, Verdict
+from rlcore.tasks.rewards.specs import BatchedSpec, EndpointSpec
 
 CLOSE_S = 20.0
+S = TypeVar("S", bound=EndpointSpec)
 
 
 class RequestThread:
@@ -64,20 +67,27 @@ class RequestThread:
             self.error = task.exception()
 
 
-class RequestReward(Reward, ABC):
-    """A reward that is asked by requests, `concurrency` of them at a time, each of up to
-    `batch_size` samples."""
+class RequestReward(Reward, ABC, Generic[S]):
+    """A reward that is asked by requests to one address, `concurrency` of them at a time, each of
+    up to `batch_size` samples; of one sample where the settings are not a `BatchedSpec`."""
+
+    path: ClassVar[str] = ""  # what is asked for, behind the address of the settings
 
     def __init__(
-        self, thread: RequestThread, *, concurrency: int, batch_size: int, batch_wait_s: float
+        self, key: str, spec: S, thread: RequestThread, note: Callable[[str], None]
     ) -> None:
+        """`key`: the config key of `spec`. `note`: told of a circuit breaker that opens or closes.
+        Raises UserError if the environment has no variable `api_key_env`."""
+        self._spec = spec
+        self._endpoint = Endpoint(key, spec, path=self.path, note=note)
         self._thread = thread
-        self._batch_size = batch_size
-        self._batch_wait_s = batch_wait_s
+        self._batch_size, self._batch_wait_s = 1, 0.0
+        if isinstance(spec, BatchedSpec):
+            self._batch_size, self._batch_wait_s = spec.batch_size, spec.batch_wait_s
         self._queue: asyncio.Queue[tuple[Asked, Tell]] = asyncio.Queue()
         # Idle workers would otherwise share what comes, one sample each.
         self._collecting = asyncio.Lock()
-        thread.start(self._serve(concurrency))
+        thread.start(self._serve(spec.concurrency))
 
     @abstractmethod
     async def ask(

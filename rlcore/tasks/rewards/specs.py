@@ -86,13 +86,17 @@ def _holds_credentials(url: str) -> bool:
         return False
 
 
-class HttpSpec(EndpointSpec):
-    """A grader of OpenRLHF's form: {query, prompts, labels} to {rewards, scores, extra_logs}."""
+class BatchedSpec(EndpointSpec):
+    """One whose requests hold several samples."""
 
     batch_size: int = setting(32, "samples of one request, at most", gt=0)
     batch_wait_s: float = setting(
         0.05, "how long a request that is not full waits for more samples", unit="s", ge=0
     )
+
+
+class HttpSpec(BatchedSpec):
+    """A grader of OpenRLHF's form: {query, prompts, labels} to {rewards, scores, extra_logs}."""
 
 
 class JudgeSpec(EndpointSpec):
@@ -116,7 +120,7 @@ class JudgeSpec(EndpointSpec):
         )
 
 
-class LeanSpec(EndpointSpec):
+class LeanSpec(BatchedSpec):
     """A Kimina Lean server, which checks the proofs of the task `lean`."""
 
     url: str = setting(meaning="address of the server, such as http://HOST:8000")
@@ -128,9 +132,6 @@ class LeanSpec(EndpointSpec):
         60, "Lean's time for one proof; one that takes longer is wrong", unit="s", gt=0
     )
     batch_size: int = setting(8, "proofs of one request, at most", gt=0)
-    batch_wait_s: float = setting(
-        0.05, "how long a request that is not full waits for more proofs", unit="s", ge=0
-    )
     axioms: tuple[str, ...] = setting(
         ("propext", "Classical.choice", "Quot.sound"), "that a proof may rest on, directly or not"
     )
