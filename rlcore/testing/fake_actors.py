@@ -134,9 +134,13 @@ class FakeActor(ActorClient):
 
     def _left(self, drawing: Drawing) -> str:
         """The engine has finished a request; the name of its drawing."""
-        del self._running[drawing.request.request_id]
+        del self._running[drawing.name]
         self._work.set()
         return f"{self.name}:{self.pid}:{next(self._drawn)}"
+
+    def _drop(self, name: str) -> Drawing | None:
+        """Let go of a request; None where there is none of that name."""
+        return self._waiting.pop(name, None) or self._running.pop(name, None)
 
     def _finish(self, drawing: Drawing) -> None:
         trajectory = drawing.trajectory(self.name, self._left(drawing))
@@ -155,16 +159,14 @@ class FakeActor(ActorClient):
     async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
         async def work() -> None:
             await asyncio.sleep(self.speed.answer_s)
-            for request in requests:
-                if request.request_id in self._waiting or request.request_id in self._running:
-                    raise UserError(
-                        f"a rollout actor refused a request: {request.request_id} twice"
-                    )
-            for request in requests:
-                had = (begun or {}).get(request.request_id, [])
-                drawing = Drawing(request, self._tokens(request), list(had))
+            asked = [Drawing(request, self._tokens(request)) for request in requests]
+            for drawing in asked:
+                if drawing.name in self._waiting or drawing.name in self._running:
+                    raise UserError(f"a rollout actor refused a request: {drawing.name} twice")
+            for drawing in asked:
+                drawing.versions += (begun or {}).get(drawing.name, [])
                 if drawing.wanted:
-                    self._waiting[request.request_id] = drawing
+                    self._waiting[drawing.name] = drawing
             self._work.set()
 
         await self._call(work, f"taking {len(requests)} requests")
@@ -173,19 +175,15 @@ class FakeActor(ActorClient):
         async def work() -> None:
             await asyncio.sleep(self.speed.answer_s)
             for name in request_ids:
-                self._waiting.pop(name, None)
-                self._running.pop(name, None)
+                self._drop(name)
 
         await self._call(work, f"dropping {len(request_ids)} requests")
 
     async def cut(self, request_ids: Sequence[str]) -> tuple[list[str], Any]:
         async def work() -> tuple[list[str], Any]:
             await asyncio.sleep(self.speed.answer_s)
-            held = {**self._waiting, **self._running}
-            had = {name: held[name].versions for name in request_ids if name in held}
-            for name in had:
-                self._waiting.pop(name, None)
-                self._running.pop(name, None)
+            dropped = [d for name in request_ids if (d := self._drop(name)) is not None]
+            had = {drawing.name: drawing.versions for drawing in dropped}
             return list(had), had
 
         return await self._call(work, f"giving up {len(request_ids)} requests")
@@ -265,7 +263,8 @@ class FakeActor(ActorClient):
             self.asleep = True
             while self._stepping:
                 await asyncio.sleep(self.speed.answer_s)
-            self._waiting, self._running = self._running | self._waiting, {}
+            held = [self._drop(name) for name in list(self._running)]
+            self._waiting = {d.name: d for d in held if d is not None} | self._waiting
             self.has_weights = False
             return {"sleep_s": self.speed.answer_s, "freed_gib": 1.0}
 
@@ -291,11 +290,15 @@ class FakeActor(ActorClient):
                 "pid": self.pid,
                 "busy_s": self._busy_s,
                 "steps": self._steps,
-                "decoding_s": {name: d.decoding_s for name, d in self._running.items()},
+                "decoding_s": self._decoding_s(),
                 "version": self.version,
             }
 
         return await self._call(work, "its heartbeat")
+
+    def _decoding_s(self) -> dict[str, float]:
+        """Seconds so far of the running requests, by name."""
+        return {name: d.decoding_s for name, d in self._running.items()}
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
         limit = self._supervision.hang_timeout_s

@@ -36,6 +36,10 @@ class Drawing:
     wanted: int  # tokens
     versions: list[int] = field(default_factory=list)  # of the tokens so far
     decoding_s: float = 0.0
+    name: str = field(init=False)  # of the request
+
+    def __post_init__(self) -> None:
+        self.name = self.request.request_id
 
     def trajectory(self, actor: str, draw_id: str) -> Trajectory:
         """What the actor of this name has made of it."""

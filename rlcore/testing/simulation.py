@@ -125,7 +125,7 @@ class Simulation:
         """`root`: of the run's checkpoints. `beside`: is given all that is reported, too."""
         self.scenario = scenario
         self.root = root
-        self.reporter = FakeReporter(beside)
+        self.reporter = self.make_reporter(beside)
         self.progress = Progress()
         self.actors: dict[str, FakeActor] = {}
         self.started: list[FakeActor] = []  # every process of every member
@@ -160,6 +160,10 @@ class Simulation:
             note=self.reporter.note,
         )
         self.parts = self._parts()
+
+    def make_reporter(self, beside: Reporter | None) -> FakeReporter:
+        """What keeps the rows of the run."""
+        return FakeReporter(beside)
 
     def make_buffer(self, job: BufferJob) -> FakeBuffer:
         """The buffer of the run."""

@@ -14,19 +14,34 @@ SMALL = [*QUICK, "schedule.groups_per_step=8"]
 
 
 def test_a_fleet_is_forecast_from_given_rates_for_several_sizes(tmp_path, capsys):
-    rates, out = tmp_path / "rates.json", tmp_path / "plan.json"
+    rates, out, drawn = (tmp_path / name for name in ("rates.json", "plan.json", "plan.svg"))
     given = {
         "actor": {"decode_s": 0.01, "max_running": 8, "load_s": 0.01},
         "learner": {"step_s": 0.05, "token_s": 0.0, "publish_s": 0.01},
         "lengths": {"prompt": 8, "median": 8},
     }
     rates.write_text(json.dumps(given))
-    assert main([*SMALL, f"rates={rates}", "actors=1,2", f"out={out}"]) == 0
+    words = [f"rates={rates}", "actors=1,2", f"out={out}", f"picture={drawn}"]
+    assert main([*SMALL, *words]) == 0
     one, two = json.loads(out.read_text())
     # 64 answers of about 8 tokens, 8 at a time: the actors are what limits
     assert one["bottleneck"] == "actors" and one["actors"] == {"bf16": 1}
     assert two["step_s"] < 0.7 * one["step_s"]
     assert capsys.readouterr().out.count("bf16") == 2
+    assert drawn.read_text().count("<polyline") == 2  # sampled, and trained on
+
+
+def test_a_slow_grader_is_that_of_a_node(tmp_path):
+    rates, out = tmp_path / "rates.json", tmp_path / "plan.json"
+    learner = {"step_s": 0.01, "token_s": 0.0, "publish_s": 0.01}
+    rates.write_text(json.dumps({"learner": learner, "grade_s": 5.0}))
+    words = [f"rates={rates}", "actor.bf16.count=4", f"out={out}"]
+    assert main([*SMALL, *words]) == 0
+    [one] = json.loads(out.read_text())
+    assert main([*SMALL, *words, "cluster.launch.gpus_per_node=2"]) == 0
+    [two] = json.loads(out.read_text())
+    assert one["bottleneck"] == two["bottleneck"] == "graders"
+    assert two["step_s"] == pytest.approx(one["step_s"] / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("words, sentence", [
@@ -35,6 +50,7 @@ def test_a_fleet_is_forecast_from_given_rates_for_several_sizes(tmp_path, capsys
     (["gpu=h100"], "shape= is missing"),
     (["gpu=h100", "shape=qwen9"], "shape=qwen9 is not accepted"),
     (["gpu=l40s", "shape=qwen3-32b"], "gpu=l40s is too small"),
+    (["gpu=h100", "shape=qwen3-8b", "picture=a.svg"], "picture=a.svg needs actors=1,2,4"),
     (["gpu=h100", "shape=qwen3-8b", "actors=1,x"], "actors=1,x is no list of numbers"),
     (["gpu=h100", "shape=qwen3-8b", "median_tokens=-1"], "median_tokens=-1 is no positive"),
     (["rates=/nowhere"], "rates=/nowhere cannot be read"),

@@ -1,6 +1,8 @@
 """Forecasts against what can be worked out by hand: answers of one length, constant rates."""
 
+import gc
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -60,6 +62,50 @@ def test_slow_graders_are_named():
     rates = quick.rates.model_copy(update={"grade_s": 2.0})
     found = forecast(replace(quick, rates=rates))
     assert found.step_s == pytest.approx(2.0 * SEQUENCES, rel=0.1) and found.bottleneck == "graders"
+
+
+def test_every_node_has_graders_of_its_own():
+    quick = fleet(actors=2, learn_s=0.1, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
+    rates = quick.rates.model_copy(update={"grade_s": 4.0})
+    one, two = (forecast(replace(quick, rates=rates, nodes=n)) for n in (1, 2))
+    assert one.step_s == pytest.approx(4.0 * SEQUENCES, rel=0.1)
+    assert two.step_s == pytest.approx(one.step_s / 2, rel=0.1) and two.bottleneck == "graders"
+
+
+@pytest.mark.parametrize("schedule", [
+    {},
+    {"max_staleness": 2, "on_publish": "in_flight"},
+    {"max_staleness": 4, "on_publish": "abort", "steps_per_publish": 4},
+])  # fmt: skip
+def test_an_answer_costs_a_large_fleet_no_more_than_a_small_one(schedule):
+    small, large = (lines_an_answer(actors, schedule) for actors in (8, 64))
+    assert large < small
+
+
+def lines_an_answer(actors, schedule):
+    """Lines of Python that a forecast runs for each of its answers."""
+    planned = fleet(actors=actors, groups_per_step=actors, spread=0.6, **schedule)
+    lines = collections = 0
+
+    def line(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        return line
+
+    def collected(phase, info):
+        nonlocal collections
+        collections += info["generation"] == 2
+
+    tracing = sys.gettrace()
+    gc.callbacks.append(collected)
+    sys.settrace(lambda *_: line)
+    try:
+        forecast(planned)
+    finally:
+        sys.settrace(tracing)
+        gc.callbacks.remove(collected)
+    assert not collections  # each looks at all objects of the fleet
+    return lines / (actors * SAMPLES * planned.schedule.steps)
 
 
 def test_tokens_are_counted_in_real_ones_whatever_a_simulated_one_stands_for():

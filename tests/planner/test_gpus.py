@@ -13,7 +13,7 @@ def rates(context=2048.0, **engine):
 
 def test_decoding_reads_weights_once_and_the_keys_of_each_request():
     dense = rates()
-    one, two = dense.step_seconds([1000.0]), dense.step_seconds([1000.0, 3000.0])
+    one, two = dense.step_seconds(1, 1000.0), dense.step_seconds(2, 4000.0)
     keys = MODEL.kv_bytes(2)
     assert keys == 2 * 36 * 8 * 128 * 2
     assert two - one == pytest.approx(dense.decode_request_s + 3000 * dense.decode_context_s)
@@ -30,8 +30,8 @@ def test_fp8_halves_the_weights_that_are_read_and_a_second_gpu_halves_them_again
 
 def test_a_sparse_engine_reads_no_more_of_a_context_than_its_budget():
     sparse, dense = rates(budget=512), rates()
-    assert sparse.step_seconds([300.0]) == dense.step_seconds([300.0])
-    assert sparse.step_seconds([16_384.0]) == dense.step_seconds([512.0])
+    assert sparse.reads(300.0) == dense.reads(300.0) == 300
+    assert sparse.reads(16_384.0) == 512 and dense.reads(16_384.0) == 16_384
 
 
 def test_what_fits_shrinks_with_the_context_and_a_model_that_does_not_fit_is_refused():
