@@ -27,7 +27,6 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from rlcore.testing.clock import run_simulated
 from rlcore.testing.fake_nodes import FakeNodes
 from rlcore.testing.fakes import FakeLearner, FakeScorer
 from rlcore.testing.records import make_score, make_trajectory
-from rlcore.testing.simulation import Scenario
 
 TOKENS_PER_S = 5_000  # of one actor
 RUNNING = 32  # requests that an actor decodes together
@@ -112,17 +110,6 @@ class Measured(Exception):
     """The steps to measure are done."""
 
 
-class Fleet(PlannedFleet):
-    """On nodes of `ON_A_NODE` actors."""
-
-    @property
-    def nodes(self) -> int:
-        return -(-sum(self.actors.values()) // ON_A_NODE)
-
-    def scenario(self) -> Scenario:
-        return replace(super().scenario(), nodes=self.nodes)
-
-
 class MeteredRun(PlannedRun):
     """A planned run whose roles are told apart."""
 
@@ -158,7 +145,7 @@ class MeteredRun(PlannedRun):
         return in_role("actors", make)
 
 
-def planned(actors: int) -> Fleet:
+def planned(actors: int) -> PlannedFleet:
     """So many equal actors, a learner that keeps up, one group an actor and step; endless."""
     rates = Rates(
         learner=LearnerRates(step_s=0.05, token_s=0.0, publish_s=0.05),
@@ -180,7 +167,11 @@ def planned(actors: int) -> Fleet:
         on_publish="in_flight",
         wait_data_timeout_s=1e9,
     )
-    return Fleet({"bf16": actors}, {"bf16": actor}, rates, schedule, SAMPLES, LONGEST)
+    nodes = -(-actors // ON_A_NODE)
+    own = {"bf16": actor}
+    return PlannedFleet(
+        {"bf16": actors}, own, rates, schedule, SAMPLES, max_tokens=LONGEST, nodes=nodes
+    )
 
 
 def fleet_row(actors: int, warm_up: int, steps: int, payload_mb_s: float) -> list[dict[str, Any]]:
