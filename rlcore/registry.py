@@ -15,18 +15,33 @@ from typing import Any
 from rlcore.errors import UserError
 
 
-def resolve(registry: Mapping[str, str], name: str, *, key: str) -> Any:
+def resolve(registry: Mapping[str, str], name: str, *, key: str, like: type | None = None) -> Any:
     """The object that `name` stands for: an entry of the registry, or a user's own by path.
 
-    Raises UserError, naming `key`, for an unknown name or an object that cannot be loaded.
+    `like`: what a user's own must be a class with all public names of, inherited or not. Raises
+    UserError, naming `key`, for an unknown name or an object that cannot be loaded or is no such
+    class.
     """
     if name not in registry and ":" not in name:
         choices = [*sorted(registry), "package.module:Object", "path/to/file.py:Object"]
         raise UserError.choice(key, name, choices)
     try:
-        return load_object(registry.get(name, name))
+        found = load_object(registry.get(name, name))
     except LoadError as error:
         raise UserError(f"{key}={name} {error}") from error
+    if like is not None and name not in registry:
+        _require_like(found, like, f"{key}={name}")
+    return found
+
+
+def _require_like(found: Any, like: type, word: str) -> None:
+    missing = [n for n in vars(like) if not n.startswith("_") and not hasattr(found, n)]
+    if isinstance(found, type) and not missing:
+        return
+    what = f"lacks {', '.join(missing)}" if isinstance(found, type) else "is no class"
+    raise UserError(
+        f"{word} is not accepted: it {what}; give a class like {like.__module__}.{like.__name__}."
+    )
 
 
 class LoadError(ValueError):

@@ -65,6 +65,13 @@ def cluster(
         else:
             _poll(lambda: _check_reachable(address), deadline, patience_s)
             ray.init(address=address, namespace=f"rlcore-{os.getpid()}", **quiet)
+    except ValueError as e:  # of Ray, for what it does not read as an address
+        if address is None:
+            raise
+        raise UserError(
+            f"cluster.address={address} is not accepted ({last_line(str(e))}): give HOST:PORT of a "
+            "cluster, auto, or null for one of this run's own."
+        ) from e
     except (ConnectionError, TimeoutError) as e:
         why = str(e).splitlines()[0]
         raise UserError(f"cluster.address={address} does not answer: {why}.") from e

@@ -215,7 +215,14 @@ def tokenizer_of(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
                 "folder."
             )
     masked = config.model.diffusion is not None
-    return build_char_tokenizer(_alphabet(tasks) or "", masked=masked)
+    tokenizer = build_char_tokenizer(_alphabet(tasks) or "", masked=masked)
+    fresh = config.model.fresh
+    size = None if fresh is None else fresh.vocab_size
+    refuse(
+        size is not None and size < len(tokenizer),
+        f"model.fresh.vocab_size={size} is too small: the task's alphabet needs {len(tokenizer)}.",
+    )
+    return tokenizer
 
 
 def _source(

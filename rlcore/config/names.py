@@ -8,7 +8,9 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import closest
 from rlcore.environments import ENVIRONMENTS
 from rlcore.errors import UserError
+from rlcore.interfaces import RolloutEngine
 from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
+from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.registry import ADVANTAGES, LOSSES
 from rlcore.registry import resolve
 from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
@@ -69,4 +71,11 @@ def load_own(config: RunConfig) -> None:
     """
     for key, name, registry in named(config):
         if name not in registry:
-            resolve(registry, name, key=key)
+            resolve(registry, name, key=key, like=_like(registry))
+
+
+def _like(registry: Mapping[str, str]) -> type | None:
+    """What a user's own must be like. Environments check their own; the protocol of learner engines
+    would import torch."""
+    likes = {id(ROLLOUT_ENGINES): RolloutEngine, id(ADVANTAGES): Advantage, id(LOSSES): PolicyLoss}
+    return likes.get(id(registry))

@@ -31,7 +31,14 @@ def absolute(config: RunConfig) -> RunConfig:
         "actor": {label: _actor(actor) for label, actor in config.actor.items()},
         "correction": _corrections(config.correction),
         "algorithm": algorithm.model_copy(update=names),
-        "learner": learner.model_copy(update={"engine": _code(learner.engine)}),
+        "learner": learner.model_copy(
+            update={
+                "engine": _code(learner.engine),
+                "offload": learner.offload.model_copy(
+                    update={"nvme_path": _path(learner.offload.nvme_path)}
+                ),
+            }
+        ),
         "task": (
             {label: _task(task) for label, task in config.task.items()}
             if isinstance(config.task, dict)

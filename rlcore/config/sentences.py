@@ -118,8 +118,11 @@ def _one(error: ErrorDetails) -> str:
         return (
             f"{key}={value} is not accepted: {hint + '; ' if hint else ''}choose one of: {choices}"
         )
-    what = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return f"{key}={value} is not accepted: it should be {what}"
+    what = error["msg"].removeprefix("Value error, ")
+    if " should have " in what:  # of a length
+        counted = what.partition(" should have ")[2].partition(" after validation")[0]
+        return f"{key}={value} is not accepted: it should have {counted}"
+    return f"{key}={value} is not accepted: it should be {what.removeprefix('Input should be ')}"
 
 
 def _unknown_key(key: str, value: str) -> str:

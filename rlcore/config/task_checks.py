@@ -64,6 +64,16 @@ def _lengths(c: RunConfig) -> None:
     )
 
 
+def _stops(c: RunConfig) -> None:
+    for label, spec in c.tasks.items():
+        own = getattr(spec, "stop", None) is not None
+        refuse(
+            "" in c.rollout_of(label).stop,
+            f"{f'task.{label}' if own else 'rollout'}.stop holds an empty string, which would end "
+            "every response before its first character: leave it out.",
+        )
+
+
 def _group_sizes(c: RunConfig) -> None:
     a = c.algorithm
     for label, key, n in _settings(c, "samples_per_prompt"):
@@ -107,4 +117,4 @@ def _shown(c: RunConfig) -> str:
     return f"[{','.join(c.tasks)}]" if c.mixed else "".join(c.tasks)
 
 
-TASK_RULES = (_labels, _weights, _lengths, _group_sizes)
+TASK_RULES = (_labels, _weights, _lengths, _stops, _group_sizes)

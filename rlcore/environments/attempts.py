@@ -33,6 +33,8 @@ class Attempts(Environment):
     ) -> None:
         if attempts < 1:
             raise ValueError("attempts must be at least 1")
+        if not isinstance(retry, str) or not isinstance(cost, int | float):
+            raise ValueError(f"retry must be a text and cost a number, not {retry!r} and {cost!r}")
         self._task = task
         self._attempts = attempts
         self._retry = retry

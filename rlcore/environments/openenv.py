@@ -37,6 +37,8 @@ class OpenEnv(Environment):
         self, *, url: str, action: str = "message", shown: str | None = None, prompt: str = ""
     ) -> None:
         """Raises UserError for an address that is not this machine's own."""
+        if not isinstance(url, str):
+            raise ValueError(f"url must be a text such as http://127.0.0.1:8000, not {url!r}")
         self._url = _address(url)
         self._action = action
         self._shown = shown

@@ -28,6 +28,7 @@ class LoraSpec(Spec):
     targets: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         "names of the adapted linear layers",
+        min_length=1,
     )
     publish: Literal["merged", "adapter"] = setting(
         "merged",
@@ -236,6 +237,10 @@ class LearnerSpec(OptimizerSpec):
         return "bfloat16" if self.num_gpus else "float32"
 
     def check(self, key: str) -> None:
+        refuse(
+            not all(0 <= beta < 1 for beta in self.betas),
+            f"{key}.betas={list(self.betas)} is not accepted: both must be at least 0 and below 1.",
+        )
         refuse(
             self.attention in ("flash_attention_2", "varlen") and self.num_gpus == 0,
             f"{key}.attention={self.attention} needs a GPU: set {key}.num_gpus=1 or "

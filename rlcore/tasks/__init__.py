@@ -43,7 +43,7 @@ def make_task(
     part of its prompt ids. `key` is the config key of the task. Raises UserError naming
     `<key>.name` or `<key>.args.<argument>`.
     """
-    cls = resolve(TASKS, name, key=f"{key}.name")
+    cls = resolve(TASKS, name, key=f"{key}.name", like=Task)
     label = label or (name if name in TASKS else name.rpartition(":")[2].lower())
     if not label or "/" in label:
         raise UserError(f"{key}: the label {label!r} of a task must not be empty or contain '/'.")

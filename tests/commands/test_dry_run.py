@@ -120,6 +120,7 @@ def test_more_log_probs_than_the_vocabulary_has_are_shown_as_the_vocabulary(caps
         (["cluster.num_cpus=1"], "cluster.num_cpus=1 is too few"),
         (["actor.bf16.num_gpus=64"], "actor.bf16.num_gpus=64"),
         (["cluster.address=127.0.0.1:1"], "cluster.address=127.0.0.1:1 does not answer"),
+        (["cluster.address=abc"], "cluster.address=abc is not accepted"),
         (["cluster.buffer_mib=1", "rollout.samples_per_prompt=64"], "cluster.buffer_mib=1"),
         (
             ["model.fresh.hidden_size=1024", "model.fresh.intermediate_size=8192"],

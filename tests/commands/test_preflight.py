@@ -358,3 +358,20 @@ def test_a_grader_that_asks_for_tokens_is_refused_where_it_would_get_none(model,
     with pytest.raises(UserError, match=rf"environment\.name={name} .* task\.name=file asks for"):
         prepared(model, *asking, f"environment={name}")
     prepared(model, *words, f"task.args.grader={tmp_path}/graders.py:whole", f"environment={name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["task=json:loads"], ["task.name=json:loads", "is no class", "rlcore.interfaces.Task"]),
+        (["task=json:JSONDecoder"], ["task.name=json:JSONDecoder", "lacks", "grade"]),
+        (["actor.bf16.engine=json:loads"], ["actor.bf16.engine=json:loads", "RolloutEngine"]),
+        (["environment=openenv", "environment.args.url=5"], ["environment.args", "url", "5"]),
+        (["environment=attempts", "environment.args.cost=x"], ["environment.args", "cost"]),
+        (["model.path=null", "model.fresh.vocab_size=2"], ["model.fresh.vocab_size=2"]),
+    ],
+)
+def test_what_could_never_be_used_is_refused_in_a_sentence(model, words, parts):
+    with pytest.raises(UserError) as refused:
+        prepared(model, *words)
+    assert all(part in str(refused.value) for part in parts), refused.value

@@ -7,6 +7,7 @@ from rlcore.config.names import REGISTRIES, load_own, registered
 from rlcore.errors import UserError
 
 MINE = '''
+from rlcore.interfaces import RolloutEngine
 from rlcore.objectives.advantages import Grpo
 from rlcore.objectives.losses import Reinforce
 
@@ -19,7 +20,7 @@ class Compared(Grpo):
     """An advantage of a user's own, which compares the samples of a group."""
 
 
-class Engine:
+class Engine(RolloutEngine):
     """A rollout engine of a user's own."""
 '''
 

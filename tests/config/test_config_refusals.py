@@ -81,6 +81,14 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction.tis.adjusted", "algorithm.loss=gspo"],
     ),
     (["correction=rapid"], ["algorithm.loss=ppo", "rapid"]),
+    (["learner.betas=[0.9,1.0]"], ["learner.betas=[0.9, 1.0]", "below 1"]),
+    (["rollout.stop=['']"], ["rollout.stop", "empty string"]),
+    (["learner=lora", "learner.lora.targets=[]"], ["learner.lora.targets=[]", "at least 1 item"]),
+    (["algorithm.loss=json:loads"], ["algorithm.loss=json:loads", "is no class", "PolicyLoss"]),
+    (
+        ["algorithm.advantage=json:JSONDecoder"],
+        ["algorithm.advantage=json:JSONDecoder", "lacks", "Advantage"],
+    ),
     (["algorithm.dual_clip=1"], ["algorithm.dual_clip=1", "greater than 1"]),
     (
         ["algorithm=gspo", "algorithm.dual_clip=3"],
