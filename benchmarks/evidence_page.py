@@ -36,7 +36,7 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
     if not made:
         return "No run has finished yet."
     text = f"{choice(study, lines)}\n\n![Accuracy over steps and over sizes]({name}.svg)\n\n"
-    text += table(rows(lines, "matched", "uncorrected", digest))
+    text += table(rows(lines, ("matched", "uncorrected"), digest, timed=study.timed))
     machines = sorted({line["machine"] for line in made})
     return f"{text}\n\n{len(made)} runs on {'; '.join(machines)}."
 
@@ -58,53 +58,67 @@ def choice(study: Study, lines: Sequence[Line]) -> str:
 
 
 def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
-    """Left: accuracy over steps of each arm at the chosen size. Middle: over training seconds.
-    Right: final accuracy by size.
+    """Accuracy over steps of each arm at the chosen size, over training seconds if the study is
+    timed, and final accuracy by size if it has several.
 
     Lines are means over seeds, bands 95% bootstrap intervals of the mean."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    chosen = next((line["chosen"] for line in lines if "chosen" in line), None)
-    if not study.swept:
-        chosen = next(iter(study.sizes))
-    shown = [line for line in lines if "arm" in line]
-    for arm in dict.fromkeys(line["arm"] for line in shown):
-        own = [r for r in shown if r["arm"] == arm and r["size"] in (chosen, study.matched[0])]
-        if own:
-            _band(left, [r["curve"] for r in own], arm)
-            _over_time(middle, [r for r in own if r.get("clock")])
-        _by_size(right, study, [r for r in shown if r["arm"] == arm], arm)
-    left.set(xlabel="optimizer step", ylabel="held-out accuracy", title=f"{study.knob} = {chosen}")
-    middle.set(xlabel="training seconds", ylabel="held-out accuracy", title="mean over seeds")
-    right.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    panels = [_over_steps, *[_over_time] * study.timed, *[_by_size] * (len(study.sizes) > 1)]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(1 + 4 * len(panels), 4), layout="constrained", squeeze=False
+    )
+    for axis, panel in zip(axes[0], panels):
+        panel(axis, study, lines)
+    figure.legend(*axes[0][-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 
 
-def _band(axis: Any, curves: Sequence[Sequence[Sequence[float]]], name: str) -> None:
-    steps = [step for step, _ in curves[0]]
-    found = np.array([interval([curve[i][1] for curve in curves]) for i in range(len(steps))])
-    axis.plot(steps, found[:, 0], label=name)
-    axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15)
+def _over_steps(axis: Any, study: Study, lines: Sequence[Line]) -> None:
+    chosen = _compared_at(study, lines)
+    for arm, colour, own in _by_arm(lines):
+        at = [r["curve"] for r in own if r["size"] in (chosen, study.matched[0])]
+        if at:
+            steps = [step for step, _ in at[0]]
+            found = np.array([interval([c[i][1] for c in at]) for i in range(len(steps))])
+            axis.plot(steps, found[:, 0], label=arm, color=colour)
+            axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
+    axis.set(xlabel="optimizer step", ylabel="held-out accuracy", title=f"{study.knob} = {chosen}")
 
 
-def _over_time(axis: Any, own: Sequence[Line]) -> None:
-    if not own:
-        axis.plot([], [])  # the next arm keeps its colour
-        return
-    seconds = np.mean([line["clock"] for line in own], axis=0)
-    axis.plot(seconds, np.mean([[got for _, got in line["curve"]] for line in own], axis=0))
+def _over_time(axis: Any, study: Study, lines: Sequence[Line]) -> None:
+    chosen = _compared_at(study, lines)
+    for arm, colour, own in _by_arm(lines):
+        at = [r for r in own if r.get("clock") and r["size"] in (chosen, study.matched[0])]
+        if at:
+            seconds = np.mean([line["clock"] for line in at], axis=0)
+            accuracy = np.mean([[got for _, got in line["curve"]] for line in at], axis=0)
+            axis.plot(seconds, accuracy, label=arm, color=colour)
+    axis.set(xlabel="training seconds", ylabel="held-out accuracy", title="mean over seeds")
 
 
-def _by_size(axis: Any, study: Study, own: Sequence[Line], name: str) -> None:
-    sizes = [
-        size for size in (study.matched[0], *study.sizes) if any(r["size"] == size for r in own)
-    ]
-    found = [interval([r["final"] for r in own if r["size"] == size]) for size in sizes]
-    means = [mean for mean, _, _ in found]
-    errors = [[m - low for m, low, _ in found], [high - m for m, _, high in found]]
-    axis.errorbar(sizes, means, yerr=errors, marker="o", capsize=3, label=name)
+def _by_size(axis: Any, study: Study, lines: Sequence[Line]) -> None:
+    for arm, colour, own in _by_arm(lines):
+        sizes = [s for s in (study.matched[0], *study.sizes) if any(r["size"] == s for r in own)]
+        found = [interval([r["final"] for r in own if r["size"] == size]) for size in sizes]
+        means = [mean for mean, _, _ in found]
+        errors = [[m - low for m, low, _ in found], [high - m for m, _, high in found]]
+        axis.errorbar(sizes, means, yerr=errors, marker="o", capsize=3, label=arm, color=colour)
+    axis.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
+
+
+def _by_arm(lines: Sequence[Line]) -> list[tuple[str, str, list[Line]]]:
+    """Each arm with its colour, the same in all panels, and its runs."""
+    made = [line for line in lines if "arm" in line]
+    arms = dict.fromkeys(line["arm"] for line in made)
+    return [(arm, f"C{i}", [r for r in made if r["arm"] == arm]) for i, arm in enumerate(arms)]
+
+
+def _compared_at(study: Study, lines: Sequence[Line]) -> str | None:
+    """The size at which arms are compared: the chosen one."""
+    if not study.swept:
+        return next(iter(study.sizes))
+    return next((line["chosen"] for line in lines if "chosen" in line), None)

@@ -30,7 +30,8 @@ class Study:
     has size "1"; arms {"tis": ("correction=[tis]",)}, the uncorrected one without words.
 
     A study that is not `swept` has no uncorrected arm and chooses no size: all its arms run at all
-    its sizes. An arm in `by_trl` is run by TRL's trainer instead of rlcore."""
+    its sizes. An arm in `by_trl` is run by TRL's trainer instead of rlcore. A `timed` study needs
+    the whole machine for each of its runs; of others no time is shown."""
 
     experiment: str
     knob: str
@@ -43,6 +44,7 @@ class Study:
     sources: tuple[str, ...] = UPDATE
     swept: bool = True
     by_trl: tuple[str, ...] = ()
+    timed: bool = False
 
 
 def _phases(*lengths: int) -> dict[str, Words]:
@@ -134,6 +136,7 @@ STUDIES: dict[str, Study] = {
         sizes=_RAPID_SIZES,
         arms=_RAPID_ARMS,
         further={size: _RAPID_ARMS for size in _RAPID_SIZES},
+        timed=True,
     ),
     "distillsparse": Study(
         experiment="evidence/distillsparse",
@@ -149,6 +152,7 @@ STUDIES: dict[str, Study] = {
         sizes=_ASYNC_SIZES,
         arms=_ASYNC_ARMS,
         further={size: _ASYNC_ARMS for size in _ASYNC_SIZES},
+        timed=True,
     ),
     "trl": Study(
         experiment="evidence/trl",

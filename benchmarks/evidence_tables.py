@@ -79,12 +79,15 @@ def reaches(line: Line, target: float) -> float | None:
 
 
 def rows(
-    lines: Sequence[Line], matched: str, uncorrected: str, digest: str
+    lines: Sequence[Line], references: tuple[str, str], digest: str, *, timed: bool
 ) -> list[dict[str, Any]]:
-    """One row an arm and size: accuracies with intervals, differences, what the mismatch was.
-    Columns that no run fills are left out."""
+    """One row an arm and size: accuracies with intervals, differences, what the mismatch was, and
+    times if the runs are `timed`. Columns that no run fills are left out.
+
+    `references`: the names of the matched and of the uncorrected arm."""
     made = [
-        _row(lines, arm, size, (matched, uncorrected), digest)
+        _row(lines, arm, size, references, digest)
+        | (_times(lines, arm, size, references[0]) if timed else {})
         for arm, size in dict.fromkeys((line["arm"], line["size"]) for line in _runs(lines))
     ]
     empty = {name for name in made[0] if not any(row[name] for row in made)} if made else set()
@@ -114,13 +117,19 @@ def _row(
         "acceptance": _mean(own, "acceptance"),
         "clipped sequences": _mean(own, "rapid clipped"),
         "staleness, steps": _mean(own, "staleness"),
+    }
+
+
+def _times(lines: Sequence[Line], arm: str, size: str, matched: str) -> dict[str, str]:
+    own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
+    return {
         "tokens decoded a second": _mean(own, "decoded_per_s"),
-        "training seconds to 95% of matched": _times(lines, own, references[0]),
+        "training seconds to 95% of matched": _to_target(lines, own, matched),
         "seconds": _mean(own, "seconds"),
     }
 
 
-def _times(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:
+def _to_target(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:
     """Mean time to the target with its interval, over the seeds that reach it."""
     finals = [line["final"] for line in _runs(lines) if line["arm"] == matched]
     timed = [line for line in own if line.get("clock")]

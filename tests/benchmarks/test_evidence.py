@@ -103,8 +103,10 @@ def test_the_time_to_the_target_counts_seeds_that_miss_it():
     found.append({**line("matched", "1", 2, 0.5), "clock": [0.0, 40.0]})
     assert evidence_tables.reaches(found[1], 0.8) == 31.0
     assert evidence_tables.reaches(found[2], 0.8) is None
-    (row,) = evidence_tables.rows(found, "matched", "uncorrected", "now")
+    (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=True)
     assert row["training seconds to 95% of matched"] == "30 [30, 31] (1 did not)"
+    (untimed,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
+    assert not any("seconds" in name for name in untimed)
 
 
 def test_the_job_of_trl_is_what_the_experiment_says(tmp_path, monkeypatch):
@@ -159,12 +161,13 @@ def test_differences_are_paired_by_seed():
 
 def test_the_table_counts_lines_of_other_sources_as_old():
     found = [line("matched", "1", 0, 0.8), line("matched", "1", 1, 0.6, sources="before")]
-    (row,) = evidence_tables.rows(found, "matched", "uncorrected", "now")
+    (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
     assert row["seeds"] == "2 (1 old)" and row["final accuracy"].startswith("0.700 [0.600, 0.800]")
 
 
 def test_the_matched_arm_is_not_compared_with_uncorrected_ones_of_other_sizes():
-    rows = evidence_tables.rows(swept({"2": 0.6, "4": 0.5}), "matched", "uncorrected", "now")
+    found = swept({"2": 0.6, "4": 0.5})
+    rows = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
     assert [row.get("against matched", "")[:6] for row in rows] == ["", "-0.200", "-0.300"]
     assert not any(row.get("against uncorrected") for row in rows)
 
