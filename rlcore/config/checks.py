@@ -12,7 +12,7 @@ from typing import Literal
 from rlcore.config.colocation import check_colocated
 from rlcore.config.diffusion import check_diffusion
 from rlcore.config.environments import check_environment
-from rlcore.config.names import check_names
+from rlcore.config.names import check_names, load_objectives
 from rlcore.config.publication import check_adapters, check_transport
 from rlcore.config.rewards import check_rewards
 from rlcore.config.schema import AlgorithmSection, RunConfig
@@ -246,6 +246,7 @@ def _shown(c: RunConfig) -> str:
 
 RULES = (
     check_names,
+    load_objectives,
     *TASK_RULES,
     check_diffusion,
     _step_sizes,

@@ -63,6 +63,14 @@ def check_names(config: RunConfig) -> None:
             raise UserError.choice(key, name, choices, closest(name, registry))
 
 
+def load_objectives(config: RunConfig) -> None:
+    """Import a loss or an advantage that the user names by path: rules on the configuration ask for
+    its traits. Raises UserError for what is no such class."""
+    for key, name, registry in named(config):
+        if registry is LOSSES or registry is ADVANTAGES:
+            _load(key, name, registry)
+
+
 def load_own(config: RunConfig) -> None:
     """Import what the user names by path, so that a mistake shows before anything starts.
 
@@ -70,12 +78,11 @@ def load_own(config: RunConfig) -> None:
     Raises UserError.
     """
     for key, name, registry in named(config):
-        if name not in registry:
-            resolve(registry, name, key=key, like=_like(registry))
+        _load(key, name, registry)
 
 
-def _like(registry: Mapping[str, str]) -> type | None:
-    """What a user's own must be like. Environments check their own; the protocol of learner engines
-    would import torch."""
+def _load(key: str, name: str, registry: Mapping[str, str]) -> None:
+    # Environments check their own; the protocol of learner engines would import torch.
     likes = {id(ROLLOUT_ENGINES): RolloutEngine, id(ADVANTAGES): Advantage, id(LOSSES): PolicyLoss}
-    return likes.get(id(registry))
+    if name not in registry:
+        resolve(registry, name, key=key, like=likes.get(id(registry)))

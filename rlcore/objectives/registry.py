@@ -26,13 +26,13 @@ LOSSES: dict[str, str] = {
 
 def advantage_class(name: str) -> type[Advantage]:
     """The advantage of a name or "file.py:Class". Raises UserError naming algorithm.advantage."""
-    cls: type[Advantage] = resolve(ADVANTAGES, name, key="algorithm.advantage", like=Advantage)
+    cls: type[Advantage] = resolve(ADVANTAGES, name, key="algorithm.advantage")
     return cls
 
 
 def loss_class(name: str) -> type[PolicyLoss]:
     """The policy loss of a name or "file.py:Class". Raises UserError naming algorithm.loss."""
-    cls: type[PolicyLoss] = resolve(LOSSES, name, key="algorithm.loss", like=PolicyLoss)
+    cls: type[PolicyLoss] = resolve(LOSSES, name, key="algorithm.loss")
     return cls
 
 
