@@ -179,10 +179,12 @@ def planned(
     *,
     steps: int = STEPS,
 ) -> PlannedFleet:
-    """The run with these actors at these rates, of at least `steps` optimizer steps."""
+    """The run with these actors at these rates, of at least `steps` optimizer steps and those
+    during which it fills and drains."""
+    around = 2 * config.schedule.max_staleness
     schedule = config.schedule.model_copy(
         update={
-            "steps": _whole(steps, config),
+            "steps": _whole(steps + around, config),
             "wait_data_timeout_s": 1e9,
             "step_timeout_s": 1e9,
             "publish_timeout_s": 1e9,

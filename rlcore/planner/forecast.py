@@ -18,7 +18,7 @@ IDLE = 0.15  # a role that waits for less of the time is the bottleneck
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Steady state of a run, means over its later steps.
+    """Steady state of a run, means over its middle steps.
 
     Example: Forecast(step_s=2.0, rollout_tokens_per_s=4e3, train_tokens_per_s=4e3,
     staleness_mean=1.1, staleness_p90=2.0, staleness_max=2.0, actors_idle=0.3, learner_idle=0.0,
@@ -53,9 +53,11 @@ class Forecast:
 
 
 def forecast(fleet: PlannedFleet) -> Forecast:
-    """Simulate the run and measure its later steps.
+    """Simulate the run and measure its middle steps: its schedule has `max_staleness` steps more than
+    these at both ends.
 
-    Raises what would end the run, such as StageError when actors die too often.
+    Raises what would end the run, such as StageError when actors die too often; ValueError for a
+    schedule too short to have such steps.
     """
     with tempfile.TemporaryDirectory(prefix="rlcore-plan-") as folder, _uncollected():
         return run_simulated(_simulated(fleet, Path(folder)), limit_s=1e9)
@@ -82,8 +84,13 @@ async def _simulated(fleet: PlannedFleet, folder: Path) -> Forecast:
 
 def _steady(run: PlannedRun) -> Forecast:
     rows, marks, planned = run.reporter.rows, run.reporter.marks, run.planned
-    last = len(rows) - 2  # the very last row waits for an evaluation
-    first = min(int(len(rows) * WARM_UP), last - 1)
+    # What may be sampled ahead is sampled before the first steps, and less and less of it before
+    # the last ones; the very last row waits for an evaluation.
+    ahead = planned.schedule.max_staleness
+    last = len(rows) - 2 - ahead
+    if last < 1:
+        raise ValueError(f"{len(rows)} steps are too few to measure with max_staleness={ahead}")
+    first = min(max(int(len(rows) * WARM_UP), ahead), last - 1)
     later = rows[first + 1 : last + 1]
     seconds = marks[last][0] - marks[first][0]
     busy = marks[last][1] - marks[first][1]

@@ -31,6 +31,16 @@ def test_a_fleet_is_forecast_from_given_rates_for_several_sizes(tmp_path, capsys
     assert drawn.read_text().count("<polyline") == 2  # sampled, and trained on
 
 
+def test_a_run_is_simulated_for_longer_than_it_samples_ahead(tmp_path):
+    rates, out = tmp_path / "rates.json", tmp_path / "plan.json"
+    rates.write_text(json.dumps({"learner": {"step_s": 5.0, "token_s": 0.0, "publish_s": 0.01}}))
+    words = [f"rates={rates}", f"out={out}", "schedule=async", "schedule.max_staleness=32"]
+    assert main([*SMALL, *words]) == 0
+    [found] = json.loads(out.read_text())
+    assert found["bottleneck"] == "learner" and found["staleness_mean"] > 16
+    assert found["rollout_tokens_per_s"] == pytest.approx(found["train_tokens_per_s"], rel=0.05)
+
+
 def test_a_slow_grader_is_that_of_a_node(tmp_path):
     rates, out = tmp_path / "rates.json", tmp_path / "plan.json"
     learner = {"step_s": 0.01, "token_s": 0.0, "publish_s": 0.01}

@@ -57,6 +57,22 @@ def test_asynchronous_the_slower_role_sets_the_pace():
     assert slow_actors.bottleneck == "actors" and slow_actors.staleness_max <= 2
 
 
+def test_the_end_of_a_run_at_which_actors_run_out_of_prompts_is_not_counted():
+    planned = fleet(
+        actors=16,
+        groups_per_step=16,
+        learn_s=1.0,
+        spread=1.0,
+        steps=34,
+        max_staleness=8,
+        on_publish="in_flight",
+    )
+    found = forecast(planned)
+    assert found.bottleneck == "learner"
+    assert found.rollout_tokens_per_s == pytest.approx(found.train_tokens_per_s, rel=0.03)
+    assert found.actors_idle == pytest.approx(0.0, abs=0.02)
+
+
 def test_slow_graders_are_named():
     quick = fleet(learn_s=0.1, running=SEQUENCES, max_staleness=2, on_publish="in_flight")
     rates = quick.rates.model_copy(update={"grade_s": 2.0})
