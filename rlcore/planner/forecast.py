@@ -53,8 +53,8 @@ class Forecast:
 
 
 def forecast(fleet: PlannedFleet) -> Forecast:
-    """Simulate the run and measure its middle steps: its schedule has `max_staleness` steps more than
-    these at both ends.
+    """Simulate the run and measure its middle steps; at both ends of its schedule are
+    `max_staleness` further ones.
 
     Raises what would end the run, such as StageError when actors die too often; ValueError for a
     schedule too short to have such steps.
