@@ -51,7 +51,8 @@ VARIANTS["recomputed"] = {"gradient_checkpointing": True, "kl_coef": 0.1, "zero_
 def steps(
     rank: int, world: int, port: int, model: str, parts: dict[str, int], only: list[str] | None
 ) -> dict[str, Any]:
-    """variant -> gradients of a first step, the rows of two, and moments and weights after them.
+    """variant -> gradients of a first step and moments after it, the rows of two, and weights after
+    them: the second step's gradients are those of weights that Adam has divided rounding into.
     Ranks that hold parts of the same matrices or sequences have the same groups; `parts`: the key
     that says so."""
     out = {}
@@ -66,9 +67,9 @@ def steps(
         one.begin_phase([mine, mine])
         row = untimed(one.train_step(0))
         assert isinstance(one.engine, RecordingEngine)
-        gradients = one.engine.gradients
+        gradients, moments = one.engine.gradients, _moments(one.engine)
         rows = [row, untimed(one.train_step(1))]
-        out[name] = gradients, rows, _moments(one.engine), state(one)
+        out[name] = gradients, rows, moments, state(one)
     return out
 
 
@@ -76,7 +77,7 @@ def _moments(engine: ZeroEngine) -> dict[str, np.ndarray]:
     """First moments: sums of clipped gradients."""
     engine._state._link_moments()  # as before they are saved
     read = partial(engine._state._read, key="exp_avg")
-    return {name: read(p).float().numpy() for name, p in engine.trained.items()}
+    return {name: read(p).float().numpy().copy() for name, p in engine.trained.items()}
 
 
 def dealt(groups: list[Group], index: int, count: int) -> list[Group]:

@@ -220,7 +220,8 @@ def test_failures_of_the_caller_end_the_scorer_with_a_reason():
 
 def test_a_task_that_cannot_rebuild_its_problem_fails_the_sample(tmp_path):
     (tmp_path / "t.py").write_text(
-        "class Odd:\n    def item(self, split, index):\n        raise KeyError('lost')\n"
+        "from rlcore.tasks.digits import Digits\n\n\nclass Odd(Digits):\n"
+        "    def item(self, split, index):\n        raise KeyError('lost')\n"
     )
     spec = task(f"{tmp_path}/t.py:Odd", grade_weight=None, rewards={"more": {"http": {"url": "x"}}})
     (score,) = scores({"digits": spec}, answers(["x"]))
