@@ -23,7 +23,7 @@ from rlcore.interfaces import Task
 from rlcore.loop.difficulty import Difficulty
 from rlcore.loop.mixture import Mixture, task_seed
 from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
-from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.fresh import build_char_tokenizer, check_vocabulary
 from rlcore.models.text import encode_prompt, load_tokenizer, padding
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
@@ -216,12 +216,8 @@ def tokenizer_of(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
             )
     masked = config.model.diffusion is not None
     tokenizer = build_char_tokenizer(_alphabet(tasks) or "", masked=masked)
-    fresh = config.model.fresh
-    size = None if fresh is None else fresh.vocab_size
-    refuse(
-        size is not None and size < len(tokenizer),
-        f"model.fresh.vocab_size={size} is too small: the task's alphabet needs {len(tokenizer)}.",
-    )
+    if config.model.fresh is not None:
+        check_vocabulary(config.model.fresh, len(tokenizer))
     return tokenizer
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlcore.errors import UserError
 from rlcore.models.specs import FreshModelSpec
+from rlcore.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,15 @@ def build_char_tokenizer(alphabet: str, *, masked: bool = False) -> PreTrainedTo
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
+def check_vocabulary(spec: FreshModelSpec, needed: int) -> None:
+    """Raise UserError if the vocabulary is smaller than the tokenizer's `needed` entries."""
+    refuse(
+        spec.vocab_size is not None and spec.vocab_size < needed,
+        f"model.fresh.vocab_size={spec.vocab_size} is too small: the task's alphabet needs "
+        f"{needed}.",
+    )
+
+
 def build_fresh_model(
     folder: str | Path,
     alphabet: str,
@@ -52,11 +61,7 @@ def build_fresh_model(
     import torch
 
     tokenizer = build_char_tokenizer(alphabet, masked=masked)
-    if spec.vocab_size is not None and spec.vocab_size < len(tokenizer):
-        raise UserError(
-            f"model.fresh.vocab_size={spec.vocab_size} is too small: the task's alphabet needs "
-            f"{len(tokenizer)}."
-        )
+    check_vocabulary(spec, len(tokenizer))
     make = _masked if masked else _causal
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed % 2**31)

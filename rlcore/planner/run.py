@@ -138,7 +138,7 @@ class PlannedActor(RatedActor):
     """Hands its answers to training prompts on without serialising them."""
 
     answers: Answers
-    _shard: str  # of its node
+    shard: str  # of its node
 
     def _finish(self, drawing: Drawing) -> None:
         if drawing.request.purpose != "train":
@@ -147,7 +147,7 @@ class PlannedActor(RatedActor):
         runs = self._stopped(drawing)
         draw_id = self._left(drawing)
         self._scorer.finished(  # type: ignore[attr-defined]
-            self.answers.put(drawing.request, runs, self.name, draw_id, self._shard)
+            self.answers.put(drawing.request, runs, self.name, draw_id, self.shard)
         )
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
@@ -214,7 +214,7 @@ class PlannedRun(Simulation):
         """A process of an actor. `arguments`: the further ones of `RatedActor`."""
         actor = PlannedActor(name, self.buffer, self.scorer, **arguments)
         actor.answers = self.answers
-        actor._shard = f"simulated-{self.buffer.nodes.of(name)}"
+        actor.shard = f"simulated-{self.buffer.nodes.of(name)}"
         return actor
 
     def _begin(self, name: str) -> Spawned:
