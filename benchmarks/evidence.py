@@ -1,12 +1,13 @@
 """Tests a paper's claim at small scale, over seeds: runs what is missing, writes table and figure.
 
-    python benchmarks/evidence.py NAME [--minutes 60] [--seeds 0,1] [--only-page]
+    python benchmarks/evidence.py NAME [NAME ...] [--minutes 60] [--only-page]
 
 NAME is a study of `evidence_studies.py`. Each finished run is one line of
 `benchmarks/results/evidence/NAME.jsonl`; a run that has a line is not run again, so the command can
-be stopped and continued. Two commands may run side by side, each with seeds of its own (`taskset`
-gives each a core); the one whose part of the sweep ends first ends, and is started again once the
-sweep is whole. Order of the runs:
+be stopped and continued. Several commands may run side by side (`taskset` gives each a core): each
+takes runs that no other has taken, and goes on to the next NAME when a study has none left. A run
+of a timed study starts only when no other run is under way, and keeps others from starting. Order
+of the runs:
 
 1. The sweep: the uncorrected arm at each size of the mismatch, and the matched arm, every seed.
 2. The choice, written to the same file once: the smallest size at which the uncorrected arm ends
@@ -24,16 +25,18 @@ the degraded actor.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
 import json
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from evidence_page import write_page
 from evidence_studies import STUDIES, Study, Words
@@ -43,6 +46,8 @@ from harness import machine, rlcore
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
+CLAIMS = ROOT / "cache" / "evidence"  # a lock for each run under way
+WAIT_S = 5.0
 QUIET = ("logging=quiet", "checkpoint.at_end=false")
 UNCORRECTED = "uncorrected"
 MATCHED = "matched"
@@ -62,25 +67,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=list(STUDIES))
+    parser.add_argument("names", nargs="+", choices=list(STUDIES), metavar="NAME")
     parser.add_argument("--minutes", type=float, default=120, help="start no run after these")
-    parser.add_argument("--seeds", type=_numbers, help="run these only, as 0,1")
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page")
     args = parser.parse_args()
-    study, file = STUDIES[args.name], RESULTS / f"{args.name}.jsonl"
-    own = study if args.seeds is None else replace(study, seeds=args.seeds)
     stop = time.monotonic() + 60 * args.minutes
     while not args.only_page and time.monotonic() < stop:
-        job = next(missing(own, lines(file)), None)
-        if job is None:
+        due = {name: list(missing(STUDIES[name], lines(results(name)))) for name in args.names}
+        if not any(due.values()):
             break
-        append(file, run(study, job))
-        settle(study, file)
-    write_page(args.name, study, lines(file), source_digest(ROOT, study.sources))
+        if not any(run_first_free(name, jobs) for name, jobs in due.items()):
+            time.sleep(WAIT_S)  # other commands run what is left
+    for name in args.names:
+        write_page(name, STUDIES[name], lines(results(name)), _digest(STUDIES[name]))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+def results(name: str) -> Path:
+    return RESULTS / f"{name}.jsonl"
+
+
+def run_first_free(name: str, jobs: Sequence[Job]) -> bool:
+    """Run the first job that no other command has taken; False if there is none."""
+    study = STUDIES[name]
+    with locked(CLAIMS / "machine", shared=not study.timed) as may_start:
+        for job in jobs if may_start else ():
+            with locked(CLAIMS / f"{name}, {job.arm}, {job.size}, {job.seed}") as own:
+                if own and (job.arm, job.size, job.seed) not in _done(lines(results(name))):
+                    append(study, results(name), run(study, job))
+                    return True
+    return False
+
+
+@contextlib.contextmanager
+def locked(file: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Lock a file for this process if no other holds it, and say whether that succeeded.
+
+    The lock ends with the process, however that ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as held:
+        try:
+            fcntl.flock(held, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
 
 
 def lines(file: Path) -> list[Line]:
@@ -88,23 +118,22 @@ def lines(file: Path) -> list[Line]:
     return [json.loads(row) for row in file.read_text().splitlines()] if file.exists() else []
 
 
-def append(file: Path, line: Line) -> None:
+def append(study: Study, file: Path, line: Line) -> None:
+    """Add a finished run, and the choice of the size once the sweep is whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
-        out.write(json.dumps(line) + "\n")
+        fcntl.flock(out, fcntl.LOCK_EX)  # two commands that end the sweep make one choice
+        _write(out, line)
+        found = lines(file)
+        decided = any("chosen" in made for made in found)
+        if study.swept and not decided and next(sweep(study, found), None) is None:
+            _write(out, {"chosen": choose(found, list(study.sizes), MATCHED, UNCORRECTED)})
+
+
+def _write(out: IO[str], line: Line) -> None:
+    out.write(json.dumps(line) + "\n")
+    out.flush()
     print({k: v for k, v in line.items() if k not in ("curve", "words")}, flush=True)
-
-
-def settle(study: Study, file: Path) -> None:
-    """Write the choice of the size once the sweep is whole."""
-    found = lines(file)
-    if (
-        not study.swept
-        or any("chosen" in line for line in found)
-        or next(sweep(study, found), None) is not None
-    ):
-        return
-    append(file, {"chosen": choose(found, list(study.sizes), MATCHED, UNCORRECTED)})
 
 
 def missing(study: Study, found: list[Line]) -> Iterator[Job]:
@@ -123,7 +152,7 @@ def missing(study: Study, found: list[Line]) -> Iterator[Job]:
 
 def sweep(study: Study, found: list[Line]) -> Iterator[Job]:
     """The runs of the uncorrected and the matched arm that have no line yet."""
-    done = {(line.get("arm"), line.get("size"), line.get("seed")) for line in found}
+    done = _done(found)
     label, words = study.matched
     for seed in study.seeds:
         jobs = [Job(MATCHED, label, seed, words)]
@@ -132,12 +161,16 @@ def sweep(study: Study, found: list[Line]) -> Iterator[Job]:
 
 
 def _unrun(study: Study, found: list[Line], arms: Any) -> Iterator[Job]:
-    done = {(line.get("arm"), line.get("size"), line.get("seed")) for line in found}
+    done = _done(found)
     for seed in study.seeds:
         for size, by_name in arms.items():
             for arm, words in by_name.items():
                 if (arm, size, seed) not in done:
                     yield Job(arm, size, seed, (*study.sizes[size], *words))
+
+
+def _done(found: list[Line]) -> set[tuple[str, str, int]]:
+    return {(line["arm"], line["size"], line["seed"]) for line in found if "arm" in line}
 
 
 def run(study: Study, job: Job) -> Line:
@@ -157,7 +190,7 @@ def run(study: Study, job: Job) -> Line:
         **found,
         "machine": machine(),
         "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "sources": source_digest(ROOT, study.sources),
+        "sources": _digest(study),
         "words": words,
     }
 
@@ -192,6 +225,10 @@ def config_digest(file: Path) -> str:
         if not row.startswith(("seed:", "run_dir:")) and "cache_dir:" not in row
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _digest(study: Study) -> str:
+    return source_digest(ROOT, study.sources)
 
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float | None:

@@ -78,6 +78,7 @@ def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
     monkeypatch.setattr(evidence, "run", run)
     monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr(evidence, "CLAIMS", tmp_path / "claims")
     monkeypatch.setattr(evidence_page, "PAGES", tmp_path)
     page = f"text\n{evidence_page.BEGIN}\nold\n{evidence_page.END}\nmore\n"
     (tmp_path / "jackpot.md").write_text(page)
@@ -193,22 +194,44 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
 
 
-def test_two_commands_share_a_study_by_seeds(monkeypatch, tmp_path):
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
-    monkeypatch.setattr(evidence, "write_page", lambda *_: None)
+@pytest.fixture
+def side_by_side(monkeypatch, tmp_path):
+    """Calls of `main` on the small study, each run of which first starts one more call."""
+    ran = []
     finals = {"matched": 0.8, "uncorrected": 0.5, "tis": 0.7}
-    monkeypatch.setattr(
-        evidence, "run", lambda _, job: line(job.arm, job.size, job.seed, finals[job.arm])
-    )
 
-    def found(seeds):
-        monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--seeds", seeds])
+    def run(_, job):
+        ran.append((job.arm, job.size, job.seed))
+        if len(ran) in (1, 2):
+            evidence.main()  # as another command would, while this run is under way
+        return line(job.arm, job.size, job.seed, finals[job.arm])
+
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    monkeypatch.setattr(evidence, "CLAIMS", tmp_path / "claims")
+    monkeypatch.setattr(evidence, "WAIT_S", 0.0)
+    monkeypatch.setattr(evidence, "write_page", lambda *_: None)
+    monkeypatch.setattr(evidence, "run", run)
+    monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.02"])
+    return ran
+
+
+def test_commands_side_by_side_take_each_run_once(side_by_side, monkeypatch, tmp_path):
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
+    evidence.main()
+    # the inner commands ended the sweep but for the two runs that were under way around them
+    assert len(side_by_side) == len(set(side_by_side)) >= 6
+    evidence.main()
+    found = evidence.lines(tmp_path / "jackpot.jsonl")
+    assert list(evidence.missing(TINY, found)) == []
+    assert sum("chosen" in made for made in found) == 1
+    assert len([r for r in found if "arm" in r]) == len(set(side_by_side)) == len(side_by_side)
+
+
+def test_a_timed_run_starts_beside_no_other(side_by_side, monkeypatch, tmp_path):
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", replace(TINY, timed=True))
+    monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.001"])
+    with evidence.locked(tmp_path / "claims" / "machine", shared=True):
         evidence.main()
-        return evidence.lines(tmp_path / "jackpot.jsonl")
-
-    assert all(made["seed"] == 0 for made in found("0"))  # the other half of the sweep is missing
-    assert {made["arm"] for made in found("1") if made.get("seed") == 1} == set(finals)
-    made = [(r["arm"], r["size"], r["seed"]) for r in found("0") if "arm" in r]
-    assert len(made) == len(set(made)) and ("tis", "2", 0) in made
-    assert list(evidence.missing(TINY, evidence.lines(tmp_path / "jackpot.jsonl"))) == []
+    assert side_by_side == []
+    jobs = list(evidence.missing(TINY, []))
+    assert evidence.run_first_free("jackpot", jobs) and len(side_by_side) == 1
