@@ -76,7 +76,7 @@ def main() -> None:
         due = {name: list(missing(STUDIES[name], lines(results(name)))) for name in args.names}
         if not any(due.values()):
             break
-        if not any(run_first_free(name, jobs) for name, jobs in due.items()):
+        if not any(run_first_free(name, jobs, stop) for name, jobs in due.items()):
             time.sleep(WAIT_S)  # other commands run what is left
     for name in args.names:
         write_page(name, STUDIES[name], lines(results(name)), _digest(STUDIES[name]))
@@ -86,16 +86,38 @@ def results(name: str) -> Path:
     return RESULTS / f"{name}.jsonl"
 
 
-def run_first_free(name: str, jobs: Sequence[Job]) -> bool:
-    """Run the first job that no other command has taken; False if there is none."""
+def run_first_free(name: str, jobs: Sequence[Job], stop: float) -> bool:
+    """Run the first job that no other command has taken; False if none may start.
+
+    stop: value of the monotonic clock after which none may."""
     study = STUDIES[name]
-    with locked(CLAIMS / "machine", shared=not study.timed) as may_start:
-        for job in jobs if may_start else ():
+    with place(timed=study.timed, stop=stop) as given:
+        for job in jobs if given else ():
             with locked(CLAIMS / f"{name}, {job.arm}, {job.size}, {job.seed}") as own:
                 if own and (job.arm, job.size, job.seed) not in _done(lines(results(name))):
                     append(study, results(name), run(study, job))
                     return True
     return False
+
+
+@contextlib.contextmanager
+def place(*, timed: bool, stop: float) -> Iterator[bool]:
+    """A place on the machine: a timed run has it alone, and while it waits no other run starts."""
+    queue, whole = CLAIMS / "queue", CLAIMS / "machine"
+    if not timed:
+        with locked(whole, shared=True) as given:
+            yield given and is_free(queue, shared=True)
+        return
+    with locked(queue) as first:
+        while first and not is_free(whole) and time.monotonic() < stop:
+            time.sleep(WAIT_S)
+        with locked(whole) as given:
+            yield first and given
+
+
+def is_free(file: Path, *, shared: bool = False) -> bool:
+    with locked(file, shared=shared) as given:
+        return given
 
 
 @contextlib.contextmanager

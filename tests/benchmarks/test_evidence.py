@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from dataclasses import replace
 
 import evidence
@@ -228,10 +229,29 @@ def test_commands_side_by_side_take_each_run_once(side_by_side, monkeypatch, tmp
 
 
 def test_a_timed_run_starts_beside_no_other(side_by_side, monkeypatch, tmp_path):
-    monkeypatch.setitem(evidence.STUDIES, "jackpot", replace(TINY, timed=True))
+    timed = replace(TINY, timed=True)
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", timed)
     monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.001"])
-    with evidence.locked(tmp_path / "claims" / "machine", shared=True):
+    with evidence.locked(tmp_path / "claims" / "machine", shared=True):  # another run's
         evidence.main()
     assert side_by_side == []
-    jobs = list(evidence.missing(TINY, []))
-    assert evidence.run_first_free("jackpot", jobs) and len(side_by_side) == 1
+    evidence.main()  # each run starts a further command, which cannot run one beside it
+    assert len(side_by_side) == len(evidence.lines(tmp_path / "jackpot.jsonl")) == 1
+
+
+def test_a_timed_run_waits_for_the_others_to_end(side_by_side, tmp_path):
+    claims = tmp_path / "claims"
+    with evidence.place(timed=False, stop=0.0) as given:
+        assert given and evidence.is_free(claims / "queue")
+        with evidence.place(timed=True, stop=time.monotonic() + 0.1) as alone:
+            assert not alone and not evidence.is_free(claims / "queue", shared=True)
+    with evidence.place(timed=True, stop=0.0) as alone:
+        assert alone
+
+
+def test_no_run_starts_while_a_timed_one_waits(side_by_side, monkeypatch, tmp_path):
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
+    monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.001"])
+    with evidence.locked(tmp_path / "claims" / "queue"):
+        evidence.main()
+    assert side_by_side == []
