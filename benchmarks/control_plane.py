@@ -12,8 +12,9 @@ first node.
 
 `arrival` measures one sample that arrives, and the assignment of a whole wave, by what waits.
 
-All seconds are of processor time, so that a busy machine stretches them little. Python's garbage
-collector is off while a fleet runs: its pauses would be those of the simulated actors' objects.
+All seconds are of processor time, so that a busy machine stretches them little. While a fleet runs,
+Python's garbage collector is set as in a run. Its passes are charged to the role that makes them,
+and look at young objects of the other roles too (`benchmarks/collector.py` measures them alone).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from meters import OUTSIDE, Across, Meter, in_role
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.buffer.store import ReplayBuffer
+from rlcore.cluster.collector import keep_passes_short
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.planner.actor import RatedActor
 from rlcore.planner.run import PlannedFleet, PlannedRun
@@ -200,12 +202,8 @@ def fleet_row(actors: int, warm_up: int, steps: int, payload_mb_s: float) -> lis
         return t1 - t0, n1 - n0
 
     with tempfile.TemporaryDirectory() as folder, meter.watching():
-        gc.collect()
-        gc.disable()
-        try:
-            seconds, tokens = run_simulated(simulated(Path(folder)), limit_s=1e9)
-        finally:
-            gc.enable()
+        keep_passes_short()
+        seconds, tokens = run_simulated(simulated(Path(folder)), limit_s=1e9)
     return _rows(actors, meter, start, seconds, tokens / seconds, payload_mb_s)
 
 

@@ -21,6 +21,7 @@ from rlcore.cluster.clients.node_scorers import scorer_name
 from rlcore.cluster.clients.ranks import RankGroup
 from rlcore.cluster.clients.rollout import Reply
 from rlcore.cluster.clients.shards import write_shards
+from rlcore.cluster.collector import keep_passes_short
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import (
     CALL_THREADS,
@@ -57,7 +58,7 @@ def start_buffer(hosting: Hosting, job: BufferJob) -> RayBuffer:
     # Found by name, so that a graders' process that Ray restarts finds it too
     name = f"buffer-{secrets.token_hex(8)}"
     actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
-    handle = actor.remote(write_shards)
+    handle = actor.remote(write_shards, keep_passes_short)
     return RayBuffer(handle, name, handle.start.remote(job), hosting)
 
 

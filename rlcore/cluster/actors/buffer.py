@@ -22,10 +22,16 @@ class BufferActor:
     """The replay buffer behind an event loop: every method runs alone, waits are long polls with a
     deadline."""
 
-    def __init__(self, write: journal.WriteShards | None = None) -> None:
-        """`write`: has shards write their records, and blocks; None: there are none."""
+    def __init__(
+        self,
+        write: journal.WriteShards | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`write`: has shards write their records, and blocks; None: there are none. `settle`:
+        called when the process has what it starts with, before anything waits for it."""
         self._polls: list[Waiter] = []
         self._write = write
+        self._settle = settle
         self._snapshot: journal.Snapshot | None = None
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: journal.Written | None = None  # the newest checkpoint's records
@@ -42,6 +48,7 @@ class BufferActor:
             keep_samples=job.keep_samples,
             tasks=job.tasks,
         )
+        self._settle()
         return os.getpid()
 
     async def alive(self) -> bool:
@@ -174,6 +181,7 @@ class BufferActor:
 
     async def load(self, folder: str) -> None:
         journal.load(folder, self.buffer)
+        self._settle()
         self._notify()
 
     # ---- waiting ---------------------------------------------------------------------------------
