@@ -42,13 +42,15 @@ from evidence_page import write_page
 from evidence_studies import STUDIES, Study, Words
 from evidence_tables import Line, choose, collapse_step, source_digest
 from evidence_trl import run_trl
-from harness import machine, rlcore
+from harness import machine, read_rows, rlcore
+
+from rlcore.config.compose import load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
 CLAIMS = ROOT / "cache" / "evidence"  # a lock for each run under way
 WAIT_S = 5.0
-QUIET = ("logging=quiet", "checkpoint.at_end=false")
+QUIET = ("logging=quiet",)
 UNCORRECTED = "uncorrected"
 MATCHED = "matched"
 
@@ -61,6 +63,7 @@ class Job:
     size: str
     seed: int
     words: Words
+    parts: tuple[Words, ...] = ()  # what a run that is resumed sets in each of its parts
 
 
 def main() -> None:
@@ -188,7 +191,8 @@ def _unrun(study: Study, found: list[Line], arms: Any) -> Iterator[Job]:
         for size, by_name in arms.items():
             for arm, words in by_name.items():
                 if (arm, size, seed) not in done:
-                    yield Job(arm, size, seed, (*study.sizes[size], *words))
+                    own = (*study.sizes.get(size, ()), *words)
+                    yield Job(arm, size, seed, own, study.switching.get(size, ()))
 
 
 def _done(found: list[Line]) -> set[tuple[str, str, int]]:
@@ -199,8 +203,12 @@ def run(study: Study, job: Job) -> Line:
     """Run one job and sum it up. Raises RuntimeError when the command fails."""
     words = [f"experiment={study.experiment}", *job.words, f"seed={job.seed}"]
     with tempfile.TemporaryDirectory(prefix="rlcore-evidence-") as folder:
-        by = run_trl if job.arm in study.by_trl else run_rlcore
-        found = by(words, study.metric, Path(folder) / "run")
+        run_dir = Path(folder) / "run"
+        if job.arm in study.by_trl:
+            found = run_trl(words, study.metric, run_dir)
+        else:
+            seconds = train(words, job.parts, run_dir)
+            found = {**summary(run_dir, study.metric), "seconds": round(seconds, 1)}
     accuracies = [accuracy for _, accuracy in found["curve"]]
     return {
         "arm": job.arm,
@@ -214,14 +222,30 @@ def run(study: Study, job: Job) -> Line:
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "sources": _digest(study),
         "words": words,
+        **({"parts": job.parts} if job.parts else {}),
     }
 
 
-def run_rlcore(words: list[str], metric: str, run_dir: Path) -> Line:
+def train(words: Sequence[str], parts: Sequence[Words], run_dir: Path) -> float:
+    """Run rlcore, with `parts` each for as many steps as the others; the seconds that it took."""
+    command = ("train", *words, *QUIET)
+    if not parts:
+        done = rlcore(*command, "checkpoint.at_end=false", run_dir=run_dir, every_s=10)
+        return done.seconds
+    seconds = 0.0
+    steps = load([*words, f"run_dir={run_dir}"]).schedule.steps
+    for number, part in enumerate(parts, 1):
+        end = f"schedule.steps={steps * number // len(parts)}"
+        resume = ("resume=auto",) if number > 1 else ()
+        done = rlcore(*command, *part, end, *resume, run_dir=run_dir, every_s=10)
+        seconds += done.seconds
+    return seconds
+
+
+def summary(run_dir: Path, metric: str) -> Line:
     """What a run of rlcore showed. `curve` has (step, accuracy) of each evaluation, `clock` the
     training seconds since the start at which that step ended."""
-    done = rlcore("train", *words, *QUIET, run_dir=run_dir, every_s=10)
-    rows = done.rows
+    rows = read_rows(run_dir)
     decoded = sum(row.get("time/rollout_s", 0.0) for row in rows)
     return {
         "kl": _mean(rows, "mismatch/kl_k3"),
@@ -232,7 +256,6 @@ def run_rlcore(words: list[str], metric: str, run_dir: Path) -> Line:
         "staleness": _mean(rows, "staleness/mean"),
         "decoded_per_s": sum(row["train/tokens"] for row in rows) / decoded if decoded else None,
         "steps": len(rows),
-        "seconds": round(done.seconds, 1),
         "config": config_digest(run_dir / "config.yaml"),
         "curve": [(row["step"], row[metric]) for row in rows if metric in row],
         "clock": [round(row["time/total_s"], 2) for row in rows if metric in row],

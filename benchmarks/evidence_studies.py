@@ -29,6 +29,9 @@ class Study:
     Example: jackpot; knob "H"; sizes {"16": ("schedule.steps_per_publish=16",)}; the matched arm
     has size "1"; arms {"tis": ("correction=[tis]",)}, the uncorrected one without words.
 
+    A size in `switching` changes the mismatch within its runs, whose steps are divided evenly: the
+    words of each part, with which the run is resumed. It is not swept, only run in `further`.
+
     A study that is not `swept` has no uncorrected arm and chooses no size: all its arms run at all
     its sizes. An arm in `by_trl` is run by TRL's trainer instead of rlcore. A `timed` study needs
     the whole machine for each of its runs; of others no time is shown."""
@@ -39,6 +42,7 @@ class Study:
     sizes: Mapping[str, Words]  # from small to large; the uncorrected arm runs at each
     arms: Mapping[str, Words]  # run at the chosen size
     further: Mapping[str, Mapping[str, Words]] = field(default_factory=dict)  # by size, then by arm
+    switching: Mapping[str, tuple[Words, ...]] = field(default_factory=dict)
     metric: str = "eval/digits/greedy"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     sources: tuple[str, ...] = UPDATE
@@ -70,6 +74,7 @@ _ROUNDING_ARMS: dict[str, Words] = {
     "tis C=10": ("correction=[tis]", "correction.tis.cap=10"),
     "ais": ("correction=[ais]",),
 }
+_ON_OFF_ON = "int4, none, int4"
 _NOISE_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis,veto]",),
     "mis": ("correction=[mis,veto]",),
@@ -121,6 +126,10 @@ STUDIES: dict[str, Study] = {
         matched=("none", ("actor=[bf16]",)),
         sizes={name: (f"actor.fp8.rounding={name}",) for name in ("int8", "fp8", "int4")},
         arms=_ROUNDING_ARMS,
+        further={_ON_OFF_ON: {"uncorrected": (), **_ROUNDING_ARMS}},
+        switching={
+            _ON_OFF_ON: (("actor.fp8.rounding=int4",), ("actor=[bf16]",), ("actor=[fp8]",)),
+        },
     ),
     "dvp": Study(
         experiment="evidence/dvp",

@@ -21,7 +21,7 @@ ENVIRONMENTS = Path(__file__).resolve().parents[1] / "cache" / "peers"
 
 
 def run_trl(words: Sequence[str], metric: str, place: Path) -> dict[str, Any]:
-    """What a run of TRL showed, in the words of `evidence.run_rlcore`. Raises RuntimeError without
+    """What a run of TRL showed, in the words of `evidence.summary`. Raises RuntimeError without
     the warmed-up model, which rlcore's run of the same seed makes."""
     config = compose([*words, f"run_dir={place}"])
     peer = Trl(ENVIRONMENTS.resolve())

@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import evidence
 import evidence_page
@@ -183,11 +184,41 @@ def test_comments_do_not_change_the_digest_of_sources(tmp_path):
     assert evidence_tables.source_digest(tmp_path, ["a.py"]) != before
 
 
+def test_a_size_that_switches_resumes_its_run_with_each_part(monkeypatch, tmp_path):
+    parts = (("p=1",), ("p=2",), ("p=3",))
+    study = replace(TINY, further={"1, 2, 1": {"tis": ("b=tis",)}}, switching={"1, 2, 1": parts})
+    jobs = list(evidence.missing(study, [*swept({"2": 0.6, "4": 0.5}), {"chosen": "2"}]))
+    job = next(job for job in jobs if job.size == "1, 2, 1")
+    assert job.words == ("b=tis",) and job.parts == parts
+    commands = []
+
+    def rlcore(*words, run_dir, every_s):
+        commands.append(words)
+        return SimpleNamespace(seconds=2.0)
+
+    monkeypatch.setattr(evidence, "rlcore", rlcore)
+    words = ["experiment=evidence/ais", "schedule.steps=200"]
+    assert evidence.train(words, parts, tmp_path) == 6.0
+    assert [[w for w in c if w.startswith(("p=", "resume"))] for c in commands] == [
+        ["p=1"],
+        ["p=2", "resume=auto"],
+        ["p=3", "resume=auto"],
+    ]
+    ends = [[w for w in c if w.startswith("schedule.steps=")][-1] for c in commands]
+    assert ends == [f"schedule.steps={n}" for n in (66, 133, 200)]
+
+
 @pytest.mark.parametrize("name", list(STUDIES))
 def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     study = STUDIES[name]
     sizes = itertools.product(study.sizes.items(), [("uncorrected", ()), *study.arms.items()])
     combined = [(*size, *arm) for (_, size), (_, arm) in sizes]
+    combined += [
+        (*words, *part)
+        for size, arms in study.further.items()
+        for words in arms.values()
+        for part in study.switching.get(size, (study.sizes.get(size),))
+    ]
     for words in [study.matched[1], *combined]:
         load([f"experiment={study.experiment}", *words, f"run_dir={tmp_path}"])
     page = (evidence_page.PAGES / f"{name}.md").read_text()
