@@ -163,7 +163,9 @@ class Intake:
         for entry in [e for e in self._live.entries.values() if not e.finished]:
             n = self._live.samples(entry)
             if len(entry.samples) >= n:
-                entry.samples = dict(sorted(entry.samples.items())[:n])
+                ordered = sorted(entry.samples.items())
+                self._live.release(record for _, s in ordered[n:] for record in s.records)
+                entry.samples = dict(ordered[:n])
                 self._live.resize(entry)
                 self._complete(entry)
 

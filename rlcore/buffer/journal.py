@@ -3,19 +3,18 @@
     state.json     {"format", "version", "checksum", "state"}: checksum of the state's JSON text
     scores.json    the scores of all samples (`serialization.dump_scores`)
     records.bin    the records of `rlcore.serialization`, end to end; state["sizes"] cuts them
-    records-*.bin  those that shards keep, each file written by its shard; state["files"] names all
-                   files, and state["places"] says in which one each record is
+    records-*.bin  those that shards keep, each file written by its shard and read by one; state
+                   ["files"] names all files, and ["places"] says in which one each record is
 
 `save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name
-is complete. `load` verifies the checksums (BLAKE2b) of all files before it uses anything. Records
+is complete. The checksums (BLAKE2b) of all files are verified before anything is used. Records
 and scores that are not paired yet are in no snapshot: their samples are asked for again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,22 @@ from typing import Any
 from rlcore.buffer import reports
 from rlcore.buffer.entry import Entry
 from rlcore.buffer.ledger import Ledger
+from rlcore.buffer.record_files import (
+    JournalError,
+    ReadShards,
+    RecordFile,
+    WriteShards,
+    Written,
+    dealt,
+    file_of,
+    no_shards,
+    read_records,
+    spans,
+    write_records,
+)
 from rlcore.buffer.statistics import ArrivalTotals
 from rlcore.buffer.store import ReplayBuffer
-from rlcore.files import new_file, new_folder, replace_file
+from rlcore.files import new_folder, replace_file
 from rlcore.references import Record, RecordReference, keys_by_shard
 from rlcore.serialization import dump_scores, load_scores
 from rlcore.types import Score
@@ -35,15 +47,6 @@ VERSION = 4
 STATE = "state.json"
 SCORES = "scores.json"
 RECORDS = "records.bin"
-
-
-# (folder, keys by shard) -> the checksum of the file that each shard has written there, under the
-# name `file_of`. Raises ShardLost.
-WriteShards = Callable[[Path, Mapping[str, Sequence[int]]], Mapping[str, str]]
-
-
-class JournalError(ValueError):
-    """The journal is missing, damaged or of another format. Nothing of it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,15 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
         "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
     }
-    records: list[Record] = []
-    elsewhere = {}
-    for s in samples:
-        records += s.records
-        if any(isinstance(r, RecordReference) for r in s.records):
-            place = slice(len(records) - len(s.records), len(records))
-            elsewhere[s.score.group_id, s.score.sample_index, s.score.draw_id] = place
-    return Snapshot(state, records, [s.score for s in samples], elsewhere)
+    records = [record for s in samples for record in s.records]
+    scores = [s.score for s in samples]
+    kept = _elsewhere(records, scores, (len(s.records) for s in samples))
+    return Snapshot(state, records, scores, kept)
 
 
 def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
-    """Continue from a snapshot: uncommitted batches will be taken again, groups in flight are
-    listed by `buffer.in_flight()`.
+    """Continue from a snapshot: uncommitted batches will be taken again, groups in flight keep
+    their ids and admitted versions and are listed by `buffer.in_flight()`.
 
     If the settings changed since, groups that can no longer be trained on in time are evicted as
     stale, and groups that have as many samples as are asked for now are finished. Raises
@@ -128,22 +127,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.resume()
 
 
-def file_of(shard: str) -> str:
-    """The name of the file that a shard writes."""
-    return f"records-{shard}.bin"
-
-
-def write_records(path: Path, records: Iterable[bytes]) -> str:
-    """Write records end to end; their checksum."""
-    digest = hashlib.blake2b(digest_size=16)
-    with new_file(path, durable=True) as file:
-        for record in records:
-            file.write(record)
-            digest.update(record)
-    return digest.hexdigest()
-
-
-def save(directory: str | Path, saved: Snapshot, write: WriteShards | None = None) -> Written:
+def save(directory: str | Path, saved: Snapshot, write: WriteShards = no_shards) -> Written:
     """Write a snapshot to a folder that must not exist yet. Safe to run in another thread.
 
     `write`: has shards write what they keep. Raises FileExistsError if the folder exists, OSError
@@ -159,7 +143,6 @@ def save(directory: str | Path, saved: Snapshot, write: WriteShards | None = Non
         here = (record for record in saved.records if isinstance(record, bytes))
         checksums = {RECORDS: write_records(folder / RECORDS, here)}
         if keys:
-            assert write is not None, "there are shards"
             checksums |= {file_of(s): made for s, made in write(folder, keys).items()}
         replace_file(folder / SCORES, scores, durable=True)
         checksums[SCORES] = _checksum(scores)
@@ -172,89 +155,87 @@ def save(directory: str | Path, saved: Snapshot, write: WriteShards | None = Non
             "state": text,
         }
         replace_file(folder / STATE, json.dumps(document), durable=True)
-    return Written(Path(directory), _spans(sizes, files, places), saved.elsewhere)
+    return Written(Path(directory), spans(sizes, files, places), saved.elsewhere)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Where a record is: in a file of the folder, from byte `start` to `end`."""
+class Loaded:
+    """A journal that was read."""
 
-    file: str
-    start: int
-    end: int
-
-
-def _spans(sizes: Sequence[int], files: Sequence[str], places: Sequence[int]) -> list[Span]:
-    at = [0] * len(files)
-    spans = []
-    for size, place in zip(sizes, places, strict=True):
-        spans.append(Span(files[place], at[place], at[place] + size))
-        at[place] += size
-    return spans
+    snapshot: Snapshot
+    written: Written
 
 
-class Written:
-    """The records of a checkpoint that shards keep too, readable when a shard is lost, also after
-    the folder was renamed."""
+def read(
+    directory: str | Path, shards: Sequence[str] = (), read_shards: ReadShards = no_shards
+) -> Loaded:
+    """What `save` wrote, to `restore` a fresh buffer from. Safe to run in another thread.
 
-    def __init__(
-        self, directory: Path, spans: Sequence[Span], places: Mapping[tuple[int, int, str], slice]
-    ) -> None:
-        """`spans`: of all records. `places`: of the samples that shards keep, in `spans`."""
-        self._spans = spans
-        self._places = places
-        self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if places else None
-
-    def read(self, group_id: int, sample_index: int, draw_id: str) -> tuple[bytes, ...] | None:
-        """The records of a sample by part, if they are in it and it has not been removed."""
-        place = self._places.get((group_id, sample_index, draw_id))
-        if place is None or self._folder is None:
-            return None
-        try:
-            return tuple(self._read(span) for span in self._spans[place])
-        except FileNotFoundError:
-            return None
-
-    def _read(self, span: Span) -> bytes:
-        file = os.open(span.file, os.O_RDONLY, dir_fd=self._folder)
-        try:
-            return os.pread(file, span.end - span.start, span.start)
-        finally:
-            os.close(file)
-
-    def close(self) -> None:
-        """A newer one takes its place."""
-        if self._folder is not None:
-            os.close(self._folder)
-
-
-def load(directory: str | Path, buffer: ReplayBuffer) -> None:
-    """Restore a fresh buffer from a folder written by `save`.
-
-    Groups in flight keep their ids and admitted versions. Raises JournalError if the journal is
-    missing, damaged, or of another version.
+    `shards`: names of those that there are now: the records that shards wrote are read by these,
+    through `read_shards`, and are references in the snapshot. Without any, all records are read
+    here. Raises JournalError if the journal is missing, damaged or of another version, and RoleLost
+    if a shard is lost.
     """
-    restore(buffer, _read(Path(directory)))
-
-
-def _read(directory: Path) -> Snapshot:
+    folder = Path(directory)
     try:
-        document = json.loads((directory / STATE).read_bytes())
-        _check_version(directory, document)
-        if _checksum(document["state"].encode()) != document["checksum"]:
-            raise JournalError(f"{directory}: {STATE} does not match its checksum")
-        state = json.loads(document["state"])
-        scores = load_scores(_checked(directory, SCORES, state).decode())
-        files = {name: _checked(directory, name, state) for name in state["files"]}
-        spans = _spans(state["sizes"], state["files"], state["places"])
-        records: list[Record] = [files[span.file][span.start : span.end] for span in spans]
+        state = _read_state(folder)
+        scores = load_scores(_checked(folder, SCORES, state).decode())
+        names, places, sizes = state["files"], state["places"], state["sizes"]
+        files = _record_files(state)
+        here, there = (files[:1], files[1:]) if shards else (files, [])
+        found: dict[str, Iterator[Record]] = {f.name: iter(read_records(folder, f)) for f in here}
+        given = dealt(there, shards)
+        keys = read_shards(folder, given) if given else {}
+        for shard, its in given.items():
+            for file, first in zip(its, keys[shard], strict=True):
+                found[file.name] = _references(shard, first, file.sizes)
+        records = [next(found[names[place]]) for place in places]
+        kept = _elsewhere(records, scores, _counts(state))
+        snapshot = Snapshot(state, records, scores, kept)
+        return Loaded(snapshot, Written(folder, spans(sizes, names, places), kept))
     except JournalError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JournalError(
             f"{directory}: no readable buffer journal: {type(error).__name__}: {error}"
         ) from error
-    return Snapshot(state, records, scores)
+
+
+def _read_state(directory: Path) -> dict[str, Any]:
+    document = json.loads((directory / STATE).read_bytes())
+    _check_version(directory, document)
+    if _checksum(document["state"].encode()) != document["checksum"]:
+        raise JournalError(f"{directory}: {STATE} does not match its checksum")
+    return dict(json.loads(document["state"]))
+
+
+def _record_files(state: Mapping[str, Any]) -> list[RecordFile]:
+    sizes: list[list[int]] = [[] for _ in state["files"]]
+    for size, place in zip(state["sizes"], state["places"], strict=True):
+        sizes[place].append(size)
+    return [RecordFile(n, its, state["checksums"][n]) for n, its in zip(state["files"], sizes)]
+
+
+def _references(shard: str, first: int, sizes: Sequence[int]) -> Iterator[Record]:
+    return (RecordReference(shard, first + i, size) for i, size in enumerate(sizes))
+
+
+def _counts(state: Mapping[str, Any]) -> Iterator[int]:
+    """Records of each sample."""
+    return (s["records"] for group in state["groups"] for s in group["samples"].values())
+
+
+def _elsewhere(
+    records: Sequence[Record], scores: Sequence[Score], counts: Iterable[int]
+) -> dict[tuple[int, int, str], slice]:
+    """As `Snapshot.elsewhere`."""
+    found, start = {}, 0
+    for score, count in zip(scores, counts, strict=True):
+        place = slice(start, start + count)
+        if any(isinstance(r, RecordReference) for r in records[place]):
+            found[score.group_id, score.sample_index, score.draw_id] = place
+        start += count
+    return found
 
 
 def _check_version(directory: Path, document: Mapping[str, Any]) -> None:

@@ -23,13 +23,20 @@ class Shard:
         """Keep records; what the buffer needs to know of them. Raises ValueError, keeping none, if
         one is malformed."""
         headers = [read_header(record) for record in records]
-        kept = []
-        for header, record in zip(headers, records):
-            self._records[self._next] = record
-            self.bytes += len(record)
-            kept.append((header, RecordReference(self.name, self._next, len(record))))
-            self._next += 1
-        return kept
+        first = self.keep(records)
+        return [
+            (header, RecordReference(self.name, key, len(record)))
+            for key, (header, record) in enumerate(zip(headers, records), first)
+        ]
+
+    def keep(self, records: Sequence[bytes]) -> int:
+        """Keep records that the buffer knows already; the key of the first, after which the others
+        have theirs."""
+        first = self._next
+        self._records.update(enumerate(records, first))
+        self._next += len(records)
+        self.bytes += sum(map(len, records))
+        return first
 
     def get(self, keys: Sequence[int]) -> list[bytes]:
         """Records by key. Raises ShardLost for one that was dropped."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+from rlcore.buffer.record_files import ShardFiles
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.actors.learner import LEARNER_THREADS, LearnerActor
 from rlcore.cluster.actors.rollout import RolloutActor
@@ -20,7 +21,7 @@ from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RaySc
 from rlcore.cluster.clients.node_scorers import scorer_name
 from rlcore.cluster.clients.ranks import RankGroup
 from rlcore.cluster.clients.rollout import Reply
-from rlcore.cluster.clients.shards import write_shards
+from rlcore.cluster.clients.shards import read_shards, write_shards
 from rlcore.cluster.collector import keep_passes_short
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import (
@@ -58,7 +59,7 @@ def start_buffer(hosting: Hosting, job: BufferJob) -> RayBuffer:
     # Found by name, so that a graders' process that Ray restarts finds it too
     name = f"buffer-{secrets.token_hex(8)}"
     actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
-    handle = actor.remote(write_shards, keep_passes_short)
+    handle = actor.remote(ShardFiles(write_shards, read_shards), keep_passes_short)
     return RayBuffer(handle, name, handle.start.remote(job), hosting)
 
 

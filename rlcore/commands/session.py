@@ -147,9 +147,9 @@ class Session:
 
     def restore(self, checkpoint: Path) -> None:
         """Load the learner's and the buffer's parts of a checkpoint."""
-        assert self.learner is not None
+        assert self.learner is not None and self.shards is not None
         self.learner.load(str(checkpoint / "learner"))
-        self.buffer.load(str(checkpoint / "buffer"))
+        self.buffer.load(str(checkpoint / "buffer"), self.shards.names)
 
     def close(self) -> None:
         """End every process of the run; those that do not end by themselves are killed."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlcore.buffer.gathering import Gathering, Heard, Told
-from rlcore.buffer.journal import file_of, write_records
+from rlcore.buffer.record_files import RecordFile, file_of, read_records, write_records
 from rlcore.buffer.shard import Shard
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.references import ShardLost
@@ -75,9 +75,17 @@ class FakeNodes:
         return {name: found[name].get(its) for name, its in keys.items()}
 
     def write(self, folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """As `rlcore.buffer.journal.WriteShards`."""
+        """As `rlcore.buffer.record_files.WriteShards`."""
         found = self.fetch(keys)
         return {name: write_records(folder / file_of(name), found[name]) for name in keys}
+
+    def read(self, folder: Path, files: Mapping[str, Sequence[RecordFile]]) -> dict[str, list[int]]:
+        """As `rlcore.buffer.record_files.ReadShards`."""
+        found = {shard.name: shard for shard in self.shards.values()}
+        return {
+            name: [found[name].keep(read_records(folder, file)) for file in its]
+            for name, its in files.items()
+        }
 
     async def beat(self) -> None:
         """A heartbeat of every shard: it drops what was released."""

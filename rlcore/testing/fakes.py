@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.buffer.record_files import ShardFiles
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
@@ -40,7 +41,12 @@ class FakeBuffer(BufferClient):
 
     def __init__(self, job: BufferJob, nodes: int = 1) -> None:
         """`nodes`: of the simulated cluster."""
-        self.actor = BufferActor(lambda folder, keys: self.nodes.write(folder, keys))
+        self.actor = BufferActor(
+            ShardFiles(
+                lambda folder, keys: self.nodes.write(folder, keys),
+                lambda folder, files: self.nodes.read(folder, files),
+            )
+        )
         self.nodes = FakeNodes(nodes, self.actor)
         self._job = job
         self._started = False
@@ -105,6 +111,10 @@ class FakeBuffer(BufferClient):
 
     async def save(self, folder: str, *, timeout_s: float) -> None:
         await self.actor.save(folder)
+
+    async def load(self, folder: str) -> None:
+        """Continue from what `save` wrote."""
+        await self.actor.load(folder, [shard.name for shard in self.nodes.shards.values()])
 
 
 class FakeLearner(LearnerClient):

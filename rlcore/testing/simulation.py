@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.buffer import journal
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.cluster.jobs import BufferJob
 from rlcore.interfaces import Reporter, Split
@@ -242,7 +241,7 @@ class Simulation:
             self.progress = Progress(**state["progress"])
             self.prompts.restore(state["prompts"])
             self.learner.load(found / "learner")
-            journal.load(found / "buffer", self.buffer.actor.buffer)
+            await self.buffer.load(str(found / "buffer"))
         self.controller = Controller(
             self.scenario.plan(),
             Clients(self.buffer, self.learner, self.scorer, self.watch),

@@ -27,6 +27,11 @@ def make_buffer(groups_per_step=1, samples_per_group=2, **settings):
     )
 
 
+def load(folder, buffer):
+    """Continue from a journal, with all records in this process."""
+    journal.restore(buffer, journal.read(folder).snapshot)
+
+
 def sample(
     group_id,
     sample_index,

@@ -11,6 +11,7 @@ from buffer_helpers import (
     fill,
     give_up,
     ids_of,
+    load,
     make_buffer,
     sample,
 )
@@ -39,7 +40,7 @@ def midway():
 
 def reloaded(folder, old, new):
     journal.save(folder, journal.snapshot(old))
-    journal.load(folder, new)
+    load(folder, new)
     return new
 
 
@@ -169,7 +170,7 @@ def test_damage_is_found_before_anything_is_believed(tmp_path, name, damage):
         path.write_bytes(data)
     new = fresh()
     with pytest.raises(journal.JournalError, match=str(tmp_path)):
-        journal.load(tmp_path / "buffer", new)
+        load(tmp_path / "buffer", new)
     assert new.ledger.admitted == 0
 
 
@@ -211,12 +212,12 @@ def test_killed_at_any_point_it_is_whole_or_absent_and_can_be_written_again(tmp_
             break
         seen.append(folder.exists())
         if folder.exists():
-            journal.load(folder, fresh())
+            load(folder, fresh())
         else:
             with pytest.raises(journal.JournalError):
-                journal.load(folder, fresh())
+                load(folder, fresh())
             journal.save(folder, snapshot)
-            journal.load(folder, fresh())
+            load(folder, fresh())
     # each of three files is flushed and renamed; the folder appears with the last rename
     assert len(seen) > 6 and seen == sorted(seen) and seen[-1]
 
@@ -226,7 +227,7 @@ def test_a_journal_of_an_older_version_is_refused_in_a_sentence(tmp_path):
     path = tmp_path / "buffer" / journal.STATE
     path.write_text(path.read_text().replace('"version": 4', '"version": 3'))
     with pytest.raises(journal.JournalError, match="version 3 cannot be read: this program reads"):
-        journal.load(tmp_path / "buffer", fresh())
+        load(tmp_path / "buffer", fresh())
 
 
 def test_a_snapshot_is_not_changed_by_what_happens_afterwards(tmp_path):

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from buffer_helpers import PROMPT, deliver, make_buffer, sample
+from buffer_helpers import PROMPT, deliver, load, make_buffer, sample
 
 from rlcore.buffer import journal, reports
 from rlcore.buffer.statistics import ArrivalTotals
@@ -49,7 +49,7 @@ def test_they_go_on_after_a_checkpoint_as_if_there_had_been_none(at, tmp_path):
     one, other = orders()[:2]
     arrived(stopped, one[:at])
     journal.save(tmp_path / "buffer", journal.snapshot(stopped))
-    journal.load(tmp_path / "buffer", resumed)
+    load(tmp_path / "buffer", resumed)
     assert arrived(resumed, [g for g in other if g not in one[:at]]) == arrived(whole, one)
 
 

@@ -2,11 +2,21 @@
 what only it had, which is sampled again under the same group."""
 
 import pytest
-from buffer_helpers import deliver, fill, ids_of, make_buffer, sample
+from buffer_helpers import deliver, fill, ids_of, load, make_buffer, sample
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlcore.buffer import journal, reports
 from rlcore.buffer.gathering import Told
 from rlcore.buffer.loss import lose_shard
+from rlcore.buffer.record_files import (
+    JournalError,
+    RecordFile,
+    dealt,
+    file_of,
+    read_records,
+    write_records,
+)
 from rlcore.buffer.shard import Shard, with_records
 from rlcore.references import RecordReference, ShardLost
 
@@ -38,7 +48,10 @@ class Nodes:
 
     def write(self, folder, keys):
         read = self.fetch(keys)
-        return {s: journal.write_records(folder / journal.file_of(s), read[s]) for s in keys}
+        return {s: write_records(folder / file_of(s), read[s]) for s in keys}
+
+    def read(self, folder, files):
+        return {s: [self.shards[s].keep(read_records(folder, f)) for f in files[s]] for s in files}
 
     def lose(self, name, written=None):
         del self.shards[name]
@@ -189,7 +202,7 @@ def test_a_checkpoint_holds_what_shards_keep_and_gives_it_back(tmp_path):
     assert list(nodes.lose("one", written)) == [2]  # what came after the checkpoint
     assert with_records(nodes.buffer.stored(0, [0, 1]), nodes.fetch) == before
     resumed = make_buffer(groups_per_step=2, max_staleness=1)
-    journal.load(tmp_path / "sealed", resumed)
+    load(tmp_path / "sealed", resumed)
     resumed.take(0)
     assert resumed.stored(0, [0, 1]) == before  # all of it, without any shard
     written.close()
@@ -214,7 +227,100 @@ def test_a_checkpoint_of_a_lost_batch_takes_it_again_when_it_is_whole(tmp_path):
     nodes.lose("one")
     journal.save(tmp_path / "buffer", journal.snapshot(nodes.buffer), nodes.write).close()
     resumed = make_buffer(groups_per_step=1, dynamic_sampling=True)
-    journal.load(tmp_path / "buffer", resumed)
+    load(tmp_path / "buffer", resumed)
     assert list(resumed.in_flight()) == [0] and not resumed.ready(0)
     deliver(resumed, *(sample(0, i, prompt_id=PROMPTS[0], reward=1.0) for i in range(2)))
     assert ids_of(resumed.take(0)) == [0]
+
+
+def saved(folder, **settings):
+    """A journal with two groups in each of two shards and one in the buffer's own process, and the
+    records of the batch of step 0."""
+    nodes = Nodes(groups_per_step=5, **settings)
+    nodes.buffer.admit(PROMPTS[:5])
+    for name, group in (("one", 0), ("one", 1), ("two", 2), ("two", 3)):
+        nodes.fill(name, group)
+    fill(nodes.buffer, [4], 2, prompt_id=PROMPTS[4])
+    journal.save(folder, journal.snapshot(nodes.buffer), nodes.write).close()
+    nodes.buffer.take(0)
+    return with_records(nodes.buffer.stored(0, range(5)), nodes.fetch)
+
+
+def resumed_from(folder, nodes):
+    loaded = journal.read(folder, list(nodes.shards), nodes.read)
+    journal.restore(nodes.buffer, loaded.snapshot)
+    return loaded
+
+
+@pytest.mark.parametrize("names", [("three",), ("three", "four"), ("three", "four", "five")])
+def test_a_resume_has_the_shards_of_now_read_what_shards_wrote(tmp_path, names):
+    before = saved(tmp_path / "buffer")
+    nodes = Nodes(groups_per_step=5)
+    nodes.shards = {name: Shard(name) for name in names}
+    loaded = resumed_from(tmp_path / "buffer", nodes)
+    own = [r for r in loaded.snapshot.records if isinstance(r, bytes)]
+    assert len(own) == 2, "the records of the process itself"
+    assert sum(nodes.kept()) + sum(map(len, own)) == nodes.buffer.live.bytes
+    assert [kept > 0 for kept in nodes.kept()] == [i < 2 for i in range(len(names))]
+    nodes.buffer.take(0)
+    assert with_records(nodes.buffer.stored(0, range(5)), nodes.fetch) == before
+    nodes.buffer.commit(0)
+    nodes.drop_released()
+    assert not any(nodes.kept()) and nodes.buffer.live.bytes == 0
+    loaded.written.close()
+
+
+def test_what_a_shard_has_read_is_read_again_from_the_checkpoint_when_it_is_lost(tmp_path):
+    before = saved(tmp_path / "buffer")
+    nodes = Nodes(groups_per_step=5)
+    loaded = resumed_from(tmp_path / "buffer", nodes)
+    nodes.buffer.take(0)
+    assert nodes.lose("two", loaded.written) == {}
+    assert with_records(nodes.buffer.stored(0, range(5)), nodes.fetch) == before
+    loaded.written.close()
+
+
+def test_a_resume_without_shards_has_all_records_in_its_process(tmp_path):
+    before = saved(tmp_path / "buffer")
+    resumed = make_buffer(groups_per_step=5)
+    load(tmp_path / "buffer", resumed)
+    resumed.take(0)
+    assert resumed.stored(0, range(5)) == before
+
+
+def test_a_resume_with_fewer_samples_drops_the_others_in_their_shard(tmp_path):
+    stopped = Nodes(samples_per_group=3)
+    stopped.buffer.admit(PROMPTS[:1])
+    stopped.fill("one", 0)  # two of three
+    journal.save(tmp_path / "buffer", journal.snapshot(stopped.buffer), stopped.write).close()
+    nodes = Nodes(samples_per_group=1)
+    resumed_from(tmp_path / "buffer", nodes).written.close()
+    nodes.drop_released()
+    assert sum(nodes.kept()) == nodes.buffer.live.bytes == sum(stopped.kept()) // 2
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "append", "remove"])
+def test_damage_of_what_a_shard_wrote_is_found_where_it_is_read(tmp_path, damage):
+    saved(tmp_path / "buffer")
+    path = tmp_path / "buffer" / file_of("two")
+    data = path.read_bytes()
+    changed = {
+        "truncate": data[:-1],
+        "flip": bytes([data[0] ^ 1]) + data[1:],
+        "append": data + b"0",
+    }
+    path.unlink() if damage == "remove" else path.write_bytes(changed[damage])
+    nodes = Nodes(groups_per_step=5)
+    with pytest.raises(JournalError, match=path.name):
+        resumed_from(tmp_path / "buffer", nodes)
+    assert nodes.buffer.ledger.admitted == 0
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 6))
+def test_files_are_dealt_once_and_evenly(sizes, count):
+    files = [RecordFile(str(i), [size], "") for i, size in enumerate(sizes)]
+    shards = [f"shard-{i}" for i in range(count)]
+    given_to = dealt(files, shards)
+    assert sorted(f.name for its in given_to.values() for f in its) == sorted(f.name for f in files)
+    loads = [sum(f.size for f in given_to.get(shard, [])) for shard in shards]
+    assert max(loads) - min(loads) <= max(sizes, default=0)

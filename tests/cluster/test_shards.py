@@ -10,12 +10,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from rlcore.buffer.gathering import Heard
-from rlcore.buffer.journal import file_of
+from rlcore.buffer.record_files import JournalError, RecordFile, file_of
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.clients import shards as shards_module
-from rlcore.cluster.clients.shards import RayShards, fetch_records, write_shards
+from rlcore.cluster.clients.shards import RayShards, fetch_records, read_shards, write_shards
 from rlcore.cluster.outlets import NodeOutlet
 from rlcore.cluster.placement import actor_class, on_node, shard_name
+from rlcore.errors import RoleLost
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_answer, make_score, make_trajectory
@@ -121,6 +122,12 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     with pytest.raises(FileNotFoundError):
         write_shards(tmp_path / "not there", {first.shard: [first.key]})
 
+    file = RecordFile(file_of(first.shard), [len(RECORD)], made[first.shard])
+    (keys,) = read_shards(tmp_path, {first.shard: [file, file]}).values()
+    assert fetch_records({first.shard: keys}) == {first.shard: [RECORD, RECORD]}
+    with pytest.raises(JournalError, match="must be one folder for all nodes"):
+        read_shards(tmp_path / "not there", {first.shard: [file]})
+
     os.kill(ray.get(ray.get_actor(process).pid.remote()), signal.SIGKILL)
     until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1])  # nothing is lost meanwhile
     assert asyncio.run(shards.watch()) == [first.shard]
@@ -129,6 +136,8 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
         fetch_records({first.shard: [first.key]})
     with pytest.raises(ShardLost):
         write_shards(tmp_path, {first.shard: [first.key]})
+    with pytest.raises(RoleLost):
+        read_shards(tmp_path, {first.shard: [file]})
     until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1)
     again = ray.get(buffer.has.remote())[0][-1]
     assert again.shard == f"{process}#2"

@@ -96,3 +96,35 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
     assert last["staleness/max"] <= 1
     assert last["ledger/failed"] == 0 and last["ledger/evicted"] == 0
     assert last["ledger/consumed"] == len(rows(run_dir)) * 8
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_run_over_several_nodes_goes_on_from_what_its_shards_wrote(
+    three_nodes, command, small, tmp_path
+):
+    for _ in range(2):
+        _actor_node(three_nodes)
+    run_dir = tmp_path / "run"
+    words = (
+        "train",
+        *small,
+        *WORDS,
+        f"run_dir={run_dir}",
+        "schedule.max_staleness=4",
+        "resume=auto",
+    )
+    done = 0
+    for _ in range(2):
+        run = command(*words, f"cluster.address={three_nodes.address}")
+        run.wait_for(lambda least=done + 3: len(rows(run_dir)) >= least, what="three steps")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(90) == 130, run.text[-3000:]
+        assert (f"continuing from step_{done:06d}" in run.text) == bool(done)
+        done = len(rows(run_dir))
+        buffer = run_dir / "checkpoints" / f"step_{done:06d}" / "buffer"
+        assert any(file.stat().st_size for file in buffer.glob("records-*.bin"))
+    last = rows(run_dir)[-1]
+    assert last["ledger/consumed"] == done * 8 and last["buffer/resampled"] == 0
+    assert last["ledger/failed"] == 0 and last["ledger/evicted"] == 0

@@ -1,11 +1,13 @@
 """Runs over several simulated nodes, one of which is lost with the records that it kept."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from loop_audit import audit_uses
 
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
+from rlcore.references import RecordReference
 from rlcore.testing.simulation import Scenario, simulate
 
 STEPS = 8
@@ -83,3 +85,52 @@ def whole(run):
         for g in groups & {g for g, _ in samples}
     )
     assert any("are sampled again" in note for note in run.reporter.notes)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_resume_reads_records_on_the_nodes_of_now_and_changes_nothing(nodes, tmp_path):
+    """In the middle of a phase, whose later batches are in the checkpoint."""
+    schedule = ScheduleSpec(
+        steps=STEPS, groups_per_step=4, steps_per_phase=4, steps_per_publish=4, max_staleness=0
+    )
+    spec = replace(scenario("synchronous", 4), schedule=schedule)
+    records = []
+
+    async def stop(simulation):
+        await simulation.until(2)
+        simulation.controller.request_stop()
+
+    async def look(simulation):
+        live = simulation.buffer.actor.buffer.live
+        records.extend(r for entry in live.entries.values() for r in entry.records())
+        assert sum(s.bytes for s in simulation.buffer.nodes.shards.values()) == sum(
+            len(r) for r in records if isinstance(r, RecordReference)
+        )
+
+    simulate(spec, tmp_path / "parts", stop)
+    resumed = simulate(replace(spec, nodes=nodes), tmp_path / "parts", look, resume=True)
+    there = sum(isinstance(r, RecordReference) for r in records)
+    assert there == (0 if nodes == 1 else len(records) * 3 // 4)  # one node of four is the driver's
+    whole = simulate(spec, tmp_path / "whole")
+    assert records and resumed.learner.trained == whole.learner.trained
+    audit_uses(resumed)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3])
+def test_a_node_that_is_lost_after_a_resume_costs_nothing_that_the_checkpoint_has(after, tmp_path):
+    spec = scenario("asynchronous", 4)
+
+    async def stop(simulation):
+        await simulation.until(3)
+        simulation.controller.request_stop()
+
+    async def loss(simulation):
+        await asyncio.sleep(after)
+        simulation.buffer.nodes.die(1)
+        simulation.actors["bf16-1"].die()
+
+    simulate(spec, tmp_path, stop)
+    resumed = simulate(spec, tmp_path, loss, resume=True)
+    audit_uses(resumed)
+    if not after:
+        assert resumed.reporter.rows[-1]["buffer/resampled"] == 0

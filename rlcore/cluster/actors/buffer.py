@@ -11,6 +11,7 @@ from typing import Any
 from rlcore.buffer import ReplayBuffer, journal, reports
 from rlcore.buffer.gathering import PAUSE_S, Heard, Told
 from rlcore.buffer.loss import lose_shard
+from rlcore.buffer.record_files import NO_SHARDS, ShardFiles, Written
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.clients import Missing
@@ -24,17 +25,17 @@ class BufferActor:
 
     def __init__(
         self,
-        write: journal.WriteShards | None = None,
+        shards: ShardFiles = NO_SHARDS,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`write`: has shards write their records, and blocks; None: there are none. `settle`:
-        called when the process has what it starts with, before anything waits for it."""
+        """`settle`: called when the process has what it starts with, before anything waits for
+        it."""
         self._polls: list[Waiter] = []
-        self._write = write
+        self._files = shards
         self._settle = settle
         self._snapshot: journal.Snapshot | None = None
         self._saving = False  # shards keep what a checkpoint that is being written contains
-        self._written: journal.Written | None = None  # the newest checkpoint's records
+        self._written: Written | None = None  # the newest checkpoint's records
         self._shards: set[str] = set()  # names of those that have called
         self._refused = ""  # why the buffer did not take what it was sent
 
@@ -172,17 +173,24 @@ class BufferActor:
         if snapshot is None:
             raise StageError("the buffer was asked to save without a snapshot")
         try:
-            written = await asyncio.to_thread(journal.save, folder, snapshot, self._write)
+            written = await asyncio.to_thread(journal.save, folder, snapshot, self._files.write)
         finally:
             self._saving = self._snapshot is not None
+        self._keep(written)
+
+    async def load(self, folder: str, shards: list[str]) -> None:
+        """Continue from what `save` wrote. `shards`: names of those that there are now."""
+        loaded = await asyncio.to_thread(journal.read, folder, shards, self._files.read)
+        journal.restore(self.buffer, loaded.snapshot)
+        self._keep(loaded.written)
+        del loaded
+        self._settle()
+        self._notify()
+
+    def _keep(self, written: Written) -> None:
         if self._written is not None:
             self._written.close()
         self._written = written
-
-    async def load(self, folder: str) -> None:
-        journal.load(folder, self.buffer)
-        self._settle()
-        self._notify()
 
     # ---- waiting ---------------------------------------------------------------------------------
 

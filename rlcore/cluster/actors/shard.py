@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.gathering import Gathering, Heard, Told
-from rlcore.buffer.journal import file_of, write_records
+from rlcore.buffer.record_files import RecordFile, file_of, read_records, write_records
 from rlcore.buffer.shard import Shard
 from rlcore.references import ShardLost
 from rlcore.types import Score
@@ -49,10 +49,20 @@ class ShardActor:
         records, path = self._kept(shard, keys), Path(folder) / file_of(shard)
         return await asyncio.to_thread(write_records, path, records)
 
+    async def read(self, shard: str, files: list[RecordFile], folder: str) -> list[int]:
+        """Keep the records of files of a checkpoint, read in a thread; the key of the first record
+        of each. Raises ShardLost as `fetch` does, and JournalError, keeping nothing."""
+        self._check(shard)
+        read = await asyncio.to_thread(lambda: [read_records(Path(folder), f) for f in files])
+        return [self._shard.keep(records) for records in read]
+
     def _kept(self, shard: str, keys: list[int]) -> list[bytes]:
+        self._check(shard)
+        return self._shard.get(keys)
+
+    def _check(self, shard: str) -> None:
         if shard != self._shard.name:
             raise ShardLost(f"{shard} is lost: {self._shard.name} has taken its place")
-        return self._shard.get(keys)
 
     async def pid(self) -> int:
         """This process."""

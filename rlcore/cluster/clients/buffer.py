@@ -91,10 +91,11 @@ class RayBuffer(BufferClient):
         key = "checkpoint.write_timeout_s"
         await call(ref, timeout_s=timeout_s, what=what, key=key, who="the replay buffer")
 
-    def load(self, folder: str) -> None:
-        """Continue from what `save` wrote. Blocks: before the loop runs."""
+    def load(self, folder: str, shards: Sequence[str]) -> None:
+        """Continue from what `save` wrote; these shards read what shards wrote. Blocks: before the
+        loop runs."""
         get(
-            self.handle.load.remote(folder),
+            self.handle.load.remote(folder, list(shards)),
             timeout_s=self._start_timeout_s,
             what="loading the buffer journal",
             key="cluster.start_timeout_s",

@@ -18,12 +18,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from rlcore.buffer.record_files import JournalError, RecordFile
 from rlcore.cluster.actors.shard import ShardActor
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes, shard_name
-from rlcore.errors import DeadlineExceeded, StageError
+from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.references import ShardLost
 
 FETCH_TIMEOUT_S = 300.0
@@ -50,6 +51,21 @@ def write_shards(folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, s
         raise e.as_instanceof_cause() from e
     except (ValueError, RayError) as e:
         raise ShardLost(f"a node of the run is lost with its records: {type(e).__name__}") from e
+    return dict(zip(refs, made, strict=True))
+
+
+def read_shards(folder: Path, files: Mapping[str, Sequence[RecordFile]]) -> dict[str, list[int]]:
+    """Every shard reads these files of a checkpoint and keeps their records; the key of the first
+    record of each. Raises RoleLost if one is lost meanwhile, and JournalError."""
+    try:
+        refs = {s: _process(s).read.remote(s, list(its), str(folder)) for s, its in files.items()}
+        made: list[list[int]] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
+    except RayTaskError as e:
+        if isinstance(e.cause, JournalError):
+            raise e.cause from e
+        raise RoleLost(f"a shard could not read its part of {folder}: {e.cause}") from e
+    except (ValueError, RayError) as e:
+        raise RoleLost(f"a shard was lost while it read its part of {folder}") from e
     return dict(zip(refs, made, strict=True))
 
 
@@ -91,10 +107,15 @@ class RayShards:
         self._handles[name] = actor.remote(name, self._buffer.handle)
         self._nodes[name] = node_id
 
+    @property
+    def names(self) -> list[str]:
+        """Of the shards that are not known to be lost."""
+        return list(self._handles)
+
     async def watch(self) -> list[str]:
         """A heartbeat of all; the names of those that are lost, once each."""
         await asyncio.to_thread(self.start)
-        names = list(self._handles)
+        names = self.names
         alive = await asyncio.gather(*(self._alive(name) for name in names))
         lost = [name for name, lives in zip(names, alive, strict=True) if not lives]
         for name in lost:
