@@ -74,6 +74,10 @@ _ROUNDING_ARMS: dict[str, Words] = {
     "tis C=10": ("correction=[tis]", "correction.tis.cap=10"),
     "ais": ("correction=[ais]",),
 }
+_ROUNDINGS: dict[str, Words] = {
+    **{name: (f"actor.fp8.rounding={name}",) for name in ("int8", "fp8", "int4")},
+    "int4, all": ("actor.fp8.rounding=int4", "actor.fp8.keep_high_precision=[]"),
+}
 _ON_OFF_ON = "int4, none, int4"
 _NOISE_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis,veto]",),
@@ -124,7 +128,7 @@ STUDIES: dict[str, Study] = {
         experiment="evidence/ais",
         knob="rounding of the actor's weights",
         matched=("none", ("actor=[bf16]",)),
-        sizes={name: (f"actor.fp8.rounding={name}",) for name in ("int8", "fp8", "int4")},
+        sizes=_ROUNDINGS,
         arms=_ROUNDING_ARMS,
         further={_ON_OFF_ON: {"uncorrected": (), **_ROUNDING_ARMS}},
         switching={
