@@ -4,7 +4,8 @@
 
 A buffer takes all groups that so many actors can hold, in messages as its shards send them, once
 with the collector as Python sets it and once as a run does, each in a process of its own.
-Seconds are of processor time. The snapshot is what a checkpoint stops the process for.
+Seconds are of processor time. The cut is what a checkpoint stops the process for; how long another
+thread waits at most while it is written is by the clock, and longer on a busy machine.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import argparse
 import gc
 import multiprocessing
 import pickle
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from control_plane import PUBLISH_EVERY, SAMPLES, STALENESS
@@ -32,6 +36,7 @@ from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory
 
 MESSAGE = 256  # samples in a message
+LOOK_S = 5e-4  # between two looks of a thread at the clock
 
 
 class Passes:
@@ -65,6 +70,24 @@ def messages(groups: int) -> Iterator[bytes]:
             told = Told()
 
 
+def longest_pause(cut: journal.Cut) -> float:
+    """Seconds by the clock that another thread waits at most while a checkpoint is written, whose
+    records are in shards."""
+
+    def write(folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, str]:
+        return dict.fromkeys(keys, "")
+
+    with tempfile.TemporaryDirectory() as folder:
+        writing = Thread(target=journal.save, args=(f"{folder}/buffer", cut, write))
+        writing.start()
+        longest, last = 0.0, time.monotonic()
+        while writing.is_alive():
+            time.sleep(LOOK_S)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    return longest
+
+
 def measured(actors: int, as_in_a_run: bool) -> dict[str, Any]:
     """One row."""
     batching = BatchingSpec(
@@ -90,8 +113,10 @@ def measured(actors: int, as_in_a_run: bool) -> dict[str, Any]:
     took = time.thread_time() - begun
     gc.callbacks.remove(passes)
     begun = time.thread_time()
-    journal.snapshot(buffer)
+    cut = journal.cut(buffer)
     stops = time.thread_time() - begun
+    pause = longest_pause(cut)
+    del cut
     samples, found = groups * SAMPLES, list(passes.seconds)
     gc.unfreeze()
     begun = time.thread_time()
@@ -106,7 +131,8 @@ def measured(actors: int, as_in_a_run: bool) -> dict[str, Any]:
         "full": passes.full,
         "longest pass ms": f"{1e3 * max(found, default=0.0):.3g}",
         "a full pass after ms": f"{1e3 * (time.thread_time() - begun):.3g}",
-        "snapshot ms": f"{1e3 * stops:.3g}",
+        "cut ms": f"{1e3 * stops:.3g}",
+        "pause while it is written ms": f"{1e3 * pause:.3g}",
         "objects": len(gc.get_objects()),
     }
 

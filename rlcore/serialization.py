@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from rlcore.json_text import dump_large
 from rlcore.pickling import ByFields
 from rlcore.references import Record
 from rlcore.types import (
@@ -173,7 +174,7 @@ def dump_scores(scores: Sequence[Score]) -> str:
         }
         for s in scores
     ]
-    return _encode({"format": SCORES_FORMAT, "version": VERSION, "scores": rows})
+    return dump_large({"format": SCORES_FORMAT, "version": VERSION, "scores": rows})
 
 
 def load_scores(text: str) -> list[Score]:
@@ -234,8 +235,7 @@ def _metadata(t: Trajectory) -> str:
     members += [f'"{name}":{quote(getattr(t, name))}' for name in _TEXT]
     members += [f'"{name}":"{int(getattr(t, name))}"' for name in _WHOLE]
     timings = _encode(_numbers(t.timings)) if t.timings else "{}"
-    members.append(f'"timings":{quote(timings)}')
-    return ",".join(members)
+    return ",".join([*members, f'"timings":{quote(timings)}'])
 
 
 def _parse(data: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:

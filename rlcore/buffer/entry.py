@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from rlcore.references import Record
 from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup
@@ -36,7 +37,7 @@ class Drawing:
 
 @dataclass(slots=True)
 class ArrivedSample:
-    """One sample whose record and score are both there."""
+    """One sample whose record and score are both there; it is not changed, but replaced."""
 
     score: Score
     tokens: int  # sampled tokens
@@ -70,6 +71,33 @@ class ArrivedSample:
     def size(self) -> int:
         """Bytes of its records."""
         return sum(map(len, self.records))
+
+
+PLAIN = (
+    *("group_id", "prompt_id", "admitted_version", "finished", "arrival_version"),
+    *("uses", "last_step", "losses"),
+)
+
+
+class EntryCut(NamedTuple):
+    """A live group at one moment."""
+
+    plain: tuple[Any, ...]  # the fields PLAIN
+    taken_by: list[int]
+    samples: dict[int, ArrivedSample]  # by sample_index
+
+    def ordered(self) -> list[tuple[int, ArrivedSample]]:
+        """The samples by index."""
+        return sorted(self.samples.items())
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state without records, of which the number is noted, and without scores."""
+        samples = {
+            index: {"tokens": s.tokens, "finish_reason": s.finish_reason, "records": len(s.records)}
+            for index, s in self.ordered()
+        }
+        plain = dict(zip(PLAIN, self.plain, strict=True))
+        return {**plain, "taken_by": self.taken_by, "samples": samples}
 
 
 @dataclass(slots=True)
@@ -134,23 +162,20 @@ class Entry:
             self.group_id, self.prompt_id, self.admitted_version, self.arrival_version, episodes
         )
 
-    def state(self) -> dict[str, Any]:
-        """JSON-able state without records, of which the number is noted, and without scores.
+    def cut(self) -> EntryCut:
+        """The group as it is now, unaffected by what happens to it later; a checkpoint stops the
+        buffer for this alone.
 
         Incomplete drawings are left out: after a resume their samples are asked for again.
         """
-        samples = {
-            index: {"tokens": s.tokens, "finish_reason": s.finish_reason, "records": len(s.records)}
-            for index, s in sorted(self.samples.items())
-        }
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        return {**plain, "taken_by": list(self.taken_by), "samples": samples}
+        return EntryCut(_plain(self), self.taken_by.copy(), self.samples.copy())
 
     @classmethod
     def from_state(
         cls, state: dict[str, Any], records: Iterator[Record], scores: Iterator[Score]
     ) -> Entry:
-        """The inverse of `state`; takes its records and scores off the iterators, in order."""
+        """The inverse of `EntryCut.state`; takes its records and scores off the iterators, in
+        order."""
         samples = {
             int(index): ArrivedSample(
                 next(scores),
@@ -160,10 +185,8 @@ class Entry:
             )
             for index, fields in state["samples"].items()
         }
-        return cls(**{name: state[name] for name in _PLAIN}, samples=samples)
+        plain = {name: state[name] for name in PLAIN}
+        return cls(**plain, taken_by=state["taken_by"], samples=samples)
 
 
-_PLAIN = (
-    *("group_id", "prompt_id", "admitted_version", "finished", "arrival_version"),
-    *("uses", "last_step", "taken_by", "losses"),
-)
+_plain = attrgetter(*PLAIN)

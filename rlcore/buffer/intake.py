@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from rlcore.buffer.entry import ArrivedSample, Drawing, Entry
 from rlcore.buffer.live import LiveGroups
@@ -195,7 +196,7 @@ class Intake:
             for position, sample in enumerate(usable):
                 if position not in kept:
                     live.release(sample.records)
-                    sample.records = ()
+                    entry.samples[sample.score.sample_index] = replace(sample, records=())
             live.resize(entry)
         count, size = live.completed_bytes
         live.completed_bytes = (count + 1, size + entry.held)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer import reports
-from rlcore.buffer.entry import Entry
+from rlcore.buffer.entry import Entry, EntryCut
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.record_files import (
     JournalError,
@@ -38,6 +38,7 @@ from rlcore.buffer.record_files import (
 from rlcore.buffer.statistics import ArrivalTotals
 from rlcore.buffer.store import ReplayBuffer
 from rlcore.files import new_folder, replace_file
+from rlcore.json_text import dump_large
 from rlcore.references import Record, RecordReference, keys_by_shard
 from rlcore.serialization import dump_scores, load_scores
 from rlcore.types import Score
@@ -61,19 +62,24 @@ class Snapshot:
     elsewhere: dict[tuple[int, int, str], slice] = field(default_factory=dict)
 
 
-def snapshot(buffer: ReplayBuffer) -> Snapshot:
-    """Cheap, since records are held by reference, and unaffected by what happens to the buffer
-    later."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a snapshot is made of; `groups` of its state are still to come."""
+
+    state: dict[str, Any]
+    entries: list[EntryCut]  # ascending by group id
+
+
+def cut(buffer: ReplayBuffer) -> Cut:
+    """What a checkpoint of this moment needs, unaffected by what happens to the buffer later.
+    Cheap, since its process answers nobody meanwhile."""
     live, intake, batches = buffer.live, buffer.intake, buffer.batches
-    entries = [live.entries[i] for i in sorted(live.entries)]
-    samples = [s for e in entries for _, s in sorted(e.samples.items())]
     state = {
         "published": live.published,
         "learner": live.learner,
         "completed_bytes": list(live.completed_bytes),
         "ledger": live.ledger.state(),
         "tasks": live.accounts.state(),
-        "groups": [e.state() for e in entries],
         "duplicates": intake.duplicates,
         "late": intake.late,
         "failed_score": intake.failed_score,
@@ -86,9 +92,16 @@ def snapshot(buffer: ReplayBuffer) -> Snapshot:
         "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
         "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
     }
+    return Cut(state, [live.entries[i].cut() for i in sorted(live.entries)])
+
+
+def snapshot(cut: Cut) -> Snapshot:
+    """All of it. Safe to run in another thread."""
+    samples = [s for e in cut.entries for _, s in e.ordered()]
     records = [record for s in samples for record in s.records]
     scores = [s.score for s in samples]
     kept = _elsewhere(records, scores, (len(s.records) for s in samples))
+    state = {**cut.state, "groups": [e.state() for e in cut.entries]}
     return Snapshot(state, records, scores, kept)
 
 
@@ -127,12 +140,13 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.resume()
 
 
-def save(directory: str | Path, saved: Snapshot, write: WriteShards = no_shards) -> Written:
-    """Write a snapshot to a folder that must not exist yet. Safe to run in another thread.
+def save(directory: str | Path, cut: Cut, write: WriteShards = no_shards) -> Written:
+    """Write a buffer to a folder that must not exist yet. Safe to run in another thread.
 
     `write`: has shards write what they keep. Raises FileExistsError if the folder exists, OSError
     (a full disk) and ShardLost with nothing under the final name.
     """
+    saved = snapshot(cut)
     scores = dump_scores(saved.scores).encode()
     keys = keys_by_shard(saved.records)
     files = [RECORDS, *map(file_of, keys)]
@@ -147,14 +161,14 @@ def save(directory: str | Path, saved: Snapshot, write: WriteShards = no_shards)
         replace_file(folder / SCORES, scores, durable=True)
         checksums[SCORES] = _checksum(scores)
         more = {"sizes": sizes, "files": files, "places": places, "checksums": checksums}
-        text = json.dumps({**saved.state, **more}, separators=(",", ":"))
+        text = dump_large({**saved.state, **more})
         document = {
             "format": FORMAT,
             "version": VERSION,
             "checksum": _checksum(text.encode()),
             "state": text,
         }
-        replace_file(folder / STATE, json.dumps(document), durable=True)
+        replace_file(folder / STATE, dump_large(document), durable=True)
     return Written(Path(directory), spans(sizes, files, places), saved.elsewhere)
 
 

@@ -140,7 +140,7 @@ class Run:
     def go_on(self):
         """From a snapshot, with nothing of what was on its way or being trained on. A synchronous
         run publishes what its phase began with, another one what the learner has."""
-        saved, bound = journal.snapshot(self.buffer), self.buffer.batches.bound
+        saved, bound = journal.snapshot(journal.cut(self.buffer)), self.buffer.batches.bound
         self.buffer = self.rebuilt()
         journal.restore(self.buffer, saved)
         start = bound.phases.start(self.version)

@@ -39,7 +39,7 @@ def midway():
 
 
 def reloaded(folder, old, new):
-    journal.save(folder, journal.snapshot(old))
+    journal.save(folder, journal.cut(old))
     load(folder, new)
     return new
 
@@ -55,11 +55,8 @@ def test_round_trip_keeps_groups_accounts_and_the_uncommitted_batch(tmp_path):
     batch = new.take(0)
     assert ids_of(batch) == [0, 1]
     assert new.stored(0, [0, 1]) == old.stored(0, [0, 1])
-    again = journal.snapshot(new)
-    assert (again.records, again.scores) == (
-        journal.snapshot(old).records,
-        journal.snapshot(old).scores,
-    )
+    again, before = (journal.snapshot(journal.cut(buffer)) for buffer in (new, old))
+    assert (again.records, again.scores) == (before.records, before.scores)
 
 
 def test_an_unpaired_half_is_asked_for_again(tmp_path):
@@ -158,7 +155,7 @@ def test_an_asynchronous_run_stopped_at_random_keeps_the_bound_and_trains_on_not
 @pytest.mark.parametrize("name", [journal.STATE, journal.SCORES, journal.RECORDS])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damage_is_found_before_anything_is_believed(tmp_path, name, damage):
-    journal.save(tmp_path / "buffer", journal.snapshot(midway()))
+    journal.save(tmp_path / "buffer", journal.cut(midway()))
     path = tmp_path / "buffer" / name
     data = bytearray(path.read_bytes())
     if damage == "remove":
@@ -175,12 +172,12 @@ def test_damage_is_found_before_anything_is_believed(tmp_path, name, damage):
 
 
 def test_a_journal_is_never_overwritten(tmp_path):
-    journal.save(tmp_path / "buffer", journal.snapshot(fresh()))
+    journal.save(tmp_path / "buffer", journal.cut(fresh()))
     with pytest.raises(FileExistsError, match="already exists"):
-        journal.save(tmp_path / "buffer", journal.snapshot(midway()))
+        journal.save(tmp_path / "buffer", journal.cut(midway()))
 
 
-def killed_at(point, folder, snapshot):
+def killed_at(point, folder, cut):
     """Save in a child that is killed just before its `point`-th sync or rename. True if it lived to
     the end."""
     child = os.fork()
@@ -197,18 +194,18 @@ def killed_at(point, folder, snapshot):
 
         for name in ("fsync", "rename", "replace"):
             setattr(os, name, deadly(getattr(os, name)))
-        journal.save(folder, snapshot)
+        journal.save(folder, cut)
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.processes
 def test_killed_at_any_point_it_is_whole_or_absent_and_can_be_written_again(tmp_path):
-    snapshot = journal.snapshot(midway())
+    cut = journal.cut(midway())
     seen = []
     for point in range(50):
         folder = tmp_path / f"buffer-{point}"
-        if killed_at(point, folder, snapshot):
+        if killed_at(point, folder, cut):
             break
         seen.append(folder.exists())
         if folder.exists():
@@ -216,24 +213,37 @@ def test_killed_at_any_point_it_is_whole_or_absent_and_can_be_written_again(tmp_
         else:
             with pytest.raises(journal.JournalError):
                 load(folder, fresh())
-            journal.save(folder, snapshot)
+            journal.save(folder, cut)
             load(folder, fresh())
     # each of three files is flushed and renamed; the folder appears with the last rename
     assert len(seen) > 6 and seen == sorted(seen) and seen[-1]
 
 
 def test_a_journal_of_an_older_version_is_refused_in_a_sentence(tmp_path):
-    journal.save(tmp_path / "buffer", journal.snapshot(fresh()))
+    journal.save(tmp_path / "buffer", journal.cut(fresh()))
     path = tmp_path / "buffer" / journal.STATE
-    path.write_text(path.read_text().replace('"version": 4', '"version": 3'))
+    path.write_text(path.read_text().replace('"version":4', '"version":3'))
     with pytest.raises(journal.JournalError, match="version 3 cannot be read: this program reads"):
         load(tmp_path / "buffer", fresh())
 
 
 def test_a_snapshot_is_not_changed_by_what_happens_afterwards(tmp_path):
     buffer = midway()
-    snapshot = journal.snapshot(buffer)
-    before = repr(snapshot)
+    cut = journal.cut(buffer)
+    before = repr(journal.snapshot(cut))
     buffer.commit(0)
     deliver(buffer, sample(2, 0, prompt_id="digits/train/2"))
-    assert repr(snapshot) == before
+    assert repr(journal.snapshot(cut)) == before
+
+
+def test_a_snapshot_has_the_records_that_a_group_drops_afterwards():
+    """When it is complete, all but the best sample."""
+    buffer = make_buffer(1, 2, keep_best=1)
+    buffer.admit([PROMPT])
+    deliver(buffer, sample(0, 0, reward=0.0))
+    cut = journal.cut(buffer)
+    deliver(buffer, sample(0, 1, reward=1.0))
+    assert [len(s.records) for _, s in sorted(buffer.live.entries[0].samples.items())] == [0, 1]
+    saved = journal.snapshot(cut)
+    assert len(saved.records) == 1
+    assert [g["samples"][0]["records"] for g in saved.state["groups"]] == [1]

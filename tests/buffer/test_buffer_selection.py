@@ -194,6 +194,6 @@ def test_under_new_weights_by_task_does_not_make_up_for_what_was_not_due_before(
     assert [step(first, n) for n in range(3)] == [["a", "b", "b", "b"]] * 3
     same, other = buffer(1.0, 3.0), buffer(1.0, 1.0)
     for resumed in (same, other):
-        journal.restore(resumed, journal.snapshot(first))
+        journal.restore(resumed, journal.snapshot(journal.cut(first)))
     assert step(same, 3) == ["a", "b", "b", "b"]
     assert [step(other, n) for n in (3, 4)] == [["a", "a", "b", "b"]] * 2

@@ -230,7 +230,7 @@ def test_a_shorter_bound_after_a_resume_evicts_what_is_too_old():
     old.admit(["digits/train/0"] * 4)
     fill(old, [1], 1)
     new = make_buffer(1, 1, max_staleness=1)
-    journal.restore(new, journal.snapshot(old))
+    journal.restore(new, journal.snapshot(journal.cut(old)))
     assert new.ledger.evicted == {"stale": 2}
     assert ids_of(new.take(0)) == [1]
 

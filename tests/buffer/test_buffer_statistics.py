@@ -48,7 +48,7 @@ def test_they_go_on_after_a_checkpoint_as_if_there_had_been_none(at, tmp_path):
     whole, stopped, resumed = admitted(), admitted(), admitted()
     one, other = orders()[:2]
     arrived(stopped, one[:at])
-    journal.save(tmp_path / "buffer", journal.snapshot(stopped))
+    journal.save(tmp_path / "buffer", journal.cut(stopped))
     load(tmp_path / "buffer", resumed)
     assert arrived(resumed, [g for g in other if g not in one[:at]]) == arrived(whole, one)
 

@@ -192,8 +192,8 @@ def test_a_checkpoint_holds_what_shards_keep_and_gives_it_back(tmp_path):
     nodes.fill("two", 1)
     nodes.buffer.take(0)
     before = with_records(nodes.buffer.stored(0, [0, 1]), nodes.fetch)
-    snapshot = journal.snapshot(nodes.buffer)
-    written = journal.save(tmp_path / "buffer", snapshot, nodes.write)
+    cut = journal.cut(nodes.buffer)
+    written = journal.save(tmp_path / "buffer", cut, nodes.write)
     names = {path.name for path in (tmp_path / "buffer").iterdir()}
     assert {"records-one.bin", "records-two.bin"} < names
     assert not (tmp_path / "buffer" / "records.bin").stat().st_size
@@ -212,10 +212,10 @@ def test_a_checkpoint_fails_if_a_shard_is_lost_while_it_is_written(tmp_path):
     nodes = Nodes(groups_per_step=1)
     nodes.buffer.admit(PROMPTS[:1])
     nodes.fill("one", 0)
-    snapshot = journal.snapshot(nodes.buffer)
+    cut = journal.cut(nodes.buffer)
     nodes.lose("one")
     with pytest.raises(ShardLost):
-        journal.save(tmp_path / "buffer", snapshot, nodes.write)
+        journal.save(tmp_path / "buffer", cut, nodes.write)
     assert not list(tmp_path.iterdir())
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_a_lost_batch_takes_it_again_when_it_is_whole(tmp_path):
     nodes.fill("one", 0)
     nodes.buffer.take(0)
     nodes.lose("one")
-    journal.save(tmp_path / "buffer", journal.snapshot(nodes.buffer), nodes.write).close()
+    journal.save(tmp_path / "buffer", journal.cut(nodes.buffer), nodes.write).close()
     resumed = make_buffer(groups_per_step=1, dynamic_sampling=True)
     load(tmp_path / "buffer", resumed)
     assert list(resumed.in_flight()) == [0] and not resumed.ready(0)
@@ -241,7 +241,7 @@ def saved(folder, **settings):
     for name, group in (("one", 0), ("one", 1), ("two", 2), ("two", 3)):
         nodes.fill(name, group)
     fill(nodes.buffer, [4], 2, prompt_id=PROMPTS[4])
-    journal.save(folder, journal.snapshot(nodes.buffer), nodes.write).close()
+    journal.save(folder, journal.cut(nodes.buffer), nodes.write).close()
     nodes.buffer.take(0)
     return with_records(nodes.buffer.stored(0, range(5)), nodes.fetch)
 
@@ -292,7 +292,7 @@ def test_a_resume_with_fewer_samples_drops_the_others_in_their_shard(tmp_path):
     stopped = Nodes(samples_per_group=3)
     stopped.buffer.admit(PROMPTS[:1])
     stopped.fill("one", 0)  # two of three
-    journal.save(tmp_path / "buffer", journal.snapshot(stopped.buffer), stopped.write).close()
+    journal.save(tmp_path / "buffer", journal.cut(stopped.buffer), stopped.write).close()
     nodes = Nodes(samples_per_group=1)
     resumed_from(tmp_path / "buffer", nodes).written.close()
     nodes.drop_released()

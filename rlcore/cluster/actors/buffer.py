@@ -33,7 +33,7 @@ class BufferActor:
         self._polls: list[Waiter] = []
         self._files = shards
         self._settle = settle
-        self._snapshot: journal.Snapshot | None = None
+        self._snapshot: journal.Cut | None = None
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: Written | None = None  # the newest checkpoint's records
         self._shards: set[str] = set()  # names of those that have called
@@ -164,7 +164,7 @@ class BufferActor:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     async def snapshot(self) -> None:
-        self._snapshot = journal.snapshot(self.buffer)
+        self._snapshot = journal.cut(self.buffer)
         self._saving = True
 
     async def save(self, folder: str) -> None:
