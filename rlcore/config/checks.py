@@ -169,6 +169,33 @@ def _ranks(c: RunConfig) -> None:
     )
 
 
+def _threads(c: RunConfig) -> None:
+    spec, asked = c.learner, f"learner.max_threads={c.learner.max_threads}"
+    if spec.max_threads is None:
+        return
+    refuse(
+        spec.max_threads <= spec.threads,
+        f"{asked} is not above the {spec.threads} that learner.num_cpus={spec.num_cpus:g} gives "
+        "a rank: raise it, or leave it null.",
+    )
+    refuse(
+        spec.device == "cuda",
+        f"{asked} is about threads that compute on CPU, and learner.num_gpus={spec.num_gpus:g}: "
+        "leave it null.",
+    )
+    refuse(
+        spec.ranks > 1,
+        f"{asked} would have ranks round sums of the same gradient differently with "
+        f"learner.ranks={spec.ranks}: leave it null, or use learner.ranks=1.",
+    )
+    refuse(
+        c.schedule.synchronous,
+        f"{asked} makes results depend on what else the machine does, and a run with "
+        "schedule.max_staleness=0 is repeated exactly: leave it null, or raise "
+        "schedule.max_staleness.",
+    )
+
+
 def _drafts(c: RunConfig) -> None:
     for label, actor in c.actor.items():
         key = f"actor.{label}"
@@ -256,6 +283,7 @@ RULES = (
     _losses,
     _whole_corrections,
     _ranks,
+    _threads,
     _drafts,
     _sparse_learning,
     check_adapters,

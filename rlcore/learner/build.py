@@ -34,6 +34,7 @@ from rlcore.learner.sequences import (
 )
 from rlcore.learner.shards import Shards, join_groups
 from rlcore.learner.sharing import share_prefixes
+from rlcore.learner.spare_cores import STAT, SpareCores
 from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
 from rlcore.learner.split_check import hold_in_parts
 from rlcore.learner.update import Update
@@ -139,6 +140,7 @@ class _Models:
         self.costs: PassCosts | None = None
         self.tight: PassCosts | None = None
         self.most = 0  # positions of a micro-batch, once the policy is loaded
+        self._spare = _spare_cores(job.learner)
         #: the rule that the policy attends by; with a sparse copy beside it, it attends densely
         self._rule = None if job.learner.distill is not None else job.sparse
 
@@ -222,7 +224,20 @@ class _Models:
         )
         if self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
             own_norms(lm)
+        if self._spare is not None:
+            self._spare.attach(lm)
         return lm
+
+
+def _spare_cores(spec: LearnerSpec) -> SpareCores | None:
+    if spec.max_threads is None:
+        return None
+    if not STAT.exists():
+        raise UserError(
+            f"learner.max_threads={spec.max_threads} needs Linux, which counts how long each core "
+            "idles: leave it null."
+        )
+    return SpareCores(spec.threads, spec.max_threads)
 
 
 def layer_sizes(lm: nn.Module) -> LayerSizes:

@@ -146,6 +146,12 @@ class LearnerSpec(OptimizerSpec):
         gt=0,
     )
     num_cpus: float = setting(1, "per rank; also its compute threads", gt=0)
+    max_threads: int | None = setting(
+        None,
+        "asynchronous schedules on CPU: up to so many compute threads per rank while other "
+        "processes leave cores idle; null: num_cpus",
+        gt=0,
+    )
     num_gpus: float = setting(0, "per rank: 0 or 1", ge=0)
     zero_stage: Literal[0, 1, 2, 3] = setting(
         0, "what DeepSpeed shards: 1 optimizer, 2 and gradients, 3 and parameters"

@@ -197,6 +197,13 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.attention=varlen", "learner.dtype=bfloat16"],
     ),
     (["learner.num_gpus=2"], ["learner.num_gpus=2", "learner.ranks"]),
+    (["learner.max_threads=1"], ["learner.max_threads=1", "learner.num_cpus"]),
+    (["learner.max_threads=4", "learner.num_gpus=1"], ["learner.max_threads=4", "num_gpus=1"]),
+    (["learner.max_threads=4", "learner.ranks=2"], ["learner.max_threads=4", "learner.ranks=2"]),
+    (
+        ["learner.max_threads=4", "schedule=on_policy"],
+        ["learner.max_threads=4", "schedule.max_staleness=0"],
+    ),
     (
         ["learner.ranks=2", "schedule.groups_per_step=1"],
         ["learner.ranks=2", "schedule.groups_per_step=1"],

@@ -57,7 +57,7 @@ FREE = {
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention gradient_checkpointing "
         "head_chunk_tokens fp32_head ref_pass keep_passes_mib port offload_while_sampling "
-        "train_sparse"
+        "max_threads train_sparse"
     ),
     "learner.offload": "optimizer parameters nvme_path pin_memory",
     "learner.lora": "publish",
