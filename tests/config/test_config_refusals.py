@@ -198,7 +198,10 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["learner.num_gpus=2"], ["learner.num_gpus=2", "learner.ranks"]),
     (["learner.max_threads=1"], ["learner.max_threads=1", "learner.num_cpus"]),
-    (["learner.max_threads=4", "learner.num_gpus=1"], ["learner.max_threads=4", "num_gpus=1"]),
+    (
+        ["learner.max_threads=4", "learner.num_gpus=1", "learner.zero_stage=1"],
+        ["learner.max_threads=4", "num_gpus=1"],
+    ),
     (["learner.max_threads=4", "learner.ranks=2"], ["learner.max_threads=4", "learner.ranks=2"]),
     (
         ["learner.max_threads=4", "schedule=on_policy"],
