@@ -5,6 +5,11 @@ python benchmarks/forecasts.py --folder DIR [--cases base small ...] [--steps 14
 Every run is forecast twice: by rates of its own, which shows what the simulation leaves out, and by
 rates measured on the runs `base` and `small` with its own lengths of answers, which shows besides
 whether rates carry over. Runs whose folder is there are not repeated. Two minutes a run.
+
+In `one killed` the process of the only actor is killed in the middle. Its forecast is the mean over
+those of its seeds in which one process dies while failures come as often as once a run, and takes
+as long to start another one as this run did: what is tested is what a failure costs, not when it
+comes.
 """
 
 from __future__ import annotations
@@ -12,15 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 from harness import machine, read_rows, rlcore, table
 
 from rlcore.planner.measure import WARM_UP
 
+KILLED = "one killed"
+KILLED_AT = 32  # rows of metrics after which that happens
+SEEDS = 20  # of its forecasts
+PATIENCE_S = 600.0
 CASES: dict[str, tuple[str, ...]] = {
     "base": (),
     "small": ("schedule.groups_per_step=16",),
@@ -37,6 +51,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "schedule.groups_per_step=16",
     ),
     "finish": ("schedule.on_publish=finish",),
+    KILLED: ("schedule.steps=96",),
     "three actors": ("actor.bf16.count=3", "actor.bf16.num_cpus=0.3"),
 }
 COMMON = (
@@ -78,9 +93,39 @@ def run(folder: Path, name: str, words: list[str]) -> None:
     if note.exists():
         return
     before = os.getloadavg()[0]
-    rlcore("train", *words, *CASES[name], run_dir=folder / place(name))
+    run_dir = folder / place(name)
+    with ThreadPoolExecutor(1) as beside:
+        outage = beside.submit(kill_an_actor, run_dir) if name == KILLED else None
+        rlcore("train", *words, *CASES[name], run_dir=run_dir)
+        if outage is not None:
+            (folder / f"{place(name)}.outage").write_text(f"{outage.result():.2f}")
     note.write_text(f"{before:.1f} to {os.getloadavg()[0]:.1f}")
     print(f"{name}: done", flush=True)
+
+
+def kill_an_actor(run_dir: Path) -> float:
+    """Kill the actor of the run that this process has started there; the seconds until another one
+    is in its place. Raises TimeoutError."""
+    joined = "is in the rotation"
+    log = run_dir.with_suffix(".log")
+    wait(lambda: len(read_rows(run_dir)) >= KILLED_AT, f"{KILLED_AT} steps")
+    before, begun = log.read_text(errors="replace").count(joined), time.monotonic()
+    [actor] = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "".join(p.cmdline()[:1]).startswith("ray::RolloutActor")
+    ]
+    actor.kill()
+    wait(lambda: log.read_text(errors="replace").count(joined) > before, "another actor")
+    return time.monotonic() - begun
+
+
+def wait(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"no {what} within {PATIENCE_S:g} s")
+        time.sleep(0.05)
 
 
 def place(name: str) -> str:
@@ -121,6 +166,18 @@ def compared(folder: Path, name: str, words: list[str], rates: dict[str, Any]) -
 
 def forecast(folder: Path, name: str, words: list[str], rates: dict[str, Any]) -> dict[str, Any]:
     """What `rlcore plan` says of a run at these rates."""
+    if name != KILLED:
+        return planned(folder, name, words, rates)
+    total = read_rows(folder / place(name))[-1]["time/total_s"]
+    outage = float((folder / f"{place(name)}.outage").read_text())
+    failing = rates | {"failures_per_day": 86400 / total}
+    failing["actor"] = rates["actor"] | {"start_s": outage}
+    found = [planned(folder, name, [*words, f"seed={n}"], failing) for n in range(SEEDS)]
+    once = [row for row in found if row["replacements"] == 1]
+    return {k: statistics.fmean(row[k] for row in once) for k in ("step_s", "staleness_mean")}
+
+
+def planned(folder: Path, name: str, words: list[str], rates: dict[str, Any]) -> dict[str, Any]:
     file, out = folder / f"{place(name)}.rates.json", folder / f"{place(name)}.plan.json"
     file.write_text(json.dumps(rates))
     command("plan", *words, *CASES[name], "run_dir=unused", f"rates={file}", f"out={out}")
