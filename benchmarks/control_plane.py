@@ -1,6 +1,7 @@
 """What the centre of a run costs as its fleet grows: controller, buffer, ledger, graders' queue.
 
     python benchmarks/control_plane.py [--actors 8,64,512] [--steps 8] [--parts fleet,arrival]
+        [--collector]
 
 `fleet` drives the real controller, buffer and ledger with simulated actors of 5,000 tokens a second
 each, in simulated time, and prints processor seconds a simulated second by role, the longest stall
@@ -13,8 +14,9 @@ first node.
 `arrival` measures one sample that arrives, and the assignment of a whole wave, by what waits.
 
 All seconds are of processor time, so that a busy machine stretches them little. While a fleet runs,
-Python's garbage collector is set as in a run. Its passes are charged to the role that makes them,
-and look at young objects of the other roles too (`benchmarks/collector.py` measures them alone).
+Python's garbage collector is off. With `--collector` it is set as in a run: then a pass is charged
+to the role that makes it, although it looks at young objects of all roles, which have processes of
+their own in a run (`benchmarks/collector.py` measures the buffer's alone).
 """
 
 from __future__ import annotations
@@ -176,7 +178,9 @@ def planned(actors: int) -> PlannedFleet:
     )
 
 
-def fleet_row(actors: int, warm_up: int, steps: int, payload_mb_s: float) -> list[dict[str, Any]]:
+def fleet_row(
+    actors: int, warm_up: int, steps: int, payload_mb_s: float, *, collector: bool
+) -> list[dict[str, Any]]:
     """One row for each role, over `steps` steps after those that warm up."""
     meter = Meter()
     start: dict[str, float] = {}  # the longest stalls until then
@@ -202,8 +206,9 @@ def fleet_row(actors: int, warm_up: int, steps: int, payload_mb_s: float) -> lis
         return t1 - t0, n1 - n0
 
     with tempfile.TemporaryDirectory() as folder, meter.watching():
-        keep_passes_short()
+        (keep_passes_short if collector else gc.disable)()
         seconds, tokens = run_simulated(simulated(Path(folder)), limit_s=1e9)
+    gc.enable()
     return _rows(actors, meter, start, seconds, tokens / seconds, payload_mb_s)
 
 
@@ -376,6 +381,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--parts", default="fleet,arrival")
+    parser.add_argument("--collector", action="store_true")
     args = parser.parse_args()
     print(machine())
     sizes = [int(n) for n in args.actors.split(",")]
@@ -390,7 +396,8 @@ def main() -> None:
         rate = payload_rate()
         print(f"payload: a buffer process moves {rate:.0f} MB/s of processor time in and out")
         for n in sizes:
-            print(table(fleet_row(n, args.warm_up, args.steps, rate)), flush=True)
+            rows = fleet_row(n, args.warm_up, args.steps, rate, collector=args.collector)
+            print(table(rows), flush=True)
 
 
 def single_row(groups: int, publish_every: int) -> dict[str, Any]:
