@@ -86,11 +86,11 @@ def test_an_empty_data_set_and_a_row_without_an_answer_are_named(refused, tmp_pa
 
 
 @pytest.mark.cluster
-def test_a_port_that_is_taken_is_named(tmp_path):
+def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLCORE_TEST_MARK", str(tmp_path))  # which the run's processes inherit
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-        before = {p.pid for p in psutil.process_iter()}
         sentence = _refused_as_installed(
             *BASE, f"run_dir={tmp_path / 'run'}", f"learner.port={port}", "model.warmup=null"
         )
@@ -98,8 +98,8 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     deadline = time.monotonic() + 15
     while left := [
         p
-        for p in psutil.process_iter(["cmdline"])
-        if p.pid not in before and "ray" in " ".join(p.info["cmdline"] or [])
+        for p in psutil.process_iter(["environ"])
+        if (p.info["environ"] or {}).get("RLCORE_TEST_MARK") == str(tmp_path)
     ]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
