@@ -40,7 +40,7 @@ def usage(cores: Collection[int], path: Path = STAT) -> Usage:
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in path.read_text().splitlines()]
     ticks = sum(int(words[4]) for words in lines if words and words[0] in names)
-    return Usage(time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK"))
+    return Usage(time.monotonic(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def threads_for(before: Usage, now: Usage, *, fewest: int, most: int) -> int:
@@ -75,7 +75,7 @@ class SpareCores:
 
     def follow(self, *_: Any) -> None:
         """Look again, unless that was a moment ago. A hook of modules and of gradients."""
-        if time.perf_counter() - self._before.at_s < WINDOW_S:
+        if time.monotonic() - self._before.at_s < WINDOW_S:
             return
         now = self._read()
         threads = threads_for(self._before, now, fewest=self._fewest, most=self._most)
