@@ -1,5 +1,6 @@
 """Known ways to pass tests without solving the problem. Each is run for real, none may pass."""
 
+import os
 import textwrap
 
 import pytest
@@ -173,7 +174,7 @@ def frame(message):
     return struct.pack('>I', len(data)) + data
 VERDICT = json.dumps({'passed': True, 'ended': False, 'why': '', 'clean': True}).encode() + b'\\n'
 def to_all(data):
-    for fd in range(256):
+    for fd in range(1024):
         try:
             os.write(fd, data)
         except OSError:
@@ -203,6 +204,43 @@ def test_no_message_of_a_program_is_a_verdict(sandbox, cheat):
     program = FRAME + "def shared(a, b): return ()\n" + MESSAGES[cheat]
     refused(sandbox, program, SHARED)
     assert run(sandbox, HONEST, SHARED).passed  # nor does it disturb the program after it
+
+
+@pytest.fixture(scope="module")
+def crowded():
+    """A sandbox whose links have high numbers, since its parent has many descriptors."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
+    box = Sandbox(Limits(timeout_s=10), preamble=PREAMBLE)
+    yield box
+    box.close()
+    for fd in held:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("cheat", MESSAGES)
+def test_a_parent_with_many_descriptors_leaves_none_to_a_program(crowded, cheat):
+    program = FRAME + "def shared(a, b): return ()\n" + MESSAGES[cheat]
+    refused(crowded, program, SHARED)
+    assert run(crowded, HONEST, SHARED).passed
+
+
+@pytest.mark.parametrize("which", ["sandbox", "crowded"])
+def test_a_program_has_its_channel_and_no_other_descriptor(request, which):
+    program = """
+    import os
+    def is_open(fd):
+        try:
+            os.fstat(fd)
+        except OSError:
+            return False
+        return True
+    def f(x):
+        return [fd for fd in range(2048) if is_open(fd)]
+    """
+    # standard streams, the channel, and the rules of its confinement where those are kept
+    tests = "assert f(1) in ([0, 1, 2, 3], [0, 1, 2, 3, 4])"
+    outcome = run(request.getfixturevalue(which), program, tests)
+    assert outcome.passed, outcome
 
 
 SECRET = "assert f(3) == 'zebra-73194' and f(4) == 'zebra-55120'"

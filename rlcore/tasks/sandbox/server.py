@@ -31,7 +31,6 @@ from .values import Channel, receive_line, send_line
 
 CHANNEL_FD = 3
 RULES_FD = 4
-ABOVE = 200  # descriptors are moved here first, so that none is overwritten on its way
 POLL_S = 0.05
 MAX_FILES = 1000
 MAX_THREADS = 64
@@ -155,12 +154,17 @@ class Server:
 
 def _keep(wanted: dict[int, int]) -> None:
     """Give this process these descriptors, by target, and no others."""
-    for target, fd in wanted.items():
-        os.dup2(fd, ABOVE + target)
-    for target in wanted:
-        os.dup2(ABOVE + target, target)
-    last = max(wanted)
-    os.closerange(last + 1, ABOVE + last + 1)
+    # they are moved above all of them first, so that none is overwritten on its way
+    above = 1 + max(*wanted, *wanted.values())
+    for place, fd in enumerate(wanted.values(), above):
+        os.dup2(fd, place)
+    for place, target in enumerate(wanted, above):
+        os.dup2(place, target)
+    # The server's link to the parent has the number that it had there, which may be any.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in wanted:
+            with contextlib.suppress(OSError):  # the listing's own is closed by now
+                os.close(fd)
 
 
 def _end(pid: int, patience_s: float) -> str:
