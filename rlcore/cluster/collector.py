@@ -9,7 +9,9 @@ benchmarks/results/control_plane_cpu.md.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 
 YOUNG = 10_000  # new objects until a pass over them
 YOUNG_PASSES = 5  # until one over all that came since the last of its kind
@@ -23,3 +25,15 @@ def keep_passes_short() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, YOUNG_PASSES, NEVER)
+
+
+@contextlib.contextmanager
+def short_passes() -> Iterator[None]:
+    """`keep_passes_short` while it is open: for a process that goes on with something else."""
+    before = gc.get_threshold()
+    keep_passes_short()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

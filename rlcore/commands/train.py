@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.cluster.collector import keep_passes_short
+from rlcore.cluster.collector import short_passes
 from rlcore.commands import roles
 from rlcore.commands.about import write_about
 from rlcore.commands.preflight import Prepared, open_run_dir, prepare
@@ -186,8 +186,8 @@ def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
                 session.restore(start.checkpoint)
                 prepared.prompts.restore(start.state["prompts"])
                 note(f"continuing from {start.checkpoint.name}")
-            keep_passes_short()
-            asyncio.run(_loop(run, session, model_path, start))
+            with short_passes():
+                asyncio.run(_loop(run, session, model_path, start))
             return start.progress
         except asyncio.CancelledError as e:  # a second signal
             raise KeyboardInterrupt from e

@@ -183,11 +183,13 @@ def _threads(c: RunConfig) -> None:
         f"{asked} is about threads that compute on CPU, and learner.num_gpus={spec.num_gpus:g}: "
         "leave it null.",
     )
-    refuse(
-        spec.ranks > 1,
-        f"{asked} would have ranks round sums of the same gradient differently with "
-        f"learner.ranks={spec.ranks}: leave it null, or use learner.ranks=1.",
-    )
+    draft = spec.draft
+    for key, ranks in (("learner", spec.ranks), ("learner.draft", draft.ranks if draft else 1)):
+        refuse(
+            ranks > 1,
+            f"{asked} would have ranks round sums of the same gradient differently with "
+            f"{key}.ranks={ranks}: leave it null, or use {key}.ranks=1.",
+        )
     refuse(
         c.schedule.synchronous,
         f"{asked} makes results depend on what else the machine does, and a run with "

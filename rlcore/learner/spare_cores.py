@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 STAT = Path("/proc/stat")
 WINDOW_S = 0.04  # four ticks of the clock that /proc/stat counts in
-STALE_S = 0.5  # a window that spans a pause of the rank says nothing of now
 FREE = 0.7  # of a core: what must have been free for one more thread
 
 
@@ -47,10 +46,8 @@ def threads_for(before: Usage, now: Usage, *, fewest: int, most: int) -> int:
     """As many as the cores that this process used between the two and those that were idle.
 
     Example: with one core used and 0.8 of another idle it is 2."""
-    passed = now.at_s - before.at_s
-    if not 0 < passed <= STALE_S:
-        return fewest
-    free = (now.own_s - before.own_s + now.idle_s - before.idle_s) / passed
+    free = now.own_s - before.own_s + now.idle_s - before.idle_s
+    free /= now.at_s - before.at_s
     return max(fewest, min(most, int(free + 1.0 - FREE)))
 
 
@@ -92,6 +89,8 @@ class SpareCores:
             if states.requires_grad:
                 states.register_hook(self.follow)
 
-        for layer in lm.base_model.layers:  # type: ignore[union-attr]
+        # the first list of modules, whatever its name
+        modules = lm.base_model.modules()  # type: ignore[union-attr]
+        for layer in next(m for m in modules if isinstance(m, nn.ModuleList)):
             layer.register_forward_pre_hook(self.follow)
             layer.register_forward_hook(after)

@@ -118,7 +118,9 @@ def test_a_run_settles_its_own_process_before_the_loop_begins(collector, monkeyp
     monkeypatch.setattr(train, "starting_model", lambda *a: "model")
     monkeypatch.setattr(train.roles, "ranks", lambda config: 1)
     monkeypatch.setattr(train, "Session", MagicMock())
+    before = gc.get_threshold(), gc.get_freeze_count()
     train._attempt(MagicMock(), train.Start(progress=Progress()), 0.0)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before  # a caller from Python goes on
     ((thresholds, frozen),) = seen
     assert thresholds[2] == NEVER and frozen > 1000
 

@@ -204,6 +204,13 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["learner.max_threads=4", "learner.ranks=2"], ["learner.max_threads=4", "learner.ranks=2"]),
     (
+        [
+            "learner.max_threads=4",
+            *("actor=draft", "actor.draft.draft_path=f", "learner.draft.ranks=2"),
+        ],
+        ["learner.max_threads=4", "learner.draft.ranks=2"],
+    ),
+    (
         ["learner.max_threads=4", "schedule=on_policy"],
         ["learner.max_threads=4", "schedule.max_staleness=0"],
     ),

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from learner_helpers import on_ranks, small_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlcore.learner.policy import load_causal_lm
-from rlcore.learner.spare_cores import STALE_S, SpareCores, Usage, threads_for, usage
+from rlcore.learner.spare_cores import SpareCores, Usage, threads_for, usage
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
@@ -44,12 +45,6 @@ def test_threads_stay_within_their_bounds_and_the_free_cores(own, idle, fewest, 
     assert got == fewest or got <= own + idle + 0.31
 
 
-def test_a_window_with_a_pause_of_the_rank_says_nothing():
-    idle = after(STALE_S + 0.1, 0.0, 2 * STALE_S)
-    assert threads_for(START, idle, fewest=1, most=2) == 1
-    assert threads_for(START, START, fewest=1, most=2) == 1
-
-
 def test_usage_is_of_the_given_cores(tmp_path):
     stat = tmp_path / "stat"
     stat.write_text("cpu 1 2 3 999 5\ncpu0 1 2 3 400 5\ncpu1 1 2 3 200 5\ncpu12 1 2 3 100 5\n")
@@ -78,6 +73,19 @@ def test_every_layer_looks_forward_and_backward(tmp_path, monkeypatch):
     free["cores"] = 1.0
     logits.sum().backward()
     assert free["looks"] == 1 + 3 + 3 and set_to[0] == 2 and max(set_to) == 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "llada"])
+def test_the_layers_of_an_architecture_are_found_whatever_their_name(kind, tmp_path):
+    if kind == "gpt2":
+        lm = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=32))
+    else:
+        spec, masked = FreshModelSpec(layers=3), kind == "llada"
+        build_fresh_model(tmp_path / "m", "012", spec, seed=0, max_len=32, masked=masked)
+        lm = load_causal_lm(tmp_path / "m", "float32", "sdpa")
+    SpareCores(1, 2).attach(lm)
+    hooked = [name for name, module in lm.named_modules() if module._forward_pre_hooks]
+    assert [name.rsplit(".", 1)[1] for name in hooked] == ["0", "1", "2"]
 
 
 @pytest.mark.ranks

@@ -33,7 +33,7 @@ class BufferActor:
         self._polls: list[Waiter] = []
         self._files = shards
         self._settle = settle
-        self._snapshot: journal.Cut | None = None
+        self._cut: journal.Cut | None = None  # of a checkpoint that is to be written
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: Written | None = None  # the newest checkpoint's records
         self._shards: set[str] = set()  # names of those that have called
@@ -164,18 +164,18 @@ class BufferActor:
     # ---- checkpoints -----------------------------------------------------------------------------
 
     async def snapshot(self) -> None:
-        self._snapshot = journal.cut(self.buffer)
+        self._cut = journal.cut(self.buffer)
         self._saving = True
 
     async def save(self, folder: str) -> None:
         """Write the snapshot in a thread, while other calls are served."""
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is None:
+        cut, self._cut = self._cut, None
+        if cut is None:
             raise StageError("the buffer was asked to save without a snapshot")
         try:
-            written = await asyncio.to_thread(journal.save, folder, snapshot, self._files.write)
+            written = await asyncio.to_thread(journal.save, folder, cut, self._files.write)
         finally:
-            self._saving = self._snapshot is not None
+            self._saving = self._cut is not None
         self._keep(written)
 
     async def load(self, folder: str, shards: list[str]) -> None:
