@@ -23,13 +23,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from control_plane import PUBLISH_EVERY, SAMPLES, STALENESS
+from control_plane import PUBLISH_EVERY, SAMPLES, STALENESS, empty_buffer
 from harness import machine, table
 
-from rlcore.buffer import ReplayBuffer, journal
+from rlcore.buffer import journal
 from rlcore.buffer.gathering import Told
 from rlcore.buffer.shard import Shard
-from rlcore.buffer.specs import BatchingSpec, SelectionSpec
+from rlcore.buffer.specs import BatchingSpec
 from rlcore.cluster.collector import keep_passes_short
 from rlcore.references import RecordReference
 from rlcore.serialization import dump_trajectory
@@ -93,14 +93,7 @@ def measured(actors: int, as_in_a_run: bool) -> dict[str, Any]:
     batching = BatchingSpec(
         groups_per_step=actors, max_staleness=STALENESS, steps_per_publish=PUBLISH_EVERY
     )
-    buffer = ReplayBuffer(
-        batching,
-        SelectionSpec(),
-        samples_per_group=SAMPLES,
-        max_bytes=1 << 50,
-        run_seed=0,
-        keep_samples=8,
-    )
+    buffer = empty_buffer(batching, SAMPLES)
     groups, passes = buffer.room(), Passes()
     prepared = list(messages(groups))
     if as_in_a_run:

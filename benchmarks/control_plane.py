@@ -279,20 +279,25 @@ def _sample(group_id: int, index: int, *, tokens: int = 16, k: int = 2) -> tuple
     return dump_trajectory(drawn), make_score(drawn, float(index % 2))
 
 
+def empty_buffer(batching: BatchingSpec, samples: int) -> ReplayBuffer:
+    """A buffer of groups of so many samples, without a bound on its bytes."""
+    return ReplayBuffer(
+        batching,
+        SelectionSpec(),
+        samples_per_group=samples,
+        max_bytes=1 << 50,
+        run_seed=0,
+        keep_samples=8,
+    )
+
+
 def _buffer(groups: int, publish_every: int, *, waiting: int, samples: int = 2) -> ReplayBuffer:
     """With `waiting` groups in flight, of `groups` a step."""
     staleness = max(1, -(-waiting // groups))
     batching = BatchingSpec(
         groups_per_step=groups, max_staleness=staleness, steps_per_publish=publish_every
     )
-    buffer = ReplayBuffer(
-        batching,
-        SelectionSpec(),
-        samples_per_group=samples,
-        max_bytes=1 << 40,
-        run_seed=0,
-        keep_samples=8,
-    )
+    buffer = empty_buffer(batching, samples)
     ids = buffer.admit([f"digits/train/{i}" for i in range(waiting)])
     assert len(ids) == waiting
     return buffer
