@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -158,7 +158,7 @@ def append(study: Study, file: Path, line: Line) -> None:
 def _write(out: IO[str], line: Line) -> None:
     out.write(json.dumps(line) + "\n")
     out.flush()
-    print({k: v for k, v in line.items() if k not in ("curve", "words")}, flush=True)
+    print({k: v for k, v in line.items() if k not in ("curve", "words", "watched")}, flush=True)
 
 
 def missing(study: Study, found: list[Line]) -> Iterator[Job]:
@@ -208,7 +208,7 @@ def run(study: Study, job: Job) -> Line:
             found = run_trl(words, study.metric, run_dir)
         else:
             seconds = train(words, job.parts, run_dir)
-            found = {**summary(run_dir, study.metric), "seconds": round(seconds, 1)}
+            found = {**summary(run_dir, study), "seconds": round(seconds, 1)}
     accuracies = [accuracy for _, accuracy in found["curve"]]
     return {
         "arm": job.arm,
@@ -242,10 +242,12 @@ def train(words: Sequence[str], parts: Sequence[Words], run_dir: Path) -> float:
     return seconds
 
 
-def summary(run_dir: Path, metric: str) -> Line:
+def summary(run_dir: Path, study: Study) -> Line:
     """What a run of rlcore showed. `curve` has (step, accuracy) of each evaluation, `clock` the
-    training seconds since the start at which that step ended."""
+    training seconds since the start at which that step ended, `watched` the means of the study's
+    metrics over the steps up to each of them."""
     rows = read_rows(run_dir)
+    evaluated = [row for row in rows if study.metric in row]
     decoded = sum(row.get("time/rollout_s", 0.0) for row in rows)
     return {
         "kl": _mean(rows, "mismatch/kl_k3"),
@@ -257,9 +259,26 @@ def summary(run_dir: Path, metric: str) -> Line:
         "decoded_per_s": sum(row["train/tokens"] for row in rows) / decoded if decoded else None,
         "steps": len(rows),
         "config": config_digest(run_dir / "config.yaml"),
-        "curve": [(row["step"], row[metric]) for row in rows if metric in row],
-        "clock": [round(row["time/total_s"], 2) for row in rows if metric in row],
+        "curve": [(row["step"], row[study.metric]) for row in evaluated],
+        "clock": [round(row["time/total_s"], 2) for row in evaluated],
+        "watched": {
+            name: means_between(rows, name, [row["step"] for row in evaluated])
+            for name in study.watched
+        },
     }
+
+
+def means_between(
+    rows: Sequence[Mapping[str, Any]], name: str, ends: Sequence[int]
+) -> list[float | None]:
+    """Means of a metric over the steps after one of `ends` and up to the next; None where no row
+    has it. Four significant digits.
+
+    Example: ends of 1 and 32 give the mean of step 1 and that of steps 2 to 32."""
+    starts = [0, *ends[:-1]]
+    parts = [[row for row in rows if a < row["step"] <= b] for a, b in zip(starts, ends)]
+    means = [_mean(part, name) for part in parts]
+    return [None if mean is None else float(f"{mean:.4g}") for mean in means]
 
 
 def config_digest(file: Path) -> str:
@@ -276,7 +295,7 @@ def _digest(study: Study) -> str:
     return source_digest(ROOT, study.sources)
 
 
-def _mean(rows: list[dict[str, Any]], key: str) -> float | None:
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [row[key] for row in rows if row.get(key) is not None]
     return statistics.fmean(values) if values else None
 

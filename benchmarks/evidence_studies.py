@@ -49,6 +49,7 @@ class Study:
     swept: bool = True
     by_trl: tuple[str, ...] = ()
     timed: bool = False
+    watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
 
 
 def _phases(*lengths: int) -> dict[str, Words]:
@@ -122,7 +123,8 @@ STUDIES: dict[str, Study] = {
         matched=("1", ("schedule.steps_per_publish=1",)),
         sizes=_phases(16, 64, 128),
         arms=_STALENESS_ARMS,
-        further={"128": _STALENESS_ARMS},
+        further={"64": _STALENESS_ARMS},
+        watched=("correction/jackpot/acceptance", "entropy"),
     ),
     "ais": Study(
         experiment="evidence/ais",

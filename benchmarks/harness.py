@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -57,7 +58,8 @@ def rlcore(
             held = tree_memory(child.pid)
             memory.append((time.monotonic() - start, sum(held.values())))
             peaks = {name: max(held.get(name, 0), peaks.get(name, 0)) for name in held | peaks}
-            time.sleep(every_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=every_s)
     text = log.read_text(errors="replace")
     if child.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} exited with {child.returncode}:\n{text[-3000:]}")
