@@ -6,8 +6,8 @@ NAME is a study of `evidence_studies.py`. Each finished run is one line of
 `benchmarks/results/evidence/NAME.jsonl`; a run that has a line is not run again, so the command can
 be stopped and continued. Several commands may run side by side (`taskset` gives each a core): each
 takes runs that no other has taken, and goes on to the next NAME when a study has none left. A run
-of a timed study starts only when no other run is under way, and keeps others from starting. Order
-of the runs:
+that needs the machine alone starts only when no other is under way, and keeps others from starting.
+Order of the runs:
 
 1. The sweep: the uncorrected arm at each size of the mismatch, and the matched arm, every seed.
 2. The choice, written to the same file once: the smallest size at which the uncorrected arm ends
@@ -15,7 +15,7 @@ of the runs:
    collapses in most seeds. If there is none, the study ends here and the page says so.
 3. Every method at that size, with the paper's own settings; then the further arms.
 
-A study without an uncorrected arm has no sweep: seed after seed, all its arms run at all its sizes.
+A study without a sweep runs, seed after seed, its arms at all its sizes; then the further arms.
 
 The page `docs/evidence/NAME.md` keeps its text; the block between its two markers, and the figure,
 are made from the lines. The policy is evaluated on a plain engine with its own weights, never on
@@ -94,7 +94,7 @@ def run_first_free(name: str, jobs: Sequence[Job], stop: float) -> bool:
 
     stop: value of the monotonic clock after which none may."""
     study = STUDIES[name]
-    with place(timed=study.timed, stop=stop) as given:
+    with place(alone=study.alone, stop=stop) as given:
         for job in jobs if given else ():
             with locked(CLAIMS / f"{name}, {job.arm}, {job.size}, {job.seed}") as own:
                 if own and (job.arm, job.size, job.seed) not in _done(lines(results(name))):
@@ -104,10 +104,10 @@ def run_first_free(name: str, jobs: Sequence[Job], stop: float) -> bool:
 
 
 @contextlib.contextmanager
-def place(*, timed: bool, stop: float) -> Iterator[bool]:
-    """A place on the machine: a timed run has it alone, and while it waits no other run starts."""
+def place(*, alone: bool, stop: float) -> Iterator[bool]:
+    """A place on the machine, or all of it: while a run waits for that, no other starts."""
     queue, whole = CLAIMS / "queue", CLAIMS / "machine"
-    if not timed:
+    if not alone:
         with locked(whole, shared=True) as given:
             yield given and is_free(queue, shared=True)
         return
@@ -163,16 +163,17 @@ def _write(out: IO[str], line: Line) -> None:
 
 def missing(study: Study, found: list[Line]) -> Iterator[Job]:
     """The runs that have no line yet, in order."""
-    if not study.swept:
-        arms = {size: {MATCHED: (), **study.arms} for size in study.sizes}
-        yield from _unrun(study, found, arms)
-        return
-    yield from sweep(study, found)
-    chosen = next((line["chosen"] for line in found if "chosen" in line), None)
-    if chosen is None:
-        return
-    yield from _unrun(study, found, {chosen: study.arms})
-    yield from _unrun(study, found, study.further)
+    if study.swept:
+        yield from sweep(study, found)
+        chosen = next((line["chosen"] for line in found if "chosen" in line), None)
+        if chosen is None:
+            return
+        yield from _unrun(study, found, _cells({chosen: study.arms}))
+    else:
+        label, words = study.matched
+        arms = _cells({size: study.arms for size in study.sizes})
+        yield from _unrun(study, found, [(label, MATCHED, words), *arms])
+    yield from _unrun(study, found, _cells(study.further))
 
 
 def sweep(study: Study, found: list[Line]) -> Iterator[Job]:
@@ -185,14 +186,20 @@ def sweep(study: Study, found: list[Line]) -> Iterator[Job]:
         yield from (job for job in jobs if (job.arm, job.size, job.seed) not in done)
 
 
-def _unrun(study: Study, found: list[Line], arms: Any) -> Iterator[Job]:
+def _cells(arms: Mapping[str, Mapping[str, Words]]) -> list[tuple[str, str, Words]]:
+    """Size, arm and its words of each arm, which are given by size."""
+    return [(size, arm, words) for size, own in arms.items() for arm, words in own.items()]
+
+
+def _unrun(
+    study: Study, found: list[Line], cells: Sequence[tuple[str, str, Words]]
+) -> Iterator[Job]:
     done = _done(found)
     for seed in study.seeds:
-        for size, by_name in arms.items():
-            for arm, words in by_name.items():
-                if (arm, size, seed) not in done:
-                    own = (*study.sizes.get(size, ()), *words)
-                    yield Job(arm, size, seed, own, study.switching.get(size, ()))
+        for size, arm, words in cells:
+            if (arm, size, seed) not in done:
+                own = (*study.sizes.get(size, ()), *words)
+                yield Job(arm, size, seed, own, study.switching.get(size, ()))
 
 
 def _done(found: list[Line]) -> set[tuple[str, str, int]]:

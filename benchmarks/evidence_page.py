@@ -44,7 +44,8 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
 def choice(study: Study, lines: Sequence[Line]) -> str:
     """One sentence on the size of the mismatch at which the methods are compared."""
     if not study.swept:
-        due = len(study.seeds) * len(study.sizes) * (1 + len(study.arms))
+        arms = 1 + len(study.sizes) * len(study.arms) + sum(map(len, study.further.values()))
+        due = len(study.seeds) * arms
         return f"{sum('arm' in line for line in lines)} of {due} runs have finished."
     chosen = [line["chosen"] for line in lines if "chosen" in line]
     if not chosen:
@@ -118,7 +119,7 @@ def _by_arm(lines: Sequence[Line]) -> list[tuple[str, str, list[Line]]]:
 
 
 def _compared_at(study: Study, lines: Sequence[Line]) -> str | None:
-    """The size at which arms are compared: the chosen one."""
+    """The size at which arms are compared: the chosen one, if the study has a sweep."""
     if not study.swept:
-        return next(iter(study.sizes))
+        return study.shown
     return next((line["chosen"] for line in lines if "chosen" in line), None)

@@ -32,9 +32,10 @@ class Study:
     A size in `switching` changes the mismatch within its runs, whose steps are divided evenly: the
     words of each part, with which the run is resumed. It is not swept, only run in `further`.
 
-    A study that is not `swept` has no uncorrected arm and chooses no size: all its arms run at all
-    its sizes. An arm in `by_trl` is run by TRL's trainer instead of rlcore. A `timed` study needs
-    the whole machine for each of its runs; of others no time is shown."""
+    A study that is not `swept` chooses no size: the matched arm runs at its own, `arms` at all
+    sizes, and the figure shows the curves of the size `shown`. An arm in `by_trl` is run by TRL's
+    trainer instead of rlcore. Times are shown of a `timed` study only. Each run of a study that
+    runs `alone` needs the whole machine."""
 
     experiment: str
     knob: str
@@ -49,6 +50,8 @@ class Study:
     swept: bool = True
     by_trl: tuple[str, ...] = ()
     timed: bool = False
+    alone: bool = False
+    shown: str | None = None
     watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
 
 
@@ -87,9 +90,10 @@ _NOISE_ARMS: dict[str, Words] = {
     "dvp + mis": ("correction=[dvp,mis,veto]",),
 }
 
-_RAPID_ARMS: dict[str, Words] = {
-    "rapid": ("correction=[rapid]",),
-    "rapid, leave one out": ("correction=[rapid]", "correction.rapid.leave_one_out=true"),
+_RAPID = ("correction=[rapid]",)
+_BESIDE_RAPID: dict[str, Words] = {
+    "no weights": (),
+    "rapid, leave one out": (*_RAPID, "correction.rapid.leave_one_out=true"),
     "grpo": ("algorithm=grpo",),
 }
 _SPARSE_ARMS: dict[str, Words] = {
@@ -105,7 +109,6 @@ _SPARSE_ARMS: dict[str, Words] = {
         *("rollout.samples_per_prompt=16", "algorithm.keep_best=8"),
     ),
 }
-_RAPID_SIZES = _phases(2, 4, 8, 16)
 _ASYNC_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis]",),
     "decoupled ppo": ("correction=[tis]", "schedule.steps_per_phase=4"),
@@ -136,6 +139,10 @@ STUDIES: dict[str, Study] = {
         switching={
             _ON_OFF_ON: (("actor.fp8.rounding=int4",), ("actor=[bf16]",), ("actor=[fp8]",)),
         },
+        watched=(
+            *("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha", "mismatch/ais_alpha_ess"),
+            *("mismatch/ais_alpha_mis", "mismatch/ais_alpha_var"),
+        ),
     ),
     "dvp": Study(
         experiment="evidence/dvp",
@@ -143,15 +150,22 @@ STUDIES: dict[str, Study] = {
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
         sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.25, 0.5, 1.0, 2.0)},
         arms=_NOISE_ARMS,
+        watched=(
+            *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
+            *("mismatch/unlikely_share", "mismatch/outside_share", "mismatch/veto_share"),
+        ),
     ),
     "rapid": Study(
         experiment="evidence/rapid",
         knob="H",
-        matched=("1", ("schedule.steps_per_publish=1", "correction=[rapid]")),
-        sizes=_RAPID_SIZES,
-        arms=_RAPID_ARMS,
-        further={size: _RAPID_ARMS for size in _RAPID_SIZES},
+        matched=("1", ("schedule.steps_per_publish=1", *_RAPID)),
+        sizes=_phases(2, 4, 8, 16),
+        arms={"rapid": _RAPID},
+        further={"8": _BESIDE_RAPID, "16": _BESIDE_RAPID},
+        swept=False,
         timed=True,
+        shown="8",
+        watched=("correction/rapid/clipped_share", "entropy"),
     ),
     "distillsparse": Study(
         experiment="evidence/distillsparse",
@@ -168,6 +182,8 @@ STUDIES: dict[str, Study] = {
         arms=_ASYNC_ARMS,
         further={size: _ASYNC_ARMS for size in _ASYNC_SIZES},
         timed=True,
+        alone=True,
+        watched=("mismatch/kl_k3", "staleness/mean", "entropy"),
     ),
     "trl": Study(
         experiment="evidence/trl",
@@ -176,6 +192,7 @@ STUDIES: dict[str, Study] = {
         sizes={"same": ()},
         arms={"TRL": (), "asynchronous": ("schedule=async",)},
         swept=False,
+        shown="same",
         by_trl=("TRL",),
     ),
 }

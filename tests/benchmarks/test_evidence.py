@@ -99,6 +99,19 @@ def test_a_study_without_a_sweep_runs_all_arms_of_a_seed_together():
     study = replace(TINY, sizes={"same": ()}, arms={"TRL": ()}, further={}, swept=False)
     jobs = [(job.arm, job.seed) for job in evidence.missing(study, [])]
     assert jobs == [("matched", 0), ("TRL", 0), ("matched", 1), ("TRL", 1)]
+    study = replace(TINY, further={"4": {"other": ("c=1",)}}, seeds=(0,), swept=False)
+    jobs = [(job.arm, job.size, job.words) for job in evidence.missing(study, [])]
+    assert jobs == [
+        ("matched", "1", ("a=1",)),
+        ("tis", "2", ("a=2", "b=tis")),
+        ("tis", "4", ("a=4", "b=tis")),
+        ("other", "4", ("a=4", "c=1")),
+    ]
+
+
+def test_metrics_over_time_are_means_between_evaluations():
+    rows = [{"step": s, "kl": float(s)} for s in (1, 2, 3)] + [{"step": 4}]
+    assert evidence.means_between(rows, "kl", [1, 3, 4]) == [1.0, 2.5, None]
 
 
 def test_the_time_to_the_target_counts_seeds_that_miss_it():
@@ -259,9 +272,9 @@ def test_commands_side_by_side_take_each_run_once(side_by_side, monkeypatch, tmp
     assert len([r for r in found if "arm" in r]) == len(set(side_by_side)) == len(side_by_side)
 
 
-def test_a_timed_run_starts_beside_no_other(side_by_side, monkeypatch, tmp_path):
-    timed = replace(TINY, timed=True)
-    monkeypatch.setitem(evidence.STUDIES, "jackpot", timed)
+def test_a_run_that_needs_the_machine_starts_beside_no_other(side_by_side, monkeypatch, tmp_path):
+    alone = replace(TINY, alone=True)
+    monkeypatch.setitem(evidence.STUDIES, "jackpot", alone)
     monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.001"])
     with evidence.locked(tmp_path / "claims" / "machine", shared=True):  # another run's
         evidence.main()
@@ -270,17 +283,17 @@ def test_a_timed_run_starts_beside_no_other(side_by_side, monkeypatch, tmp_path)
     assert len(side_by_side) == len(evidence.lines(tmp_path / "jackpot.jsonl")) == 1
 
 
-def test_a_timed_run_waits_for_the_others_to_end(side_by_side, tmp_path):
+def test_a_run_that_needs_the_machine_waits_for_the_others_to_end(side_by_side, tmp_path):
     claims = tmp_path / "claims"
-    with evidence.place(timed=False, stop=0.0) as given:
+    with evidence.place(alone=False, stop=0.0) as given:
         assert given and evidence.is_free(claims / "queue")
-        with evidence.place(timed=True, stop=time.monotonic() + 0.1) as alone:
-            assert not alone and not evidence.is_free(claims / "queue", shared=True)
-    with evidence.place(timed=True, stop=0.0) as alone:
-        assert alone
+        with evidence.place(alone=True, stop=time.monotonic() + 0.1) as whole:
+            assert not whole and not evidence.is_free(claims / "queue", shared=True)
+    with evidence.place(alone=True, stop=0.0) as whole:
+        assert whole
 
 
-def test_no_run_starts_while_a_timed_one_waits(side_by_side, monkeypatch, tmp_path):
+def test_no_run_starts_while_one_waits_for_the_machine(side_by_side, monkeypatch, tmp_path):
     monkeypatch.setitem(evidence.STUDIES, "jackpot", TINY)
     monkeypatch.setattr("sys.argv", ["evidence.py", "jackpot", "--minutes", "0.001"])
     with evidence.locked(tmp_path / "claims" / "queue"):
