@@ -88,6 +88,7 @@ _NOISE_ARMS: dict[str, Words] = {
     "mis": ("correction=[mis,veto]",),
     "dvp": ("correction=[dvp,veto]",),
     "dvp + mis": ("correction=[dvp,mis,veto]",),
+    "dvp + mis, answers": ("correction=[dvp,mis,veto]", "correction.dvp.zero=trajectory"),
 }
 
 _RAPID = ("correction=[rapid]",)
@@ -148,7 +149,7 @@ STUDIES: dict[str, Study] = {
         experiment="evidence/dvp",
         knob="standard deviation of the noise on the actor's logits",
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
-        sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.25, 0.5, 1.0, 2.0)},
+        sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.5, 1.0, 2.0, 3.0)},
         arms=_NOISE_ARMS,
         watched=(
             *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
