@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from evidence_page import write_page
-from evidence_studies import STUDIES, Study, Words
+from evidence_studies import STUDIES, UNCORRECTED, Study, Words
 from evidence_tables import Line, choose, collapse_step, source_digest
 from evidence_trl import run_trl
 from harness import machine, read_rows, rlcore
@@ -51,8 +51,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "evidence"
 CLAIMS = ROOT / "cache" / "evidence"  # a lock for each run under way
 WAIT_S = 5.0
 QUIET = ("logging=quiet",)
-UNCORRECTED = "uncorrected"
-MATCHED = "matched"
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def append(study: Study, file: Path, line: Line) -> None:
         found = lines(file)
         decided = any("chosen" in made for made in found)
         if study.swept and not decided and next(sweep(study, found), None) is None:
-            _write(out, {"chosen": choose(found, list(study.sizes), MATCHED, UNCORRECTED)})
+            _write(out, {"chosen": choose(found, list(study.sizes), study.reference, UNCORRECTED)})
 
 
 def _write(out: IO[str], line: Line) -> None:
@@ -172,7 +170,7 @@ def missing(study: Study, found: list[Line]) -> Iterator[Job]:
     else:
         label, words = study.matched
         arms = _cells({size: study.arms for size in study.sizes})
-        yield from _unrun(study, found, [(label, MATCHED, words), *arms])
+        yield from _unrun(study, found, [(label, study.reference, words), *arms])
     yield from _unrun(study, found, _cells(study.further))
 
 
@@ -181,7 +179,7 @@ def sweep(study: Study, found: list[Line]) -> Iterator[Job]:
     done = _done(found)
     label, words = study.matched
     for seed in study.seeds:
-        jobs = [Job(MATCHED, label, seed, words)]
+        jobs = [Job(study.reference, label, seed, words)]
         jobs += [Job(UNCORRECTED, size, seed, w) for size, w in study.sizes.items()]
         yield from (job for job in jobs if (job.arm, job.size, job.seed) not in done)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from evidence_studies import Study
+from evidence_studies import UNCORRECTED, Study
 from evidence_tables import Line, interval, rows
 from harness import table
 
@@ -36,7 +36,7 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
     if not made:
         return "No run has finished yet."
     text = f"{choice(study, lines)}\n\n![Accuracy over steps and over sizes]({name}.svg)\n\n"
-    text += table(rows(lines, ("matched", "uncorrected"), digest, timed=study.timed))
+    text += table(rows(lines, (study.reference, UNCORRECTED), digest, timed=study.timed))
     machines = sorted({line["machine"] for line in made})
     return f"{text}\n\n{len(made)} runs on {'; '.join(machines)}."
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Words = tuple[str, ...]
+UNCORRECTED = "uncorrected"  # the arm that a sweep runs at each size
 
 #: Sources whose change makes a finished run old: what computes an update.
 UPDATE = (
@@ -32,10 +33,10 @@ class Study:
     A size in `switching` changes the mismatch within its runs, whose steps are divided evenly: the
     words of each part, with which the run is resumed. It is not swept, only run in `further`.
 
-    A study that is not `swept` chooses no size: the matched arm runs at its own, `arms` at all
-    sizes, and the figure shows the curves of the size `shown`. An arm in `by_trl` is run by TRL's
-    trainer instead of rlcore. Times are shown of a `timed` study only. Each run of a study that
-    runs `alone` needs the whole machine."""
+    A study that is not `swept` chooses no size: the arm `reference` runs at the matched size,
+    `arms` at all sizes, and the figure shows the curves of the size `shown`. An arm in `by_trl` is
+    run by TRL's trainer instead of rlcore. Times are shown of a `timed` study only. Each run of a
+    study that runs `alone` needs the whole machine."""
 
     experiment: str
     knob: str
@@ -47,6 +48,7 @@ class Study:
     metric: str = "eval/digits/greedy"
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     sources: tuple[str, ...] = UPDATE
+    reference: str = "matched"  # the arm at the matched size, with which others are compared
     swept: bool = True
     by_trl: tuple[str, ...] = ()
     timed: bool = False
@@ -71,6 +73,31 @@ _STALENESS_ARMS: dict[str, Words] = {
         "correction.jackpot.short_circuit=true",
     ),
     "jackpot new, clip on": ("correction=[jackpot]", "correction.jackpot.target=new"),
+}
+_JACKPOT = ("correction=[jackpot]",)
+_JACKPOT_NEW = (*_JACKPOT, "correction.jackpot.target=new")
+
+
+def _ablations(**values: tuple[str, ...]) -> dict[str, Words]:
+    """An arm for each value of a setting, which differs from the paper's in that alone."""
+    return {
+        f"{label}={value}": (*_JACKPOT_NEW, f"{_ABLATED[label]}={value}")
+        for label, tried in values.items()
+        for value in tried
+    }
+
+
+_ABLATED = {
+    "k": "rollout.logprobs_k",
+    "lambda": "correction.jackpot.lam",
+    "C1": "correction.jackpot.c1",
+    "mode": "correction.jackpot.mode",
+    "Z": "correction.jackpot.normaliser",
+}
+_DRAFT_ARMS: dict[str, Words] = {
+    UNCORRECTED: (),
+    "tis": ("correction=[tis]",),
+    "jackpot": _JACKPOT,
 }
 _ROUNDING_ARMS: dict[str, Words] = {
     "tis C=2": ("correction=[tis]", "correction.tis.cap=2"),
@@ -130,13 +157,37 @@ STUDIES: dict[str, Study] = {
         further={"64": _STALENESS_ARMS},
         watched=("correction/jackpot/acceptance", "entropy"),
     ),
+    "ablations": Study(
+        experiment="evidence/jackpot",
+        knob="H",
+        matched=("64", ("schedule.steps_per_publish=64", *_JACKPOT_NEW)),
+        sizes=_phases(64),
+        arms=_ablations(
+            **{"k": ("5", "10", "40"), "lambda": ("0.8", "0.9", "1.1", "1.2")},
+            **{"C1": ("2", "4", "8"), "mode": ("mask", "reweight"), "Z": ("none",)},
+        ),
+        reference="k=20, lambda=1, C1=3",
+        swept=False,
+        shown="64",
+        watched=("correction/jackpot/acceptance", "entropy"),
+    ),
+    "draft": Study(
+        experiment="evidence/draft",
+        knob="the draft",
+        matched=("the policy itself", ("actor=[bf16]",)),
+        sizes={"frozen": (), "co-trained": ("learner.draft={lr: 1.5e-4}",)},
+        arms=_DRAFT_ARMS,
+        swept=False,
+        shown="frozen",
+        watched=("mismatch/kl_k3", "mismatch/acceptance", "mismatch/ess"),
+    ),
     "ais": Study(
         experiment="evidence/ais",
         knob="rounding of the actor's weights",
         matched=("none", ("actor=[bf16]",)),
         sizes=_ROUNDINGS,
         arms=_ROUNDING_ARMS,
-        further={_ON_OFF_ON: {"uncorrected": (), **_ROUNDING_ARMS}},
+        further={_ON_OFF_ON: {UNCORRECTED: (), **_ROUNDING_ARMS}},
         switching={
             _ON_OFF_ON: (("actor.fp8.rounding=int4",), ("actor=[bf16]",), ("actor=[fp8]",)),
         },

@@ -84,7 +84,7 @@ def rows(
     """One row an arm and size: accuracies with intervals, differences, what the mismatch was, and
     times if the runs are `timed`. Columns that no run fills are left out.
 
-    `references`: the names of the matched and of the uncorrected arm."""
+    `references`: the names of the arm at the matched size and of the uncorrected one."""
     made = [
         _row(lines, arm, size, references, digest)
         | (_times(lines, arm, size, references[0]) if timed else {})
@@ -107,10 +107,10 @@ def _row(
         "final accuracy": _with_interval([line["final"] for line in own]),
         "best": _with_interval([line["best"] for line in own]),
         # the matched arm has no size of its own at which to compare it with the uncorrected one
-        "against uncorrected": (
+        f"against {references[1]}": (
             "" if arm == references[0] else _difference(lines, arm, references[1], size)
         ),
-        "against matched": _difference(lines, arm, references[0], size),
+        f"against {references[0]}": _difference(lines, arm, references[0], size),
         "collapses at step": " ".join(collapses) or "none",
         "KL(p_inf, p_ref)": _mean(own, "kl"),
         "ESS": _mean(own, "ess"),
@@ -124,7 +124,7 @@ def _times(lines: Sequence[Line], arm: str, size: str, matched: str) -> dict[str
     own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
     return {
         "tokens decoded a second": _mean(own, "decoded_per_s"),
-        "training seconds to 95% of matched": _to_target(lines, own, matched),
+        f"training seconds to 95% of {matched}": _to_target(lines, own, matched),
         "seconds": _mean(own, "seconds"),
     }
 
