@@ -212,8 +212,9 @@ def run(study: Study, job: Job) -> Line:
         if job.arm in study.by_trl:
             found = run_trl(words, study.metric, run_dir)
         else:
-            seconds = train(words, job.parts, run_dir)
+            seconds = train(words, job.parts, run_dir, keep=bool(study.deployed))
             found = {**summary(run_dir, study), "seconds": round(seconds, 1)}
+            found |= {"deployed": deploy(study, words, run_dir)} if study.deployed else {}
     accuracies = [accuracy for _, accuracy in found["curve"]]
     return {
         "arm": job.arm,
@@ -231,11 +232,16 @@ def run(study: Study, job: Job) -> Line:
     }
 
 
-def train(words: Sequence[str], parts: Sequence[Words], run_dir: Path) -> float:
-    """Run rlcore, with `parts` each for as many steps as the others; the seconds that it took."""
+def train(
+    words: Sequence[str], parts: Sequence[Words], run_dir: Path, *, keep: bool = False
+) -> float:
+    """Run rlcore, with `parts` each for as many steps as the others; the seconds that it took.
+
+    `keep`: leave a checkpoint of the last step."""
     command = ("train", *words, *QUIET)
     if not parts:
-        done = rlcore(*command, "checkpoint.at_end=false", run_dir=run_dir, every_s=10)
+        at_end = f"checkpoint.at_end={str(keep).lower()}"
+        done = rlcore(*command, at_end, run_dir=run_dir, every_s=10)
         return done.seconds
     seconds = 0.0
     steps = load([*words, f"run_dir={run_dir}"]).schedule.steps
@@ -245,6 +251,20 @@ def train(words: Sequence[str], parts: Sequence[Words], run_dir: Path) -> float:
         done = rlcore(*command, *part, end, *resume, run_dir=run_dir, every_s=10)
         seconds += done.seconds
     return seconds
+
+
+def deploy(study: Study, words: Sequence[str], run_dir: Path) -> dict[str, float]:
+    """Accuracy on the run's actors of each of the study's models that the run exports."""
+    beside = run_dir.parent
+    rlcore("export", f"out={beside / study.deployed[0]}", run_dir=run_dir, every_s=10)
+    found = {}
+    for folder in study.deployed:
+        if (beside / folder).is_dir():
+            own = (*words, f"model.path={beside / folder}", "evaluation.dense_actor=false")
+            evaluated = beside / "evaluated" / folder
+            rlcore("eval", *own, *QUIET, run_dir=evaluated, every_s=10)
+            found[folder] = json.loads((evaluated / "eval.json").read_text())[study.metric]
+    return found
 
 
 def summary(run_dir: Path, study: Study) -> Line:

@@ -54,6 +54,8 @@ class Study:
     timed: bool = False
     alone: bool = False
     shown: str | None = None
+    #: Folders of the export that are evaluated on the actors after a run, where they exist.
+    deployed: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
 
 
@@ -213,7 +215,11 @@ STUDIES: dict[str, Study] = {
         matched=("1", ("schedule.steps_per_publish=1", *_RAPID)),
         sizes=_phases(2, 4, 8, 16),
         arms={"rapid": _RAPID},
-        further={"8": _BESIDE_RAPID, "16": _BESIDE_RAPID},
+        further={
+            "1": {"grpo": ("algorithm=grpo",)},
+            "8": _BESIDE_RAPID,
+            "16": _BESIDE_RAPID,
+        },
         swept=False,
         timed=True,
         shown="8",
@@ -225,6 +231,11 @@ STUDIES: dict[str, Study] = {
         matched=("all", ("actor=[bf16]",)),
         sizes={str(pages): (f"actor.sparse.sparse.blocks={pages}",) for pages in (12, 8, 4, 2)},
         arms=_SPARSE_ARMS,
+        deployed=("policy", "policy/sparse"),
+        watched=(
+            *("mismatch/kl_k3", "mismatch/acceptance", "loss/distill_kl"),
+            *("response_length/mean", "reward/mean", "throughput/rollout_tokens_per_s"),
+        ),
     ),
     "staleness": Study(
         experiment="evidence/staleness",

@@ -77,7 +77,10 @@ def test_every_correction_has_a_page_with_the_same_sections():
     assert set(pages) == set(CORRECTIONS)
     for name, page in pages.items():
         wanted = ["When to use it", "Formula", "Keys", "What to watch", "When it does not help"]
-        assert re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) == [*wanted, "Source"]
+        studied = (EVIDENCE / f"{name}.svg").exists()
+        wanted += ["Over seeds", "Source"] if studied else ["Source"]
+        assert re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) == wanted
+        assert (f"](../evidence/{name}.svg)" in page.read_text()) == studied
         assert f"]({name}.md)" in overview.read_text()
 
 

@@ -38,7 +38,10 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
         check_memory(config, None)
     prepared = prepare(config)
     refuse_another_run(config)
-    _check_writable(Path(config.run_dir))
+    _check_writable("run_dir", config.run_dir)
+    warmup = config.model.warmup
+    if warmup is not None and config.model.path is None and kept_model(config) is None:
+        _check_writable("model.warmup.cache_dir", warmup.cache_dir)
     start = _start(config, prepared)
     config = prepared.config
     if config.model.path is None:
@@ -52,12 +55,13 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     return 0
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(key: str, value: str) -> None:
     """By the nearest folder that exists, since nothing is to be made."""
+    folder = Path(value)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     refuse(
         not existing.is_dir() or not os.access(existing, os.W_OK),
-        f"run_dir={folder} cannot be written: {existing} is no folder that this user may write to.",
+        f"{key}={folder} cannot be written: {existing} is no folder that this user may write to.",
     )
 
 

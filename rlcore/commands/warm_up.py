@@ -45,14 +45,24 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
         note(f"starting model: {found} (kept from an earlier run)")
         return found
     warmup, kept = config.model.warmup, _kept_at(config)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent) as own:
+    with _beside(kept) as own:
         made = fresh_model(config, prepared, Path(own) / "fresh")
         if warmup is not None:
             start, made = made, Path(own) / "made"
             supervise(config, warmup, prepared, start=str(start), out=made, note=note)
         keep(made, kept)
     return str(kept)
+
+
+def _beside(kept: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder of its own on the disk that keeps models. Raises UserError where that refuses."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent)
+    except OSError as e:
+        raise UserError(
+            f"model.warmup.cache_dir={kept.parent} cannot be written: {e.strerror}."
+        ) from e
 
 
 def keep(made: Path, kept: Path) -> None:

@@ -166,6 +166,12 @@ def test_a_run_directory_that_holds_a_run_is_refused(tmp_path, capsys):
     assert "run_dir=" in refused(capsys, "run_dir=file/x")
 
 
+def test_a_folder_of_models_that_cannot_be_written_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    kept = "model.warmup.cache_dir=file/warm"
+    assert "cache_dir=" in refused(capsys, "run_dir=x", kept)
+
+
 GPU_EXPERIMENTS = {
     "fp8_8xh100": (
         "4 x vllm, 1 CPU and 1 GPU each",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from rlcore.commands.warm_up import keep
+from rlcore.commands.warm_up import keep, starting_model
+from rlcore.config.compose import load
+from rlcore.errors import UserError
 
 
 def _folder(path: Path, text: str) -> Path:
@@ -25,3 +28,11 @@ def test_a_model_of_a_run_beside_this_one_stays(tmp_path: Path) -> None:
 def test_other_failures_are_raised(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         keep(tmp_path / "missing", tmp_path / "digits-1")
+
+
+def test_a_folder_of_models_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = f"model.warmup.cache_dir={tmp_path}/file/warm"
+    config = load(["experiment=quickstart", f"run_dir={tmp_path}/x", kept])
+    with pytest.raises(UserError, match="cache_dir=.*file/warm cannot be written: Not a directory"):
+        starting_model(config, cast(Any, None), print)
