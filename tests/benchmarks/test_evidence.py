@@ -230,7 +230,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
         (*words, *part)
         for size, arms in study.further.items()
         for words in arms.values()
-        for part in study.switching.get(size, (study.sizes.get(size),))
+        for part in study.switching.get(size, (study.sizes.get(size, ()),))
     ]
     for words in [study.matched[1], *combined]:
         load([f"experiment={study.experiment}", *words, f"run_dir={tmp_path}"])

@@ -34,5 +34,7 @@ def test_a_folder_of_models_that_cannot_be_written_is_named(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     kept = f"model.warmup.cache_dir={tmp_path}/file/warm"
     config = load(["experiment=quickstart", f"run_dir={tmp_path}/x", kept])
-    with pytest.raises(UserError, match="cache_dir=.*file/warm cannot be written: Not a directory"):
+    with pytest.raises(
+        UserError, match=r"cache_dir=.*file/warm cannot be written: Not a directory"
+    ):
         starting_model(config, cast(Any, None), print)
