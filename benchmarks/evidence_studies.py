@@ -202,7 +202,7 @@ STUDIES: dict[str, Study] = {
         experiment="evidence/dvp",
         knob="standard deviation of the noise on the actor's logits",
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
-        sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (0.5, 1.0, 2.0, 3.0)},
+        sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (1.0, 2.0, 3.0)},
         arms=_NOISE_ARMS,
         watched=(
             *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
