@@ -4,6 +4,7 @@ import itertools
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import evidence
@@ -219,6 +220,25 @@ def test_a_size_that_switches_resumes_its_run_with_each_part(monkeypatch, tmp_pa
     ]
     ends = [[w for w in c if w.startswith("schedule.steps=")][-1] for c in commands]
     assert ends == [f"schedule.steps={n}" for n in (66, 133, 200)]
+
+
+def test_exported_models_are_evaluated_on_the_actors_where_they_exist(monkeypatch, tmp_path):
+    study = replace(TINY, metric="accuracy", deployed=("policy", "policy/sparse"))
+
+    def rlcore(command, *words, run_dir, every_s):
+        given = dict(word.split("=", 1) for word in words)
+        if command == "export":
+            Path(given["out"]).mkdir()
+        else:
+            assert given["evaluation.dense_actor"] == "false" and given["actor"] == "[sparse]"
+            models.append(given["model.path"])
+            run_dir.mkdir(parents=True)
+            (run_dir / "eval.json").write_text('{"accuracy": 0.4, "length": 7.0}')
+
+    models = []
+    monkeypatch.setattr(evidence, "rlcore", rlcore)
+    assert evidence.deploy(study, ["actor=[sparse]"], tmp_path / "run") == {"policy": 0.4}
+    assert models == [str(tmp_path / "policy")]
 
 
 @pytest.mark.parametrize("name", list(STUDIES))
