@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from evidence_studies import UNCORRECTED, Study
-from evidence_tables import Line, interval, rows
+from evidence_tables import LEAST, Line, interval, rows
 from harness import table
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "evidence"
@@ -62,7 +62,7 @@ def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
     """Accuracy over steps of each arm at the chosen size, over training seconds if the study is
     timed, and final accuracy by size if it has several.
 
-    Lines are means over seeds, bands 95% bootstrap intervals of the mean."""
+    Lines are means over seeds, bands 95% bootstrap intervals of the mean, where there are five."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
@@ -86,7 +86,8 @@ def _over_steps(axis: Any, study: Study, lines: Sequence[Line]) -> None:
             steps = [step for step, _ in at[0]]
             found = np.array([interval([c[i][1] for c in at]) for i in range(len(steps))])
             axis.plot(steps, found[:, 0], label=arm, color=colour)
-            axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
+            if len(at) >= LEAST:
+                axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
     axis.set(xlabel="optimizer step", ylabel="held-out accuracy", title=f"{study.knob} = {chosen}")
 
 
@@ -106,8 +107,17 @@ def _by_size(axis: Any, study: Study, lines: Sequence[Line]) -> None:
         sizes = [s for s in (study.matched[0], *study.sizes) if any(r["size"] == s for r in own)]
         found = [interval([r["final"] for r in own if r["size"] == size]) for size in sizes]
         means = [mean for mean, _, _ in found]
+        whole = all(sum(r["size"] == size for r in own) >= LEAST for size in sizes)
         errors = [[m - low for m, low, _ in found], [high - m for m, _, high in found]]
-        axis.errorbar(sizes, means, yerr=errors, marker="o", capsize=3, label=arm, color=colour)
+        axis.errorbar(
+            sizes,
+            means,
+            yerr=errors if whole else None,
+            marker="o",
+            capsize=3,
+            label=arm,
+            color=colour,
+        )
     axis.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
 
 

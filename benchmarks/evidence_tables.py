@@ -14,6 +14,7 @@ Line = dict[str, Any]
 LOSS = 0.10  # of held-out accuracy: what the uncorrected arm must lose at the chosen size
 NEAR = 0.95  # of the matched arm's final accuracy: the target that times are taken to
 RESAMPLES = 10_000
+LEAST = 5  # seeds: of fewer only the mean is shown
 
 
 def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
@@ -141,7 +142,8 @@ def _to_target(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:
         return "no seed"
     mean, low, high = interval(found)
     missed = "" if len(found) == len(timed) else f" ({len(timed) - len(found)} did not)"
-    return f"{mean:.0f} [{low:.0f}, {high:.0f}]{missed}"
+    between = f" [{low:.0f}, {high:.0f}]" if len(found) >= LEAST else ""
+    return f"{mean:.0f}{between}{missed}"
 
 
 def _difference(lines: Sequence[Line], arm: str, other: str, size: str) -> str:
@@ -152,7 +154,7 @@ def _difference(lines: Sequence[Line], arm: str, other: str, size: str) -> str:
 def _with_interval(values: Sequence[float], sign: bool = False) -> str:
     mean, low, high = interval(values)
     form = "+.3f" if sign else ".3f"
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if len(values) >= LEAST else "")
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> str:
