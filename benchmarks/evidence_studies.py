@@ -54,7 +54,8 @@ class Study:
     timed: bool = False
     alone: bool = False
     shown: str | None = None
-    #: Folders of the export that are evaluated on the actors after a run, where they exist.
+    #: Models that are evaluated on the actors after a run: the folder to export to, and folders
+    #: in it, where they exist.
     deployed: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()  # metrics that lines keep over time, besides those of every study
 

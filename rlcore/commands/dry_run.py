@@ -13,7 +13,7 @@ from rlcore.commands.memory import check_memory, memory_lines
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
-from rlcore.commands.warm_up import kept_model
+from rlcore.commands.warm_up import kept_at, kept_model
 from rlcore.config.compose import check_resume
 from rlcore.config.rewards import tasks
 from rlcore.config.schema import RunConfig
@@ -39,9 +39,8 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
     prepared = prepare(config)
     refuse_another_run(config)
     _check_writable("run_dir", config.run_dir)
-    warmup = config.model.warmup
-    if warmup is not None and config.model.path is None and kept_model(config) is None:
-        _check_writable("model.warmup.cache_dir", warmup.cache_dir)
+    if config.model.path is None and kept_model(config) is None:
+        _check_writable("model.warmup.cache_dir", str(kept_at(config).parent))
     start = _start(config, prepared)
     config = prepared.config
     if config.model.path is None:

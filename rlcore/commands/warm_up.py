@@ -44,7 +44,7 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
     if found is not None:
         note(f"starting model: {found} (kept from an earlier run)")
         return found
-    warmup, kept = config.model.warmup, _kept_at(config)
+    warmup, kept = config.model.warmup, kept_at(config)
     with _beside(kept) as own:
         made = fresh_model(config, prepared, Path(own) / "fresh")
         if warmup is not None:
@@ -77,11 +77,12 @@ def keep(made: Path, kept: Path) -> None:
 
 def kept_model(config: RunConfig) -> str | None:
     """The fresh model that an earlier run with the same settings has made, if there is one."""
-    kept = _kept_at(config)
+    kept = kept_at(config)
     return str(kept) if kept.is_dir() else None
 
 
-def _kept_at(config: RunConfig) -> Path:
+def kept_at(config: RunConfig) -> Path:
+    """Where runs with the same settings keep and find their fresh model."""
     root = Path((config.model.warmup or WarmUpSpec()).cache_dir).absolute()
     return root / f"{'+'.join(config.tasks)}-{_fingerprint(config)}"
 
