@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness import table
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "evidence"
 BEGIN, END = "<!-- results: written by benchmarks/evidence.py -->", "<!-- end of results -->"
+ACROSS = 3  # panels in a row of a figure
 
 
 def write_page(name: str, study: Study, lines: Sequence[Line], digest: str) -> None:
@@ -28,6 +30,8 @@ def write_page(name: str, study: Study, lines: Sequence[Line], digest: str) -> N
     page.write_text(f"{before}{BEGIN}\n\n{results(name, study, lines, digest)}\n\n{END}{after}")
     if any("arm" in line for line in lines):
         draw(PAGES / f"{name}.svg", study, lines)
+    if metrics := shown_over_time(study, lines):
+        draw_over_time(_over_time_file(name), study, lines, metrics)
 
 
 def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
@@ -36,9 +40,21 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
     if not made:
         return "No run has finished yet."
     text = f"{choice(study, lines)}\n\n![Accuracy over steps and over sizes]({name}.svg)\n\n"
+    if shown_over_time(study, lines):
+        text += f"![Means over the steps between evaluations]({_over_time_file(name).name})\n\n"
     text += table(rows(lines, (study.reference, UNCORRECTED), digest, timed=study.timed))
     machines = sorted({line["machine"] for line in made})
     return f"{text}\n\n{len(made)} runs on {'; '.join(machines)}."
+
+
+def shown_over_time(study: Study, lines: Sequence[Line]) -> list[str]:
+    """The study's metrics that some compared run has over time."""
+    watched = [r.get("watched", {}) for _, _, own in _compared(study, lines) for r in own]
+    return [
+        name
+        for name in study.watched
+        if any(value is not None for own in watched for value in own.get(name, ()))
+    ]
 
 
 def choice(study: Study, lines: Sequence[Line]) -> str:
@@ -63,38 +79,62 @@ def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
     timed, and final accuracy by size if it has several.
 
     Lines are means over seeds, bands 95% bootstrap intervals of the mean, where there are five."""
+    panels = [_over_steps, *[_over_seconds] * study.timed, *[_by_size] * (len(study.sizes) > 1)]
+    with _panels(file, len(panels)) as axes:
+        for axis, panel in zip(axes, panels):
+            panel(axis, study, lines)
+
+
+def draw_over_time(file: Path, study: Study, lines: Sequence[Line], metrics: Sequence[str]) -> None:
+    """Each metric of each compared arm, over steps: means over the steps since the evaluation
+    before and over seeds."""
+    with _panels(file, len(metrics)) as axes:
+        for axis, metric in zip(axes, metrics):
+            for arm, colour, own in _compared(study, lines):
+                found = [line["watched"][metric] for line in own if "watched" in line]
+                if any(value is not None for means in found for value in means):
+                    steps = [step for step, _ in own[0]["curve"]]
+                    means = np.array(found, dtype=float).mean(axis=0)
+                    axis.plot(steps, means, marker=".", label=arm, color=colour)
+            axis.set(xlabel="optimizer step", title=metric)
+
+
+@contextlib.contextmanager
+def _panels(file: Path, count: int) -> Iterator[list[Any]]:
+    """Axes, at most three in a row, with one legend; written to the file at the end."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    panels = [_over_steps, *[_over_time] * study.timed, *[_by_size] * (len(study.sizes) > 1)]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(1 + 4 * len(panels), 4), layout="constrained", squeeze=False
+    columns, rows_ = min(count, ACROSS), -(-count // ACROSS)
+    figure, grid = pyplot.subplots(
+        rows_, columns, figsize=(1 + 4 * columns, 4 * rows_), layout="constrained", squeeze=False
     )
-    for axis, panel in zip(axes[0], panels):
-        panel(axis, study, lines)
-    figure.legend(*axes[0][-1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    axes = list(grid.flat)
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    yield axes[:count]
+    handles = axes[count - 1].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=5)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 
 
 def _over_steps(axis: Any, study: Study, lines: Sequence[Line]) -> None:
-    chosen = _compared_at(study, lines)
-    for arm, colour, own in _by_arm(lines):
-        at = [r["curve"] for r in own if r["size"] in (chosen, study.matched[0])]
-        if at:
-            steps = [step for step, _ in at[0]]
-            found = np.array([interval([c[i][1] for c in at]) for i in range(len(steps))])
-            axis.plot(steps, found[:, 0], label=arm, color=colour)
-            if len(at) >= LEAST:
-                axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
-    axis.set(xlabel="optimizer step", ylabel="held-out accuracy", title=f"{study.knob} = {chosen}")
+    for arm, colour, own in _compared(study, lines):
+        curves = [line["curve"] for line in own]
+        steps = [step for step, _ in curves[0]]
+        found = np.array([interval([c[i][1] for c in curves]) for i in range(len(steps))])
+        axis.plot(steps, found[:, 0], label=arm, color=colour)
+        if len(own) >= LEAST:
+            axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
+    title = f"{study.knob} = {_compared_size(study, lines)}"
+    axis.set(xlabel="optimizer step", ylabel="held-out accuracy", title=title)
 
 
-def _over_time(axis: Any, study: Study, lines: Sequence[Line]) -> None:
-    chosen = _compared_at(study, lines)
-    for arm, colour, own in _by_arm(lines):
-        at = [r for r in own if r.get("clock") and r["size"] in (chosen, study.matched[0])]
+def _over_seconds(axis: Any, study: Study, lines: Sequence[Line]) -> None:
+    for arm, colour, own in _compared(study, lines):
+        at = [line for line in own if line.get("clock")]
         if at:
             seconds = np.mean([line["clock"] for line in at], axis=0)
             accuracy = np.mean([[got for _, got in line["curve"]] for line in at], axis=0)
@@ -128,8 +168,23 @@ def _by_arm(lines: Sequence[Line]) -> list[tuple[str, str, list[Line]]]:
     return [(arm, f"C{i}", [r for r in made if r["arm"] == arm]) for i, arm in enumerate(arms)]
 
 
-def _compared_at(study: Study, lines: Sequence[Line]) -> str | None:
-    """The size at which arms are compared: the chosen one, if the study has a sweep."""
-    if not study.swept:
-        return study.shown
-    return next((line["chosen"] for line in lines if "chosen" in line), None)
+def _compared(study: Study, lines: Sequence[Line]) -> list[tuple[str, str, list[Line]]]:
+    """Each arm with its colour and its runs at the size at which arms are compared, or at the
+    matched size if it has none there."""
+    size, matched = _compared_size(study, lines), study.matched[0]
+    found = []
+    for arm, colour, own in _by_arm(lines):
+        at = {label: [r for r in own if r["size"] == label] for label in (size, matched)}
+        if shown := at[size] or at[matched]:
+            found.append((arm, colour, shown))
+    return found
+
+
+def _compared_size(study: Study, lines: Sequence[Line]) -> str:
+    """The size at which arms are compared; the largest while a sweep has chosen none."""
+    chosen = [line["chosen"] for line in lines if "chosen" in line] if study.swept else []
+    return (chosen[0] if chosen else study.shown) or list(study.sizes)[-1]
+
+
+def _over_time_file(name: str) -> Path:
+    return PAGES / f"{name}_over_time.svg"

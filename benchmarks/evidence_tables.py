@@ -89,6 +89,7 @@ def rows(
     made = [
         _row(lines, arm, size, references, digest)
         | (_times(lines, arm, size, references[0]) if timed else {})
+        | _deployed(lines, arm, size)
         for arm, size in dict.fromkeys((line["arm"], line["size"]) for line in _runs(lines))
     ]
     empty = {name for name in made[0] if not any(row[name] for row in made)} if made else set()
@@ -128,6 +129,14 @@ def _times(lines: Sequence[Line], arm: str, size: str, matched: str) -> dict[str
         f"training seconds to 95% of {matched}": _to_target(lines, own, matched),
         "seconds": _mean(own, "seconds"),
     }
+
+
+def _deployed(lines: Sequence[Line], arm: str, size: str) -> dict[str, str]:
+    """A column for each exported model that any run evaluated on its actors."""
+    folders = dict.fromkeys(f for line in _runs(lines) for f in line.get("deployed", ()))
+    own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
+    found = {f: [r["deployed"][f] for r in own if f in r.get("deployed", ())] for f in folders}
+    return {f"{f} on the actors": _with_interval(got) if got else "" for f, got in found.items()}
 
 
 def _to_target(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:

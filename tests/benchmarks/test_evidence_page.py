@@ -1,0 +1,79 @@
+"""What the page of a study shows: the figure over time, the arms beside each other, exports."""
+
+import re
+
+import evidence_page
+import evidence_tables
+import pytest
+from evidence_studies import Study
+
+STUDY = Study(
+    experiment="evidence/jackpot",
+    knob="H",
+    matched=("1", ()),
+    sizes={"2": (), "4": ()},
+    arms={"tis": (), "late": ()},
+    watched=("mismatch/kl_k3", "entropy"),
+)
+
+
+def line(arm, size, seed=0, final=0.5, **more):
+    return {
+        **{"arm": arm, "size": size, "seed": seed, "final": final, "best": final},
+        **{"collapse": None, "sources": "now", "machine": "a machine"},
+        **{"curve": [(1, 0.3), (32, final)], **more},
+    }
+
+
+def drawn(tmp_path, monkeypatch, lines):
+    """The page and the texts of its figures, by file."""
+    monkeypatch.setattr(evidence_page, "PAGES", tmp_path)
+    (tmp_path / "a.md").write_text(f"before {evidence_page.BEGIN} {evidence_page.END} after")
+    evidence_page.write_page("a", STUDY, lines, "now")
+    figures = {
+        f.name: re.findall(r">([^<]+)</text>", f.read_text()) for f in tmp_path.glob("*.svg")
+    }
+    return (tmp_path / "a.md").read_text(), figures
+
+
+def test_metrics_over_time_are_drawn_of_the_arms_that_have_them(tmp_path, monkeypatch):
+    lines = [
+        line("matched", "1"),
+        line("tis", "2", watched={"mismatch/kl_k3": [0.0, 0.1], "entropy": [None, None]}),
+        line("late", "4", watched={"mismatch/kl_k3": [0.0, 0.2], "entropy": [1.0, 0.5]}),
+        {"chosen": "2"},
+    ]
+    page, figures = drawn(tmp_path, monkeypatch, lines)
+    assert "(a_over_time.svg)" in page
+    texts = figures["a_over_time.svg"]
+    assert {"mismatch/kl_k3", "tis"} <= set(texts)
+    assert not {"entropy", "matched", "late"} & set(texts)
+
+
+def test_a_page_without_metrics_over_time_has_no_figure_of_them(tmp_path, monkeypatch):
+    page, figures = drawn(tmp_path, monkeypatch, [line("matched", "1"), {"chosen": "2"}])
+    assert set(figures) == {"a.svg"} and "over_time" not in page
+
+
+def test_arms_are_compared_at_the_chosen_size_or_where_they_are_matched():
+    lines = [line("matched", "1"), line("tis", "1", final=0.9), line("tis", "2"), line("late", "4")]
+    shown = evidence_page._compared(STUDY, [*lines, {"chosen": "2"}])
+    assert [(arm, [r["size"] for r in own]) for arm, _, own in shown] == [
+        ("matched", ["1"]),
+        ("tis", ["2"]),
+    ]
+
+
+@pytest.mark.parametrize("made", [[], [{"chosen": None}]])
+def test_without_a_chosen_size_the_figure_shows_the_largest(made):
+    lines = [line("uncorrected", size) for size in ("2", "4")]
+    ((_, _, own),) = evidence_page._compared(STUDY, [*lines, *made])
+    assert [r["size"] for r in own] == ["4"]
+
+
+def test_accuracies_of_exported_models_are_columns():
+    lines = [line("tis", "2", seed, deployed={"policy": 0.4}) for seed in (0, 1)]
+    lines.append(line("late", "2", deployed={"policy": 0.5, "policy/sparse": 0.7}))
+    tis, late = evidence_tables.rows(lines, ("matched", "uncorrected"), "now", timed=False)
+    assert tis["policy on the actors"] == "0.400" and tis["policy/sparse on the actors"] == ""
+    assert late["policy/sparse on the actors"] == "0.700"
