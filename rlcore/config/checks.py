@@ -20,6 +20,7 @@ from rlcore.config.task_checks import TASK_RULES
 from rlcore.corrections.specs import DvpSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
+from rlcore.rollout.specs import CPU_HEADS
 from rlcore.spec import refuse
 
 
@@ -233,6 +234,21 @@ def _drafts(c: RunConfig) -> None:
     )
 
 
+def _heads(c: RunConfig) -> None:
+    for label, actor in c.actor.items():
+        if actor.engine != "vllm" or not actor.on_cpu:
+            continue
+        policy = c.model.fresh if c.model.path is None else None
+        made = {"model.fresh": policy, f"actor.{label}.draft_fresh": actor.draft_fresh}
+        for key, fresh in made.items():
+            refuse(
+                fresh is not None and fresh.head_dim not in CPU_HEADS,
+                f"{key}.head_dim={fresh and fresh.head_dim} is none of the widths that vLLM's "
+                f"attention has on CPU, where actor.{label} runs: use one of "
+                f"{', '.join(map(str, CPU_HEADS))}.",
+            )
+
+
 def _sparse_learning(c: RunConfig) -> None:
     """The learner follows the actors' sparse attention: by a copy beside the policy, or itself."""
     learner, actors = c.learner, list(c.actor.items())
@@ -287,6 +303,7 @@ RULES = (
     _ranks,
     _threads,
     _drafts,
+    _heads,
     _sparse_learning,
     check_adapters,
     check_colocated,

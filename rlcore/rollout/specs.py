@@ -12,6 +12,9 @@ from rlcore.types import ActorKind, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import RoundingSpec
 
+# Widths of a head that vLLM's attention has on CPU.
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 
 class RolloutSpec(Spec):
     """What is sampled of each prompt."""

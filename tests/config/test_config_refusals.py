@@ -40,6 +40,11 @@ REFUSED = [  # words; parts that the sentence must hold
     (["model.system_prompt=${oc.env:RLCORE_NO_SUCH}"], ["RLCORE_NO_SUCH"]),
     (["model.path=null", "model.fresh=null"], ["model.path", "model.fresh"]),
     (["model.fresh.heads=3"], ["model.fresh.heads=3", "kv_heads=2"]),
+    (["model.fresh.head_dim=16"], ["model.fresh.head_dim=16", "actor.bf16", "32, 64, 80"]),
+    (
+        ["experiment=draft_frozen", "actor.draft.draft_fresh.head_dim=48"],
+        ["actor.draft.draft_fresh.head_dim=48", "32, 64, 80"],
+    ),
     (["rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.max_len=128"]),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "kept mass", "dvp"]),
     (["rollout.top_k=5", "correction=dvp"], ["rollout.top_k=5", "kept mass"]),
