@@ -43,13 +43,15 @@ ReadShards = Callable[[Path, Mapping[str, Sequence[RecordFile]]], Mapping[str, S
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """How shards are told to write and read their parts of a checkpoint. Both block."""
+    """How shards are told to write and read their parts of a checkpoint, as `WriteShards` and
+    `ReadShards` with a deadline in seconds after the other arguments. Both block, and raise
+    DeadlineExceeded."""
 
-    write: WriteShards
-    read: ReadShards
+    write: Callable[[Path, Mapping[str, Sequence[int]], float], Mapping[str, str]]
+    read: Callable[[Path, Mapping[str, Sequence[RecordFile]], float], Mapping[str, Sequence[int]]]
 
 
-def no_shards(folder: Path, files: Mapping[str, object]) -> NoReturn:
+def no_shards(folder: Path, files: Mapping[str, object], timeout_s: float = 0.0) -> NoReturn:
     """What a buffer without shards has in place of them; never called."""
     raise StageError(f"there are no shards to read or write {sorted(files)}")
 

@@ -43,8 +43,8 @@ class FakeBuffer(BufferClient):
         """`nodes`: of the simulated cluster."""
         self.actor = BufferActor(
             ShardFiles(
-                lambda folder, keys: self.nodes.write(folder, keys),
-                lambda folder, files: self.nodes.read(folder, files),
+                lambda folder, keys, _: self.nodes.write(folder, keys),
+                lambda folder, files, _: self.nodes.read(folder, files),
             )
         )
         self.nodes = FakeNodes(nodes, self.actor)
@@ -110,11 +110,12 @@ class FakeBuffer(BufferClient):
         await self.actor.snapshot()
 
     async def save(self, folder: str, *, timeout_s: float) -> None:
-        await self.actor.save(folder)
+        await self.actor.save(folder, timeout_s)
 
     async def load(self, folder: str) -> None:
         """Continue from what `save` wrote."""
-        await self.actor.load(folder, [shard.name for shard in self.nodes.shards.values()])
+        shards = [shard.name for shard in self.nodes.shards.values()]
+        await self.actor.load(folder, shards, timeout_s=60.0)
 
 
 class FakeLearner(LearnerClient):

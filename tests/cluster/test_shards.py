@@ -16,12 +16,13 @@ from rlcore.cluster.clients import shards as shards_module
 from rlcore.cluster.clients.shards import RayShards, fetch_records, read_shards, write_shards
 from rlcore.cluster.outlets import NodeOutlet
 from rlcore.cluster.placement import actor_class, on_node, shard_name
-from rlcore.errors import RoleLost
+from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_answer, make_score, make_trajectory
 
 RECORD = dump_trajectory(make_trajectory(0, 0))
+LIMIT_S = 60.0
 
 
 def buffer_class():
@@ -117,27 +118,35 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     assert first.shard == f"{process}#1"
     assert fetch_records({first.shard: [first.key]}) == {first.shard: [RECORD]}
 
-    made = write_shards(tmp_path, {first.shard: [first.key]})
+    made = write_shards(tmp_path, {first.shard: [first.key]}, LIMIT_S)
     assert (tmp_path / file_of(first.shard)).read_bytes() == RECORD and len(made[first.shard]) == 32
     with pytest.raises(FileNotFoundError):
-        write_shards(tmp_path / "not there", {first.shard: [first.key]})
+        write_shards(tmp_path / "not there", {first.shard: [first.key]}, LIMIT_S)
 
     file = RecordFile(file_of(first.shard), [len(RECORD)], made[first.shard])
-    (keys,) = read_shards(tmp_path, {first.shard: [file, file]}).values()
+    (keys,) = read_shards(tmp_path, {first.shard: [file, file]}, LIMIT_S).values()
     assert fetch_records({first.shard: keys}) == {first.shard: [RECORD, RECORD]}
     with pytest.raises(JournalError, match="must be one folder for all nodes"):
-        read_shards(tmp_path / "not there", {first.shard: [file]})
+        read_shards(tmp_path / "not there", {first.shard: [file]}, LIMIT_S)
 
-    os.kill(ray.get(ray.get_actor(process).pid.remote()), signal.SIGKILL)
+    pid = ray.get(ray.get_actor(process).pid.remote())
+    os.kill(pid, signal.SIGSTOP)  # slow, and not lost
+    with pytest.raises(DeadlineExceeded, match=r"checkpoint\.write_timeout_s=1"):
+        write_shards(tmp_path, {first.shard: [first.key]}, 1.0)
+    with pytest.raises(DeadlineExceeded, match=r"cluster\.start_timeout_s=1"):
+        read_shards(tmp_path, {first.shard: [file]}, 1.0)
+    os.kill(pid, signal.SIGCONT)
+
+    os.kill(pid, signal.SIGKILL)
     until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1])  # nothing is lost meanwhile
     assert asyncio.run(shards.watch()) == [first.shard]
     until(lambda: not asyncio.run(shards.watch()) and _named(process))
     with pytest.raises(ShardLost):
         fetch_records({first.shard: [first.key]})
     with pytest.raises(ShardLost):
-        write_shards(tmp_path, {first.shard: [first.key]})
+        write_shards(tmp_path, {first.shard: [first.key]}, LIMIT_S)
     with pytest.raises(RoleLost):
-        read_shards(tmp_path, {first.shard: [file]})
+        read_shards(tmp_path, {first.shard: [file]}, LIMIT_S)
     until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1)
     again = ray.get(buffer.has.remote())[0][-1]
     assert again.shard == f"{process}#2"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rlcore.buffer import ReplayBuffer, journal, reports
 from rlcore.buffer.gathering import PAUSE_S, Heard, Told
 from rlcore.buffer.loss import lose_shard
-from rlcore.buffer.record_files import NO_SHARDS, ShardFiles, Written
+from rlcore.buffer.record_files import NO_SHARDS, RecordFile, ShardFiles, Written
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.clients import Missing
@@ -167,20 +168,32 @@ class BufferActor:
         self._cut = journal.cut(self.buffer)
         self._saving = True
 
-    async def save(self, folder: str) -> None:
-        """Write the snapshot in a thread, while other calls are served."""
+    async def save(self, folder: str, timeout_s: float) -> None:
+        """Write the snapshot in a thread, while other calls are served. The deadline is that of
+        the shards."""
         cut, self._cut = self._cut, None
         if cut is None:
             raise StageError("the buffer was asked to save without a snapshot")
+
+        def write(shared: Path, keys: Mapping[str, Sequence[int]]) -> Mapping[str, str]:
+            return self._files.write(shared, keys, timeout_s)
+
         try:
-            written = await asyncio.to_thread(journal.save, folder, cut, self._files.write)
+            written = await asyncio.to_thread(journal.save, folder, cut, write)
         finally:
             self._saving = self._cut is not None
         self._keep(written)
 
-    async def load(self, folder: str, shards: list[str]) -> None:
-        """Continue from what `save` wrote. `shards`: names of those that there are now."""
-        loaded = await asyncio.to_thread(journal.read, folder, shards, self._files.read)
+    async def load(self, folder: str, shards: list[str], timeout_s: float) -> None:
+        """Continue from what `save` wrote. `shards`: names of those that there are now, which the
+        deadline is of."""
+
+        def read(
+            shared: Path, files: Mapping[str, Sequence[RecordFile]]
+        ) -> Mapping[str, Sequence[int]]:
+            return self._files.read(shared, files, timeout_s)
+
+        loaded = await asyncio.to_thread(journal.read, folder, shards, read)
         journal.restore(self.buffer, loaded.snapshot)
         self._keep(loaded.written)
         del loaded

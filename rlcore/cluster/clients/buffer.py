@@ -87,16 +87,17 @@ class RayBuffer(BufferClient):
         await self._call(self.handle.snapshot.remote(), "a snapshot of the buffer")
 
     async def save(self, folder: str, *, timeout_s: float) -> None:
-        ref, what = self.handle.save.remote(folder), "writing the buffer journal"
+        ref, what = self.handle.save.remote(folder, timeout_s), "writing the buffer journal"
         key = "checkpoint.write_timeout_s"
         await call(ref, timeout_s=timeout_s, what=what, key=key, who="the replay buffer")
 
     def load(self, folder: str, shards: Sequence[str]) -> None:
         """Continue from what `save` wrote; these shards read what shards wrote. Blocks: before the
         loop runs."""
+        limit = self._start_timeout_s
         get(
-            self.handle.load.remote(folder, list(shards)),
-            timeout_s=self._start_timeout_s,
+            self.handle.load.remote(folder, list(shards), limit),
+            timeout_s=limit,
             what="loading the buffer journal",
             key="cluster.start_timeout_s",
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rlcore.buffer.record_files import JournalError, RecordFile
 from rlcore.cluster.actors.shard import ShardActor
@@ -41,12 +41,16 @@ def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
     return dict(zip(refs, found, strict=True))
 
 
-def write_shards(folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def write_shards(
+    folder: Path, keys: Mapping[str, Sequence[int]], timeout_s: float
+) -> dict[str, str]:
     """Every shard writes these of its records to the folder; the checksums of the files. Raises
-    ShardLost, and what a disk refuses."""
+    ShardLost, DeadlineExceeded, and what a disk refuses."""
     try:
         refs = {s: _process(s).write.remote(s, list(its), str(folder)) for s, its in keys.items()}
-        made: list[str] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
+        made: list[str] = ray.get(list(refs.values()), timeout=timeout_s)
+    except GetTimeoutError as e:
+        raise _late(timeout_s, "write", folder, "checkpoint.write_timeout_s") from e
     except RayTaskError as e:
         raise e.as_instanceof_cause() from e
     except (ValueError, RayError) as e:
@@ -54,12 +58,16 @@ def write_shards(folder: Path, keys: Mapping[str, Sequence[int]]) -> dict[str, s
     return dict(zip(refs, made, strict=True))
 
 
-def read_shards(folder: Path, files: Mapping[str, Sequence[RecordFile]]) -> dict[str, list[int]]:
+def read_shards(
+    folder: Path, files: Mapping[str, Sequence[RecordFile]], timeout_s: float
+) -> dict[str, list[int]]:
     """Every shard reads these files of a checkpoint and keeps their records; the key of the first
-    record of each. Raises RoleLost if one is lost meanwhile, and JournalError."""
+    record of each. Raises RoleLost if one is lost meanwhile, DeadlineExceeded and JournalError."""
     try:
         refs = {s: _process(s).read.remote(s, list(its), str(folder)) for s, its in files.items()}
-        made: list[list[int]] = ray.get(list(refs.values()), timeout=FETCH_TIMEOUT_S)
+        made: list[list[int]] = ray.get(list(refs.values()), timeout=timeout_s)
+    except GetTimeoutError as e:
+        raise _late(timeout_s, "read", folder, "cluster.start_timeout_s") from e
     except RayTaskError as e:
         if isinstance(e.cause, JournalError):
             raise e.cause from e
@@ -67,6 +75,13 @@ def read_shards(folder: Path, files: Mapping[str, Sequence[RecordFile]]) -> dict
     except (ValueError, RayError) as e:
         raise RoleLost(f"a shard was lost while it read its part of {folder}") from e
     return dict(zip(refs, made, strict=True))
+
+
+def _late(timeout_s: float, does: str, folder: Path, key: str) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"waited {timeout_s:g} s for shards to {does} what is theirs of {folder} "
+        f"({key}={timeout_s:g})."
+    )
 
 
 def _process(shard: str) -> Any:
