@@ -118,7 +118,12 @@ _NOISE_ARMS: dict[str, Words] = {
     "mis": ("correction=[mis,veto]",),
     "dvp": ("correction=[dvp,veto]",),
     "dvp + mis": ("correction=[dvp,mis,veto]",),
-    "dvp + mis, answers": ("correction=[dvp,mis,veto]", "correction.dvp.zero=trajectory"),
+}
+#: A veto drops every answer with a token outside DVP's set, whatever DVP would zero.
+_WITHOUT_VETO: dict[str, Words] = {
+    "no veto": ("correction=none",),
+    "dvp + mis, no veto": ("correction=[dvp,mis]",),
+    "dvp + mis, answers, no veto": ("correction=[dvp,mis]", "correction.dvp.zero=trajectory"),
 }
 
 _RAPID = ("correction=[rapid]",)
@@ -205,6 +210,7 @@ STUDIES: dict[str, Study] = {
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
         sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (1.0, 2.0, 3.0)},
         arms=_NOISE_ARMS,
+        further={"2": {**_NOISE_ARMS, **_WITHOUT_VETO}},
         watched=(
             *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
             *("mismatch/unlikely_share", "mismatch/outside_share", "mismatch/veto_share"),
