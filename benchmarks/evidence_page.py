@@ -91,7 +91,7 @@ def draw_over_time(file: Path, study: Study, lines: Sequence[Line], metrics: Seq
     with _panels(file, len(metrics)) as axes:
         for axis, metric in zip(axes, metrics):
             for arm, colour, own in _compared(study, lines):
-                found = [line["watched"][metric] for line in own if "watched" in line]
+                found = [r["watched"][metric] for r in own if metric in r.get("watched", ())]
                 if any(value is not None for means in found for value in means):
                     steps = [step for step, _ in own[0]["curve"]]
                     means = np.array(found, dtype=float).mean(axis=0)
@@ -114,8 +114,10 @@ def _panels(file: Path, count: int) -> Iterator[list[Any]]:
     for unused in axes[count:]:
         unused.set_visible(False)
     yield axes[:count]
-    handles = axes[count - 1].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=5)
+    arms = {}  # some may be in one panel alone
+    for axis in axes:
+        arms |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(arms.values(), arms.keys(), loc="outside lower center", ncols=5)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -41,13 +41,17 @@ def test_metrics_over_time_are_drawn_of_the_arms_that_have_them(tmp_path, monkey
         line("matched", "1"),
         line("tis", "2", watched={"mismatch/kl_k3": [0.0, 0.1], "entropy": [None, None]}),
         line("late", "4", watched={"mismatch/kl_k3": [0.0, 0.2], "entropy": [1.0, 0.5]}),
+        line("old", "2"),
+        line("younger", "2", watched={"entropy": [1.0, 0.5]}),
         {"chosen": "2"},
     ]
+    shown = evidence_page.shown_over_time(STUDY, [*lines[:2], {"chosen": "2"}])
+    assert shown == ["mismatch/kl_k3"]
     page, figures = drawn(tmp_path, monkeypatch, lines)
     assert "(a_over_time.svg)" in page
     texts = figures["a_over_time.svg"]
-    assert {"mismatch/kl_k3", "tis"} <= set(texts)
-    assert not {"entropy", "matched", "late"} & set(texts)
+    assert {"mismatch/kl_k3", "entropy", "tis", "younger"} <= set(texts)
+    assert not {"matched", "late", "old"} & set(texts)
 
 
 def test_a_page_without_metrics_over_time_has_no_figure_of_them(tmp_path, monkeypatch):
