@@ -106,9 +106,9 @@ def _panels(file: Path, count: int) -> Iterator[list[Any]]:
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    columns, rows_ = min(count, ACROSS), -(-count // ACROSS)
+    across, down = min(count, ACROSS), -(-count // ACROSS)
     figure, grid = pyplot.subplots(
-        rows_, columns, figsize=(1 + 4 * columns, 4 * rows_), layout="constrained", squeeze=False
+        down, across, figsize=(1 + 4 * across, 4 * down), layout="constrained", squeeze=False
     )
     axes = list(grid.flat)
     for unused in axes[count:]:
