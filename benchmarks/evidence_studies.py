@@ -238,6 +238,7 @@ STUDIES: dict[str, Study] = {
         matched=("all", ("actor=[bf16]",)),
         sizes={str(pages): (f"actor.sparse.sparse.blocks={pages}",) for pages in (12, 8, 4, 2)},
         arms=_SPARSE_ARMS,
+        further={"4": _SPARSE_ARMS},
         metric="eval/hiddendigits/mean@4",
         deployed=("policy", "policy/sparse"),
         watched=(
