@@ -1,7 +1,7 @@
 """Sort the digits hidden in a text of letters: a long prompt with a short answer, for the study of
 sparse actors (`evidence.py distillsparse`): what an actor does not attend to, it cannot sort.
 
-    rlcore train task=benchmarks/hidden_digits.py:HiddenDigits ...
+    rlcore train task=benchmarks/hidden_digits.py:HiddenDigits task.args.letters=300 ...
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from rlcore.seeding import derive_seed
+from rlcore.tasks.arguments import integer
 from rlcore.tasks.procedural import ProceduralTask
 from rlcore.types import Grade, Item
 
@@ -23,10 +24,11 @@ class HiddenDigits(ProceduralTask):
     name = "hidden_digits"
 
     def __init__(
-        self, *, min_digits: int = 4, max_digits: int = 8, letters: int = 300, seed: int = 0
+        self, *, letters: int, min_digits: int = 4, max_digits: int = 8, seed: int = 0
     ) -> None:
+        integer("max_digits", max_digits, integer("min_digits", min_digits, 1, 18), 18)
         self._lengths = range(min_digits, max_digits + 1)
-        self._letters = letters
+        self._letters = integer("letters", letters, 0, 100_000)
         super().__init__({f"{n} in {letters}": 10**n for n in self._lengths}, seed)
 
     def problem(self, stratum: int, rank: int) -> Item:

@@ -1,6 +1,9 @@
+import pytest
 from hidden_digits import LETTERS, HiddenDigits
 from hypothesis import given
 from hypothesis import strategies as st
+
+from rlcore.tasks.arguments import ArgumentError
 
 TASK = HiddenDigits(letters=40)
 
@@ -28,14 +31,24 @@ def test_digits_stand_at_many_places():
 
 
 def test_only_the_sorted_digits_are_right():
-    item = HiddenDigits(min_digits=5, max_digits=5).item("heldout", 3)
+    item = HiddenDigits(letters=40, min_digits=5, max_digits=5).item("heldout", 3)
     assert TASK.grade(item, item.answer).reward == 1.0
     assert TASK.grade(item, item.answer[:-1]).reward == 0.0
     assert TASK.grade(item, item.answer + "0").reward == 0.0
 
 
 def test_heldout_problems_are_not_trained_on():
-    task = HiddenDigits(min_digits=2, max_digits=2)
+    task = HiddenDigits(letters=40, min_digits=2, max_digits=2)
     heldout = {task.item("heldout", i).question for i in range(task.size("heldout"))}
     assert len(heldout) == 10
     assert heldout.isdisjoint(task.item("train", i).question for i in range(200))
+
+
+def test_problems_stay_those_of_the_finished_runs():
+    """The study's lines do not name this task's source: other problems would mix with theirs."""
+    assert HiddenDigits(letters=8).item("train", 0).question == "ba8hb18nob0j="
+
+
+def test_digits_that_no_number_has_are_refused():
+    with pytest.raises(ArgumentError, match="max_digits"):
+        HiddenDigits(letters=8, min_digits=5, max_digits=4)

@@ -45,15 +45,17 @@ class Extra:
         self._live = LiveBytes()
         self._live.note(t for t in gc.get_objects() if isinstance(t, torch.Tensor))
         self._before = self._live.most = self._live.now
-        tracemalloc.start()
+        if not tracemalloc.is_tracing():
+            tracemalloc.start()
+        tracemalloc.clear_traces()
         self._live.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         self._live.__exit__(*raised)
         self.tensors = self._live.most - self._before
+        # never stopped: a gloo thread that allocates meanwhile would crash (CPython 3.11)
         self.arrays = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
 
 
 def extra_of_publications(
