@@ -12,8 +12,9 @@ Order of the runs:
 1. The sweep: the uncorrected arm at each size of the mismatch, and the matched arm, every seed.
 2. The choice, written to the same file once: the smallest size at which the uncorrected arm ends
    at least ten points of held-out accuracy below the matched one (mean over seeds, paired) or
-   collapses in most seeds. If there is none, the study ends here and the page says so.
-3. Every method at that size, with the paper's own settings; then the further arms.
+   collapses in most seeds. If there is none, the page says so.
+3. Every method at that size, with the paper's own settings; then the further arms, whose sizes
+   the study names.
 
 A study without a sweep runs, seed after seed, its arms at all its sizes; then the further arms.
 
@@ -163,10 +164,11 @@ def missing(study: Study, found: list[Line]) -> Iterator[Job]:
     """The runs that have no line yet, in order."""
     if study.swept:
         yield from sweep(study, found)
-        chosen = next((line["chosen"] for line in found if "chosen" in line), None)
-        if chosen is None:
-            return
-        yield from _unrun(study, found, _cells({chosen: study.arms}))
+        made = [line["chosen"] for line in found if "chosen" in line]
+        if not made:
+            return  # other commands still run the sweep
+        at_chosen = {} if made[0] is None else {made[0]: study.arms}
+        yield from _unrun(study, found, _cells(at_chosen))
     else:
         label, words = study.matched
         arms = _cells({size: study.arms for size in study.sizes})

@@ -67,9 +67,14 @@ def choice(study: Study, lines: Sequence[Line]) -> str:
     if not chosen:
         return "The sweep over sizes is not whole yet, so that no size has been chosen."
     if chosen[0] is None:
+        where = (
+            f"methods run where that was declared before: at {' and at '.join(study.further)}"
+            if study.further
+            else "no method was compared"
+        )
         return (
             f"At no size ({study.knob} of {', '.join(study.sizes)}) did the uncorrected arm lose "
-            "ten points or collapse, so that no method was compared."
+            f"ten points or collapse, so that {where}."
         )
     return f"Chosen by the sweep: {study.knob} = {chosen[0]}."
 

@@ -108,11 +108,14 @@ _ROUNDING_ARMS: dict[str, Words] = {
     "tis C=10": ("correction=[tis]", "correction.tis.cap=10"),
     "ais": ("correction=[ais]",),
 }
+_WITH_EMBEDDINGS = ("actor.fp8.keep_high_precision=[]",)
 _ROUNDINGS: dict[str, Words] = {
     **{name: (f"actor.fp8.rounding={name}",) for name in ("int8", "fp8", "int4")},
-    "int4, all": ("actor.fp8.rounding=int4", "actor.fp8.keep_high_precision=[]"),
+    "int4, all": ("actor.fp8.rounding=int4", *_WITH_EMBEDDINGS),
+    "int3": ("actor.fp8.rounding=int3",),
+    "int3, all": ("actor.fp8.rounding=int3", *_WITH_EMBEDDINGS),
 }
-_ON_OFF_ON = "int4, none, int4"
+_ON_OFF_ON = "int3, all; none; int3, all"
 _NOISE_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis,veto]",),
     "mis": ("correction=[mis,veto]",),
@@ -197,7 +200,7 @@ STUDIES: dict[str, Study] = {
         arms=_ROUNDING_ARMS,
         further={_ON_OFF_ON: {UNCORRECTED: (), **_ROUNDING_ARMS}},
         switching={
-            _ON_OFF_ON: (("actor.fp8.rounding=int4",), ("actor=[bf16]",), ("actor=[fp8]",)),
+            _ON_OFF_ON: (_ROUNDINGS["int3, all"], ("actor=[bf16]",), _ROUNDINGS["int3, all"]),
         },
         watched=(
             *("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha", "mismatch/ais_alpha_ess"),

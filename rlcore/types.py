@@ -34,10 +34,10 @@ POLICY = "policy"  # the policy's own weights, among the sets that are published
 ScoreStatus = Literal["ok", "error", "timeout"]
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]
-# What a trajectory was sampled by. *_emulated: rounded weights, arithmetic in the actor's dtype
-ActorKind = Literal[
-    "bf16", "fp8", "fp8_emulated", "int8_emulated", "int4_emulated", "sparse", "draft"
-]
+# Kinds with rounded weights, whose arithmetic is in the actor's dtype.
+Emulated = Literal["fp8_emulated", "int8_emulated", "int4_emulated", "int3_emulated"]
+# What a trajectory was sampled by.
+ActorKind = Literal["bf16", "fp8", Emulated, "sparse", "draft"]
 
 # {"role": ..., "content": text} and whatever else a chat template reads, in OpenAI's form
 Message = dict[str, Any]

@@ -138,6 +138,7 @@ class ActorSpec(RoundingSpec):
             "fp8": "fp8_emulated",
             "int8": "int8_emulated",
             "int4": "int4_emulated",
+            "int3": "int3_emulated",
         }
         return self.kind if self.rounding == "none" else emulated[self.rounding]
 
@@ -226,7 +227,7 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
     refuse(
         actor.kind == "fp8" and actor.on_cpu and actor.rounding == "none",
         f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, "
-        f"or {key}.num_gpus=1.",
+        f"int3, or {key}.num_gpus=1.",
     )
 
 

@@ -14,7 +14,8 @@ from rlcore.weights.specs import Rounding, RoundingSpec, Scales
 BLOCK = 128  # rows and columns that share a scale with scales="block"
 # Weights that vLLM fuses into one, in its order.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MAX = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # largest magnitude of E4M3; symmetric integers
+# Largest magnitude of E4M3 and of symmetric integers.
+_MAX = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int3": 3.0}
 
 
 def round_tensor(

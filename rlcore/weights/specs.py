@@ -7,7 +7,7 @@ from typing import Literal
 from rlcore.spec import Spec, setting
 
 GROUP_TRANSPORTS = ("nccl", "ipc", "gloo")  # learner and actors join one group
-Rounding = Literal["none", "fp8", "int8", "int4"]
+Rounding = Literal["none", "fp8", "int8", "int4", "int3"]
 Scales = Literal["tensor", "channel", "block"]
 
 

@@ -69,7 +69,11 @@ def test_methods_run_only_after_the_sweep_has_chosen_a_size():
         ("tis", "4", 1),
     ]
     assert jobs[0].words == ("a=2", "b=tis")
-    assert list(evidence.missing(TINY, [*found, {"chosen": None}])) == []
+
+
+def test_without_a_chosen_size_only_the_further_arms_run():
+    found = [*swept({"2": 0.6, "4": 0.6}), {"chosen": None}]
+    assert {(job.size, job.arm) for job in evidence.missing(TINY, found)} == {("4", "tis")}
 
 
 def test_a_stopped_study_goes_on_with_what_is_missing(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What the page of a study shows: the figure over time, the arms beside each other, exports."""
 
 import re
+from dataclasses import replace
 
 import evidence_page
 import evidence_tables
@@ -81,3 +82,12 @@ def test_accuracies_of_exported_models_are_columns():
     tis, late = evidence_tables.rows(lines, ("matched", "uncorrected"), "now", timed=False)
     assert tis["policy on the actors"] == "0.400" and tis["policy/sparse on the actors"] == ""
     assert late["policy/sparse on the actors"] == "0.700"
+
+
+@pytest.mark.parametrize(
+    ("further", "said"),
+    [({}, "no method was compared."), ({"4": {"tis": ()}}, "declared before: at 4.")],
+)
+def test_a_sweep_that_chooses_no_size_says_where_methods_run(further, said):
+    study = replace(STUDY, further=further)
+    assert evidence_page.choice(study, [{"chosen": None}]).endswith(said)

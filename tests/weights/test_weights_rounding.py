@@ -18,7 +18,7 @@ def weight(seed: int, rows: int = 40, cols: int = 24) -> torch.Tensor:
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**31),
-    st.sampled_from(["fp8", "int8", "int4"]),
+    st.sampled_from(["fp8", "int8", "int4", "int3"]),
     st.sampled_from(["tensor", "channel", "block"]),
     st.floats(1e-3, 1e3),
 )
@@ -32,11 +32,12 @@ def test_rounding_is_a_projection_that_scales_with_its_input(seed, kind, granula
     assert torch.equal(round_tensor(-w, kind, granularity, block=16), -once)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("int4", 0.5 / 7)])
-def test_integer_error_is_at_most_half_a_step(kind, bound):
+@pytest.mark.parametrize(("kind", "largest"), [("int8", 127), ("int4", 7), ("int3", 3)])
+def test_integer_error_is_at_most_half_a_step(kind, largest):
     w = weight(0)
-    assert (round_tensor(w, kind, "tensor") - w).abs().max() <= bound * w.abs().max() * (1 + 1e-5)
-    assert len(round_tensor(w, kind, "tensor").unique()) <= (255 if kind == "int8" else 15)
+    got = round_tensor(w, kind, "tensor")
+    assert (got - w).abs().max() <= 0.5 / largest * w.abs().max() * (1 + 1e-5)
+    assert len(got.unique()) <= 2 * largest + 1
 
 
 def test_fp8_has_three_mantissa_bits_and_the_formats_own_values():

@@ -140,7 +140,7 @@ def test_a_response_never_changes_versions_in_flight(model, other):
         engine.update_weights(1, whole(other), "in_flight")
 
 
-@pytest.mark.parametrize("rounding", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("rounding", ["none", "fp8", "int4", "int3"])
 def test_weights_arrive_rounded_and_proven(model, other, rounding):
     engine = masked_engine(model, kind="fp8" if rounding != "none" else "bf16", rounding=rounding)
     engine.update_weights(1, whole(other), "finish")

@@ -216,7 +216,9 @@ def test_untied_embeddings_are_checked_on_their_own(start, tmp_path, ask, finish
         np.testing.assert_allclose(t.logp_inf, b.sampled(t), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "scales"), [("fp8", "tensor"), ("int4", "channel")])
+@pytest.mark.parametrize(
+    ("kind", "scales"), [("fp8", "tensor"), ("int4", "channel"), ("int3", "tensor")]
+)
 def test_rounding_is_applied_to_every_set_of_weights(
     start, model_a, model_b, ask, finish, kind, scales
 ):
