@@ -33,25 +33,48 @@ def pages_seen(
     query [B, H, C, D], `dense_until` [B] or None -> [B, Hk, C, n] bool, n the pages before the last
     query's end. Pages beyond a query's own may be among those of a dense query.
     """
-    kv_heads, bs = summaries.shape[1], rule.block_size
     end = start + query.shape[2]
     position = torch.arange(start, end, device=query.device)
-    n = (end - 1) // bs + 1
-    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
-    # an incomplete last page is the own page of whoever sees it, and needs no score
-    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
-    complete = min(n, summaries.shape[2])
-    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
-    pages = position // bs + 1
-    seen = _kept(scores, pages, page_budget(rule, pages), rule.max_budget(n))
+    n = (end - 1) // rule.block_size + 1
+    pages = position // rule.block_size + 1
+    seen = _kept(_scores(query, summaries, n), pages, page_budget(rule, pages), rule.max_budget(n))
     if dense_until is not None:
         seen = seen | (position < dense_until[:, None])[:, None, :, None]
     return seen
 
 
+@torch.no_grad()
+def seen_from(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, length: int
+) -> Tensor:
+    """Which of a row's first `length` tokens each query sees, at positions of its own.
+
+    query [B, H, C, D], position [B, C] int64, those from `length` on being padding ->
+    [B, Hk, C, length] bool.
+    """
+    n = (length - 1) // rule.block_size + 1
+    at = position.clamp(max=length - 1)[:, None]
+    pages = at // rule.block_size + 1  # [B, 1, C]
+    seen = _kept(_scores(query, summaries, n), pages, page_budget(rule, pages), rule.max_budget(n))
+    tokens = seen.repeat_interleave(rule.block_size, dim=-1)[..., :length]
+    return tokens & (torch.arange(length, device=query.device) <= at[..., None])
+
+
+def _scores(query: Tensor, summaries: Tensor, n: int) -> Tensor:
+    """[B, Hk, C, n] float32, of the first n pages; the last may be incomplete and have none."""
+    kv_heads = summaries.shape[1]
+    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
+    # an incomplete last page is the own page of whoever sees it, and needs no score
+    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
+    complete = min(n, summaries.shape[2])
+    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
+    return scores
+
+
 def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
-    """The rule's pages as a mask: on GPUs by a kernel, which needs no sorting."""
-    if scores.is_cuda:
+    """The rule's pages as a mask: on GPUs by a kernel, which needs no sorting but takes one
+    position a column."""
+    if scores.is_cuda and pages.dim() == 1:
         from rlcore.attention.kept_pages_gpu import kept_mask  # Triton, which CPUs may lack
 
         return kept_mask(scores, pages, budget)

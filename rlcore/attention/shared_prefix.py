@@ -1,15 +1,18 @@
-"""Dense causal attention over sequences that share the positions of their common prefixes, as an
-attention implementation of transformers.
+"""Causal attention, dense or by pages, over sequences that share the positions of their common
+prefixes, as an attention implementation of transformers.
 
 The positions of a forward are the nodes of a tree, in one row: every layer but attention computes
 each of them once. A query attends to its node's path from the root. Attention takes the rows apart
 again: the queries of a row are the nodes that it adds to the tree, its keys are its whole path,
 gathered, so that the keys of a shared node receive the gradients of all rows that read them.
 
-Prepare the model with `accept(lm)`; a forward without `shared_prefix` is then exactly SDPA:
+Prepare the model with `accept(lm)`; a forward without `shared_prefix` is then as before:
 
     model(input_ids=ids, position_ids=depths, attention_mask=NO_MASK, use_cache=False,
           shared_prefix=SharedRows.of(rows, nodes).ready(dtype))
+
+`SharedRows.by(rule)` in place of `ready` attends by the rule of block top-k attention: a gathered
+path has its sequence's pages, in order, so that each query selects among those of its own sequence.
 
 As an argument of the forward, the rows reach a forward that gradient checkpointing repeats.
 """
@@ -24,9 +27,13 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from rlcore.attention.implementation import SparseRows, attend_rows
+from rlcore.attention.seen import QUERY_CHUNK, seen_from, summaries_of
 from rlcore.attention.shared_rows import Block, SharedRows
+from rlcore.attention.specs import SparseSpec
 
-NAME = "shared_prefix_sdpa"
+#: before the name of the implementation that a model was loaded with
+SHARED_PREFIX = "shared_prefix_"
 #: transformers uses a mask of four dimensions as it is, and makes none of its own
 NO_MASK = torch.zeros(1, 1, 1, 1)
 # what changes attention in ways that these rows do not follow; most models pass None
@@ -34,13 +41,22 @@ _ODD = ("sliding_window", "softcap", "s_aux", "position_bias", "cache")
 
 
 def accept(lm: Any) -> None:
-    """Let a model that was loaded with SDPA take `shared_prefix`, in place.
+    """Let a model that was loaded with SDPA, or block top-k attention beside it, take
+    `shared_prefix`, in place.
 
     Without it, every forward is as before.
     """
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    lm.set_attn_implementation(NAME)
+    before = lm.config.get_text_config()._attn_implementation
+    name = SHARED_PREFIX + before
+
+    def attend(*given: Any, shared_prefix: SharedRows | None = None, **kwargs: Any) -> Any:
+        if shared_prefix is None:
+            return ALL_ATTENTION_FUNCTIONS[before](*given, **kwargs)
+        return _attend(*given, shared_prefix=shared_prefix, **kwargs)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    lm.set_attn_implementation(name)
 
 
 class UnsharedAttentionError(RuntimeError):
@@ -55,20 +71,22 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    shared_prefix: SharedRows,
     scaling: float | None = None,
-    shared_prefix: SharedRows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, U, D], key and value [1, Hk, U, D] -> [1, U, H, D]."""
-    if shared_prefix is None:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     odd = [name for name in _ODD if kwargs.get(name) is not None]
     odd += ["dropout"] if kwargs.get("dropout") else []
     if odd or kwargs.get("is_causal") is False:
-        raise UnsharedAttentionError(f"{NAME} computes no {(odd or ['attention forward'])[0]}")
+        what = (odd or ["attention forward"])[0]
+        raise UnsharedAttentionError(f"attention over shared prefixes computes no {what}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [U, H, D]
-    outputs = [_block(block, q, k, v, scaling) for block in shared_prefix.blocks]
+    rule = shared_prefix.rule
+    outputs = [
+        _block(block, q, k, v, scaling) if rule is None else _paged(block, (q, k, v), rule, scaling)
+        for block in shared_prefix.blocks
+    ]
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return whole.index_select(0, shared_prefix.places).unsqueeze(0), None
 
@@ -77,7 +95,7 @@ def _block(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None)
     """Outputs [S*Q, H, D] of a block's queries."""
     queries = block.keys if block.queries is None else block.queries
     if block.queries is not None and block.bias is None:
-        raise RuntimeError(f"{NAME} takes rows that are `ready`")
+        raise RuntimeError("attention over shared prefixes takes rows that are `ready`")
     out = F.scaled_dot_product_attention(
         _gathered(q, queries),
         _gathered(k, block.keys),
@@ -88,6 +106,42 @@ def _block(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None)
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def _paged(
+    block: Block, qkv: tuple[Tensor, Tensor, Tensor], rule: SparseSpec, scaling: float | None
+) -> Tensor:
+    """The same by the rule of block top-k attention; in chunks of queries so that masks stay
+    small."""
+    k, v = (_gathered(x, block.keys) for x in qkv[1:])
+    if block.queries is None:
+        out = attend_rows(_gathered(qkv[0], block.keys), k, v, SparseRows(rule), scaling)
+        return out.transpose(1, 2).flatten(0, 1)
+    query = _gathered(qkv[0], block.queries)
+    summaries, (width, length) = summaries_of(k, rule.block_size), (query.shape[2], k.shape[2])
+    parts = []
+    for a in range(0, width, QUERY_CHUNK):
+        q = query[:, :, a : a + QUERY_CHUNK]
+        position = block.first[:, None] + torch.arange(a, a + q.shape[2], device=q.device)
+        mask = seen_from(q, summaries, rule, position, length)
+        parts.append(_masked(q, k, v, mask, scaling))
+    return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """q [S, H, Q, D], k and v [S, Hk, K, D], mask [S, Hk, Q, K] of a KV head's whole group ->
+    [S, H, Q, D]."""
+    (s, heads, width, d), (kv_heads, length) = q.shape, k.shape[1:3]
+    folded = (s * kv_heads, heads // kv_heads)  # no copy of a mask for every head
+    k, v = (x.reshape(-1, 1, length, d).expand(*folded, length, d) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q.reshape(*folded, width, d),
+        k,
+        v,
+        attn_mask=mask.view(-1, 1, width, length),
+        scale=scaling,
+    )
+    return out.view(q.shape)
 
 
 def _gathered(x: Tensor, nodes: Tensor) -> Tensor:

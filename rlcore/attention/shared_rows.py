@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.attention.specs import SparseSpec
+
 _SLACK = 32  # rows whose lengths differ by no more are padded to one block
 
 
@@ -56,6 +58,7 @@ class SharedRows:
 
     blocks: tuple[Block, ...]
     places: Tensor  # [U] int64: each node's query among those of all blocks, flattened
+    rule: SparseSpec | None = None  # which pages queries attend to; None: all
 
     @classmethod
     def of(cls, rows: Sequence[TreeRow], nodes: int, device: torch.device | str = "cpu") -> Self:
@@ -73,8 +76,14 @@ class SharedRows:
         return cls(tuple(blocks), torch.from_numpy(places).to(device))
 
     def ready(self, dtype: torch.dtype) -> SharedRows:
-        """With the masks that a forward in `dtype` needs."""
+        """With the masks that a dense forward in `dtype` needs."""
         return replace(self, blocks=tuple(block.ready(dtype) for block in self.blocks))
+
+    def by(self, rule: SparseSpec) -> SharedRows:
+        """For a sparse forward, which makes its masks in every layer."""
+        if not rule.sparse_prompt:
+            raise ValueError("sparse_prompt=false: nodes do not say whose prompt they belong to")
+        return replace(self, rule=rule)
 
 
 @dataclass(frozen=True, slots=True)

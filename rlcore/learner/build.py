@@ -150,7 +150,7 @@ class _Models:
         self.most = most_positions(self._spec, partial(layer_sizes, lm))
         if self._spec.micro_batch_tokens == "auto":
             self.tight = PassCosts.of(lm)
-        if self._may_share() and self._shares(lm):
+        if self._may_share() and self._shares(lm, self._rule):
             self.costs = PassCosts.of(lm)
         return self._trained(lm, self._rule, self._spec.lora, seed="lora", key="learner.lora")
 
@@ -159,6 +159,7 @@ class _Models:
         assert self._spec.distill is not None and self._job.sparse is not None
         lora, rule = self._spec.distill.lora, self._job.sparse
         lm = self._load(self._job.model_path, rule)
+        self._share_too(lm, rule)
         return self._trained(lm, rule, lora, seed="distill", key="learner.distill.lora")
 
     def starting(self) -> Policy:
@@ -168,8 +169,7 @@ class _Models:
         """
         rule = None if self._job.frozen_path else self._rule
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
-        if self.costs is not None and not self._shares(lm):
-            self.costs = None  # it is run over the policy's micro-batches
+        self._share_too(lm, rule)
         return self._ready(lm, rule)
 
     def _ready(
@@ -198,17 +198,27 @@ class _Models:
         return self._ready(lm.train(), rule, replay)
 
     def _may_share(self) -> bool:
-        """Whether the job leaves it to the models. Sparse attention selects pages of whole rows."""
-        spec = self._spec
-        dense = self._job.sparse is None and self.attention == "sdpa"
-        # unproven on GPUs, whose kernels for long masked rows are others
-        causal = self._job.diffusion is None
-        # the samples of a group may have had other experts for their prompt
-        live = spec.router == "live"
-        return spec.share_prefix == "auto" and dense and causal and live and spec.device == "cpu"
+        """Whether the job leaves it to the models."""
+        spec, rule = self._spec, self._job.sparse
+        return (
+            spec.share_prefix == "auto"
+            # unproven on GPUs, whose kernels for long masked rows are others
+            and spec.device == "cpu"
+            and self.attention == "sdpa"
+            and self._job.diffusion is None  # positions see what follows them
+            # the samples of a group may have had other experts for their prompt
+            and spec.router == "live"
+            # positions of the tree do not say where the prompt of their sequence ends
+            and (rule is None or rule.sparse_prompt)
+        )
 
-    def _shares(self, lm: nn.Module) -> bool:
-        reason = share_prefixes(lm, divided=self._split is not None)
+    def _share_too(self, lm: nn.Module, rule: SparseSpec | None) -> None:
+        """Prepare a model that is run over the policy's micro-batches, or give up sharing."""
+        if self.costs is not None and not self._shares(lm, rule):
+            self.costs = None
+
+    def _shares(self, lm: nn.Module, rule: SparseSpec | None) -> bool:
+        reason = share_prefixes(lm, rule, divided=self._split is not None)
         if reason is not None:
             logger.info("learner.share_prefix=auto computes every prompt anew: %s", reason)
         return reason is None

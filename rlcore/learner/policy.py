@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.attention.implementation import SparseRows, register
-from rlcore.attention.shared_prefix import NAME as SHARED_PREFIX
-from rlcore.attention.shared_prefix import NO_MASK
+from rlcore.attention.shared_prefix import NO_MASK, SHARED_PREFIX
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import NAME as VARLEN
 from rlcore.attention.varlen import Sequences, register_varlen
@@ -212,9 +211,10 @@ class Policy(nn.Module):
         name: Any = self.lm.config._attn_implementation  # type: ignore[union-attr]
         implementation = name.removeprefix(IN_PARTS)
         if mb.shared is not None:
-            if implementation != SHARED_PREFIX:
+            if not implementation.startswith(SHARED_PREFIX):
                 raise RuntimeError(f"{implementation} attention takes no shared prefixes")
-            rows = mb.shared.ready(self.head.weight.dtype)
+            dtype, rule = self.head.weight.dtype, self.sparse
+            rows = mb.shared.ready(dtype) if rule is None else mb.shared.by(rule)
             return {"shared_prefix": rows, "attention_mask": NO_MASK}
         if self.sparse is not None:
             return {"sparse_rows": sparse_rows(mb, self.sparse)}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
+from rlcore.attention.specs import SparseSpec
 from rlcore.learner.costs import PassCosts
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, pack
 from rlcore.learner.policy import Policy
@@ -25,8 +26,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 _ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
 
 
-def share_prefixes(lm: nn.Module, *, divided: bool = False) -> str | None:
-    """Prepare a model that was loaded with SDPA for shared prefixes.
+def share_prefixes(
+    lm: nn.Module, rule: SparseSpec | None = None, *, divided: bool = False
+) -> str | None:
+    """Prepare a model that was loaded with SDPA for shared prefixes; one that attends by `rule`
+    with block top-k attention beside SDPA.
 
     Returns None, or why it cannot be: then it is as before. Windows and chunks of attention are
     found in its configuration, everything else in a pass over a few tokens. `divided`: its
@@ -40,7 +44,7 @@ def share_prefixes(lm: nn.Module, *, divided: bool = False) -> str | None:
     before = config._attn_implementation
     try:
         accept(lm)
-        difference = _difference(short_model(lm) if divided else lm)
+        difference = _difference(short_model(lm) if divided else lm, rule)
     except (UnsharedAttentionError, TypeError, ValueError) as e:
         reason = str(e).splitlines()[0]
     else:
@@ -75,9 +79,9 @@ def short_model(lm: Any) -> nn.Module:
 
 
 @torch.no_grad()
-def _difference(lm: nn.Module) -> float:
+def _difference(lm: nn.Module, rule: SparseSpec | None) -> float:
     """Largest difference of a probe's hidden states, as a share of the largest of them."""
-    policy = Policy(lm)
+    policy = Policy(lm, rule)
     episodes = probe(policy)
     (plain_rows,) = pack(episodes, 1000, "sorted")
     (shared_row,) = pack(episodes, 1000, "sorted", costs=_ALWAYS)

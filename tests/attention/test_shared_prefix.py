@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.attention.implementation import SparseRows, attend_rows
 from rlcore.attention.shared_prefix import UnsharedAttentionError, _attend
 from rlcore.attention.shared_rows import SharedRows, TreeRow, blocks_of
+from rlcore.attention.specs import SparseSpec
 from rlcore.learner.prefixes import PrefixTree
 from rlcore.learner.sequences import TokenSequence
 
@@ -103,3 +105,41 @@ def test_masked_rows_must_be_made_ready():
     x = torch.zeros(1, 1, len(tree.tokens), 4)
     with pytest.raises(RuntimeError, match="ready"):
         _attend(None, x, x, x, None, shared_prefix=_rows(tree))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 2), max_size=50),
+    answers=st.lists(TOKENS, min_size=1, max_size=9),
+    heads=HEADS,
+    rule=st.sampled_from([{"blocks": 2}, {"blocks": 3}, {"share": 0.5}]),
+    seed=st.integers(0, 99),
+)
+def test_sparse_outputs_and_gradients_are_those_of_the_sequences(
+    prompt, answers, heads, rule, seed
+):
+    torch.manual_seed(seed)
+    sequences = [prompt + answer for answer in answers]
+    h, kv, d = heads
+    sparse = SparseSpec(block_size=4, **rule)
+    tree = _tree(sequences)
+    u = len(tree.tokens)
+    q, k, v = (
+        torch.randn(1, n, u, d, dtype=torch.float64, requires_grad=True) for n in (h, kv, kv)
+    )
+    seen = torch.randn(u, h, d, dtype=torch.float64)
+    out, _ = _attend(None, q, k, v, None, scaling=0.3, shared_prefix=_rows(tree).by(sparse))
+    found = torch.autograd.grad((out[0] * seen).sum(), (q, k, v))
+    expected = torch.zeros(u, h, d, dtype=torch.float64)
+    for path, first in zip(tree.paths, tree.firsts):
+        at = torch.from_numpy(path)
+        one = attend_rows(*(x[:, :, at] for x in (q, k, v)), SparseRows(sparse), 0.3)
+        expected = expected.index_put((at[first:],), one[0].transpose(0, 1)[first:])
+    torch.testing.assert_close(out[0], expected)
+    plain = torch.autograd.grad((expected * seen).sum(), (q, k, v))
+    torch.testing.assert_close(found, plain)
+
+
+def test_sparse_rows_with_dense_prompts_are_refused():
+    with pytest.raises(ValueError, match="sparse_prompt"):
+        _rows(_tree([[0, 1, 2], [0, 1, 1]])).by(SparseSpec(blocks=2, sparse_prompt=False))

@@ -29,12 +29,7 @@ def distill_once(
     rank: int, world: int, port: int, model: str, stage: int, folder: str
 ) -> dict[str, Any]:
     """Two steps with and without a sparse copy, what is published, and a load in the middle."""
-    # a learner with a sparse copy shares no prefixes: see `learner/build.py`
-    plain_options: dict[str, Any] = {
-        "zero_stage": stage,
-        "micro_batch_tokens": 60,
-        "share_prefix": "off",
-    }
+    plain_options: dict[str, Any] = {"zero_stage": stage, "micro_batch_tokens": 60}
     options = {**plain_options, "sparse": RULE, "distill": distill("k3")}
     plain = learner(rank, world, port, model, **plain_options)
     one = learner(rank, world, port, model, **options)

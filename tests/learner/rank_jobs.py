@@ -12,6 +12,7 @@ import torch
 from learner_helpers import make_groups, make_job, make_place
 from safetensors.torch import load_file
 
+from rlcore.attention.specs import SparseSpec
 from rlcore.learner import limits
 from rlcore.learner import policy as policy_module
 from rlcore.learner.batch import Scored, build_batch
@@ -113,6 +114,13 @@ def sharing_table(rank: int, world: int, port: int, model: str) -> dict[tuple[st
     variants |= {
         "checkpointing": {"gradient_checkpointing": True, "zero_stage": 3, "kl_coef": 0.1},
         "lora": {"lora": {"rank": 4}, "zero_stage": 3},
+        "sparse": {"train_sparse": True, "sparse": SparseSpec(block_size=2, blocks=2)},
+        "sparse, kl": {
+            **{"train_sparse": True, "sparse": SparseSpec(block_size=2, share=0.5)},
+            "kl_coef": 0.1,
+        },
+        "distill k3": {"distill": {"kl": "k3"}, "sparse": SparseSpec(block_size=2, blocks=2)},
+        "distill full": {"distill": {"kl": "full"}, "sparse": SparseSpec(block_size=2, blocks=2)},
         "accepted": {"keep_by_acceptance": 4, "corrections": {"ais": {}}, "entropy_coef": 0.01},
     }
     out = {}

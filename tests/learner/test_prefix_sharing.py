@@ -249,11 +249,12 @@ def test_a_model_is_asked_whether_its_attention_follows(kind, options, reason):
         ({}, True),
         ({"lora": {}, "gradient_checkpointing": True, "zero_stage": 3}, True),
         ({"share_prefix": "off"}, False),
-        ({"train_sparse": True, "sparse": SparseSpec(blocks=2)}, False),
-        ({"distill": {}, "sparse": SparseSpec(blocks=2)}, False),
+        ({"train_sparse": True, "sparse": SparseSpec(blocks=2)}, True),
+        ({"distill": {}, "sparse": SparseSpec(blocks=2)}, True),
+        ({"distill": {}, "sparse": SparseSpec(blocks=2, sparse_prompt=False)}, False),
         ({"num_gpus": 1, "dtype": "float32"}, False),
     ],
 )
-def test_sparse_attention_and_gpus_compute_every_prompt_anew(options, may):
+def test_dense_prompts_of_sparse_actors_and_gpus_compute_every_prompt_anew(options, may):
     models = build._Models(make_job("nowhere", **options), PlainEngine, None, torch.device("cpu"))
     assert models._may_share() == may
