@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from rlcore.attention.specs import SparseSpec
 from rlcore.learner.costs import PassCosts
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch, pack
@@ -48,7 +49,8 @@ MODELS = {
 
 
 class Load(NamedTuple):
-    """Groups of samples. `spread`: the shortest response as a share of the longest."""
+    """Groups of samples. `spread`: the shortest response as a share of the longest. `blocks`: pages
+    of 16 tokens that each query attends to; None: dense attention."""
 
     model: str
     groups: int
@@ -57,6 +59,7 @@ class Load(NamedTuple):
     response: int
     spread: float
     micro_batch_tokens: int
+    blocks: int | None = None
 
 
 LOADS = {
@@ -66,6 +69,8 @@ LOADS = {
     "unequal": Load("0.6M", 16, 8, 60, 384, 0.02, 4096),
     "long responses": Load("0.6M", 16, 8, 8, 384, 1.0, 4096),
     "135M": Load("135M", 4, 8, 45, 16, 1.0, 1024),
+    "long prompts in 8 pages": Load("0.6M", 16, 8, 300, 120, 1.0, 4096, blocks=8),
+    "short answers in 8 pages": Load("0.6M", 16, 8, 300, 8, 1.0, 4096, blocks=8),
 }
 
 
@@ -108,10 +113,11 @@ def gradient(policy: Policy) -> torch.Tensor:
 def measure(load: Load, folder: Path, rounds: int) -> Result:
     spec = FreshModelSpec(**MODELS[load.model])
     path = build_fresh_model(folder / load.model, ALPHABET, spec, seed=0, max_len=512)
-    lm = load_causal_lm(path, "float32", "sdpa")
-    reason = share_prefixes(lm)
+    rule = None if load.blocks is None else SparseSpec(blocks=load.blocks)
+    lm = load_causal_lm(path, "float32", "sdpa", sparse=rule is not None)
+    reason = share_prefixes(lm, rule)
     assert reason is None, reason
-    costs, policy, episodes = PassCosts.of(lm), Policy(lm.train()), episodes_of(load)
+    costs, policy, episodes = PassCosts.of(lm), Policy(lm.train(), rule), episodes_of(load)
     tokens = sum(s.scored for (s,) in episodes)
     ways = [pack(episodes, load.micro_batch_tokens, "sorted", costs=c) for c in (None, costs)]
     seconds: list[list[float]] = [[], []]

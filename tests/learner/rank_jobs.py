@@ -117,7 +117,7 @@ def sharing_table(rank: int, world: int, port: int, model: str) -> dict[tuple[st
         "sparse": {"train_sparse": True, "sparse": SparseSpec(block_size=2, blocks=2)},
         "sparse, kl": {
             **{"train_sparse": True, "sparse": SparseSpec(block_size=2, share=0.5)},
-            "kl_coef": 0.1,
+            **{"kl_coef": 0.1, "zero_stage": 3},
         },
         "distill k3": {"distill": {"kl": "k3"}, "sparse": SparseSpec(block_size=2, blocks=2)},
         "distill full": {"distill": {"kl": "full"}, "sparse": SparseSpec(block_size=2, blocks=2)},
