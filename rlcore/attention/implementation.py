@@ -160,27 +160,41 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, rows: SparseRows, scaling: float | None
 ) -> Tensor:
     """Rows that all start in column 0, in chunks of queries so that masks stay small."""
-    rule = rows.rule
-    b, heads, t, d = query.shape
-    kv_heads = key.shape[1]
-    dense_end, dense_until = _dense_prefix(rows, b, t, query.device)
-    # KV heads join the batch, so that one mask serves a KV head's whole group without a copy
-    folded = (b * kv_heads, heads // kv_heads, t, d)
-    q = query.reshape(folded)
-    k = key.reshape(b * kv_heads, 1, t, d).expand(folded)
-    v = value.reshape(b * kv_heads, 1, t, d).expand(folded)
+    rule, t = rows.rule, query.shape[2]
+    dense_end, dense_until = _dense_prefix(rows, query.shape[0], t, query.device)
     parts = []
     if dense_end:
-        q0, k0, v0 = q[:, :, :dense_end], k[:, :, :dense_end], v[:, :, :dense_end]
-        parts.append(F.scaled_dot_product_attention(q0, k0, v0, is_causal=True, scale=scaling))
+        q, k, v = (x[:, :, :dense_end] for x in (query, key, value))
+        parts.append(attend_groups(q, k, v, None, scaling))
     summaries = summaries_of(key, rule.block_size)
     for a in range(dense_end, t, QUERY_CHUNK):
         z = min(t, a + QUERY_CHUNK)
-        pages = pages_seen(query[:, :, a:z], summaries, rule, a, dense_until)
-        mask = tokens_seen(pages, rule.block_size, a).view(b * kv_heads, 1, z - a, z)
-        q1, k1, v1 = q[:, :, a:z], k[:, :, :z], v[:, :, :z]
-        parts.append(F.scaled_dot_product_attention(q1, k1, v1, attn_mask=mask, scale=scaling))
-    return torch.cat(parts, dim=2).view(b, heads, t, d)
+        q, k, v = query[:, :, a:z], key[:, :, :z], value[:, :, :z]
+        pages = pages_seen(q, summaries, rule, a, dense_until)
+        parts.append(attend_groups(q, k, v, tokens_seen(pages, rule.block_size, a), scaling))
+    return torch.cat(parts, dim=2)
+
+
+def attend_groups(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """SDPA with one mask for each KV head's group of queries; without a mask, causal.
+
+    q [B, H, C, D], k and v [B, Hk, T, D], mask [B, Hk, C, T] bool -> [B, H, C, D].
+    """
+    (b, heads, c, d), (kv_heads, t) = q.shape, k.shape[1:3]
+    # KV heads join the batch, so that one mask serves a whole group without a copy
+    folded = (b * kv_heads, heads // kv_heads)
+    k, v = (x.reshape(-1, 1, t, d).expand(*folded, t, d) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q.reshape(*folded, c, d),
+        k,
+        v,
+        attn_mask=None if mask is None else mask.view(-1, 1, c, t),
+        is_causal=mask is None,
+        scale=scaling,
+    )
+    return out.reshape(q.shape)
 
 
 def _dense_prefix(

@@ -35,9 +35,7 @@ def pages_seen(
     """
     end = start + query.shape[2]
     position = torch.arange(start, end, device=query.device)
-    n = (end - 1) // rule.block_size + 1
-    pages = position // rule.block_size + 1
-    seen = _kept(_scores(query, summaries, n), pages, page_budget(rule, pages), rule.max_budget(n))
+    seen = _pages_by(query, summaries, rule, position, end)
     if dense_until is not None:
         seen = seen | (position < dense_until[:, None])[:, None, :, None]
     return seen
@@ -52,23 +50,25 @@ def seen_from(
     query [B, H, C, D], position [B, C] int64, those from `length` on being padding ->
     [B, Hk, C, length] bool.
     """
-    n = (length - 1) // rule.block_size + 1
     at = position.clamp(max=length - 1)[:, None]
-    pages = at // rule.block_size + 1  # [B, 1, C]
-    seen = _kept(_scores(query, summaries, n), pages, page_budget(rule, pages), rule.max_budget(n))
-    tokens = seen.repeat_interleave(rule.block_size, dim=-1)[..., :length]
+    pages = _pages_by(query, summaries, rule, at, length)
+    tokens = pages.repeat_interleave(rule.block_size, dim=-1)[..., :length]
     return tokens & (torch.arange(length, device=query.device) <= at[..., None])
 
 
-def _scores(query: Tensor, summaries: Tensor, n: int) -> Tensor:
-    """[B, Hk, C, n] float32, of the first n pages; the last may be incomplete and have none."""
-    kv_heads = summaries.shape[1]
+def _pages_by(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, end: int
+) -> Tensor:
+    """The rule alone: position [C], or [B, 1, C] where rows differ -> [B, Hk, C, n] bool, n the
+    pages before `end`."""
+    kv_heads, bs = summaries.shape[1], rule.block_size
+    n, pages = (end - 1) // bs + 1, position // bs + 1
     mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
     # an incomplete last page is the own page of whoever sees it, and needs no score
     scores = mean_query.new_zeros(*mean_query.shape[:3], n)
     complete = min(n, summaries.shape[2])
     scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
-    return scores
+    return _kept(scores, pages, page_budget(rule, pages), rule.max_budget(n))
 
 
 def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:

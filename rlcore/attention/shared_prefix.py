@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from rlcore.attention.implementation import SparseRows, attend_rows
+from rlcore.attention.implementation import SparseRows, attend_groups, attend_rows
 from rlcore.attention.seen import QUERY_CHUNK, seen_from, summaries_of
 from rlcore.attention.shared_rows import Block, SharedRows
 from rlcore.attention.specs import SparseSpec
@@ -124,24 +124,8 @@ def _paged(
         q = query[:, :, a : a + QUERY_CHUNK]
         position = block.first[:, None] + torch.arange(a, a + q.shape[2], device=q.device)
         mask = seen_from(q, summaries, rule, position, length)
-        parts.append(_masked(q, k, v, mask, scaling))
+        parts.append(attend_groups(q, k, v, mask, scaling))
     return torch.cat(parts, dim=2).transpose(1, 2).flatten(0, 1)
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """q [S, H, Q, D], k and v [S, Hk, K, D], mask [S, Hk, Q, K] of a KV head's whole group ->
-    [S, H, Q, D]."""
-    (s, heads, width, d), (kv_heads, length) = q.shape, k.shape[1:3]
-    folded = (s * kv_heads, heads // kv_heads)  # no copy of a mask for every head
-    k, v = (x.reshape(-1, 1, length, d).expand(*folded, length, d) for x in (k, v))
-    out = F.scaled_dot_product_attention(
-        q.reshape(*folded, width, d),
-        k,
-        v,
-        attn_mask=mask.view(-1, 1, width, length),
-        scale=scaling,
-    )
-    return out.view(q.shape)
 
 
 def _gathered(x: Tensor, nodes: Tensor) -> Tensor:

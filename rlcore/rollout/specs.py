@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
-from rlcore.weights.specs import RoundingSpec
+from rlcore.weights.specs import Rounding, RoundingSpec
 
 # Widths of a head that vLLM's attention has on CPU.
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -226,8 +226,8 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
     )
     refuse(
         actor.kind == "fp8" and actor.on_cpu and actor.rounding == "none",
-        f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of fp8, int8, int4, "
-        f"int3, or {key}.num_gpus=1.",
+        f"{key}.kind=fp8 on CPU has to be emulated: set {key}.rounding to one of "
+        f"{', '.join(kind for kind in get_args(Rounding) if kind != 'none')}, or {key}.num_gpus=1.",
     )
 
 

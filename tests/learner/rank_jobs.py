@@ -120,6 +120,14 @@ def sharing_table(rank: int, world: int, port: int, model: str) -> dict[tuple[st
             **{"kl_coef": 0.1, "zero_stage": 3},
         },
         "distill k3": {"distill": {"kl": "k3"}, "sparse": SparseSpec(block_size=2, blocks=2)},
+        "sparse, lora": {
+            **{"train_sparse": True, "sparse": SparseSpec(block_size=2, blocks=2)},
+            **{"lora": {"rank": 4}, "gradient_checkpointing": True},
+        },
+        "distill, checkpointing": {
+            **{"distill": {"kl": "k1"}, "sparse": SparseSpec(block_size=2, blocks=2)},
+            **{"gradient_checkpointing": True, "kl_coef": 0.1, "zero_stage": 2},
+        },
         "distill full": {"distill": {"kl": "full"}, "sparse": SparseSpec(block_size=2, blocks=2)},
         "accepted": {"keep_by_acceptance": 4, "corrections": {"ais": {}}, "entropy_coef": 0.01},
     }
