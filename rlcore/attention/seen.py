@@ -72,8 +72,8 @@ def _pages_by(
 
 
 def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
-    """The rule's pages as a mask: on GPUs by a kernel, which needs no sorting but takes one
-    position a column."""
+    """The rule's pages as a mask: on GPUs by a kernel that needs no sorting, where all rows have
+    the same positions."""
     if scores.is_cuda and pages.dim() == 1:
         from rlcore.attention.kept_pages_gpu import kept_mask  # Triton, which CPUs may lack
 

@@ -82,7 +82,9 @@ class SharedRows:
     def by(self, rule: SparseSpec) -> SharedRows:
         """For a sparse forward, which makes its masks in every layer."""
         if not rule.sparse_prompt:
-            raise ValueError("sparse_prompt=false: nodes do not say whose prompt they belong to")
+            raise ValueError(
+                "sparse_prompt=false: a node does not say where its sequence's prompt ends"
+            )
         return replace(self, rule=rule)
 
 
