@@ -116,6 +116,8 @@ _ROUNDINGS: dict[str, Words] = {
     "int3, all": ("actor.fp8.rounding=int3", *_WITH_EMBEDDINGS),
 }
 _ON_OFF_ON = "int3, all; none; int3, all"
+#: A resumed run keeps the actor of the part before it, so that each part names its own.
+_ROUNDED_AGAIN = ("actor=[fp8]", *_ROUNDINGS["int3, all"])
 _NOISE_ARMS: dict[str, Words] = {
     "tis": ("correction=[tis,veto]",),
     "mis": ("correction=[mis,veto]",),
@@ -200,7 +202,7 @@ STUDIES: dict[str, Study] = {
         arms=_ROUNDING_ARMS,
         further={_ON_OFF_ON: {UNCORRECTED: (), **_ROUNDING_ARMS}},
         switching={
-            _ON_OFF_ON: (_ROUNDINGS["int3, all"], ("actor=[bf16]",), _ROUNDINGS["int3, all"]),
+            _ON_OFF_ON: (_ROUNDED_AGAIN, ("actor=[bf16]",), _ROUNDED_AGAIN),
         },
         watched=(
             *("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha", "mismatch/ais_alpha_ess"),

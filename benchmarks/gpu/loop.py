@@ -24,6 +24,7 @@ COMMON = (
     "checkpoint.every=1",
     "evaluation.every=0",
     "evaluation.at_start=false",
+    "logging.report=false",
     "logging.wandb=disabled",
 )
 HALVES = (

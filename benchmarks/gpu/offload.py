@@ -57,8 +57,11 @@ def offload(s: Setting) -> None:
             places = {**places, "nvme_path": str(s.folder / "swapped")}
         found = _trained(s, model, stage, places, saved)
         reference = reference or found
-        row = {k: v for k, v in found.items() if k not in ("weights", "resumed")}
-        row["largest difference"] = _apart(found["weights"], reference["weights"])
+        row = {k: v for k, v in found.items() if k not in ("start", "one", "weights", "resumed")}
+        row["at the start"] = _apart(found["start"], reference["start"])
+        row["after one step"] = _apart(found["one"], reference["one"])
+        row["share of it above 1e-6"] = _share(found["one"], reference["one"])
+        row["after two"] = _apart(found["weights"], reference["weights"])
         row["after resuming"] = _apart(found["resumed"], reference["weights"])
         s.add("offload", {"setting": name, **row})
 
@@ -81,7 +84,9 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
 
     before = _allocated(s)
     one = begin()
-    step(one, 0)
+    at_start = dict(one.engine.trained_weights())
+    first = step(one, 0)
+    after_one = dict(one.engine.trained_weights())
     if not saved.exists():
         one.save(saved)
     if not s.small:
@@ -97,9 +102,11 @@ def _trained(s: Setting, model: str, stage: int, places: dict[str, Any], saved: 
     step(again, 1)
     sizes = ModelSizes.of(read_config(model), read_shapes(model))
     return {
+        "start": at_start,
+        "one": after_one,
         "weights": weights,
         "resumed": dict(again.engine.trained_weights()),
-        "gradient norm": row["grad_norm"],
+        "gradient norms": f"{first['grad_norm']:.7g}, {row['grad_norm']:.7g}",
         "peak GiB": peak,
         "counted GiB": total(learner_rank(sizes, job.learner)) / GIB,
         "step s": seconds,
@@ -156,6 +163,12 @@ def _allocated(s: Setting) -> int:
 def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of any weight; two steps at this rate move a weight by up to 2e-4."""
     return max(float((w - other[name]).abs().max()) for name, w in one.items())
+
+
+def _share(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of all weights, the share that differ by more than 1e-6."""
+    apart = sum(int(((w - other[name]).abs() > 1e-6).sum()) for name, w in one.items())
+    return apart / sum(w.numel() for w in one.values())
 
 
 def _port() -> int:

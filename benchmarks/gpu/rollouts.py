@@ -154,13 +154,17 @@ def update(s: Setting) -> None:
     from rlcore.weights.stream import whole
 
     other = str(s.folder / "other")
-    moved = AutoModelForCausalLM.from_pretrained(s.model, dtype=s.dtype)
+    # on the GPU: a minute of drawing billions of numbers on the host
+    moved = AutoModelForCausalLM.from_pretrained(s.model, dtype=s.dtype).to(s.device)
     torch.manual_seed(1)
     with torch.no_grad():
         for p in moved.parameters():
             p.add_(0.1 * p.abs().mean() * torch.randn_like(p))
     moved.save_pretrained(other)
     AutoTokenizer.from_pretrained(s.model).save_pretrained(other)
+    del moved, p
+    if not s.small:
+        torch.cuda.empty_cache()
     asked = prompts(s.batch, min(256, min(s.contexts)))
     # eager and small, because the first engine may not release all GPU memory when it closes
     small: Row = {"memory": 0.4, "enforce_eager": True}
