@@ -54,6 +54,7 @@ class Study:
     timed: bool = False
     alone: bool = False
     shown: str | None = None
+    drawn: tuple[str, ...] = ()  # sizes of `further` with a figure of their own
     #: Models that are evaluated on the actors after a run: the folder to export to, and folders
     #: in it, where they exist.
     deployed: tuple[str, ...] = ()
@@ -204,6 +205,7 @@ STUDIES: dict[str, Study] = {
         switching={
             _ON_OFF_ON: (_ROUNDED_AGAIN, ("actor=[bf16]",), _ROUNDED_AGAIN),
         },
+        drawn=(_ON_OFF_ON,),
         watched=(
             *("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha", "mismatch/ais_alpha_ess"),
             *("mismatch/ais_alpha_mis", "mismatch/ais_alpha_var"),
@@ -216,6 +218,7 @@ STUDIES: dict[str, Study] = {
         sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (1.0, 2.0, 3.0)},
         arms=_NOISE_ARMS,
         further={"2": {**_NOISE_ARMS, **_WITHOUT_VETO}},
+        drawn=("2",),
         watched=(
             *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
             *("mismatch/unlikely_share", "mismatch/outside_share", "mismatch/veto_share"),

@@ -268,6 +268,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     page = (evidence_page.PAGES / f"{name}.md").read_text()
     assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
+    assert set(study.drawn) <= set(study.further)
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ def line(arm, size, seed=0, final=0.5, **more):
     }
 
 
-def drawn(tmp_path, monkeypatch, lines):
+def drawn(tmp_path, monkeypatch, lines, study=STUDY):
     """The page and the texts of its figures, by file."""
     monkeypatch.setattr(evidence_page, "PAGES", tmp_path)
     (tmp_path / "a.md").write_text(f"before {evidence_page.BEGIN} {evidence_page.END} after")
-    evidence_page.write_page("a", STUDY, lines, "now")
+    evidence_page.write_page("a", study, lines, "now")
     figures = {
         f.name: re.findall(r">([^<]+)</text>", f.read_text()) for f in tmp_path.glob("*.svg")
     }
@@ -46,7 +46,7 @@ def test_metrics_over_time_are_drawn_of_the_arms_that_have_them(tmp_path, monkey
         line("younger", "2", watched={"entropy": [1.0, 0.5]}),
         {"chosen": "2"},
     ]
-    shown = evidence_page.shown_over_time(STUDY, [*lines[:2], {"chosen": "2"}])
+    shown = evidence_page.shown_over_time(STUDY, lines[:2], "2")
     assert shown == ["mismatch/kl_k3"]
     page, figures = drawn(tmp_path, monkeypatch, lines)
     assert "(a_over_time.svg)" in page
@@ -62,7 +62,8 @@ def test_a_page_without_metrics_over_time_has_no_figure_of_them(tmp_path, monkey
 
 def test_arms_are_compared_at_the_chosen_size_or_where_they_are_matched():
     lines = [line("matched", "1"), line("tis", "1", final=0.9), line("tis", "2"), line("late", "4")]
-    shown = evidence_page._compared(STUDY, [*lines, {"chosen": "2"}])
+    assert evidence_page.compared_size(STUDY, [*lines, {"chosen": "2"}]) == "2"
+    shown = evidence_page.compared(STUDY, lines, "2")
     assert [(arm, [r["size"] for r in own]) for arm, _, own in shown] == [
         ("matched", ["1"]),
         ("tis", ["2"]),
@@ -71,9 +72,21 @@ def test_arms_are_compared_at_the_chosen_size_or_where_they_are_matched():
 
 @pytest.mark.parametrize("made", [[], [{"chosen": None}]])
 def test_without_a_chosen_size_the_figure_shows_the_largest(made):
-    lines = [line("uncorrected", size) for size in ("2", "4")]
-    ((_, _, own),) = evidence_page._compared(STUDY, [*lines, *made])
-    assert [r["size"] for r in own] == ["4"]
+    assert evidence_page.compared_size(STUDY, [line("uncorrected", "2"), *made]) == "4"
+
+
+def test_a_size_with_a_figure_of_its_own_shows_accuracy_and_metrics(tmp_path, monkeypatch):
+    study = replace(STUDY, drawn=("2, off; 2",))
+    watched = {"mismatch/kl_k3": [0.0, 0.1], "entropy": [None, None]}
+    lines = [line("matched", "1"), line("tis", "2"), {"chosen": "2"}]
+    page, figures = drawn(tmp_path, monkeypatch, lines, study)
+    assert set(figures) == {"a.svg"}  # no run has that size yet
+    lines.append(line("late", "2, off; 2", watched=watched))
+    page, figures = drawn(tmp_path, monkeypatch, lines, study)
+    assert set(figures) == {"a.svg", "a_at_2_off_2.svg"} and "(a_at_2_off_2.svg)" in page
+    texts = set(figures["a_at_2_off_2.svg"])
+    assert {"2, off; 2", "mismatch/kl_k3", "matched", "late"} <= texts
+    assert not {"tis", "entropy"} & texts
 
 
 def test_accuracies_of_exported_models_are_columns():
