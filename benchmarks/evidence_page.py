@@ -119,14 +119,14 @@ def draw_over_time(file: Path, arms: Sequence[Arm], metrics: Sequence[str]) -> N
 def draw_size(file: Path, study: Study, lines: Sequence[Line], size: str) -> None:
     """Accuracy and the study's metrics over steps, of each arm at this size."""
     arms, metrics = compared(study, lines, size), shown_over_time(study, lines, size)
-    with _panels(file, 1 + len(metrics)) as axes:
-        _over_steps(axes[0], arms, size)
+    with _panels(file, 1 + len(metrics), f"{study.knob} = {size}") as axes:
+        _over_steps(axes[0], arms, "held-out accuracy")
         for axis, metric in zip(axes[1:], metrics):
             _metric(axis, arms, metric)
 
 
 @contextlib.contextmanager
-def _panels(file: Path, count: int) -> Iterator[list[Any]]:
+def _panels(file: Path, count: int, title: str | None = None) -> Iterator[list[Any]]:
     """Axes, at most three in a row, with one legend; written to the file at the end."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
@@ -136,6 +136,8 @@ def _panels(file: Path, count: int) -> Iterator[list[Any]]:
     figure, grid = pyplot.subplots(
         down, across, figsize=(1 + 4 * across, 4 * down), layout="constrained", squeeze=False
     )
+    if title is not None:
+        figure.suptitle(title)
     axes = list(grid.flat)
     for unused in axes[count:]:
         unused.set_visible(False)
@@ -217,9 +219,10 @@ def compared(study: Study, lines: Sequence[Line], size: str) -> list[Arm]:
 
 
 def compared_size(study: Study, lines: Sequence[Line]) -> str:
-    """The size at which arms are compared; the largest while a sweep has chosen none."""
+    """The size at which arms are compared: the one that a sweep has chosen, else the one that the
+    study shows, else the largest."""
     chosen = [line["chosen"] for line in lines if "chosen" in line] if study.swept else []
-    return (chosen[0] if chosen else study.shown) or list(study.sizes)[-1]
+    return (chosen[0] if chosen else None) or study.shown or list(study.sizes)[-1]
 
 
 def _over_time_file(name: str) -> Path:

@@ -33,10 +33,10 @@ class Study:
     A size in `switching` changes the mismatch within its runs, whose steps are divided evenly: the
     words of each part, with which the run is resumed. It is not swept, only run in `further`.
 
-    A study that is not `swept` chooses no size: the arm `reference` runs at the matched size,
-    `arms` at all sizes, and the figure shows the curves of the size `shown`. An arm in `by_trl` is
-    run by TRL's trainer instead of rlcore. Times are shown of a `timed` study only. Each run of a
-    study that runs `alone` needs the whole machine."""
+    A study that is not `swept` chooses no size: the arm `reference` runs at the matched size and
+    `arms` at all sizes. Where no size was chosen, the figure shows the curves of the size `shown`.
+    An arm in `by_trl` is run by TRL's trainer instead of rlcore. Times are shown of a `timed` study
+    only. Each run of a study that runs `alone` needs the whole machine."""
 
     experiment: str
     knob: str
@@ -169,6 +169,7 @@ STUDIES: dict[str, Study] = {
         sizes=_phases(16, 64, 128),
         arms=_STALENESS_ARMS,
         further={"64": _STALENESS_ARMS},
+        drawn=("64",),
         watched=("correction/jackpot/acceptance", "entropy"),
     ),
     "ablations": Study(
@@ -247,6 +248,7 @@ STUDIES: dict[str, Study] = {
         sizes={str(pages): (f"actor.sparse.sparse.blocks={pages}",) for pages in (12, 8, 4, 2)},
         arms=_SPARSE_ARMS,
         further={"4": _SPARSE_ARMS},
+        shown="4",
         metric="eval/hiddendigits/mean@4",
         deployed=("policy", "policy/sparse"),
         watched=(
@@ -261,6 +263,7 @@ STUDIES: dict[str, Study] = {
         sizes=_ASYNC_SIZES,
         arms=_ASYNC_ARMS,
         further={size: _ASYNC_ARMS for size in _ASYNC_SIZES},
+        drawn=("1", "16", "64"),
         timed=True,
         alone=True,
         watched=("mismatch/kl_k3", "staleness/mean", "entropy"),

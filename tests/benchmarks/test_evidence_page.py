@@ -71,8 +71,10 @@ def test_arms_are_compared_at_the_chosen_size_or_where_they_are_matched():
 
 
 @pytest.mark.parametrize("made", [[], [{"chosen": None}]])
-def test_without_a_chosen_size_the_figure_shows_the_largest(made):
-    assert evidence_page.compared_size(STUDY, [line("uncorrected", "2"), *made]) == "4"
+def test_without_a_chosen_size_the_figure_shows_the_named_or_the_largest(made):
+    lines = [line("uncorrected", "2"), *made]
+    assert evidence_page.compared_size(STUDY, lines) == "4"
+    assert evidence_page.compared_size(replace(STUDY, shown="2"), lines) == "2"
 
 
 def test_a_size_with_a_figure_of_its_own_shows_accuracy_and_metrics(tmp_path, monkeypatch):
@@ -85,7 +87,7 @@ def test_a_size_with_a_figure_of_its_own_shows_accuracy_and_metrics(tmp_path, mo
     page, figures = drawn(tmp_path, monkeypatch, lines, study)
     assert set(figures) == {"a.svg", "a_at_2_off_2.svg"} and "(a_at_2_off_2.svg)" in page
     texts = set(figures["a_at_2_off_2.svg"])
-    assert {"2, off; 2", "mismatch/kl_k3", "matched", "late"} <= texts
+    assert {"H = 2, off; 2", "mismatch/kl_k3", "matched", "late"} <= texts
     assert not {"tis", "entropy"} & texts
 
 
