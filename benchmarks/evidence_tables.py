@@ -101,11 +101,15 @@ def _row(
 ) -> dict[str, Any]:
     own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
     collapses = [str(line["collapse"]) for line in own if line["collapse"] is not None]
-    old = sum(line["sources"] != digest for line in own)
+    counts = {
+        "old": sum(line["sources"] != digest for line in own),
+        "other start": _other_starts(own, [r for r in _runs(lines) if r["arm"] == references[0]]),
+    }
+    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     return {
         "arm": arm,
         "size": size,
-        "seeds": f"{len(own)}" + (f" ({old} old)" if old else ""),
+        "seeds": f"{len(own)}" + (f" ({said})" if said else ""),
         "final accuracy": _with_interval([line["final"] for line in own]),
         "best": _with_interval([line["best"] for line in own]),
         # the matched arm has no size of its own at which to compare it with the uncorrected one
@@ -120,6 +124,17 @@ def _row(
         "clipped sequences": _mean(own, "rapid clipped"),
         "staleness, steps": _mean(own, "staleness"),
     }
+
+
+def _other_starts(own: Sequence[Line], reference: Sequence[Line]) -> int:
+    """How many runs began from another model than the reference run of their seed, as far as the
+    accuracy before the first step shows it: processors differ in how a warm-up is rounded."""
+    starts = {line["seed"]: tuple(line["curve"][0]) for line in reference}
+    return sum(
+        start[0] == line["curve"][0][0] and start[1] != line["curve"][0][1]
+        for line in own
+        if (start := starts.get(line["seed"]))
+    )
 
 
 def _times(lines: Sequence[Line], arm: str, size: str, matched: str) -> dict[str, str]:

@@ -187,6 +187,16 @@ def test_the_table_counts_lines_of_other_sources_as_old():
     assert row["seeds"] == "2 (1 old)" and row["final accuracy"] == "0.700"
 
 
+def test_the_table_counts_runs_that_began_from_another_model():
+    def begun(arm, start, step=1, seed=0):
+        return {**line(arm, "1", seed, 0.8), "curve": [(step, start), (32, 0.8)]}
+
+    found = [begun("matched", 0.3), begun("tis", 0.4), begun("tis", 0.4, seed=1)]
+    found += [begun("late", 0.4, step=2), begun("same", 0.3)]
+    rows = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
+    assert [row["seeds"] for row in rows] == ["1", "2 (1 other start)", "1", "1"]
+
+
 def test_intervals_are_shown_of_five_seeds():
     found = [line("matched", "1", seed, 0.5 + seed / 10) for seed in range(5)]
     (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
