@@ -134,6 +134,7 @@ def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_pa
     }
 
 
+@pytest.mark.slow
 def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path):
     """Over the disk and gloo, by an actor and its replacement, through a resume: the engine has
     what the learner differentiates."""

@@ -36,6 +36,7 @@ def audit(found):
     assert max(map(clipped, found)) > 0.0
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_uses_every_group_twice(command, small, tmp_path):
     run_dir = tmp_path / "run"
     words = (*small, *PHASES, "schedule.max_staleness=2", "schedule.steps=12")
