@@ -48,7 +48,7 @@ def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
     if shown_over_time(study, lines, compared_size(study, lines)):
         text += f"![Means over the steps between evaluations]({_over_time_file(name).name})\n\n"
     for size in drawn(study, lines):
-        title = f"Accuracy, and means between evaluations, at {size}"
+        title = f"Accuracy, and means between evaluations, at {study.knob} = {size}"
         text += f"![{title}]({_size_file(name, size).name})\n\n"
     text += table(rows(lines, (study.reference, UNCORRECTED), digest, timed=study.timed))
     machines = sorted({line["machine"] for line in made})
