@@ -1,16 +1,19 @@
-"""What `make docs` does beside building docs/: measured results and the changelog, which the pages
-link to and which stand elsewhere in the repository, become pages of the site."""
+"""What `make docs` does beside building docs/: files elsewhere in the repository that pages link to
+become part of the site, as pages where they are Markdown. So do measured results and the changelog,
+linked or not."""
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).resolve().parents[1]
-FURTHER = ("CHANGELOG.md", "benchmarks/results/*.md")
-LINK = re.compile(r"(\]\()([\w./-]+\.md)(?=[)#])")
+DOCS = ROOT / "docs"
+ALWAYS = ("CHANGELOG.md", "benchmarks/results/*.md")
+LINK = re.compile(r"(\]\()([^()\s:#]+)(?=[)#])")
 
 
 def on_config(config):
@@ -20,7 +23,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-    for path in _further():
+    for path in sorted(_further()):
         name = path.relative_to(ROOT).as_posix()
         files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
@@ -31,18 +34,32 @@ def on_page_markdown(markdown, page, config, files):
 
     def moved(match):
         target = (at.parent / match[2]).resolve()
-        if target not in _further() and not target.is_relative_to(ROOT / "docs"):
+        if target not in _further() and not (target.is_relative_to(DOCS) and target.is_file()):
             return match[0]  # the strict build then names it
         return match[1] + os.path.relpath(_uri(target), Path(page.file.src_uri).parent)
 
     return LINK.sub(moved, markdown)
 
 
+@cache
 def _further():
-    return [path for pattern in FURTHER for path in sorted(ROOT.glob(pattern))]
+    """Files outside docs/ that the site needs: ALWAYS, and what its pages link to, step by step."""
+    found = {path for pattern in ALWAYS for path in ROOT.glob(pattern)}
+    unread = [*DOCS.rglob("*.md"), *found]
+    while unread:
+        page = unread.pop()
+        linked = {(page.parent / link).resolve() for _, link in LINK.findall(page.read_text())}
+        new = {path for path in linked - found if _is_outside(path)}
+        found |= new
+        unread += [path for path in new if path.suffix == ".md"]
+    return found
+
+
+def _is_outside(path):
+    return path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS)
 
 
 def _uri(path):
-    """Where the site has a page of the repository."""
-    inside = path.is_relative_to(ROOT / "docs")
-    return path.relative_to(ROOT / "docs" if inside else ROOT).as_posix()
+    """Where the site has a file of the repository."""
+    inside = path.is_relative_to(DOCS)
+    return path.relative_to(DOCS if inside else ROOT).as_posix()
