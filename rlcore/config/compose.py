@@ -7,6 +7,7 @@ laid over what it composed. A key that the schema knows needs no `+`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlcore.config import mixture, resuming
 from rlcore.config.checks import check
-from rlcore.config.groups import LABELLED, Overrides, groups, hydra_word, parse, roots
+from rlcore.config.groups import (
+    LABELLED,
+    Overrides,
+    group_key,
+    groups,
+    groups_in,
+    hydra_word,
+    listing,
+    parse,
+    roots,
+    settled,
+)
 from rlcore.config.paths import absolute
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import one_line, validate
@@ -72,8 +84,42 @@ def check_resume(config: RunConfig) -> None:
 
 def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
     folders = roots(config_dir)
-    tasks = mixture.selected(words.selections)
-    plain = [o for o in words.selections if not mixture.names_several(o)]
+    cfg = COMPOSITIONS.get(tuple(folders), words.selections)
+    _lay_over(cfg, words.values, config_dir)
+    return cfg
+
+
+class _Compositions:
+    """What Hydra composed, by folders, their files as they are, and selections.
+
+    Composing takes a tenth of a second, and a sweep, a plan of many fleets or a test run asks for
+    the same selections again and again.
+    """
+
+    def __init__(self, most: int = 512) -> None:
+        self._most = most  # entries; the oldest goes first
+        self._known: dict[tuple[Any, ...], DictConfig] = {}
+
+    def get(self, folders: tuple[Path, ...], selections: tuple[Override, ...]) -> DictConfig:
+        """The composition, a copy that the caller may change. Raises UserError."""
+        found = listing(folders)
+        key = (found, tuple(o.input_line for o in selections))
+        known = self._known.get(key)
+        if known is None:
+            known = _compose(list(folders), selections)
+            if settled(found):
+                while len(self._known) >= self._most:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = known
+        return copy.deepcopy(known)
+
+
+COMPOSITIONS = _Compositions()
+
+
+def _compose(folders: list[Path], selections: Sequence[Override]) -> DictConfig:
+    tasks = mixture.selected(selections)
+    plain = [o for o in selections if not mixture.names_several(o)]
     selected = [hydra_word(o) for o in plain]
     further = ",".join(f"file://{folder}" for folder in folders[1:])
     overrides = [*selected, *([f"hydra.searchpath=[{further}]"] if further else [])]
@@ -91,7 +137,7 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
         ) from e
     # The schema alone decides which keys exist, so that its sentences are the ones a user sees.
     OmegaConf.set_struct(cfg, False)
-    files = groups(config_dir)
+    files = groups_in(folders)
     for group in LABELLED:
         options = [
             part.config_path.partition("/")[2]
@@ -99,11 +145,10 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
             if part.package == group and part.config_path
         ]
         _keep_selected(cfg, group, [files[group][option] for option in options])
-    if "task" in words.selected() and not tasks:
+    if not tasks and any(group_key(o) == mixture.GROUP for o in selections):
         mixture.keep_one(cfg.get("task"))
     if tasks:
         cfg["task"] = mixture.composed(cfg.get("task"), {t: files["task"][t] for t in tasks})
-    _lay_over(cfg, words.values, config_dir)
     return cfg
 
 

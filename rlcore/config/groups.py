@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,10 @@ SHIPPED = shipped("configs")
 LABELLED = ("actor", "correction")
 # Groups of which a run may choose several. A single task keeps its settings directly in `task`.
 LISTED = (*LABELLED, "task")
+
+# (folder, (file, time of change, bytes), ...) for each folder
+Listing = tuple[tuple[Any, ...], ...]
+SETTLED_NS = 2_000_000_000  # the coarsest file times are of two seconds
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,48 @@ def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrid
 
 def groups(config_dir: str | Path | None = None) -> dict[str, dict[str, Path]]:
     """group -> option -> file, of the shipped folder and the user's own, which may add options."""
-    found: dict[str, dict[str, Path]] = {}
-    for root in roots(config_dir):
-        for file in sorted(root.rglob("*/*.yaml")):
-            group, *folders = file.relative_to(root).parent.parts
-            option = "/".join([*folders, file.stem])  # e.g. paper/rapid_h8 of group experiment
-            found.setdefault(group, {}).setdefault(option, file)
-    return found
+    return groups_in(roots(config_dir))
+
+
+def groups_in(folders: Sequence[Path]) -> dict[str, dict[str, Path]]:
+    """group -> option -> file, of folders of groups; the first that has an option counts."""
+    return {group: dict(options) for group, options in _groups(listing(folders)).items()}
+
+
+@lru_cache(maxsize=16)
+def _groups(found: Listing) -> dict[str, dict[str, Path]]:
+    options: dict[str, dict[str, Path]] = {}
+    for root, *files in found:
+        for name in sorted((file for file, *_ in files), key=lambda file: file.split("/")):
+            group, *inner = Path(name).parent.parts or ("",)
+            if group:  # else config.yaml, which selects options and is none
+                option = "/".join([*inner, Path(name).stem])  # e.g. paper/rapid_h8 of experiment
+                options.setdefault(group, {}).setdefault(option, root / name)
+    return options
+
+
+def listing(folders: Sequence[Path]) -> Listing:
+    """The YAML files of folders as they are now: changes when one is added, changed or removed."""
+    return tuple((folder, *_files(folder)) for folder in folders)
+
+
+def settled(found: Listing) -> bool:
+    """Whether a further change would show in the listing: not within a tick of the clock that
+    stamps files."""
+    newest = max((time_ns for _, *files in found for _, time_ns, _ in files), default=0)
+    return time.time_ns() - newest > SETTLED_NS
+
+
+def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """(path within the folder, time of change in ns, bytes) of every YAML file, sorted."""
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        inner = os.path.relpath(parent, folder)
+        for name in sorted(names):
+            if name.endswith(".yaml"):
+                path = os.path.join(parent, name)
+                at = os.stat(path) if os.path.exists(path) else os.lstat(path)
+                yield os.path.normpath(os.path.join(inner, name)), at.st_mtime_ns, at.st_size
 
 
 def roots(config_dir: str | Path | None) -> list[Path]:

@@ -2,12 +2,15 @@
 configuration resumes as itself."""
 
 import json
+import os
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 import pytest
 
+from rlcore.config import compose
 from rlcore.config.compose import load, to_yaml
 from rlcore.config.groups import groups
 from rlcore.config.schema import RunConfig
@@ -167,6 +170,54 @@ def test_a_users_own_folder_adds_options(tmp_path):
     assert config.seed == 7 and list(config.correction.chosen()) == ["mis"]
     with pytest.raises(UserError, match="experiment=mine"):
         run("experiment=mine")
+
+
+def _own_option(folder, text, age_s=60):
+    """An option of the group experiment, last written `age_s` ago."""
+    file = folder / "experiment" / "mine.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"# @package _global_\n{text}\n")
+    stamp = time.time() - age_s
+    os.utime(file, (stamp, stamp))
+    return file
+
+
+def test_a_file_that_changes_is_composed_anew(tmp_path):
+    def seed():
+        return run("experiment=mine", config_dir=tmp_path).seed
+
+    file = _own_option(tmp_path, "seed: 7")
+    assert (seed(), seed()) == (7, 7)
+    _own_option(tmp_path, "seed: 8", age_s=30)
+    assert seed() == 8
+    file.unlink()
+    with pytest.raises(UserError, match="experiment=mine"):
+        seed()
+
+
+def test_two_changes_of_a_file_within_a_tick_of_its_clock_are_both_seen(tmp_path):
+    now = time.time_ns() + 10**12  # never long ago, however slow this test
+    for seed in (7, 8, 9):
+        _own_option(tmp_path, f"seed: {seed}", age_s=0)
+        os.utime(tmp_path / "experiment" / "mine.yaml", ns=(now, now))
+        assert run("experiment=mine", config_dir=tmp_path).seed == seed
+
+
+def test_who_changes_a_loaded_configuration_changes_no_other(tmp_path):
+    first = run("experiment=quickstart", "learner.lr=1e-3", "task.args.min_digits=5")
+    second = run("experiment=quickstart")
+    assert second.learner.lr != first.learner.lr
+    assert second.task.args["min_digits"] != 5
+    second.task.args["min_digits"] = 77
+    assert run("experiment=quickstart").task.args["min_digits"] != 77
+
+
+def test_the_same_selections_are_composed_once(monkeypatch, tmp_path):
+    _own_option(tmp_path, "seed: 7")
+    first = run("experiment=mine", config_dir=tmp_path)
+    monkeypatch.setattr(compose, "hydra_compose", None)
+    assert run("experiment=mine", "seed=9", config_dir=tmp_path).seed == 9
+    assert run("experiment=mine", config_dir=tmp_path) == first
 
 
 def _started(folder, *words):
