@@ -30,7 +30,7 @@ class Dvp(Correction):
         self.needs = Needs(safe_set_rho=spec.rho)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
-        return replace(sampling, min_p=self.spec.rho)
+        return replace(sampling, min_p=max(sampling.min_p, self.spec.rho))
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         if step.inside is None or step.coverage is None:

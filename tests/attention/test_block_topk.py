@@ -83,7 +83,13 @@ def test_query_groups_are_adjacent_heads():
 
 @pytest.mark.parametrize(
     "rule",
-    [SparseSpec(blocks=2), SparseSpec(blocks=7), SparseSpec(share=0.1), SparseSpec(share=0.75)],
+    [
+        SparseSpec(blocks=2),
+        SparseSpec(blocks=7),
+        SparseSpec(share=0.1),
+        SparseSpec(share=0.28),
+        SparseSpec(share=0.75),
+    ],
 )
 def test_budget_and_dense_positions_agree(rule):
     pages = torch.arange(1, 200)
@@ -106,6 +112,9 @@ def test_share_is_rounded_up_without_rounding_noise():
         3,
         4,
     ]
+    rule = SparseSpec(share=0.28)
+    assert 0.28 * 25 > 7 and page_budget(rule, torch.tensor([25])).tolist() == [7]
+    assert rule.max_budget(25) == 7
     assert SparseSpec(share=1.0).dense_positions > 10**9
 
 

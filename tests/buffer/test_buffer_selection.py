@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.buffer import journal, reports
+from rlcore.buffer.admission import StalenessBound
+from rlcore.buffer.sampling import Sampler
 from rlcore.buffer.selection import highest
-from rlcore.buffer.specs import SelectionSpec, TaskShare
+from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
+from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.errors import UserError
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory
@@ -174,6 +177,45 @@ def test_uniform_replay_trains_on_a_group_up_to_max_uses_and_then_lets_it_go():
     buffer.set_versions(4, 4)  # past the cap: used groups leave as consumed, unused ones as stale
     assert buffer.ledger.consumed == len(set(used))
     assert buffer.ledger.evicted.get("stale", 0) == 4 - len(set(used))
+
+
+def test_uniform_draws_of_each_step_and_run_are_their_own():
+    pool = Waiting(Candidate(i, 9, True, "digits", 1) for i in range(200))
+
+    def draw(run_seed, step):
+        batching = BatchingSpec(groups_per_step=20, max_staleness=9, sampling="uniform")
+        sampler = Sampler(StalenessBound.of(batching), batching, run_seed, None)
+        return sampler.draw(pool, step, pool_complete=False)
+
+    assert draw(0, 3) == draw(0, 3)
+    assert len({tuple(draw(seed, step)) for seed in range(2) for step in range(5)}) == 10
+
+
+def test_by_task_gives_a_place_to_the_task_that_it_would_leave_furthest_behind():
+    heavier = {"a": TaskShare(1, 1.0), "b": TaskShare(1, 3.0)}
+    only_b = {"b": TaskShare(1, 1.0)}  # a has no weight: it comes when nothing else waits
+    for shares in (heavier, only_b):
+        buffer = make_buffer(1, 1, max_staleness=9, sampling="by_task", tasks=shares)
+        for group_id, prompt in enumerate(("a/train/0", "b/train/1")):
+            assert buffer.admit([prompt]) == [group_id]
+            fill(buffer, [group_id], 1, prompt_id=prompt)
+        assert ids_of(buffer.take(0)) == [1]
+
+
+def test_a_batch_that_is_put_back_counts_once_towards_the_shares_of_tasks():
+    def tasks(rolled_back):
+        shares = {"a": TaskShare(1, 1.0), "b": TaskShare(1, 1.0)}
+        buffer = make_buffer(1, 1, max_staleness=9, sampling="by_task", tasks=shares)
+        prompts = [f"{'ab'[i % 2]}/train/{i}" for i in range(8)]
+        for group_id, prompt in zip(buffer.admit(prompts), prompts):
+            fill(buffer, [group_id], 1, prompt_id=prompt)
+        buffer.take(0)
+        for _ in range(rolled_back):
+            buffer.rollback(0)
+            buffer.take(0)
+        return [prompts[ids_of(buffer.take(step))[0]][0] for step in range(1, 6)]
+
+    assert tasks(rolled_back=3) == tasks(rolled_back=0) == ["b", "a", "b", "a", "b"]
 
 
 def test_under_new_weights_by_task_does_not_make_up_for_what_was_not_due_before():

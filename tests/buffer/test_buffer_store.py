@@ -308,11 +308,12 @@ def test_a_step_that_just_fits_is_not_held_up_by_the_limit():
     size = len(sample(0, 0)[0])
     buffer = make_buffer(3, 1, max_bytes=int(2.5 * size))
     for step in range(4):
-        while not buffer.ready(step):
+        for _ in range(3):  # one group at a time at the worst
             fill(buffer, buffer.admit([PROMPT] * 3), 1, version=step)
-        buffer.take(step)
+        assert ids_of(buffer.take(step)) == [3 * step, 3 * step + 1, 3 * step + 2]
         buffer.commit(step)
         buffer.set_versions(step + 1, step + 1)
+    assert reports.metrics(buffer)["ledger/consumed"] == 12
 
 
 def test_statistics_of_a_batch():
@@ -351,6 +352,19 @@ def test_peek_shows_samples_of_the_newest_batches_even_after_the_commit():
         assert {e.score.group_id for e in shown} == ids
         assert len(buffer.peek(step, 1)) == 1
     assert buffer.peek(1, 5) and not buffer.peek(0, 5)
+
+
+def test_which_samples_are_shown_depends_on_the_run_and_the_step():
+    def shown(run_seed, step):
+        buffer = make_buffer(40, 1, max_staleness=2, run_seed=run_seed)
+        fill(buffer, buffer.admit([PROMPT] * 80), 1)
+        for taken in range(2):
+            buffer.take(taken)
+            buffer.commit(taken)
+        return tuple(e.score.group_id % 40 for e in buffer.peek(step, 8))
+
+    assert shown(0, 0) == shown(0, 0)
+    assert len({shown(run_seed, step) for run_seed in range(3) for step in range(2)}) == 6
 
 
 def test_what_a_wait_lacks_is_said_in_one_line():

@@ -9,11 +9,15 @@ import pytest
 import torch
 from correction_helpers import mismatched_step, pipeline_of
 
+from rlcore.corrections.dvp import Dvp
 from rlcore.corrections.functional import ais
+from rlcore.corrections.pipeline import build
 from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import JackpotSpec
+from rlcore.corrections.specs import DvpSpec, JackpotSpec
 from rlcore.errors import UserError
-from rlcore.interfaces import Needs
+from rlcore.interfaces import Corrected, Needs
+from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.testing.records import make_sampling
 from rlcore.types import StepTensors
 
 WEIGHERS: list[dict[str, dict[str, Any]]] = [
@@ -173,3 +177,23 @@ def test_dvp_takes_out_the_token_or_its_whole_sequence() -> None:
     assert torch.equal(token.weight[step.mask] == 0, outside[step.mask])
     share = left.double().mean().item()
     assert token.metrics["correction/dvp/sequence_outside_share"] == pytest.approx(share)
+
+
+def test_a_trajectory_counts_as_outside_whatever_was_rejected_of_it_before() -> None:
+    step = pruned_step()
+    left = (step.mask & ~step.inside).any(-1)
+    kept = Corrected(torch.ones(step.mask.shape), step.mask & step.inside, {})
+    found = Dvp(DvpSpec(zero="trajectory"), 0).correct(step, kept, ONE_RANK)
+    assert not found.weight[kept.mask & left[:, None]].any()
+    assert found.weight[kept.mask & ~left[:, None]].all()
+    share = left.double().mean().item()
+    assert found.metrics["sequence_outside_share"] == pytest.approx(share)
+    assert found.metrics["outside_share"] == 0.0
+
+
+@pytest.mark.parametrize("rhos", [(0.01, 0.1), (0.1, 0.01)])
+def test_of_two_safe_sets_the_smaller_holds_for_actor_and_learner(rhos) -> None:
+    specs = {f"dvp{i}": DvpSpec(rho=rho) for i, rho in enumerate(rhos)}
+    both = build(specs, 0, ObjectiveSpec())
+    assert both.needs.safe_set_rho == 0.1
+    assert both.constrain_sampling(make_sampling()) == make_sampling(min_p=0.1)

@@ -123,6 +123,7 @@ def test_weights_multiply_masks_intersect_and_the_order_counts() -> None:
         both.mask, veto.mask
     )
     assert not both.mask[0].any() and both.mask[1].any()
+    assert (tis.weight[0] != 1).any() and (both.weight[~both.mask] == 1).all()
     before = pipeline_of({"veto": {}, "ais": {}}, 0).correct(step, ONE_RANK)
     after = pipeline_of({"ais": {}, "veto": {}}, 0).correct(step, ONE_RANK)
     assert before.metrics["correction/ais/alpha_ess"] != after.metrics["correction/ais/alpha_ess"]

@@ -10,7 +10,7 @@ from correction_helpers import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.functional import ais
+from rlcore.corrections.functional import ais, ais_accumulate, ais_weight
 
 
 def batch(seed: int, noise: float, b: int = 6, t: int = 9) -> tuple[torch.Tensor, ...]:
@@ -121,6 +121,16 @@ def test_extreme_differences_saturate() -> None:
     inf = torch.tensor([[-1e4, 0.0, -math.inf, -1.0]])
     weight, signals = ais(-inf.abs().flip(1), inf, torch.ones(1, 4), torch.ones(1, 4))
     assert torch.isfinite(weight).all() and all(math.isfinite(v) for v in signals.values())
+
+
+def test_one_broken_token_counts_as_a_difference_of_twenty_at_most() -> None:
+    inf, adv, mask = torch.zeros(40, 100), torch.ones(40, 100), torch.ones(40, 100)
+    ref = inf.clone()
+    ref[3, 7] = -1000.0
+    _, signals = ais(ref, inf, adv, mask, delta=1.0)
+    assert signals["alpha_mis"] == pytest.approx(20 / 4000)
+    _, signals = ais_weight(ais_accumulate(ref, inf, adv, mask), ref, inf, mask, delta=1.0)
+    assert signals["alpha_mis"].item() == pytest.approx(20 / 4000)
 
 
 def test_alpha_is_one_number_however_the_batch_is_split_over_ranks() -> None:

@@ -68,6 +68,13 @@ def test_veto_drops_a_sequence_for_one_impossible_token_and_only_an_unmasked_one
     assert veto(target, inf, mask).tolist() == [True, False, True]  # log 1e-4 = -9.21
 
 
+def test_veto_keeps_a_sequence_at_the_threshold_itself() -> None:
+    edge = torch.full((2, 1), math.log(0.5), dtype=torch.float64)
+    edge[1] = edge[1].nextafter(edge[1] - 1)
+    zeros = torch.zeros_like(edge)
+    assert veto(edge, zeros, torch.ones(2, 1), threshold=0.5).tolist() == [True, False]
+
+
 def test_unknown_levels_are_refused() -> None:
     with pytest.raises(UserError, match="level=word"):
         level: Any = "word"

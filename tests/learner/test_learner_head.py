@@ -40,7 +40,8 @@ def _gradients(scalar, *tensors):
 def test_forward_and_backward_equal_plain_softmax(chunk, temperature, entropy_grad):
     hidden, weight, targets = _inputs()
     spec = _spec(temperature=temperature, topk=20, entropy_grad=entropy_grad, chunk=chunk)
-    ids = torch.randint(-1, weight.shape[0], (len(targets), 6))
+    ids = torch.randint(0, weight.shape[0], (len(targets), 6))
+    ids[::3, 4:] = -1
     scores = head_pass(hidden, weight, targets, spec, ids)
     logp = _plain(hidden, weight, temperature)
     entropy = -(logp.exp() * logp).sum(-1)
@@ -120,6 +121,15 @@ def test_safe_set_equals_the_formula_and_has_no_gradient_outside():
     at_logits = _gradients(only.logp.sum(), square)[0][:, 0]
     outside = square[:, 0] < square[:, 0].max() + math.log(rho)
     assert outside.any() and (at_logits[outside] == 0).all() and (at_logits[~outside] != 0).all()
+
+
+def test_safe_set_keeps_a_token_at_its_very_edge():
+    hidden, weight = torch.ones(3, 1), torch.tensor([[2.0], [2.0], [1.0]])
+    scores = head_pass(hidden, weight, torch.arange(3), _spec(safe_set_rho=1.0))
+    logp, inside, coverage = safe_set_logprobs(hidden @ weight.t(), torch.arange(3), rho=1.0)
+    assert scores.inside.tolist() == inside.tolist() == [True, True, False]
+    torch.testing.assert_close(scores.logp, logp)
+    torch.testing.assert_close(scores.coverage, coverage)
 
 
 def test_safe_set_entropy_gradient():

@@ -243,6 +243,17 @@ def test_a_model_is_asked_whether_its_attention_follows(kind, options, reason):
     assert lm.training == training
 
 
+def test_a_model_that_mixes_neighbours_outside_its_attention_shares_nothing():
+    """As a short convolution does: a row's neighbours are not those of a tree of prefixes."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**_SMALL, **_MLP)
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    before = lm.config._attn_implementation
+    lm.model.layers[0].mlp.register_forward_hook(lambda _, args, out: out + args[0].roll(1, 1))
+    assert "hidden states differ" in share_prefixes(lm)
+    assert lm.config._attn_implementation == before
+
+
 @pytest.mark.parametrize(
     ("options", "may"),
     [

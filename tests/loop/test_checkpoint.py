@@ -1,7 +1,9 @@
 import asyncio
 import json
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +67,27 @@ def test_a_damaged_one_is_passed_over_by_name(tmp_path, damage):
     notes = []
     assert checkpoint.newest_valid(tmp_path, notes.append).name == "step_000004"
     assert len(notes) == 1 and "step_000005" in notes[0]
+
+
+def test_every_file_and_folder_is_flushed_before_the_rename(tmp_path, monkeypatch):
+    flushed, order, fsync = {}, [], os.fsync
+
+    def recorded(fd):
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed[path] = path.stat().st_size  # of the content that the flush covers
+        order.append(path)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    newest = _write(tmp_path, 3)
+    beside = next(path for path in flushed if path.parent == tmp_path)
+    for path in newest.rglob("*"):
+        at = beside / path.relative_to(newest)
+        if path.name == checkpoint.MANIFEST:
+            at = at.with_name(f".{path.name}.partial")
+        assert at in flushed, path
+        assert path.is_dir() or flushed[at] == path.stat().st_size
+    assert order[-2:] == [beside, tmp_path]  # before the rename, and the rename itself
 
 
 def test_a_half_written_one_is_never_seen(tmp_path):

@@ -369,6 +369,12 @@ def test_names_of_the_preamble_do_not_stand_in_for_the_program(sandbox):
     solution = "def sum(a, b): return a + b"
     assert run(sandbox, solution, summed, solution).passed
     refused(sandbox, "", summed, solution)
+    # a builtin that would pass the tests
+    ordered = "assert sorted([2, 1]) == [1, 2]"
+    solution = "def sorted(xs):\n    xs.sort()\n    return xs"
+    assert run(sandbox, solution, ordered, solution).passed
+    undefined = run(sandbox, "", ordered, solution)
+    assert not undefined.passed and undefined.why == "NameError: name 'sorted' is not defined"
 
 
 def test_a_function_that_tests_use_beside_the_one_under_test_is_pythons(sandbox):

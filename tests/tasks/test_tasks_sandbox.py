@@ -238,6 +238,7 @@ def test_no_signals_to_others(sandbox):
             "os.kill(0, 9)",
             "os.kill(-1, 9)",
             f"syscall(200, {victim.pid}, 9)",  # tkill
+            f"syscall(234, {victim.pid}, {victim.pid}, 9)",  # tgkill
             f"syscall(129, {victim.pid}, 9, bytes(128))",  # rt_sigqueueinfo
             "os.setsid()",
             # whom the input and output of a file signals: F_SETOWN, F_SETSIG, F_SETOWN_EX,
@@ -252,6 +253,27 @@ def test_no_signals_to_others(sandbox):
         )
         assert victim.poll() is None
     finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_the_system_call_filter_alone_lets_no_signal_out_and_a_programs_own_through():
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    layers = [layer for layer in LAYERS if layer != "landlock"]  # which may refuse signals too
+    box = Sandbox(Limits(timeout_s=20), layers=layers)
+    try:
+        blocked(
+            box,
+            f"os.kill({victim.pid}, 9)",
+            f"syscall(200, {victim.pid}, 9)",  # tkill
+            f"syscall(234, {victim.pid}, {victim.pid}, 9)",  # tgkill
+        )
+        assert victim.poll() is None
+        for own in ("os.kill(os.getpid(), 0)", "syscall(234, os.getpid(), os.getpid(), 0)"):
+            outcome = box.run(f"{ATTEMPTS}\n{own}")
+            assert outcome.passed, outcome
+    finally:
+        box.close()
         victim.kill()
         victim.wait()
 
