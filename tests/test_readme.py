@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.cli import VERBS
-from rlcore.commands.plan import split
-from rlcore.commands.plan_measure import WORDS
-from rlcore.commands.scale import parse
 from rlcore.commands.sweep import jobs
-from rlcore.commands.try_task import prompts_asked
 from rlcore.config.compose import load
-from rlcore.planner.gpus import GPUS
+from rlcore.config.groups import setting_names
+from rlcore.config.help import of_verb
+from rlcore.config.verbs import VERBS, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 # docs/evidence/ holds results, as benchmarks/results does
@@ -100,30 +97,19 @@ def test_commands_of_the_documents_are_accepted(name, tmp_path, monkeypatch):
     for words in commands(name):
         if words[0] != "rlcore":
             continue
-        verb, rest = words[1], [concrete(w) for w in words[2:] if w not in ("...", "[DIR")]
-        assert verb in VERBS, words
-        if "--help" in rest or verb in ("report", "doctor", "fetch", "compare", "import-config"):
+        rest = [concrete(w) for w in words[1:] if w not in ("...", "[DIR", "...]")]
+        if rest[0] == "help":
+            assert all(verb in VERBS for verb in rest[1:])
             continue
-        if verb == "sweep":
-            assert len(jobs(rest)) > 1
+        if "--help" in rest:
+            assert of_verb(VERBS[rest[0]], rest[rest.index("--help") + 1 :])
             continue
-        if verb == "scale":
-            assert parse([w for w in rest if not w.startswith("run_dir=")])
-            continue
-        if verb == "plan" and rest[0] == "measure":
-            assert {w.partition("=")[0] for w in rest[1:]} == set(WORDS)
-            continue
-        if verb == "try":
-            assert prompts_asked(next(w[2:] for w in rest if w.startswith("n="))) > 0
-            rest = [w for w in rest if not w.startswith("n=")]
-        if verb == "plan":
-            own, rest = split(rest)
-            assert {"rates", "gpu"} & set(own) and own.get("gpu", "h100") in GPUS
-        rest = [
-            w for w in rest if w.partition("=")[0] not in ("out", "checkpoint", "dry_run", "once")
-        ]
-        rest += [] if any(w.startswith("run_dir=") for w in rest) else ["run_dir=DIR"]
-        assert load(rest).schedule.steps > 0, words
+        given = parse(rest, setting_names())
+        if given.verb.name == "sweep":
+            assert len(jobs(given.settings)) > 1
+        elif given.verb.settings and (given.settings or given.verb.name != "doctor"):
+            own = [] if given.setting("run_dir") else ["run_dir=DIR"]
+            assert load([*given.settings, *own]).schedule.steps > 0, words
 
 
 def test_options_named_in_the_readme_are_accepted():

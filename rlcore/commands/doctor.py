@@ -45,18 +45,20 @@ PORTS = 32
 Finding = tuple[bool, str]  # whether it suffices, and what was found
 
 
-def doctor(config: RunConfig | None, words: Mapping[str, str], *, as_json: bool) -> int:
+def doctor(
+    config: RunConfig | None, rates: Mapping[str, str], *, start: bool = True, as_json: bool
+) -> int:
     """Print what was found. Returns 0 if a run can start, else 1.
 
     `config`: of the run that is meant; None: the machine alone, with the smallest run that there
-    is. `words`: start=false, to start nothing, and those of a forecast. Raises UserError.
+    is. `rates`: the words of a forecast. `start`: take a first step. Raises UserError.
     """
     machine = {name: check() for name, check in checks().items()}
     keys = dict(lacking(this_machine()))
     healthy = all(ok for ok, _ in machine.values())
     if not as_json:
         print("\n".join(_lines(machine, keys)), flush=True)
-    shown = _started(config, words) if words.get("start", "true") == "true" else None
+    shown = _started(config, rates) if start else None
     if shown is not None:
         healthy &= shown["starts"]
     if as_json:
@@ -67,11 +69,10 @@ def doctor(config: RunConfig | None, words: Mapping[str, str], *, as_json: bool)
     return 0 if healthy else 1
 
 
-def _started(config: RunConfig | None, words: Mapping[str, str]) -> dict[str, Any]:
+def _started(config: RunConfig | None, rates: Mapping[str, str]) -> dict[str, Any]:
     """A run's first step: Ray, engine, graders, learner and weights between them."""
     from rlcore.commands.probe import probe  # what a run imports: not for start=false
 
-    rates = {k: v for k, v in words.items() if k != "start"}
     if config is not None:
         # first: its words may be refused
         forecast = expected(config, rates) if rates else []

@@ -26,14 +26,12 @@ from rlcore.weights.specs import GROUP_TRANSPORTS
 
 STEPS = 24  # optimizer steps that are simulated: enough for a steady state
 SPLIT_WORDS = ("gpus", "variants", "failures")  # of `plan_split`
-ALONE = ("actors", "out", "picture", *SPLIT_WORDS)  # not of a dry run
-WORDS = ("rates", "gpu", "shape", "prompt_tokens", "median_tokens", "spread", *ALONE)
 ASSUMED = "by manufacturers' figures and assumed shares of them, unproven on a GPU"
 
 
 def plan(config: RunConfig, words: Mapping[str, str]) -> int:
-    """Print a forecast for every number of actors asked for. `words`: those of `WORDS` that were
-    given. Raises UserError."""
+    """Print a forecast for every number of actors asked for. `words`: the verb's own keys that were
+    given (`config/verbs.py`). Raises UserError."""
     stray = next((key for key in SPLIT_WORDS if key in words), None)
     if stray is not None:
         raise UserError(f"{stray}={words[stray]} needs gpus=N, the GPUs that are divided.")
@@ -68,13 +66,10 @@ def _picture(found: Sequence[tuple[PlannedFleet, Forecast]]) -> str:
 
 
 def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
-    """What a dry run says of the pace of its run, in lines. `words`: as of `plan`, less
-    `ALONE`. Raises UserError."""
+    """Lines of a dry run on the pace of its run. `words`: those of `config/verbs.py: FORECAST` that
+    were given. Raises UserError."""
     if not words:
         return ["none: rates=FILE (of rlcore plan measure) or gpu=NAME gives one"]
-    beside = next((key for key in ALONE if key in words), None)
-    if beside is not None:
-        raise UserError(f"{beside}={words[beside]} is a word of rlcore plan, not of a dry run.")
     _check_source(words)
     check_simulated(config)
     f = forecast(_fleet(config, words, None))
@@ -311,9 +306,3 @@ def _number(words: Mapping[str, str], key: str, default: float) -> float:
     if not 0 <= value < 1e9 or (value == 0 and key != "spread"):
         raise UserError(f"{key}={words[key]} is no positive number.")
     return value
-
-
-def split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """(the words of this command, those of the configuration)."""
-    own = {k: v for k, _, v in (w.partition("=") for w in words) if k in WORDS}
-    return own, [w for w in words if w.partition("=")[0] not in WORDS]

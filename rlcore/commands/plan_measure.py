@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from rlcore.commands import roles
@@ -19,25 +18,24 @@ from rlcore.tasks import make_task
 from rlcore.tasks.scoring import Scorer
 from rlcore.types import Answer
 
-WORDS = ("runs", "out")
 GRADED = 256  # answers, to time the graders
 GRADING_S = 120.0  # deadline for them
 GRADERS_START_S = 60.0
 
 
-def measure(words: Mapping[str, str]) -> int:
-    """Write the rates that `rlcore plan rates=FILE` reads. `words`: `WORDS`. Raises UserError."""
-    for key, what in (("runs", "run directories, with commas between"), ("out", "the file")):
-        if not words.get(key):
-            raise UserError(f"{key}= is missing: rlcore plan measure takes {key}= ({what}).")
-    found = [_read(name) for name in words["runs"].split(",")]
-    runs = [run for _, run in found]
+def measure(runs: str, out: str) -> int:
+    """Write the rates that `rlcore plan rates=FILE` reads.
+
+    `runs`: run directories, with commas between. Raises UserError.
+    """
+    found = [_read(name) for name in runs.split(",")]
+    measured_runs = [run for _, run in found]
     config = found[0][0]
-    rates = measured(runs, grade_s=_grade_seconds(config))
-    Path(words["out"]).write_text(rates.model_dump_json(indent=1) + "\n")
-    for line in _described(runs, rates):
+    rates = measured(measured_runs, grade_s=_grade_seconds(config))
+    Path(out).write_text(rates.model_dump_json(indent=1) + "\n")
+    for line in _described(measured_runs, rates):
         print(line)
-    print(f"written to {words['out']}")
+    print(f"written to {out}")
     return 0
 
 

@@ -17,6 +17,8 @@ CONTROL = Path("control") / "actors.json"
 def scale(run_dir: str | Path, counts: Mapping[str, int]) -> int:
     """Ask the run in `run_dir` for this many actors of each label. It answers in its log within a
     heartbeat. Raises UserError if there is no run."""
+    if not counts:
+        raise UserError("rlcore scale needs a number, for example actor.bf16.count=2.")
     if not (Path(run_dir) / "config.yaml").is_file():
         raise UserError(f"run_dir={run_dir} holds no run.")
     path = Path(run_dir) / CONTROL
@@ -24,23 +26,6 @@ def scale(run_dir: str | Path, counts: Mapping[str, int]) -> int:
     # A file needs no open port, and works wherever the run directory can be seen.
     replace_file(path, json.dumps(dict(counts)))
     return 0
-
-
-def parse(words: list[str]) -> dict[str, int]:
-    """`actor.<label>.count=<n>` words. Raises UserError for anything else."""
-    counts = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        parts = key.split(".")
-        if len(parts) != 3 or (parts[0], parts[2]) != ("actor", "count") or not value.isdigit():
-            raise UserError(
-                f"rlcore scale does not know '{word}': write run_dir=DIR "
-                "actor.<label>.count=<number>."
-            )
-        counts[parts[1]] = int(value)
-    if not counts:
-        raise UserError("rlcore scale needs a number, for example actor.bf16.count=2.")
-    return counts
 
 
 class ScaleRequests:

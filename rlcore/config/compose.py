@@ -43,12 +43,15 @@ from rlcore.errors import UserError
 from rlcore.spec import refuse
 
 
-def load(overrides: Sequence[str], config_dir: str | Path | None = None) -> RunConfig:
+def load(
+    overrides: Sequence[str], config_dir: str | Path | None = None, *, run_dir: str | None = None
+) -> RunConfig:
     """Compose and check a run.
 
-    `config_dir` is a user's own folder of groups, searched beside the shipped ones. With
-    `resume=auto` and a `run_dir` that holds a config.yaml, the run's own configuration is the base
-    and the words change it. Raises UserError, one sentence, for anything that does not fit.
+    `config_dir` is a user's own folder of groups, searched beside the shipped ones; `run_dir` is
+    the run directory where neither the words nor a config.yaml names one. With `resume=auto` and a
+    `run_dir` that holds a config.yaml, the run's own configuration is the base and the words change
+    it. Raises UserError, one sentence, for anything that does not fit.
     """
     words = parse(overrides, config_dir)
     saved = Path(str(words.value_of("run_dir") or "")) / "config.yaml"
@@ -56,6 +59,8 @@ def load(overrides: Sequence[str], config_dir: str | Path | None = None) -> RunC
         cfg = _resumed(saved, words, config_dir)
     else:
         cfg = _composed(words, config_dir)
+    if run_dir is not None and OmegaConf.is_missing(cfg, "run_dir"):
+        cfg["run_dir"] = run_dir
     return _checked(cfg, words.selected())
 
 

@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from rlcore.config.sentences import closest, one_line
+from rlcore.config.sentences import closest, keys, one_line
 from rlcore.errors import UserError
 from rlcore.files import shipped
 
@@ -107,6 +107,11 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
                 path = os.path.join(parent, name)
                 at = os.stat(path) if os.path.exists(path) else os.lstat(path)
                 yield os.path.normpath(os.path.join(inner, name)), at.st_mtime_ns, at.st_size
+
+
+def setting_names(config_dir: str | Path | None = None) -> list[str]:
+    """What the words of a run's configuration may name: its groups and its dotted keys."""
+    return [*groups(config_dir), *keys()]
 
 
 def roots(config_dir: str | Path | None) -> list[Path]:

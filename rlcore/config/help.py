@@ -1,12 +1,13 @@
-"""Text of `rlcore train --help`: groups, experiments and every key with type, default and meaning,
-from the schema."""
+"""Text of `rlcore help`, of `rlcore VERB --help` and of `rlcore VERB --help TOPIC`: from the table
+of verbs, the groups' files and the schema."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from textwrap import shorten
+from textwrap import shorten, wrap
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -18,37 +19,185 @@ from rlcore.config.groups import LISTED, groups
 from rlcore.config.names import registered
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import sections
+from rlcore.config.verbs import VERBS, Key, Verb, nearest
+from rlcore.errors import UserError
 
-USAGE = """Usage: rlcore train [experiment=NAME] run_dir=DIR [group=option ...] [key=value ...]
-       rlcore train run_dir=DIR resume=auto [key=value ...]
-"""
+WIDTH = 100
+SHORT = 28  # characters of values that stand beside their key
+ENDING = """Exit codes: 0 done, 1 the run failed, 2 the command or configuration is wrong,
+130 stopped with a checkpoint."""
+OWN_CORRECTION = (
+    "A correction of your own: correction.LABEL={name: path/to/file.py:MySpec, key: value}"
+)
 
 
-def text(config_dir: str | Path | None = None) -> str:
-    """The whole help, ready to print."""
-    found = groups(config_dir)
-    options = {name: files for name, files in sorted(found.items()) if name != "experiment"}
-    *first, last = LISTED
-    lists = f"{', '.join(first)} and {last}"
+def overview() -> str:
+    """`rlcore help`: every verb in a line."""
     lines = [
-        USAGE,
-        f"Groups, group=option ({lists} also take a list, e.g. correction=[dvp,mis,veto]):",
+        "rlcore: asynchronous actor-learner reinforcement learning of language models",
+        "",
+        *_beside({verb.name: verb.about for verb in VERBS.values()}),
+        "",
+        "rlcore VERB --help shows a command's keys; rlcore train --help TOPIC those of one group,",
+        "such as algorithm. rlcore --version.",
+        ENDING,
     ]
-    for name, files in options.items():
+    return "\n".join(lines)
+
+
+def of_verb(verb: Verb, topics: Sequence[str] = (), config_dir: str | Path | None = None) -> str:
+    """`rlcore VERB --help [TOPIC ...]`. Raises UserError for an unknown topic."""
+    if topics:
+        return "\n\n".join(_topic(verb, topic, config_dir) for topic in topics)
+    lines = [f"rlcore {verb.name}: {verb.about}", "", *(f"  {form}" for form in verb.usage)]
+    if verb.keys:
+        lines += ["", "Keys of the command:", *_beside({_form(k): _meaning(k) for k in verb.keys})]
+    if verb.name == "train":
+        lines += ["", *_settings(config_dir)]
+    elif verb.settings:
         lines += [
-            f"  {name}",
-            *(f"    {option:<14}{_about(file)}" for option, file in files.items()),
+            "",
+            "It also takes the groups and settings of a run, group=option and key=value: rlcore",
+            f"train --help lists them, rlcore {verb.name} --help TOPIC explains one group.",
         ]
-    lines += ["", "Experiments, experiment=NAME:"]
-    lines += [f"  {name:<22}{_about(file)}" for name, file in found.get("experiment", {}).items()]
-    lines += [
-        "",
-        "A correction of your own: correction.LABEL={name: path/to/file.py:MySpec, key: value}",
-        "",
-        "Keys, key=value (LABEL: a name such as bf16 of the selected actor):",
-        *_keys(RunConfig, ""),
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
+
+
+def _settings(config_dir: str | Path | None) -> Iterator[str]:
+    """Groups, experiments and sections of a run, each by name."""
+    found = groups(config_dir)
+    experiments = found.pop("experiment", {})
+    *first, last = LISTED
+    lists = f"{', '.join(first)} and {last} also take a list, correction=[dvp,mis]"
+    yield f"Groups, group=option ({lists}):"
+    yield from _beside({name: ", ".join(options) for name, options in sorted(found.items())})
+    yield from ["", "Experiments, experiment=NAME:", *_columns(experiments)]
+    yield from ["", "Settings, key=value:"]
+    yield from _beside(
+        {
+            "run": ", ".join(key for key, _ in settings() if "." not in key),
+            **{name: ", ".join(_below(name)) for name in _sections()},
+        }
+    )
+    yield from ["", "One of them with defaults and meanings: rlcore train --help TOPIC, such as"]
+    yield "  rlcore train --help algorithm     options and keys of a group (run: keys without one)"
+    yield "  rlcore train --help learner.lora  a part of one, or a single key"
+    yield "  rlcore train --help experiment    what the experiments are"
+    yield "  rlcore train --help all           every key"
+
+
+def _topic(verb: Verb, topic: str, config_dir: str | Path | None) -> str:
+    found = groups(config_dir)
+    own = verb.key(topic)
+    parts = []
+    if own is not None and topic not in RunConfig.model_fields:
+        parts.append([f"rlcore {verb.name}:", *_beside({_form(own): _meaning(own)})])
+    if verb.settings and topic in found:
+        options = {name: _about(file) for name, file in found[topic].items()}
+        parts.append([f"{topic}=NAME:", *_beside(options)])
+    keys = list(_described(topic)) if verb.settings else []
+    if keys:
+        title = "The keys of a run" if topic in ("run", "all") else f"Keys of {topic}"
+        parts.append([f"{title} (LABEL: a name such as bf16 of the selected actor):", *keys])
+    if verb.settings and topic == "correction":
+        parts.append([OWN_CORRECTION])
+    if not parts:
+        choices = [key.name for key in verb.keys]
+        if verb.settings:
+            choices += [*found, "run", "all", *_sections(), *(key for key, _ in settings())]
+        shown = [*(key.name for key in verb.keys)]
+        shown += ["run", "all", *dict.fromkeys([*found, *_sections()])] if verb.settings else []
+        raise UserError(
+            f"rlcore {verb.name} --help {topic} is no topic: {nearest(topic, choices)}the topics "
+            f"are {', '.join(shown)}."
+        )
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _described(topic: str) -> Iterator[str]:
+    """Two lines or more for each key below a topic: the key with its default, then its meaning."""
+    for key, info in settings():
+        if not _within(key, topic):
+            continue
+        default = written_default(info)
+        yield f"  {key}{' (required)' if default is None else f' = {default}'}"
+        meaning = meaning_of(info)
+        text = f"{kind_of(key, info)}{f': {meaning}' if meaning else ''}"
+        yield from wrap(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _within(key: str, topic: str) -> bool:
+    """If a key of the schema is the topic or below it; any word stands for LABEL."""
+    if topic in ("run", "all"):
+        return topic == "all" or "." not in key
+    parts, asked = key.split("."), topic.split(".")
+    return len(parts) >= len(asked) and all(p in (a, "LABEL") for p, a in zip(parts, asked))
+
+
+def settings() -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a run with its declaration; one that two forms of a section share, once."""
+    seen: set[str] = set()
+    for key, info in _keys(RunConfig, ""):
+        if key not in seen:
+            seen.add(key)
+            yield key, info
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, info in model.model_fields.items():
+        found = list(sections(info.annotation))
+        for inner, labelled in found:
+            yield from _keys(inner, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
+        if not found:
+            yield f"{prefix}{name}", info
+
+
+def _sections() -> list[str]:
+    return [n for n, info in RunConfig.model_fields.items() if list(sections(info.annotation))]
+
+
+def _below(section: str) -> list[str]:
+    """The names directly below a section, or below its labels."""
+    inner = list(sections(RunConfig.model_fields[section].annotation))
+    return list(inner[0][0].model_fields)
+
+
+def _form(key: Key) -> str:
+    values = "|".join(key.values)
+    if not values or len(values) > SHORT:
+        values = {"number": "N", "text": "VALUE"}.get(key.kind, key.kind.upper())
+    return f"{key.name}={values}"
+
+
+def _meaning(key: Key) -> str:
+    notes = ["required"] if key.required else [key.default] if key.default else []
+    listed = f": {', '.join(key.values)}" if len("|".join(key.values)) > SHORT else ""
+    with_ = f", with {key.needs}=true" if key.needs else ""
+    return f"{key.meaning}{listed}{with_}{''.join(f' [{note}]' for note in notes)}"
+
+
+def _beside(rows: dict[str, str]) -> list[str]:
+    """Names in one column, wrapped text in another."""
+    width = min(max(map(len, rows), default=0), 34)
+    lines: list[str] = []
+    for name, text in rows.items():
+        indent = " " * (width + 4)
+        wrapped = wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent) or [indent]
+        if len(name) > width:
+            lines.append(f"  {name}")
+        else:
+            wrapped[0] = f"  {name:<{width}}  {wrapped[0].strip()}"
+        lines += [line.rstrip() for line in wrapped]
+    return lines
+
+
+def _columns(names: Iterable[str]) -> list[str]:
+    """Names in columns, read downwards."""
+    found = list(names)
+    width = max(map(len, found), default=0) + 2
+    count = max(1, (WIDTH - 2) // width)
+    rows = -(-len(found) // count)
+    return ["  " + "".join(f"{n:<{width}}" for n in found[i::rows]).rstrip() for i in range(rows)]
 
 
 def _about(file: Path) -> str:
@@ -58,19 +207,6 @@ def _about(file: Path) -> str:
         if line.startswith("# ") and not line.startswith("# @"):
             return line[2:]
     return ""
-
-
-def _keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        found = list(sections(info.annotation))
-        for inner, labelled in found:
-            yield from _keys(inner, f"{prefix}{name}.LABEL." if labelled else f"{prefix}{name}.")
-        if not found:
-            key = f"{prefix}{name}"
-            default = written_default(info)
-            after = " (required)" if default is None else f" = {default}"
-            shown = f"{key}: {kind_of(key, info)}{after}"
-            yield f"  {shown:<66} {meaning_of(info)}".rstrip()
 
 
 def kind_of(key: str, info: FieldInfo) -> str:
@@ -85,6 +221,18 @@ def meaning_of(info: FieldInfo) -> str:
     extra = info.json_schema_extra
     unit = extra.get("unit") if isinstance(extra, dict) else None
     return f"{info.description or ''}{f' [{unit}]' if unit else ''}"
+
+
+def choices_of(key: str, info: FieldInfo) -> tuple[str, ...]:
+    """The values of a key, where they are few: for completion."""
+    if names := registered(key):
+        return names
+    found = re.split(r"\|", _type(info.annotation))
+    if "bool" in found:
+        return ("true", "false")
+    forms = get_args(info.annotation) if get_origin(info.annotation) is not Literal else ()
+    literal = get_origin(info.annotation) is Literal or any(get_origin(f) is Literal for f in forms)
+    return tuple(found) if literal else ()
 
 
 def _type(annotation: Any) -> str:

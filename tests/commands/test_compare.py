@@ -82,8 +82,8 @@ def test_a_run_without_rows_has_no_figures():
     "names, sentence",
     [
         (["/nowhere", "/nowhere"], "/nowhere is not a run directory"),
-        (["/nowhere"], "takes two run directories, got 1"),
-        ([], "takes two run directories, got 0"),
+        (["/nowhere"], "takes DIR DIR, and 1 was given"),
+        ([], "takes DIR DIR, and 0 were given"),
     ],
 )
 def test_what_is_no_run_is_refused(names, sentence, capsys):

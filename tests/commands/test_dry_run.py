@@ -228,7 +228,7 @@ def test_a_dry_run_forecasts_its_pace_where_rates_are_given(tmp_path, capsys):
 
 def test_words_of_a_forecast_that_do_not_fit_a_dry_run_are_refused(capsys):
     assert "either rates=FILE or gpu=NAME" in refused(capsys, "run_dir=x", "spread=0.5")
-    assert "actors=1,2 is a word of rlcore plan" in refused(
+    assert "actors=1,2 is not a key of rlcore train: it is a key of rlcore plan" in refused(
         capsys, "run_dir=x", "gpu=h100", "actors=1,2"
     )
     assert "environment= cannot be planned" in refused(

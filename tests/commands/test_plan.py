@@ -108,7 +108,7 @@ def test_gpus_are_divided_compared_and_drawn(tmp_path, capsys):
 @pytest.mark.parametrize("words, sentence", [
     (["gpus=8"], "gpus=8 needs gpu=NAME"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "actors=1"], "gpus=8 needs gpu=NAME"),
-    (["gpu=h100", "shape=qwen3-8b", "gpus=x"], "gpus=x is no whole number"),
+    (["gpu=h100", "shape=qwen3-8b", "gpus=x"], "gpus=x is not accepted: give a whole number"),
     (["gpu=h100", "shape=qwen3-8b", "variants=fp8"], "variants=fp8 needs gpus=N"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "variants=int3"], "variants=int3 is not accepted"),
     (["gpu=h100", "shape=qwen3-8b", "gpus=8", "failures=-1"], "failures=-1 is no list"),

@@ -137,7 +137,7 @@ def test_schedulers_get_each_run_once(monkeypatch, capsys):
 def test_output_that_nobody_reads_any_more_ends_quietly():
     command = f"{sys.executable} -m rlcore.cli train --help | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
-    assert done.stdout.startswith("Usage") and done.stdout.endswith("\n0\n")
+    assert done.stdout.startswith("rlcore train: ") and done.stdout.endswith("\n0\n")
     assert done.stderr == ""
 
 

