@@ -74,7 +74,7 @@ def test_a_group_is_explained_with_options_defaults_units_and_meanings():
         (["train", "rates=x"], "rates=x is used with dry_run=true alone"),
         (["train", "--dry_run"], "its words are key=value, such as dry_run=VALUE"),
         (["train", "quickstart"], "quickstart is not accepted by rlcore train"),
-        (["plan", "gpu=h10"], "perhaps h100 or"),
+        (["plan", "gpu=h10"], "perhaps h100 is meant"),
         (["export", "run_dir=x"], "out= is missing: rlcore export needs the folder to write"),
         (["compare", "a"], "rlcore compare takes DIR DIR, and 1 was given"),
         (["completion", "fish"], "SHELL=fish is not accepted"),
