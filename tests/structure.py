@@ -1,15 +1,21 @@
 """Measures the shape of the code: sizes, parameters, comments, import cycles.
 
     python tests/structure.py [DIR ...]      one column of figures for each package folder
+    python tests/structure.py --write        drop what is no longer true from tests/structure.json
+    python tests/structure.py --write --add  add to it what is new, too: say why in the commit
+    python tests/structure.py --warnings     matters of taste, which fail nothing (`make lint`)
 
-`tests/test_style.py` holds the limits; this script prints how far the code is from them. The
-standard library alone, so that any checkout can be measured.
+`tests/structure.json` lists what is larger, smaller or named otherwise than it should be. The lists
+only shrink: `tests/test_style.py` fails for what is not on a list, and for an entry that is no
+longer true. The standard library alone, so that any checkout can be measured.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import json
+import re
 import statistics
 import sys
 import tokenize
@@ -20,6 +26,32 @@ from pathlib import Path
 
 COLUMNS = 100
 ROOT = Path(__file__).resolve().parents[1]
+LISTS = ROOT / "tests" / "structure.json"
+FILE_LINES, FUNCTION_LINES = 600, 80  # above: on a list
+SMALL_FILE = 60  # lines; below, and with a single importer: on a list
+FOLDERS = ("rlcore", "tests", "benchmarks")
+# Turns of phrase that have to be decoded, from the review of the first version. Lower case.
+LITERARY = (
+    "build not be found",
+    "make their problems up",
+    "made up",
+    "made-up",
+    "made_up",
+    "what is wrong is said",
+    "what somebody holds",
+    "for ever",
+    "wants company",
+    "want company",
+    "deadline of nobody",
+    "without a word",
+    "buffer to write its journal",
+    "handed out",
+    "hands out",
+    "is told",
+    "sicken",
+)
+# of each page of docs/corrections, in this order; others may stand between them
+SECTIONS = ("When to use it", "Formula", "Keys", "What to watch", "When it does not help", "Source")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -142,7 +174,7 @@ def import_cycle(folder: Path) -> list[str]:
     """
     found = sources(folder)
     known = {source.path.stem for source in found}
-    edges = {source.path.stem: _imported(source.tree) & known for source in found}
+    edges = {source.path.stem: imported(source.tree) & known for source in found}
     for start in edges:
         trail = _path_back(start, edges)
         if trail:
@@ -150,13 +182,15 @@ def import_cycle(folder: Path) -> list[str]:
     return []
 
 
-def _imported(tree: ast.Module) -> set[str]:
+def imported(tree: ast.Module) -> set[str]:
+    """Dotted names that a file imports anywhere, also inside functions."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
+            # `from rlcore.config import compose` imports a module, too
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
@@ -172,6 +206,85 @@ def _path_back(start: str, edges: dict[str, set[str]]) -> list[str]:
                 seen.add(name)
                 trails.append([*trail, name])
     return []
+
+
+def exceptions(folder: Path = ROOT / "rlcore") -> dict[str, list[str]]:
+    """What is on each list of tests/structure.json, by the code as it is."""
+    found = sources(folder)
+    return {
+        f"files over {FILE_LINES} lines": [s.name for s in found if len(s.lines) > FILE_LINES],
+        f"files under {SMALL_FILE} lines with a single importer": _single_importers(folder),
+        "class names used twice": _repeated_classes(found),
+        f"functions over {FUNCTION_LINES} lines": sorted(
+            r.where for source in found for r in routines(source) if r.length > FUNCTION_LINES
+        ),
+    }
+
+
+def _single_importers(folder: Path) -> list[str]:
+    """Small files that one other file of the package imports."""
+    found = sources(folder)
+    names = {source.name: _module(source, folder) for source in found}
+    importers: dict[str, set[str]] = {}
+    for source in found:
+        for name in imported(source.tree):
+            importers.setdefault(name, set()).add(source.name)
+    return [
+        source.name
+        for source in found
+        if len(source.lines) < SMALL_FILE and source.path.name != "__init__.py"
+        if len(importers.get(names[source.name], set()) - {source.name}) == 1
+    ]
+
+
+def _module(source: Source, folder: Path) -> str:
+    parts = (folder.name, *Path(source.name).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def _repeated_classes(found: list[Source]) -> list[str]:
+    """Names that classes of several files have."""
+    names = [
+        node.name for source in found for node in source.tree.body if isinstance(node, ast.ClassDef)
+    ]
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def differences() -> tuple[list[str], list[str]]:
+    """(what is on no list and should be, what is on a list and is no longer true)."""
+    listed, now = json.loads(LISTS.read_text()), exceptions()
+    new = [f"{name}: {e}" for name, all_ in now.items() for e in all_ if e not in listed[name]]
+    gone = [f"{name}: {e}" for name, all_ in listed.items() for e in all_ if e not in now[name]]
+    return new, gone
+
+
+def write(add: bool) -> None:
+    """Bring tests/structure.json up to date; what is new only where `add`."""
+    listed = json.loads(LISTS.read_text()) if LISTS.exists() else {}
+    now = exceptions()
+    kept = {n: [e for e in now[n] if add or e in listed.get(n, ())] for n in now}
+    LISTS.write_text(json.dumps(kept, indent=2) + "\n")
+    for name in now:
+        print(f"{len(kept[name])} {name} (before: {len(listed.get(name, ()))})")
+    for entry in differences()[0]:
+        print(f"not added: {entry}")
+
+
+def warnings() -> Iterator[str]:
+    """Matters of taste: words that have to be decoded, pages that differ from their neighbours."""
+    texts = {p: p.read_text() for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+    for folder in FOLDERS:
+        texts |= {source.path: source.text for source in sources(ROOT / folder)}
+    del texts[Path(__file__).resolve()]
+    phrase = re.compile(rf"\b(?:{'|'.join(LITERARY)})\b")
+    for path, text in texts.items():
+        flowing = re.sub(r"\s+(?:# +)?", " ", text.lower())  # a phrase may span two lines
+        for words in phrase.findall(flowing):
+            yield f"{path.relative_to(ROOT)} says {words!r}"
+    for path in sorted((ROOT / "docs" / "corrections").glob("*.md")):
+        given = re.findall(r"^## (.*)", path.read_text(), re.MULTILINE)
+        if path.stem != "index" and [name for name in given if name in SECTIONS] != [*SECTIONS]:
+            yield f"{path.relative_to(ROOT)} has not the sections of its neighbours: {given}"
 
 
 def figures(folder: Path) -> dict[str, str]:
@@ -192,7 +305,9 @@ def figures(folder: Path) -> dict[str, str]:
         "most parameters of a function": f"{most.parameters} ({most.where})",
         "functions of more than 8 parameters": str(sum(r.parameters > 8 for r in everything)),
         "longest function": f"{tallest.length} ({tallest.where})",
-        "functions over 60 lines": str(sum(r.length > 60 for r in everything)),
+        f"functions over {FUNCTION_LINES} lines": str(
+            sum(r.length > FUNCTION_LINES for r in everything)
+        ),
         "functions over 40 lines": str(sum(r.length > 40 for r in everything)),
         "comment lines": f"{comments} ({100 * comments / total:.1f}%)",
         f"lines over {COLUMNS} columns": f"{over} ({100 * over / total:.1f}%)",
@@ -201,13 +316,21 @@ def figures(folder: Path) -> dict[str, str]:
         ),
         "classes of more than 12 methods": f"{len(big)}" + (f" ({', '.join(big)})" if big else ""),
         "longest file": f"{lengths[longest]} ({longest})",
-        "files over 350 lines": str(sum(length > 350 for length in lengths.values())),
+        f"files over {FILE_LINES} lines": str(sum(n > FILE_LINES for n in lengths.values())),
         "median file": f"{statistics.median(lengths.values()):g}",
     }
 
 
 def main() -> None:
-    folders = [Path(word) for word in sys.argv[1:]] or [ROOT / "rlcore"]
+    words = sys.argv[1:]
+    if "--warnings" in words:
+        for warning in warnings():
+            print(f"warning: {warning}")
+        return
+    if "--write" in words:
+        write(add="--add" in words)
+        return
+    folders = [Path(word) for word in words] or [ROOT / "rlcore"]
     columns = [figures(folder) for folder in folders]
     print("| | " + " | ".join(map(str, folders)) + " |")
     print("| --- " * (len(folders) + 1) + "|")

@@ -76,7 +76,7 @@ def python(folder: Path, script: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(2400)
 def test_the_cuda_profile_installs_and_imports_without_a_driver(installed, tmp_path):
@@ -88,7 +88,7 @@ def test_the_cuda_profile_installs_and_imports_without_a_driver(installed, tmp_p
     assert int(said.split()[-1]) >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(2400)
 def test_a_cpu_build_of_torch_is_refused_for_the_cuda_profile(installed):

@@ -72,14 +72,11 @@ def test_the_readme_links_to_every_page():
     assert set(PAGES) - own_page - linked == set()
 
 
-def test_every_correction_has_a_page_with_the_same_sections():
+def test_every_correction_has_a_page_and_shows_its_studies():
     pages = {p.stem: p for p in (DOCS / "corrections").glob("*.md")}
     overview = pages.pop("index")
     assert set(pages) == set(CORRECTIONS)
     for name, page in pages.items():
-        wanted = ["When to use it", "Formula", "Keys", "What to watch", "When it does not help"]
-        wanted += ["Over seeds", "Source"] if studies_of(name) else ["Source"]
-        assert re.findall(r"^## (.*)", page.read_text(), re.MULTILINE) == wanted
         shown = re.findall(r"\]\(\.\./evidence/([a-z]+)\w*\.svg\)", page.read_text())
         assert bool(shown) == bool(studies_of(name)) and set(shown) <= studies_of(name)
         assert f"]({name}.md)" in overview.read_text()

@@ -9,7 +9,7 @@ import pytest
 from conftest import rows
 from safetensors.numpy import load_file
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 # 81 tokens in 6 pages of 16: a budget of 2 bites
 LONG = (

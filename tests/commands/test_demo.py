@@ -34,7 +34,7 @@ def test_a_registry_without_the_model_is_one_sentence_and_exit_code_2(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.timeout(5400)
 def test_make_demo_improves_the_model_far_beyond_the_noise(smollm2, tmp_path):

@@ -57,7 +57,6 @@ def _children(node):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_path):
     nodes = [_actor_node(three_nodes), _actor_node(three_nodes)]
     run_dir = tmp_path / "run"
@@ -100,7 +99,6 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
 def test_a_run_over_several_nodes_goes_on_from_what_its_shards_wrote(
     three_nodes, command, small, tmp_path
 ):

@@ -9,7 +9,7 @@ from conftest import rows
 
 from rlcore.testing.experts import tiny_mixture
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.cluster
 
 GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
 

@@ -13,7 +13,7 @@ import torch
 from conftest import rows
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 QUESTION = "What is {a} {op} {b}? Answer with just the number."
 TASK = ("model=smollm2", "task=arithmetic", f"task.args={{question:'{QUESTION}',credit:digits}}")

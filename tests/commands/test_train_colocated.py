@@ -4,7 +4,7 @@ on GPUs, with keys and values to free."""
 import pytest
 from conftest import rows, without_times
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORDS = ("schedule=large_batch", "schedule.steps=4", "schedule.steps_per_publish=2")
 COLOCATED = (*WORDS, "schedule.colocated=true", "learner.offload_while_sampling=true")

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any, Literal, get_args, get_origin
 
-import torch
 from grid_bandit import GIVEN, INF, KL_COEF, RHO, Case, Policies, gradient, kl_reference, reference
 from torch import Tensor
 
@@ -219,6 +218,3 @@ def _gradient(case: Case, **layout: int) -> tuple[Tensor, Tensor]:
     if key not in _found:
         _found[key] = gradient(case)
     return _found[key]
-
-
-torch.set_num_threads(1)  # the tensors are tiny

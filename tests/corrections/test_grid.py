@@ -37,6 +37,16 @@ from rlcore.objectives.registry import LOSSES, loss_class
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import load_object
 
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are tiny: handing parts of them to threads costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 LAYOUTS = [{"ranks": 1, "parts": 3}, {"ranks": 2, "parts": 2}]
 
 
@@ -91,7 +101,7 @@ def test_micro_batches_and_ranks_change_nothing(loss: str) -> None:
         judge_layouts(cell, [LAYOUTS[i % 2]])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("loss", LOSS_SETTINGS)
 def test_every_cell_in_every_layout(loss: str) -> None:

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from rlcore.errors import UserError
 from rlcore.learner.specs import DistillSpec, LearnerSpec
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from rlcore.errors import UserError
 from rlcore.weights.adapters import AdapterShape, adapter_shapes, factor_names
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

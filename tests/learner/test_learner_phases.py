@@ -7,7 +7,7 @@ import phase_jobs as jobs
 import pytest
 from learner_helpers import on_ranks, small_model
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 FAR = {"lr": 1e-2}  # steps long enough for ratios to leave a clip
 JACKPOT = {"jackpot": {"target": "new", "tail": "residual"}}

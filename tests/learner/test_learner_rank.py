@@ -10,7 +10,7 @@ from learner_helpers import make_groups, on_ranks, small_model
 
 from rlcore.errors import UserError
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rlcore.learner.state_files import join_state, open_state
 from rlcore.models.folder import read_weights
 from rlcore.testing.experts import tiny_mixture
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from learner_helpers import on_ranks
 from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_group
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

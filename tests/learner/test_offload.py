@@ -5,7 +5,7 @@ import offload_jobs as jobs
 import pytest
 from learner_helpers import on_ranks, small_model
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import publication_jobs as jobs
 import pytest
 from learner_helpers import on_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 # two buckets, and the largest tensor in float32 and bfloat16; 3%: headers and checksums
 BOUND = 1.03 * (2 * jobs.BUCKET + 1.5 * jobs.LARGEST)
 

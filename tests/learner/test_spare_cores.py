@@ -89,7 +89,6 @@ def test_the_layers_of_an_architecture_are_found_whatever_their_name(kind, tmp_p
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(900)
 def test_threads_that_change_within_a_step_change_no_gradient(tmp_path):
     for name, found in on_ranks(1, jobs.threads_that_change, small_model(tmp_path / "m"))[
         0

@@ -8,7 +8,7 @@ from learner_helpers import ALPHABET, on_ranks, small_model
 
 from rlcore.testing.experts import tiny_mixture
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

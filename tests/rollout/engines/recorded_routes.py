@@ -16,7 +16,7 @@ from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.stream import whole
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_the_plain_engine_s_tests_hold_while_steps_are_scheduled_ahead():
 
 
 @pytest.mark.engine
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1900)
 def test_the_plain_engine_s_tests_hold_on_the_second_runner():
     # vLLM's top-k kernel does not run in the interpreter, and noisy actors stay on the first runner

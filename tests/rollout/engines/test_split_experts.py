@@ -16,7 +16,7 @@ from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.stream import whole
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def checksums(tensors):

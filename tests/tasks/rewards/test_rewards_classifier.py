@@ -20,7 +20,7 @@ from rlcore.tasks.rewards.classifier import ClassifierReward
 from rlcore.tasks.rewards.protocols import Asked
 from rlcore.tasks.rewards.specs import ClassifierSpec
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.processes
 CHAT = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}={% endfor %}"
 
 
