@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import subprocess
@@ -24,12 +25,14 @@ SMOLLM2 = Path(__file__).parents[1] / "cache" / "models" / "smollm2-135m"
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of a pretrained chat model, SmolLM2-135M-Instruct; made once, then kept."""
-    if not SMOLLM2.is_dir():
-        try:
-            SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
-            fetch_model("smollm2-135m", SMOLLM2)
-        except UserError as e:
-            pytest.skip(str(e))
+    SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
+    with SMOLLM2.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest-xdist may ask at once
+        if not SMOLLM2.is_dir():
+            try:
+                fetch_model("smollm2-135m", SMOLLM2)
+            except UserError as e:
+                pytest.skip(str(e))
     return SMOLLM2
 
 

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 import torch
+from timing import deadline
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -76,29 +77,56 @@ class Judged:
         return self.answers(len(pairs))
 
     def answers(self, count):
-        deadline = time.monotonic() + 200
+        until = time.monotonic() + deadline(60)
         with self.arrived:
             while len(self.verdicts) < count:
                 self.reward.check()
-                assert time.monotonic() < deadline, f"{len(self.verdicts)} of {count} verdicts"
+                assert time.monotonic() < until, f"{len(self.verdicts)} of {count} verdicts"
                 self.arrived.wait(0.5)
             return [self.verdicts[i] for i in range(count)]
 
 
-def worker():
+def workers():
     children = psutil.Process().children(recursive=True)
-    (found,) = [p for p in children if "classifier_worker" in " ".join(p.cmdline())]
+    return {p for p in children if not ended(p) and "classifier_worker" in " ".join(p.cmdline())}
+
+
+def worker():
+    (found,) = workers()
     return found
+
+
+def ended(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 PAIRS = [("12=", "3"), ("1=", "23"), ("123=", "45"), ("9?", "9")]
 
 
-@pytest.mark.parametrize("pad", [True, False])
-def test_rewards_are_the_logits_of_the_conversations(tmp_path, pad):
-    path, tokenizer = folder(tmp_path, pad=pad)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One reward for the tests that need no settings of their own: a start takes seconds. Its
+    folder and its tokenizer. Who ends its process leaves another."""
+    path, tokenizer = folder(tmp_path_factory.mktemp("classifier"))
+    with Judged(path=path, batch_size=3, timeout_s=deadline(5)) as judged:
+        yield judged, path, tokenizer
+
+
+def test_rewards_are_the_logits_of_the_conversations(shared):
+    judged, path, tokenizer = shared
+    are_the_logits(judged.ask(PAIRS), path, tokenizer)
+
+
+def test_without_padding_rewards_are_alike_and_a_process_ends_with_its_reward(tmp_path):
+    path, tokenizer = folder(tmp_path, pad=False)
+    before = workers()
     with Judged(path=path, batch_size=3) as judged:
-        found = judged.ask(PAIRS)
+        are_the_logits(judged.ask(PAIRS), path, tokenizer)
+        (process,) = workers() - before
+    assert ended(process)
+
+
+def are_the_logits(found, path, tokenizer):
     for (question, response), verdict in zip(PAIRS, found):
         ids = tokenizer(f"u{question}=a{response}=", add_special_tokens=False)["input_ids"]
         assert verdict.value == pytest.approx(float(expected(path, ids)[0]), abs=1e-5)
@@ -121,53 +149,46 @@ def test_the_probability_of_one_label_is_a_sigmoid(tmp_path):
     assert verdict.value == pytest.approx(float(expected(path, ids).sigmoid()[0]), abs=1e-5)
 
 
-def test_a_conversation_that_is_too_long_is_a_failed_score_and_not_cut(tmp_path):
-    path, _ = folder(tmp_path)
-    with Judged(path=path) as judged:
-        long, short = judged.ask([("1=", "2" * 80), ("1=", "2")])
+def test_a_conversation_that_is_too_long_is_a_failed_score_and_not_cut(shared):
+    long, short = shared[0].ask([("1=", "2" * 80), ("1=", "2")])
     assert long.status == "error" and "86 tokens is not judged" in long.error
     assert "takes 1 to 64" in long.error
     assert short.status == "ok"
 
 
-def test_a_killed_process_is_replaced(tmp_path):
-    path, _ = folder(tmp_path)
-    with Judged(path=path) as judged:
-        before = judged.ask(PAIRS)
-        os.kill(worker().pid, signal.SIGKILL)
-        assert [v.value for v in judged.ask(PAIRS)] == [v.value for v in before]
-        process = worker()
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+def test_a_killed_process_is_replaced(shared):
+    judged = shared[0]
+    before = judged.ask(PAIRS)
+    os.kill(worker().pid, signal.SIGKILL)
+    assert [v.value for v in judged.ask(PAIRS)] == [v.value for v in before]
 
 
-def test_a_stopped_process_is_killed_at_the_deadline(tmp_path):
-    path, _ = folder(tmp_path)
-    with Judged(path=path, timeout_s=2.0) as judged:
-        judged.ask(PAIRS[:1])
-        stopped = worker()
-        stopped.suspend()
-        (late,) = judged.ask(PAIRS[:1])
-        assert (late.status, late.value) == ("timeout", None)
-        assert "passed its deadline of 2 s" in late.error
-        assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
-        (good,) = judged.ask(PAIRS[:1])
-        assert good.status == "ok"
+def test_a_stopped_process_is_killed_at_the_deadline(shared):
+    judged = shared[0]
+    judged.ask(PAIRS[:1])
+    stopped = worker()
+    stopped.suspend()
+    (late,) = judged.ask(PAIRS[:1])
+    assert (late.status, late.value) == ("timeout", None)
+    assert f"passed its deadline of {deadline(5):g} s" in late.error
+    assert ended(stopped)
+    (good,) = judged.ask(PAIRS[:1])
+    assert good.status == "ok"
 
 
-def test_a_sample_that_processes_die_on_fails(tmp_path, monkeypatch):
-    path, _ = folder(tmp_path)
+def test_a_sample_that_processes_die_on_fails(shared, monkeypatch):
+    judged = shared[0]
     monkeypatch.setattr("rlcore.tasks.rewards.classifier.MAX_DEATHS", 1)
-    with Judged(path=path) as judged:
-        judged.ask(PAIRS[:1])
-        process = worker()
-        process.suspend()
-        judged.verdicts = {}
-        judged.reward.submit(Asked("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
-        process.kill()
-        (verdict,) = judged.answers(1)
-        assert verdict.status == "error" and "killed by SIGKILL" in verdict.error
-        (good,) = judged.ask(PAIRS[:1])
-        assert good.status == "ok"
+    judged.ask(PAIRS[:1])
+    process = worker()
+    process.suspend()
+    judged.verdicts = {}
+    judged.reward.submit(Asked("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
+    process.kill()
+    (verdict,) = judged.answers(1)
+    assert verdict.status == "error" and "killed by SIGKILL" in verdict.error
+    (good,) = judged.ask(PAIRS[:1])
+    assert good.status == "ok"
 
 
 def test_a_folder_without_a_classifier_ends_the_scoring(tmp_path):
