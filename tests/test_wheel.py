@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT_FROM = (
@@ -25,7 +26,12 @@ MAIN = (
 
 def run(*command, cwd, **env):
     done = subprocess.run(
-        [sys.executable, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=deadline(300),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

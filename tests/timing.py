@@ -17,12 +17,16 @@ environment.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
+
+import psutil
 
 T = TypeVar("T")
 
@@ -57,6 +61,25 @@ def wait_until(
         assert time.monotonic() < until, f"waited {deadline(seconds):.0f} s for {what}"
         time.sleep(every_s)
     return found
+
+
+def listens(port: int) -> bool:
+    """Whether something on this machine accepts connections at a port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_for_end(
+    processes: Iterable[psutil.Process], seconds: float, what: str = "processes"
+) -> None:
+    """Wait until none of `processes` runs. They need not be children; a zombie has ended."""
+    wait_until(lambda: not any(map(_runs, processes)), seconds, f"{what} to end")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @cache

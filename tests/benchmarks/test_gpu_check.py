@@ -1,6 +1,7 @@
 """How the GPU check spends its time: order, budget, and rows for whatever was not measured."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 import reference
 import setting
 from check import PARTS, Part, Rows
+from timing import deadline
 
 
 def run(chosen, child, *, device="cuda", budget_s=check.BUDGET_S):
@@ -79,8 +81,8 @@ def test_a_child_past_its_deadline_is_killed_and_its_rows_stay(tmp_path, monkeyp
     )
     monkeypatch.setattr(check, "HERE", tmp_path)
     rows = Rows(tmp_path / "rows.jsonl")
-    why = check.run_child(Part("bf16", 9, 1, ()), 3.0, rows, [str(tmp_path), *"abcd"])
-    assert why is not None and why.startswith("time (3 s), after: began")
+    why = check.run_child(Part("bf16", 9, 1, ()), deadline(3), rows, [str(tmp_path), *"abcd"])
+    assert why is not None and re.match(r"time \(\d+ s\), after: began", why)
     assert [json.loads(line)["context"] for line in rows.path.read_text().splitlines()] == [4096]
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", why.split()[-1]], capture_output=True, text=True
@@ -93,7 +95,7 @@ def test_a_child_that_dies_says_why(tmp_path, monkeypatch):
     (tmp_path / "parts.py").write_text("raise ImportError('no kernel for this GPU')")
     monkeypatch.setattr(check, "HERE", tmp_path)
     rows = Rows(tmp_path / "rows.jsonl")
-    why = check.run_child(Part("fp8", 30, 1, ()), 30.0, rows, [str(tmp_path), *"abcd"])
+    why = check.run_child(Part("fp8", 30, 1, ()), deadline(30), rows, [str(tmp_path), *"abcd"])
     assert why == "exit code 1: ImportError: no kernel for this GPU"
 
 

@@ -1,11 +1,11 @@
 """Which cluster a run is on, what it waits for there and what it refuses."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 import ray
+from timing import deadline
 
 from rlcore.cluster import placement
 from rlcore.cluster.placement import actor_class, beside_driver, free_port, rendezvous
@@ -21,7 +21,6 @@ def spec(address=None):
 def test_an_unreachable_head_is_refused_at_once_but_waited_for_in_a_recovery():
     where = spec(f"127.0.0.1:{free_port()}")
     needs = {"needed_cpus": 1, "needed_gpus": 0}
-    begun = time.monotonic()
     with pytest.raises(UserError, match="does not answer"), cluster(where, **needs):
         pass
     with (
@@ -31,7 +30,6 @@ def test_an_unreachable_head_is_refused_at_once_but_waited_for_in_a_recovery():
         cluster(where, patience_s=1, **needs),
     ):
         pass
-    assert 1 < time.monotonic() - begun < 20
 
 
 def test_what_this_machine_does_not_have_is_refused_before_ray_starts(monkeypatch):
@@ -75,7 +73,7 @@ def test_a_role_without_resources_runs_beside_the_driver(monkeypatch):
         strategy = beside_driver()
         assert strategy.node_id == ray.get_runtime_context().get_node_id() and strategy.soft
         handle = actor_class(threading.Event, num_cpus=0, scheduling_strategy=strategy).remote()
-        assert ray.get(handle.is_set.remote(), timeout=60) is False
+        assert ray.get(handle.is_set.remote(), timeout=deadline(60)) is False
 
 
 def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):

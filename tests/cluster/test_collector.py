@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import ray
 from test_start import hosting
+from timing import deadline
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.collector import NEVER, keep_passes_short
@@ -137,7 +138,7 @@ def test_the_buffer_s_process_makes_no_full_passes():
         look = buffer.handle.__ray_call__.remote(
             lambda actor: (gc.get_threshold(), gc.get_freeze_count())
         )
-        thresholds, frozen = ray.get(look, timeout=60)
+        thresholds, frozen = ray.get(look, timeout=deadline(60))
         assert thresholds[2] == NEVER and frozen > 1000
     finally:
         ray.shutdown()

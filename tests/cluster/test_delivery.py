@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from timing import deadline
 
 from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.environments.episode import Played
@@ -71,7 +72,7 @@ def test_an_episode_s_parts_go_to_the_buffer_and_its_score_past_the_graders():
 
 def test_the_engine_thread_never_waits_for_a_slow_receiver():
     held = threading.Event()
-    sent = Sent(records=lambda records: held.wait(30))
+    sent = Sent(records=lambda records: held.wait(deadline(30)))
     for i in range(100):
         sent.delivery.put([make_trajectory(i)])
     assert sent.answers == []

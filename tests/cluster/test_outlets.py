@@ -1,9 +1,8 @@
 """Messages to a process of the own node, and to another one once that has died."""
 
-import time
-
 import pytest
 import ray
+from timing import wait_until
 
 from rlcore.cluster.outlets import NodeOutlet
 
@@ -37,26 +36,19 @@ def ray_here():
     ray.shutdown()
 
 
-def until(found, timeout_s=60):
-    end = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-
-
 @pytest.mark.cluster
 def test_what_a_dead_process_did_not_take_goes_to_the_other(ray_here):
     actor = receiver()
     far = actor.remote()
     outlet = NodeOutlet("take", "near", far)
     outlet(["before there is one"])
-    until(lambda: ray.get(far.all.remote()) == [["before there is one"]])
+    wait_until(lambda: ray.get(far.all.remote()) == [["before there is one"]], 60)
     near = actor.options(name="near").remote()
     # it is looked for now and then
-    until(lambda: outlet(["near"]) or ["near"] in ray.get(near.all.remote()))
+    wait_until(lambda: outlet(["near"]) or ["near"] in ray.get(near.all.remote()), 60)
     outlet(["refuse"])  # is the receiver's to report, and is not sent again
     outlet(["die"])
-    until(lambda: outlet([]) or ["die"] in ray.get(far.all.remote()))
+    wait_until(lambda: outlet([]) or ["die"] in ray.get(far.all.remote()), 60)
     outlet(["after"])
-    until(lambda: ["after"] in ray.get(far.all.remote()))
+    wait_until(lambda: ["after"] in ray.get(far.all.remote()), 60)
     assert ["refuse"] not in ray.get(far.all.remote())

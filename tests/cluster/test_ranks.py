@@ -8,6 +8,7 @@ import time
 
 import pytest
 import ray
+from timing import deadline
 
 from rlcore.cluster.calls import get
 from rlcore.cluster.clients.ranks import RankGroup
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.cluster
 
 # workers do not know the tests' folder
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+STEP_S = deadline(4)
 
 
 class Rank:
@@ -26,7 +28,7 @@ class Rank:
 
     def step(self, how):
         if how == "hang":
-            time.sleep(60)
+            time.sleep(10**6)
         if how == "fail":
             raise RuntimeError("connection closed by peer")
         if how == "die":
@@ -44,7 +46,7 @@ def room_for_two():
 def group(count=2):
     handles = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(count)]
     ray.get([h.step.remote("up") for h in handles])
-    return RankGroup("policy", handles, timeout_s=4)
+    return RankGroup("policy", handles, timeout_s=STEP_S)
 
 
 def asks(*hows):
@@ -62,7 +64,8 @@ def called(*hows):
 def test_a_rank_that_hangs_in_a_step_is_a_lost_role():
     with pytest.raises(
         RoleLost,
-        match=r"learner hangs: waited 4 s for optimizer step 7 \(schedule\.step_timeout_s=4",
+        match=rf"learner hangs: waited {STEP_S:g} s for optimizer step 7 "
+        rf"\(schedule\.step_timeout_s={STEP_S:g}",
     ):
         called("fine", "hang")
 

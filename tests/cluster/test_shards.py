@@ -3,11 +3,11 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from timing import wait_until
 
 from rlcore.buffer.gathering import Heard
 from rlcore.buffer.record_files import JournalError, RecordFile, file_of
@@ -91,13 +91,6 @@ def two_nodes():
         nodes.shutdown()
 
 
-def until(found, timeout_s=120):
-    end = time.monotonic() + timeout_s
-    while not found():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.1)
-
-
 @pytest.mark.cluster
 def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     two_nodes, monkeypatch, tmp_path
@@ -113,7 +106,7 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     process = shard_name("buffer-test", there)
     outlet = NodeOutlet("add_records", process, buffer)
     outlet([RECORD])
-    until(lambda: ray.get(buffer.has.remote())[0])
+    wait_until(lambda: ray.get(buffer.has.remote())[0], 120)
     (first,) = ray.get(buffer.has.remote())[0]
     assert first.shard == f"{process}#1"
     assert fetch_records({first.shard: [first.key]}) == {first.shard: [RECORD]}
@@ -138,16 +131,17 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     os.kill(pid, signal.SIGCONT)
 
     os.kill(pid, signal.SIGKILL)
-    until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1])  # nothing is lost meanwhile
+    # nothing is lost meanwhile
+    wait_until(lambda: outlet([RECORD]) or ray.get(buffer.has.remote())[1], 120)
     assert asyncio.run(shards.watch()) == [first.shard]
-    until(lambda: not asyncio.run(shards.watch()) and _named(process))
+    wait_until(lambda: not asyncio.run(shards.watch()) and _named(process), 120)
     with pytest.raises(ShardLost):
         fetch_records({first.shard: [first.key]})
     with pytest.raises(ShardLost):
         write_shards(tmp_path, {first.shard: [first.key]}, LIMIT_S)
     with pytest.raises(RoleLost):
         read_shards(tmp_path, {first.shard: [file]}, LIMIT_S)
-    until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1)
+    wait_until(lambda: outlet([RECORD]) or len(ray.get(buffer.has.remote())[0]) > 1, 120)
     again = ray.get(buffer.has.remote())[0][-1]
     assert again.shard == f"{process}#2"
     assert fetch_records({again.shard: [again.key]}) == {again.shard: [RECORD]}
@@ -167,7 +161,7 @@ def test_a_nodes_graders_give_training_scores_to_its_shard(two_nodes):
     process = scorer.remote("buffer-test", None, "home")
     answer, score = make_answer(), make_score(make_trajectory(0, 0))
     ray.get(process.submit_scored.remote([(answer, score)]))
-    until(lambda: ray.get(buffer.scored.remote()) == [score])
+    wait_until(lambda: ray.get(buffer.scored.remote()) == [score], 120)
     del home
     shards.kill()
 

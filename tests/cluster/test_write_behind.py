@@ -3,11 +3,11 @@
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import pytest
 import torch
+from timing import deadline, wait_until
 
 from rlcore.cluster.actors.learner import LearnerActor
 from rlcore.cluster.jobs import Hosting
@@ -29,7 +29,7 @@ class Rank:
         self.free = threading.Event()
 
     def hang(self):
-        assert self.free.wait(30)
+        assert self.free.wait(deadline(60))
 
     def save(self, folder, run):
         run(self.hang)
@@ -54,15 +54,14 @@ def test_a_hung_disk_costs_its_checkpoint_and_not_the_rank(learner, tmp_path):
         learner.saved(0.1)
     learner.save(tmp_path / "b", False)  # holds no second copy of the state for that disk
     with pytest.raises(DeadlineExceeded, match="has not ended what it was asked for"):
-        learner.saved(5.0)
+        learner.saved(deadline(5))
     hung = learner._writing[0]
     learner.rank.free.set()
-    while hung.running:
-        time.sleep(0.01)
+    wait_until(lambda: not hung.running, 30, "the disk to end")
     assert not (tmp_path / "a").exists()  # what had not begun is dropped
 
     learner.save(tmp_path / "c", False)
-    learner.saved(10.0)
+    learner.saved(deadline(10))
     assert read_index(tmp_path / "c")["optimizer_steps"] == 3
     with open_state(tmp_path / "c") as state:
         assert {n: t.whole().tolist() for n, t in state.items()} == {
@@ -81,7 +80,7 @@ def test_the_first_error_is_raised_and_what_follows_it_is_dropped(tmp_path):
         behind.put(job)
     behind.close()
     with pytest.raises(OSError, match="No space left"):
-        behind.wait(10)
+        behind.wait(deadline(10))
     assert done == [1] and not behind.running
 
 
@@ -90,7 +89,7 @@ def test_jobs_are_done_in_order(tmp_path):
     for i in range(50):
         behind.put(partial(replace_file, tmp_path / "last", str(i)))
     behind.close()
-    behind.wait(10)
+    behind.wait(deadline(10))
     assert (tmp_path / "last").read_text() == "49"
 
 
@@ -98,6 +97,7 @@ def test_jobs_are_done_in_order(tmp_path):
 def test_a_hung_write_does_not_keep_the_process_from_ending():
     code = (
         "import time\nfrom rlcore.cluster.write_behind import WriteBehind\n"
-        "behind = WriteBehind()\nbehind.put(lambda: time.sleep(600))\ntime.sleep(0.2)"
+        "from threading import Event\nbegun, behind = Event(), WriteBehind()\n"
+        "behind.put(lambda: begun.set() or time.sleep(10**6))\nbegun.wait()"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    subprocess.run([sys.executable, "-c", code], timeout=deadline(60), check=True)

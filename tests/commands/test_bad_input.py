@@ -3,11 +3,11 @@
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from timing import deadline, wait_for_end
 
 from rlcore.cli import main
 
@@ -28,7 +28,7 @@ def _refused_as_installed(*words):
         [str(Path(sys.executable).parent / "rlcore"), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(120),
     )
     return _sentence(done.returncode, done.stderr)
 
@@ -95,14 +95,12 @@ def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch):
             *BASE, f"run_dir={tmp_path / 'run'}", f"learner.port={port}", "model.warmup=null"
         )
         assert f"learner.port={port}" in sentence
-    deadline = time.monotonic() + 15
-    while left := [
+    left = [
         p
         for p in psutil.process_iter(["environ"])
         if (p.info["environ"] or {}).get("RLCORE_TEST_MARK") == str(tmp_path)
-    ]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    ]
+    wait_for_end(left, 15)
 
 
 @pytest.mark.processes

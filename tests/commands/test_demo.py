@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import rows
 from demo import MODES, PROMPTS, gain_in_errors
+from timing import deadline
 
 ROOT = Path(__file__).parents[2]
 NO_REGISTRY = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
@@ -25,7 +26,7 @@ def test_a_registry_without_the_model_is_one_sentence_and_exit_code_2(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(120),
         env={**os.environ, **NO_REGISTRY},
     )
     assert done.returncode == 2

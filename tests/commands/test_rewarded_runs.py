@@ -5,12 +5,12 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import rows
+from timing import listens, wait_until
 
 from rlcore.config.compose import load
 from rlcore.testing.reward_server import Reply, RewardServer, judgement
@@ -48,16 +48,10 @@ def grader(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "grader.py"), str(port)], stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline, "the documented grader did not start"
-        time.sleep(0.05)
+    wait_until(lambda: listens(port), 60, "the documented grader to start")
     yield port
     process.kill()
-    process.wait(30)
+    process.wait()
 
 
 def test_the_documented_judge_is_accepted(tmp_path):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 from rlcore.cli import main
 from rlcore.commands.sweep import jobs, sweep
@@ -136,7 +137,9 @@ def test_schedulers_get_each_run_once(monkeypatch, capsys):
 @pytest.mark.processes
 def test_output_that_nobody_reads_any_more_ends_quietly():
     command = f"{sys.executable} -m rlcore.cli train --help | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=deadline(120)
+    )
     assert done.stdout.startswith("rlcore train: ") and done.stdout.endswith("\n0\n")
     assert done.stderr == ""
 

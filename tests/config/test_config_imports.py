@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from timing import deadline
 
 HEAVY = {"torch", "ray", "vllm", "transformers", "deepspeed"}
 pytestmark = pytest.mark.processes
@@ -13,7 +14,7 @@ def loaded(code):
     """Which heavy packages `code` has imported at its end."""
     code = f"import sys\n{code}\nprint(*({HEAVY} & set(sys.modules)))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(60), check=True)
     return set(done.stdout.splitlines()[-1].split())
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from timing import deadline
 
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.corrections.registry import CORRECTIONS
@@ -94,7 +95,7 @@ class ThreadRanks:
     """A real exchange between threads that each play one data-parallel rank."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=30)
+        self.barrier = threading.Barrier(ranks, timeout=deadline(30))
         self.slots: list[Any] = [None] * ranks
 
     def _all(

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -48,7 +49,7 @@ def trl() -> str:
     if not (folder / "trl/trainer/grpo_trainer.py").is_file():
         words = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
         done = subprocess.run(
-            [*words, str(folder), *PACKAGES], capture_output=True, text=True, timeout=600
+            [*words, str(folder), *PACKAGES], capture_output=True, text=True, timeout=deadline(600)
         )
         if done.returncode:
             pytest.skip(f"TRL cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
@@ -71,7 +72,9 @@ def test_the_page_s_block_trains_in_trl(trl: str, tmp_path: Path) -> None:
     words = [sys.executable, str(Path(__file__).parent / "trl_run.py"), str(model), str(tmp_path)]
     paths = os.pathsep.join([trl, str(tmp_path)])
     env = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=env, cwd=tmp_path)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=deadline(600), env=env, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.rpartition("RESULT")[2])
     assert found["matched"]["alpha"] == 0.0 and found["from_trl"] < 1e-6

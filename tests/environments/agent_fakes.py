@@ -12,6 +12,8 @@ import time
 import urllib.error
 import urllib.request
 
+from timing import deadline
+
 from rlcore.types import Grade
 
 # For tokenizers of few characters: every message between signs that name its role.
@@ -29,7 +31,7 @@ def post(base_url, api_key, body, *, raw=None, timeout=60):
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        with urllib.request.urlopen(request, timeout=deadline(timeout)) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())

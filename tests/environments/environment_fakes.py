@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+from timing import deadline
 
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Opening, Reply
@@ -146,7 +147,7 @@ class ScriptedSampler:
 
     def run(self, timeout_s=60.0):
         """Play until no episode is left; those played, by sample."""
-        end, answers = time.monotonic() + timeout_s, deque()
+        end, answers = time.monotonic() + deadline(timeout_s), deque()
         while self.play.busy:
             assert time.monotonic() < end, "the episodes did not end"
             self.play.begin_waiting()

@@ -10,10 +10,10 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from timing import listens, wait_until
 
 from rlcore.environments import environment_maker
 from rlcore.environments.protocol import Action
@@ -35,14 +35,8 @@ def url(request):
         port = probe.getsockname()[1]
     python = REAL if request.param == "real" else sys.executable
     server = subprocess.Popen([python, str(HERE / f"openenv_{request.param}.py"), str(port)])
-    end = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        except OSError:
-            assert time.monotonic() < end and server.poll() is None
-            time.sleep(0.1)
+    wait_until(lambda: listens(port) or server.poll() is not None, 120, "the server to start")
+    assert server.poll() is None
     yield f"http://127.0.0.1:{port}"
     server.kill()
     server.wait()

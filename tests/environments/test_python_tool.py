@@ -1,6 +1,7 @@
 """The Python tool: a session over turns, what it answers, and the task's own grade at the end."""
 
 import pytest
+from timing import deadline
 
 from rlcore.environments.protocol import Action, ToolCall
 from rlcore.environments.python_tool import NOTHING, PythonTool
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def begun():
     task = make_task("arithmetic", {})
-    environment = PythonTool(task, timeout_s=1.0)
+    environment = PythonTool(task, timeout_s=deadline(1))
     environment.item = task.item("train", 0)
     opening = environment.reset(environment.item, 0)
     assert opening.tools[0]["function"]["name"] == "python"
@@ -33,7 +34,7 @@ def test_a_program_that_fails_says_why_and_leaves_nothing_behind(begun):
     )
     assert begun.python("y") == "NameError: name 'y' is not defined"
     assert "SyntaxError" in begun.python("def f(:")
-    assert begun.python("while True: pass") == "Error: time limit of 1 s"
+    assert begun.python("while True: pass").startswith("Error: time limit of")
     assert "PermissionError" in begun.python("import socket; socket.socket()")
     assert begun.python("raise SystemExit") == "SystemExit"
     assert begun.python("1 + 1") == "2"

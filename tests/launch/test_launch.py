@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from timing import deadline, wait_until
 
 from rlcore.errors import StageError, UserError
 from rlcore.launch import launch, render
@@ -212,7 +212,7 @@ def test_the_batch_script_is_valid_bash(more):
 @pytest.mark.processes
 def test_slurm_starts_ray_on_every_node_then_the_run_then_stops_ray(allocation):
     process, log = allocation(RUN='echo "greeting $GREETING" >> "$LOG"; exit 3')
-    assert process.wait(timeout=30) == 3
+    assert process.wait(timeout=deadline(30)) == 3
     lines = log.read_text().splitlines()
     (head,) = [line for line in lines if line.startswith("ray start --head")]
     workers = [line for line in lines if line.startswith("ray start --address=10.0.0.1:20007")]
@@ -266,7 +266,7 @@ def test_slurm_with_real_ray_nodes(tmp_path):
     (text,) = render(settings, WORDS, str(tmp_path)).files.values()
     env = os.environ | {"SLURM_JOB_ID": "4242", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(
-        ["bash"], input=text, text=True, capture_output=True, env=env, timeout=240
+        ["bash"], input=text, text=True, capture_output=True, env=env, timeout=deadline(240)
     )
     assert "roles ['rlcore_actor', 'rlcore_learner']" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 5
@@ -276,7 +276,7 @@ def test_slurm_with_real_ray_nodes(tmp_path):
 @pytest.mark.processes
 def test_nodes_that_do_not_join_end_the_job_without_a_run(allocation):
     process, log = allocation(JOIN_CODE="1")
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=deadline(30)) == 1
     assert not [line for line in log.read_text().splitlines() if line.startswith("rlcore")]
 
 
@@ -289,12 +289,9 @@ echo up >> "$LOG"
 while :; do sleep 0.05; done
 """
     process, log = allocation(RUN=waiting, SLURM_RESTART_COUNT=restarts)
-    deadline = time.monotonic() + 30
-    while not log.exists() or "up\n" not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and "up\n" in log.read_text(), 30, "the run to be up")
     process.terminate()
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=deadline(30)) == 130
     lines = log.read_text().splitlines()
     assert "checkpoint" in lines and ("scontrol requeue 7" in lines) == requeued
 
@@ -308,7 +305,7 @@ def test_a_failed_run_is_tried_again_and_a_wrong_configuration_is_not(
     allocation, code, restarts, requeued
 ):
     process, log = allocation(RUN=f"sleep 0.3; exit {code}", SLURM_RESTART_COUNT=restarts)
-    assert process.wait(timeout=30) == int(code)
+    assert process.wait(timeout=deadline(30)) == int(code)
     assert ("scontrol requeue 7" in log.read_text().splitlines()) == requeued
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from timing import deadline
 
 from rlcore.metrics.cells import duration, number
 from rlcore.metrics.console import ConsoleSink
@@ -112,7 +113,7 @@ def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
         [sys.executable, "-c", WANDB_RUN, str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(120),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "" and done.stderr == ""
@@ -132,7 +133,10 @@ def test_disabled_loads_neither_wandb_nor_plotly_nor_torch(tmp_path):
         "sys.exit(str({'wandb', 'torch', 'plotly', 'ray'} & set(sys.modules) or ''))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
     )
     assert done.stderr.strip() == ""
     assert "step 1/1" in done.stdout

@@ -4,10 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
+from timing import wait_until
 
 from rlcore.errors import StageError, UserError
 from rlcore.metrics.rows import RowFile, RowTail, read_rows, sanitize
@@ -120,12 +120,9 @@ def test_a_killed_writer_leaves_whole_consecutive_rows(tmp_path):
         "for s in itertools.count(1): rows.log(sanitize({'step': s, 'x': 0.5}))"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(path)])
-    deadline = time.monotonic() + 30
-    while len(read_rows(path)) < 20:
-        assert time.monotonic() < deadline, "the writer wrote nothing"
-        time.sleep(0.01)
+    wait_until(lambda: len(read_rows(path)) >= 20, 30, "twenty rows")
     writer.send_signal(signal.SIGKILL)
-    writer.wait(10)
+    writer.wait()
     steps = [r["step"] for r in read_rows(path)]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
     fill(path, [len(steps) + 1])

@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 from rlcore.metrics.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 RECORDED = Path(__file__).parent / "recorded_run"
-STARTS_S, ANSWERS_S = 60, 60
+STARTS_S, ANSWERS_S = deadline(60), deadline(60)
 PHONE, DESK = (390, 844), (1400, 1000)
 
 pytestmark = [
@@ -138,7 +139,15 @@ async def visit(file, looks):
 
 async def use(page):
     """Everything a reader can set, once."""
-    await page.run("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    # what is behind a fold is drawn when it says that it was opened, which it does later
+    await page.run(
+        "window.unsaid = new Set(document.querySelectorAll('details:not([open])'));"
+        "for (const d of window.unsaid) {"
+        "  d.addEventListener('toggle', () => window.unsaid.delete(d)); d.open = true; }"
+    )
+    async with asyncio.timeout(ANSWERS_S):
+        while await page.run("window.unsaid.size"):
+            await asyncio.sleep(0.1)
     await page.run(
         "const s = document.getElementById('smooth'); s.value = '0.95'; s.onchange();"
         "const a = document.getElementById('colour'); a.value = 'age'; a.oninput();"
@@ -146,7 +155,6 @@ async def use(page):
         "document.querySelector('.legend button').click();"
         "document.querySelector('.t').click();"
     )
-    await asyncio.sleep(0.5)  # folds tell that they were opened afterwards
 
 
 def test_a_report_in_a_browser(tmp_path):

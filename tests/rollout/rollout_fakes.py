@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
+from timing import deadline
 
 from rlcore.interfaces import RolloutEngine, StepLoad, Wake, WeightStream
 from rlcore.models.fresh import build_char_tokenizer
@@ -58,8 +59,31 @@ class FakeCore(DecodeCore):
         return ()
 
 
+class Gate:
+    """Lets steps through: all of them at first, as many as `allow` says after `close`."""
+
+    def __init__(self) -> None:
+        self._left: float = math.inf
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        self._left = 0
+
+    def allow(self, steps: float = math.inf) -> None:
+        with self._changed:
+            self._left += steps
+            self._changed.notify()
+
+    def enter(self) -> None:
+        """Wait until a step is allowed, and take it."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._left >= 1, deadline(60))
+            self._left -= 1
+
+
 class FakeEngine(RolloutEngine):
-    """An engine over `FakeCore`. `loading`: set it to let `update_weights` go on."""
+    """An engine over `FakeCore`. `loading`: set it to let `update_weights` go on. `gate`: of its
+    decode steps."""
 
     def __init__(self, job: EngineJob = JOB) -> None:
         self.core = FakeCore(job.actor.max_num_seqs)
@@ -69,7 +93,7 @@ class FakeEngine(RolloutEngine):
         self.loading = threading.Event()
         self.loading.set()
         self.fail: Exception | None = None  # raised by the next step
-        self.step_s = 0.0  # how long a step takes
+        self.gate = Gate()
 
     @property
     def version(self) -> int:
@@ -87,7 +111,7 @@ class FakeEngine(RolloutEngine):
     def step(self) -> list[Trajectory]:
         if self.fail is not None:
             raise self.fail
-        time.sleep(self.step_s)
+        self.gate.enter()
         return self.book.decode()
 
     def unfinished(self) -> int:
@@ -114,7 +138,7 @@ class FakeEngine(RolloutEngine):
     def update_weights(self, version: int, weights: WeightStream, on_publish: OnPublish) -> None:
         if set(weights.shapes) != set(WEIGHTS):
             raise ValueError("a weight is missing")
-        assert self.loading.wait(30)
+        assert self.loading.wait(deadline(60))
         draws = self.book.withdraw(started=True) if on_publish == "abort" else []
         self.held = {n: t for bucket in weights.buckets for n, t in bucket.items()}
         self.book.set_version(version)

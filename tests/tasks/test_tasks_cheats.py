@@ -4,6 +4,7 @@ import os
 import textwrap
 
 import pytest
+from timing import deadline
 
 from rlcore.tasks import code_preamble
 from rlcore.tasks.code_names import BadTests, names_under_test
@@ -16,14 +17,14 @@ PREAMBLE = code_preamble.LEETCODE + code_preamble.LEETCODE_NODES
 
 @pytest.fixture(scope="module")
 def sandbox():
-    box = Sandbox(Limits(timeout_s=10), preamble=PREAMBLE)
+    box = Sandbox(Limits(timeout_s=deadline(10)), preamble=PREAMBLE)
     yield box
     box.close()
 
 
 @pytest.fixture(scope="module")
 def hasty():
-    box = Sandbox(Limits(timeout_s=1, memory_mib=256), preamble=PREAMBLE)
+    box = Sandbox(Limits(timeout_s=deadline(1), memory_mib=256), preamble=PREAMBLE)
     yield box
     box.close()
 
@@ -210,7 +211,7 @@ def test_no_message_of_a_program_is_a_verdict(sandbox, cheat):
 def crowded():
     """A sandbox whose links have high numbers, since its parent has many descriptors."""
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
-    box = Sandbox(Limits(timeout_s=10), preamble=PREAMBLE)
+    box = Sandbox(Limits(timeout_s=deadline(10)), preamble=PREAMBLE)
     yield box
     box.close()
     for fd in held:

@@ -6,6 +6,7 @@ import shutil
 import stat
 
 import pytest
+from timing import deadline
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
@@ -138,7 +139,8 @@ later $a |- A. x A. y ph $.
 
 @NEEDED
 def test_disjoint_conditions_are_those_of_database_and_theorem():
-    judge = Judge(Database(DISJOINT), Checker("metamath", timeout_s=5, memory_mib=256))
+    checker = Checker("metamath", timeout_s=deadline(5), memory_mib=256)
+    judge = Judge(Database(DISJOINT), checker)
     hypothesis = Hypothesis("h", "|- ph")
     free = Assertion("t", "|- A. x ph", (hypothesis,))
     bound = Assertion("t", "|- A. x ph", (hypothesis,), (("x", "ph"),))
@@ -154,7 +156,7 @@ def test_disjoint_conditions_are_those_of_database_and_theorem():
 @NEEDED
 def test_labels_that_may_not_be_used_and_unknown_ones_are_no_proof():
     database = Database(DISJOINT)
-    checker = Checker("metamath", timeout_s=5, memory_mib=256)
+    checker = Checker("metamath", timeout_s=deadline(5), memory_mib=256)
     theorem = Assertion("t", "|- A. x A. y ph")
     proof = read_proof("wph vx vy later")
     assert Judge(database, checker).judge(theorem, proof).proved
@@ -171,14 +173,14 @@ def fake(tmp_path, monkeypatch, script):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    return Checker("metamath", timeout_s=0.5, memory_mib=256)
+    return Checker("metamath", timeout_s=deadline(0.5), memory_mib=256)
 
 
 @pytest.mark.processes
 def test_a_checker_that_hangs_or_dies_has_verified_nothing(tmp_path, monkeypatch):
     theorem, proof = assertion(":pp>"), Proof(("wph", "id"), "wph id", True)
     small = Database(DISJOINT).needed(Assertion("t", "|- ph"), [], "x")
-    late = fake(tmp_path, monkeypatch, "sleep 60").check(small)
+    late = fake(tmp_path, monkeypatch, "sleep 1000000").check(small)
     assert (late.proved, late.late) == (False, True)
     assert not fake(tmp_path, monkeypatch, "kill -9 $$").check(small).proved
     with pytest.raises(CheckerError):  # it did not read the statements: no verdict on a proof

@@ -7,6 +7,7 @@ from itertools import permutations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from timing import deadline
 
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.countdown import evaluate
@@ -107,7 +108,7 @@ def test_items_are_the_same_in_another_process():
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=deadline(60),
         env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(sys.path)},
     )
     assert run.stdout.splitlines() == [

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from timing import deadline
 
 from rlcore.errors import UserError
 from rlcore.tasks import TASKS, make_task, parse_prompt_id
@@ -86,7 +87,11 @@ def test_naming_the_tasks_imports_none_of_them():
         "print(sorted(m for m in sys.modules if m.split('.')[0] in heavy or m in named))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=deadline(60),
     )
     assert run.stdout.strip() == "[]"
     assert set(TASKS) >= {"digits", "arithmetic", "countdown", "sudoku4x4", "gsm8k", "math", "file"}

@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 
 import psutil
 import pytest
+from timing import deadline, wait_for_end
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
@@ -43,7 +43,7 @@ def blocked(*attempts):
 @pytest.fixture(scope="module")
 def sandbox():
     # A time limit that only a program which never ends can reach, however busy the machine is.
-    box = Sandbox(Limits(timeout_s=20, memory_mib=256, file_mib=4, output_kib=64))
+    box = Sandbox(Limits(timeout_s=deadline(20), memory_mib=256, file_mib=4, output_kib=64))
     assert box.run("").passed  # its judge starts with the first program
     yield box
     assert box.run("print(1)").passed  # still in order after everything
@@ -52,7 +52,7 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def hasty():
-    box = Sandbox(Limits(timeout_s=1))
+    box = Sandbox(Limits(timeout_s=deadline(1)))
     assert box.run("").passed
     yield box
     box.close()
@@ -91,7 +91,6 @@ def test_an_honest_program_runs(sandbox):
 def test_a_program_that_does_not_reach_its_end_has_not_passed(sandbox, program, why, output):
     outcome = sandbox.run(program)
     assert not outcome.passed and why in outcome.why and output in outcome.output
-    assert outcome.seconds < 15
 
 
 def test_no_new_processes(sandbox):
@@ -116,7 +115,7 @@ def test_a_fork_bomb_makes_no_process(hasty):
     outcome = hasty.run(
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     )
-    assert outcome.why == "time limit of 1 s"
+    assert outcome.why.startswith("time limit of")
     assert len(psutil.Process().children(recursive=True)) == before
 
 
@@ -130,7 +129,7 @@ def test_a_thread_bomb_ends_with_its_program(sandbox):
         "time.sleep({})"
     )
     outcome = sandbox.run(program.format(2000, 60, 60))
-    assert outcome.why == "more than 64 threads" and outcome.seconds < 15
+    assert outcome.why == "more than 64 threads"  # long before the time limit
     assert sandbox.run(program.format(50, 0.5, 0.5)).passed
     assert len(psutil.Process().children(recursive=True)) == before
 
@@ -150,7 +149,7 @@ def test_memory_is_bounded(sandbox):
 def test_the_environment_and_files_of_others_cannot_be_read(sandbox, tmp_path, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "do-not-tell")
     (tmp_path / "secret").write_text("do-not-tell")
-    own = Sandbox(Limits(timeout_s=5))
+    own = Sandbox(Limits(timeout_s=deadline(5)))
     try:
         outcome = own.run("import os; print(sorted(os.environ))")
         names = ["HOME", "LANG", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"]
@@ -284,7 +283,7 @@ def test_a_program_that_ignores_signals_is_killed(hasty):
         "for s in set(range(1, 65)) - {9, 19, 32, 33}:\n    signal.signal(s, signal.SIG_IGN)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass"
     )
-    assert hasty.run(program).why == "time limit of 1 s"
+    assert hasty.run(program).why.startswith("time limit of")
 
 
 def test_a_gigabyte_of_output_or_files_is_cut_short(sandbox):
@@ -304,7 +303,8 @@ def test_killed_programs_leave_nothing_behind(sandbox, hasty):
     where = "import os\nprint(os.getcwd(), flush=True)\n"
     late = hasty.run(where + "open('f', 'w').write('x')\nwhile True: pass")
     deep = sandbox.run(where + "while True:\n    os.mkdir('d')\n    os.chdir('d')")
-    assert late.why == "time limit of 1 s" and deep.why == "more than 4 MiB or 1000 of files"
+    assert late.why.startswith("time limit of")
+    assert deep.why == "more than 4 MiB or 1000 of files"
     for outcome in (late, deep):
         assert outcome.output.startswith("/") and os.listdir(outcome.output.strip()) == []
 
@@ -318,7 +318,7 @@ def test_the_folder_goes_with_the_sandbox(tmp_path, monkeypatch):
 
 
 def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along():
-    box = Sandbox(Limits(timeout_s=30))
+    box = Sandbox(Limits(timeout_s=deadline(30)))
     server = psutil.Process(box.pids[0])
     programs = []
 
@@ -334,21 +334,18 @@ def test_a_dead_server_is_an_error_not_a_verdict_and_takes_its_program_along():
     with pytest.raises(SandboxError, match=ended):
         box.run("while True: pass")
     killer.join()
-    deadline = time.monotonic() + 10
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in programs):
-        assert time.monotonic() < deadline, "the program outlived its server"
-        time.sleep(0.05)
+    wait_for_end(programs, 10, "the server's program")
 
 
 def test_a_judge_that_died_between_two_programs_is_replaced(sandbox):
     assert sandbox.run("def f(): return 1", "assert f() == 1", ["f"]).passed
     psutil.Process(sandbox.pids[1]).kill()
-    psutil.Process(sandbox.pids[1]).wait(10)
+    psutil.Process(sandbox.pids[1]).wait(deadline(10))
     assert sandbox.run("def f(): return 1", "assert f() == 1", ["f"]).passed
 
 
 def test_a_program_that_could_not_be_confined_has_no_verdict():
-    box = Sandbox(Limits(timeout_s=5))
+    box = Sandbox(Limits(timeout_s=deadline(5)))
     folder = box.run("import os\nprint(os.getcwd())").output.strip()
     os.rmdir(folder)
     with pytest.raises(SandboxError, match="could not be confined"):
@@ -356,7 +353,7 @@ def test_a_program_that_could_not_be_confined_has_no_verdict():
 
 
 def test_fewer_layers_still_run_and_limit_programs():
-    box = Sandbox(Limits(timeout_s=5, memory_mib=256), layers=["limits", "capabilities"])
+    box = Sandbox(Limits(timeout_s=deadline(5), memory_mib=256), layers=["limits", "capabilities"])
     try:
         assert box.run("def f(): return 1", "assert f() == 1", ["f"]).passed
         outcome = box.run("hoard = []\nwhile True:\n    hoard.append(bytearray(1 << 20))")
@@ -453,7 +450,8 @@ def test_code_tasks_judge_by_tests(tmp_path):
     leet.write_text(json.dumps(LEETCODE) + "\n" + json.dumps(TREE) + "\n")
     mbpp.write_text(json.dumps(MBPP) + "\n")
     for name, path, count in (("leetcode", leet, 2), ("mbpp", mbpp, 1)):
-        task = make_task(name, {"train_path": str(path), "format_reward": 0.1, "timeout_s": 3})
+        args = {"train_path": str(path), "format_reward": 0.1, "timeout_s": deadline(3)}
+        task = make_task(name, args)
         try:
             for index in range(count):
                 item = task.item("train", index)

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import psutil
 import pytest
+from timing import deadline, wait_for_end, wait_until
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task, tasks_with_tokens
@@ -90,7 +90,7 @@ def file_task(args):
 
 def graders(**settings):
     """Short deadlines and little memory, unless a test says otherwise."""
-    return GradingSpec(**{"grade_timeout_s": 1.0, **settings})
+    return GradingSpec(**{"grade_timeout_s": deadline(1.0), **settings})
 
 
 def workers(process=None):
@@ -106,7 +106,7 @@ def run(tasks, texts, *, prompt_ids=None, **settings):
     try:
         ids = prompt_ids or ["t/train/0"] * len(texts)
         scorer.submit([answer(text, i, ids[i]) for i, text in enumerate(texts)])
-        scorer.drain(90)
+        scorer.drain(deadline(90))
     finally:
         scorer.close()
     assert scorer.unfinished == 0
@@ -148,12 +148,15 @@ def test_a_grader_that_fails_gives_an_error(args, bad, said):
 
 @pytest.mark.parametrize("bad", ["sleep", "deaf", "shout-on"])
 def test_a_grader_past_its_deadline_gives_a_timeout(args, bad):
-    late = check_one_bad_among_good(args, bad, "timeout", "deadline of 0.5 s", grade_timeout_s=0.5)
-    assert late.seconds >= 0.5
+    limit_s = deadline(0.5)
+    late = check_one_bad_among_good(args, bad, "timeout", "deadline of", grade_timeout_s=limit_s)
+    assert late.seconds >= limit_s
 
 
 def test_output_does_not_block_a_grader(args):
-    assert [s.reward for s in run(file_task(args), ["shout", "fine"], grade_timeout_s=30)] == [
+    assert [
+        s.reward for s in run(file_task(args), ["shout", "fine"], grade_timeout_s=deadline(30))
+    ] == [
         1.0,
         1.0,
     ]
@@ -185,7 +188,7 @@ def test_a_grader_may_see_and_reward_every_token(args, tmp_path):
                 for i, text in enumerate(["a7", "short", "a7"])
             ]
         )
-        scorer.drain(90)
+        scorer.drain(deadline(90))
     finally:
         scorer.close()
     scores = sorted((s for _, s in scored), key=lambda s: s.group_id)
@@ -203,7 +206,7 @@ def test_an_item_whose_process_died_once_is_tried_again(args, tmp_path):
 
 def test_many_bad_ones_in_two_processes(args):
     texts = ["fine", "die", "deaf", "raise", "sleep"] * 3 + ["fine"] * 60
-    results = run(file_task(args), texts, grader_processes=2, grade_timeout_s=0.3)
+    results = run(file_task(args), texts, grader_processes=2, grade_timeout_s=deadline(0.3))
     assert [s.status for s in results] == [
         "ok",
         "error",
@@ -214,14 +217,14 @@ def test_many_bad_ones_in_two_processes(args):
 
 
 def test_what_a_hanging_grader_started_is_killed_with_it(args, tmp_path):
-    results = run(file_task(args), [f"children {tmp_path}/pid"], grade_timeout_s=0.5)
+    results = run(file_task(args), [f"children {tmp_path}/pid"], grade_timeout_s=deadline(0.5))
     assert results[0].status == "timeout"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_temporary_files_go_with_the_process(args, tmp_path):
-    results = run(file_task(args), [f"temporary {tmp_path}/where"], grade_timeout_s=0.5)
+    results = run(file_task(args), [f"temporary {tmp_path}/where"], grade_timeout_s=deadline(0.5))
     assert results[0].status == "timeout"
     assert not os.path.exists((tmp_path / "where").read_text())
 
@@ -251,9 +254,9 @@ def test_finished_scores_do_not_wait_for_a_slow_one(args):
         arrived.append([score.status for _, score in done])
         first.set()
 
-    scorer = Scorer(file_task(args), graders(grade_timeout_s=20), on_scored=on_scored)
+    scorer = Scorer(file_task(args), graders(grade_timeout_s=deadline(3600)), on_scored=on_scored)
     scorer.submit([answer(text, i) for i, text in enumerate(["fine", "fine", "deaf"])])
-    assert first.wait(15)
+    assert first.wait(deadline(60))
     assert arrived == [["ok", "ok"]]
     assert scorer.unfinished == 1
     with pytest.raises(DeadlineExceeded, match="1 answers were not graded within"):
@@ -265,11 +268,11 @@ def test_finished_scores_do_not_wait_for_a_slow_one(args):
 
 def test_a_process_killed_between_two_batches_is_replaced(args):
     scored = []
-    scorer = Scorer(file_task(args), graders(grade_timeout_s=5), on_scored=scored.extend)
+    scorer = Scorer(file_task(args), graders(grade_timeout_s=deadline(5)), on_scored=scored.extend)
     try:
         for _ in range(3):
             scorer.submit([answer("fine", 0)])
-            scorer.drain(60)
+            scorer.drain(deadline(60))
             (worker,) = workers()
             os.kill(worker.pid, signal.SIGKILL)
         assert [s.reward for _, s in scored] == [1.0] * 3
@@ -286,16 +289,12 @@ def test_grading_processes_die_with_a_killed_parent(args, tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=env)
-    deadline = time.monotonic() + 60
-    while len(found := workers(psutil.Process(parent.pid))) < 2:
-        assert time.monotonic() < deadline, "the grading processes did not start"
-        time.sleep(0.05)
+    family = psutil.Process(parent.pid)
+    wait_until(lambda: len(workers(family)) == 2, 60, "the grading processes")
+    found = workers(family)
     parent.kill()
-    parent.wait(30)
-    deadline = time.monotonic() + 20
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in found):
-        assert time.monotonic() < deadline, "grading processes outlived their parent"
-        time.sleep(0.05)
+    parent.wait(deadline(30))
+    wait_for_end(found, 20, "grading processes")
 
 
 def test_workers_hold_no_models(args):
@@ -314,10 +313,10 @@ def test_failures_of_the_caller_end_the_scorer_with_a_reason(args):
     def broken(done):
         raise RuntimeError("nowhere to put it")
 
-    scorer = Scorer(file_task(args), graders(grade_timeout_s=5), on_scored=broken)
+    scorer = Scorer(file_task(args), graders(grade_timeout_s=deadline(5)), on_scored=broken)
     scorer.submit([answer("fine", 0)])
     with pytest.raises(StageError, match="nowhere to put it"):
-        scorer.drain(60)
+        scorer.drain(deadline(60))
     with pytest.raises(StageError, match="nowhere to put it"):
         scorer.close()
 

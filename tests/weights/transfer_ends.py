@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
+from timing import deadline
 
 import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
 from rlcore.rollout.engines.vllm.held_weights import HeldWeights
@@ -18,7 +19,7 @@ from rlcore.weights.arrival import Arrival
 from rlcore.weights.checksum import tensor_checksum
 
 SHAPES = {f"w{i}": (4, 8) for i in range(9)} | {"lm_head.weight": (2,)}
-WAIT_S = 20
+WAIT_S = deadline(20)
 
 
 class Group:

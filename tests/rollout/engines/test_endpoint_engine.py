@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_helpers import model_logp
+from timing import deadline
 
 from rlcore.environments.player import EpisodePlayer, Exits
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
@@ -59,7 +60,7 @@ def ask(count, *, group=0, **sampling):
 
 
 def collect(finished, count):
-    return [finished.get(timeout=90) for _ in range(count)]
+    return [finished.get(timeout=deadline(90)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("program", ["plain", "with_openai"])
@@ -86,7 +87,7 @@ def test_weights_may_change_within_and_between_calls(begin, model_a, model_b):
     update = worker.update_weights(
         1, whole(model_b.tensors), "in_flight", manifest=manifest, timeout_s=60
     )
-    update.result(60)
+    update.result(deadline(60))
     seen = set()
     for episode in collect(played, 24):
         (t,) = episode.parts
@@ -108,7 +109,7 @@ def test_conversations_at_once_have_their_log_probs_part_by_part(begin, model_a)
 
 
 def test_programs_that_fail_hold_up_nobody(begin, engine):
-    player, _, played = begin("moody", step_timeout_s=6.0)
+    player, _, played = begin("moody", step_timeout_s=deadline(6))
     player.submit([r for group in range(5) for r in ask(2, group=group)])
     done = {(e.score.group_id, e.score.sample_index): e.score for e in collect(played, 10)}
     status = [{done[group, i].status for i in (0, 1)} for group in range(5)]

@@ -7,6 +7,7 @@ import queue
 import numpy as np
 import pytest
 from engine_helpers import model_logp
+from timing import deadline
 
 from rlcore.environments.player import Exits
 from rlcore.environments.players import Players
@@ -58,7 +59,7 @@ def ask(count, *, group=0, label="higher_lower", prompt=(), **sampling):
 
 
 def collect(finished, count):
-    return [finished.get(timeout=60) for _ in range(count)]
+    return [finished.get(timeout=deadline(60)) for _ in range(count)]
 
 
 def test_every_sampled_token_of_every_turn_has_its_log_prob(player, played, model_a):
@@ -95,7 +96,7 @@ def test_weights_may_change_within_and_between_turns(player, played, model_a, mo
     update = player.worker.update_weights(
         1, whole(model_b.tensors), mode, manifest=manifest, timeout_s=60
     )
-    update.result(60)
+    update.result(deadline(60))
     seen = set()
     for episode in collect(played, 24):
         (t,) = episode.parts
@@ -109,7 +110,7 @@ def test_weights_may_change_within_and_between_turns(player, played, model_a, mo
 
 def test_other_tasks_are_answered_in_one_turn_beside_them(player, played, answers):
     player.submit(ask(2))
-    player.worker.submit(ask(2, group=1, label="digits", prompt=[5, 9])).result(30)
+    player.worker.submit(ask(2, group=1, label="digits", prompt=[5, 9])).result(deadline(30))
     assert {t.group_id for t in collect(answers, 2)} == {1}
     assert {e.score.group_id for e in collect(played, 2)} == {0}
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from timing import deadline
 
 
 @pytest.mark.engine
@@ -17,6 +18,6 @@ def test_routes_are_recorded_as_the_engine_chose_them():
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=deadline(600),
     )
     assert done.returncode == 0 and "[100%]" in done.stdout, done.stdout[-4000:]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from timing import deadline
 from transformers import AutoModelForCausalLM
 
 from rlcore.attention.implementation import SparseRows, register
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=deadline(280),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return path

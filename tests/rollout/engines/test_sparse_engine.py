@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from timing import deadline
 from transformers import AutoModelForCausalLM
 
 from rlcore.attention.implementation import SparseRows, register
@@ -49,7 +50,7 @@ def test_a_sparse_actor_samples_by_its_rule_also_after_a_resubmission(model_a, t
         [sys.executable, "-c", ACTOR, str(model_a.path), RULE.model_dump_json(), str(out)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=deadline(200),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     sparse = AutoModelForCausalLM.from_pretrained(

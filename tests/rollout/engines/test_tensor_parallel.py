@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import psutil
 import pytest
 import torch
 from engine_helpers import build_model
+from timing import wait_for_end, wait_until
 
 from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.stream import whole
@@ -127,8 +127,6 @@ def test_a_killed_rank_ends_the_engine_instead_of_hanging_it(models, start, ask)
     engine.add(ask(4, max_new_tokens=100))
     engine.step()
     os.kill(ranks[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
     with pytest.raises(RuntimeError, match="one of the engine's 2 ranks died"):
-        while time.monotonic() < deadline:
-            engine.step()
-    assert psutil.wait_procs(ranks, timeout=30)[1] == []
+        wait_until(engine.step, 60, "the engine to end", every_s=0)
+    wait_for_end(ranks, 30, "both ranks")

@@ -5,10 +5,10 @@ import json
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from test_rewards_requests import QUICK, ask
+from timing import deadline, listens, wait_until
 
 from rlcore.commands.reward_checks import ask_lean_servers
 from rlcore.commands.try_task import try_task
@@ -45,7 +45,7 @@ def test_a_batch_is_one_request_of_the_servers_form():
         asked("by simp", "x"),
     ]
     with RewardServer(replies) as server:
-        verdicts = ask(lean(server.url, batch_size=4, batch_wait_s=5.0), samples)
+        verdicts = ask(lean(server.url, batch_size=4, batch_wait_s=deadline(5)), samples)
     (seen,) = server.seen
     assert seen.path == "/verify" and seen.body["timeout"] == 5
     sources = [code["proof"] for code in seen.body["codes"]]
@@ -121,16 +121,10 @@ def stand_in():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen([sys.executable, "-m", "rlcore.testing.lean_server", str(port)])
-    deadline = time.monotonic() + 60
-    while True:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline, "the stand-in did not start"
-        time.sleep(0.05)
+    wait_until(lambda: listens(port), 60, "the stand-in to start")
     yield f"http://127.0.0.1:{port}"
     process.kill()
-    process.wait(30)
+    process.wait()
 
 
 @pytest.fixture

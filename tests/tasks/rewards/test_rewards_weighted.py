@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+from timing import deadline
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task
@@ -189,7 +190,7 @@ def test_an_open_request_does_not_hold_up_closing():
     release = threading.Event()
 
     def never(body, number):
-        release.wait(60)
+        release.wait(deadline(60))
         return Reply()
 
     with RewardServer(never) as server:
