@@ -7,7 +7,7 @@ RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 DEMO_MODEL := cache/models/smollm2-135m
 
 .PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak lint \
-  rules wheel docs faults clean
+  rules wheel docs docs-commands faults clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,9 +41,9 @@ test-slow: venv  ## the tests marked slow
 test-rest: venv  ## slow tests: of what changed since BASE=<commit>, then share SHARD of six, for BUDGET_S
 	$(PY) tests/tiers.py rest --base "$(BASE)" --shard $(or $(SHARD),0) --budget-s $(or $(BUDGET_S),1500)
 
-nightly: venv docs  ## the tests marked nightly (demo among them), quickstart, docs, faults, soak
+nightly: venv  ## the tests marked nightly, the documented commands (quickstart, demo, docs), faults, soak
 	$(PY) tests/tiers.py nightly
-	$(MAKE) quickstart
+	$(MAKE) docs-commands
 	$(MAKE) faults
 	$(MAKE) soak
 
@@ -68,6 +68,9 @@ wheel: venv  ## build a wheel into dist/, with the configuration and the launche
 
 docs: .venv-docs/bin/mkdocs  ## build docs/ as a site into site/; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+docs-commands: venv  ## run the documented commands: the bash blocks that are tagged `run` (an hour)
+	$(PY) tests/run_documented.py
 
 faults: venv  ## cause every fault of docs/faults.md for real, rewrite its table (half an hour)
 	$(PY) benchmarks/faults.py --out docs/faults.md

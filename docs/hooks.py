@@ -1,6 +1,6 @@
 """What `make docs` does beside building docs/: files elsewhere in the repository that pages link to
 become part of the site, as pages where they are Markdown. So do measured results and the changelog,
-linked or not."""
+linked or not. The tags of bash blocks (`tests/run_documented.py`) are left out."""
 
 import os
 import re
@@ -13,6 +13,7 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 ALWAYS = ("CHANGELOG.md", "benchmarks/results/*.md")
+TAGGED = re.compile(r"^(```bash) \w+$", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^()\s:#]+)(?=[)#])")
 
 
@@ -38,7 +39,7 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]  # the strict build then names it
         return match[1] + os.path.relpath(_uri(target), Path(page.file.src_uri).parent)
 
-    return LINK.sub(moved, markdown)
+    return TAGGED.sub(r"\1", LINK.sub(moved, markdown))
 
 
 @cache

@@ -1,11 +1,11 @@
 """The grader, task and correction that docs/extending.md shows work as they stand there."""
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from run_documented import blocks, files
 from torch.testing import assert_close
 
 from rlcore.cli import main
@@ -17,22 +17,21 @@ from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.tasks import make_task
 from rlcore.types import StepTensors
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text()
-FILES = re.findall(r"`(\w+\.py)`, (?:(?!```).)*?```python\n(.*?)```", PAGE, re.S)
-BLOCKS = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, re.S)).replace("\\\n", " ")
-COMMANDS = [shlex.split(line) for line in BLOCKS.splitlines() if line]
+PAGE = "docs/extending.md"
+FILES = files(PAGE)
+COMMANDS = [shlex.split(line) for block in blocks(PAGE) for line in block.lines()]
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    for name, code in FILES:
+    for name, code in FILES.items():
         (tmp_path / name).write_text(code)
     (tmp_path / "train.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n' * 3)
     monkeypatch.chdir(tmp_path)
 
 
 def test_the_page_is_read():
-    assert [name for name, _ in FILES] == ["graders.py", "tasks.py", "corrections.py"]
+    assert list(FILES) == ["graders.py", "tasks.py", "corrections.py"]
     assert [words[1] for words in COMMANDS] == ["try", "try", "train", "train"]
 
 

@@ -2,9 +2,11 @@
 
 import re
 import shlex
-from pathlib import Path
 
+import psutil
 import pytest
+from run_documented import ROOT, TAGS, Block, blocks, pages, run
+from timing import wait_for_end
 
 from rlcore.commands.sweep import jobs
 from rlcore.config.compose import load
@@ -12,14 +14,8 @@ from rlcore.config.groups import setting_names
 from rlcore.config.help import of_verb
 from rlcore.config.verbs import VERBS, parse
 
-ROOT = Path(__file__).resolve().parents[1]
 # docs/evidence/ holds results, as benchmarks/results does
-PAGES = sorted(
-    str(p.relative_to(ROOT))
-    for p in (ROOT / "docs").rglob("*.md")
-    if p.parent != ROOT / "docs" / "evidence"
-)
-DOCUMENTS = ["README.md", *PAGES]
+DOCUMENTS = [name for name in pages() if not name.startswith("docs/evidence/")]
 FILES = {  # what pages of docs/ have their reader write
     "graders.py": "",
     "tasks.py": "class Reverse: pass",
@@ -66,11 +62,8 @@ def text(name):
 
 
 def commands(name):
-    """Command lines of fenced and indented blocks: continued lines joined, comments dropped."""
-    blocks = re.findall(r"```bash\n(.*?)```", text(name), re.DOTALL)
-    blocks += re.findall(r"^    (rlcore .*|make .*|python .*)$", text(name), re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
+    """The words of every command in a bash block."""
+    return [shlex.split(line) for block in blocks(name) for line in block.lines()]
 
 
 def inline(name):
@@ -87,6 +80,18 @@ def concrete(word):
     for place, real in PLACES.items():
         word = word.replace(place, real)
     return word
+
+
+def test_every_bash_block_says_whether_it_is_run():
+    for name in pages():
+        found = blocks(name)
+        fences = re.findall(r"^ *(?:```|~~~) *(?:ba)?sh\b", text(name), re.MULTILINE)
+        assert len(found) == len(fences)
+        for block in found:
+            assert block.tag in TAGS, f"{name}: no tag, one of {', '.join(TAGS)}:\n{block.text}"
+        assert not re.search(r"^    (rlcore|make|python) ", text(name), re.MULTILINE), (
+            f"{name}: commands stand in bash blocks"
+        )
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -150,3 +155,12 @@ def test_the_tree_of_the_readme_is_the_tree():
         inside = line.startswith("  ")
         for word in re.match(r"\s*((?:\S+ ?)+)", line).group(1).split():
             assert (ROOT / ("rlcore" if inside else "") / word).exists(), word
+
+
+@pytest.mark.processes
+def test_a_run_block_fails_with_its_first_failing_command_and_leaves_no_process(tmp_path):
+    text = "sleep 1000000 &\necho $! > pid\npython -c 'raise SystemExit(3)'\ntouch later\n"
+    assert run(Block("README.md", "run", text), tmp_path) == 3
+    pid = int((tmp_path / "pid").read_text())
+    wait_for_end([p for p in psutil.process_iter() if p.pid == pid], 10)
+    assert not (tmp_path / "later").exists()

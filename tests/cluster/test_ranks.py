@@ -82,7 +82,7 @@ def test_of_several_failures_the_death_is_raised_and_a_mere_failure_ends_the_run
 def test_outside_the_loop_the_same_failures_are_lost_roles_too():
     with pytest.raises(RoleLost, match="the learner to load: the process died"):
         group().call_now(asks("fail", "die"), "the learner to load")
-    with pytest.raises(RoleLost, match="learner hangs: waited 4 s"):
+    with pytest.raises(RoleLost, match="learner hangs: waited"):
         group(1).call_now(asks("hang"), "the learner to load")
     with pytest.raises(StageError, match="connection closed") as failure:
         group(1).call_now(asks("fail"), "the learner to load")

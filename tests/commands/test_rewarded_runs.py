@@ -21,7 +21,7 @@ KEY = "sk-run-3141592653"
 
 def block(language, holding=""):
     """The one block of the page in this language that holds a word."""
-    blocks = re.findall(rf"```{language}\n(.*?)```", DOC.read_text(), re.DOTALL)
+    blocks = re.findall(rf"```{language}\b.*?\n(.*?)```", DOC.read_text(), re.DOTALL)
     (found,) = (block for block in blocks if holding in block)
     return found
 

@@ -1,21 +1,18 @@
 """A whole run with two tasks, by the command of docs/mixtures.md, and its exact resume."""
 
 import json
-import re
 import shlex
-from pathlib import Path
 
 import pytest
 from conftest import rows, without_times
+from run_documented import blocks
 
 pytestmark = pytest.mark.cluster
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "mixtures.md"
 
 
 def documented():
     """The words of the page's first command, but its run_dir."""
-    block = re.search(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL).group(1)
-    words = shlex.split(block.replace("\\\n", " "))
+    words = shlex.split(blocks("docs/mixtures.md")[0].lines()[0])
     assert words[:2] == ["rlcore", "train"]
     return [w for w in words[1:] if not w.startswith("run_dir=")]
 
