@@ -4,16 +4,15 @@ answer."""
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from rlcore.tasks.arguments import share
 from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
+from rlcore.tasks.math_answers import final_number, is_number, number_text
 from rlcore.tasks.records import Record, RecordTask, RowError, pick_text
 from rlcore.types import Grade, Item
 
-NUMBER = r"-?\$?-?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -21,8 +20,9 @@ class Gsm8k(RecordTask):
     """Columns `question` and `answer`, the answer ending in `#### N`, as published.
 
     The response's number is the one after its last `####`, else in its last \\boxed{}, else its
-    last number. reward = (1 - format_reward) * correct + format_reward * (the number was marked by
-    #### or \\boxed). The worked answer is the published solution without its calculator marks.
+    last number, read as `math` reads answers. reward = (1 - format_reward) * correct +
+    format_reward * (the number was marked by #### or \\boxed). The worked answer is the
+    published solution without its calculator marks.
     """
 
     name = "gsm8k"
@@ -43,36 +43,15 @@ class Gsm8k(RecordTask):
         question_field, answer_field = self._fields
         solution = pick_text(row, answer_field, answer=True)
         _, mark, final = solution.rpartition("####")
-        number = _number(final)
+        number = number_text(final)
         if not mark or number is None:
             raise RowError(
                 f"field {answer_field} does not end in '#### <number>'", missing_answer=True
             )
         asked = pick_question(row, question_field)
         worked = CALCULATOR.sub("", solution)
-        return Record(asked.question, str(number), worked, messages=asked.messages)
+        return Record(asked.question, number, worked, messages=asked.messages)
 
     def grade(self, item: Item, response: str) -> Grade:
-        text, marked = final_answer(response)
-        return weighted(_number(text) == Decimal(item.answer), marked, self._format_reward)
-
-
-def final_answer(response: str) -> tuple[str, bool]:
-    """(text of the answer, whether it was marked): after the last ####, in the last \\boxed{}, or
-    the last number."""
-    _, mark, after = response.rpartition("####")
-    if mark:
-        found = re.search(NUMBER, after)
-        return (found[0], True) if found else ("", False)
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", response)
-    if boxed:
-        return boxed[-1], True
-    numbers = re.findall(NUMBER, response)
-    return (numbers[-1], False) if numbers else ("", False)
-
-
-def _number(text: str) -> Decimal | None:
-    try:
-        return Decimal(re.sub(r"[,$%\s\\]", "", text).rstrip("."))
-    except InvalidOperation:
-        return None
+        found = final_number(response)
+        return weighted(is_number(item.answer, found), found.marked, self._format_reward)

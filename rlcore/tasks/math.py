@@ -1,35 +1,25 @@
-"""Competition mathematics (MATH, AIME, AMC and the like), judged by equivalence with
-math-verify."""
+"""Competition mathematics (MATH, AIME, AMC and the like), judged by equivalence of answers."""
 
 from __future__ import annotations
 
-import logging
-from functools import lru_cache
 from typing import Any
-
-import math_verify
-from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from rlcore.tasks.arguments import share
 from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
+from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed
 from rlcore.tasks.records import Record, RecordTask, pick_text
 from rlcore.types import Grade, Item
 
-# math-verify's own limits use the alarm signal, which the scorer's deadline needs; it warns that
-# they are off.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
-REFERENCE = (LatexExtractionConfig(),)
-RESPONSE = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-
 
 class Math(RecordTask):
-    """Columns `problem` and `answer` by default. A response's answer is its last \\boxed{}, else
-    its last formula.
+    """Columns `problem` and `answer` by default. A response's answer is its last \\boxed{} that
+    holds something, together with the boxes that only "and", "or" or a comma separates from it;
+    without one what follows its last ####, then "the answer is", then its last formula or number.
 
-    reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer).
-    `worked_field` names a column with full solutions, used for supervised warm-up; without it the
-    worked answer is the boxed reference.
+    reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer). An answer
+    that cannot be read or compared is wrong. `worked_field` names a column with full solutions,
+    used for supervised warm-up; without it the worked answer is the boxed reference.
     """
 
     name = "math"
@@ -51,43 +41,12 @@ class Math(RecordTask):
         question, answer, worked = self._fields
         reference = pick_text(row, answer, answer=True)
         solution = pick_text(row, worked) if worked else ""
-        if last_boxed(solution) != reference:  # published solutions do not always box their answer
+        # Published solutions do not always box their answer.
+        if "\\boxed" not in solution or last_boxed(solution) != reference:
             solution = f"{solution}\n\\boxed{{{reference}}}".lstrip()
         asked = pick_question(row, question)
         return Record(asked.question, reference, solution, messages=asked.messages)
 
     def grade(self, item: Item, response: str) -> Grade:
-        boxed = last_boxed(response)
-        return weighted(
-            _equivalent(item.answer, response, boxed), boxed is not None, self._format_reward
-        )
-
-
-def last_boxed(text: str) -> str | None:
-    """Content of the last \\boxed{...}, braces balanced; None without one."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for i in range(start + 6, len(text)) if start >= 0 else ():
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + 7 : i]
-    return None
-
-
-def _equivalent(reference: str, response: str, boxed: str | None) -> bool:
-    if boxed is not None and "".join(boxed.split()) == "".join(reference.split()):
-        return True
-    answer = math_verify.parse(
-        response if boxed is None else f"\\boxed{{{boxed}}}",
-        extraction_config=RESPONSE,
-        parsing_timeout=None,
-    )
-    # Errors are raised: an answer that could not be compared is a failed score, not a wrong answer.
-    return math_verify.verify(_parsed(reference), answer, timeout_seconds=None, raise_on_error=True)
-
-
-@lru_cache(maxsize=4096)
-def _parsed(reference: str) -> list[Any]:
-    """Parsed forms of the reference; none if it is not a formula, which then equals only the same
-    text."""
-    return math_verify.parse(f"${reference}$", extraction_config=REFERENCE, parsing_timeout=None)
+        found = final_answer(response)
+        return weighted(equivalent(item.answer, found.texts), found.boxed, self._format_reward)

@@ -1,0 +1,299 @@
+"""When two answers mean the same: `same`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+from mpmath import mpc
+
+from rlcore.tasks.math_numbers import (
+    CONSTANTS,
+    Evaluation,
+    Number,
+    Undefined,
+    close,
+    equal_expressions,
+    inexact,
+    points,
+    symbols,
+)
+from rlcore.tasks.math_parser import Node
+from rlcore.tasks.math_quantities import Quantity, has_units, same_quantity
+from rlcore.tasks.math_sets import (
+    FLIPPED,
+    alternatives,
+    has_sign,
+    intervals,
+    is_inequality,
+    is_interval,
+    same_intervals,
+)
+from rlcore.tasks.math_tokens import Unreadable
+from rlcore.tasks.math_words import words
+
+MAX_ITEMS = 64  # of a list whose items are matched
+
+
+def same(reference: Node, answer: Node) -> bool:
+    """Whether two answers mean the same. Raises Unreadable where that cannot be computed."""
+    if reference == answer:
+        return True
+    if "\\approx" in (_last_operator(reference), _last_operator(answer)):
+        return any(same(x, y) for x in _approximate(reference) for y in _approximate(answer))
+    reference, answer = _unwrapped(reference, answer), _unwrapped(answer, reference)
+    reference, answer = (_as_matrix(node) for node in (reference, answer))
+    kinds = {reference.kind, answer.kind}
+    if kinds & {"based", "ratio"}:
+        return reference.kind == answer.kind and SPECIAL[reference.kind](reference, answer)
+    inequalities = is_inequality(reference) and is_inequality(answer)
+    if inequalities and symbols(reference) - CONSTANTS != symbols(answer) - CONSTANTS:
+        return False
+    if (is_interval(reference) or is_interval(answer)) and not kinds & {"set", "num"}:
+        return _same_sets(reference, answer)
+    if kinds == {"rel"}:
+        return _same_relations(reference, answer)
+    if "matrix" in kinds:
+        return _same_matrices(reference, answer)
+    if kinds & {"tuple"} and kinds <= {"tuple", "list"}:
+        return _same_tuples(reference, answer)
+    one, two = _items(reference), _items(answer)
+    if one is None and two is None:
+        return _same_values(reference, answer)
+    dedupe = "set" in kinds
+    return _same_items(one or [reference], two or [answer], dedupe=dedupe)
+
+
+def _same_values(a: Node, b: Node) -> bool:
+    if a.kind in STRUCTURES or b.kind in STRUCTURES:
+        return False
+    return same_quantity(a, b)
+
+
+STRUCTURES = frozenset(words("list set tuple matrix rel ratio based union cap minus builder reals"))
+
+
+def _last_operator(node: Node) -> str:
+    return node.args[0][-1] if node.kind == "rel" else ""
+
+
+def _approximate(node: Node) -> list[Node]:
+    """An exact value and the decimals that stand for it, as two answers."""
+    if _last_operator(node) != "\\approx":
+        return [node]
+    operators, sides = node.args
+    exact = Node("rel", (operators[:-1], sides[:-1])) if len(sides) > 2 else sides[0]
+    return [exact, sides[-1]]
+
+
+def _unwrapped(node: Node, other: Node) -> Node:
+    """The value of "x = 5" or "x \\in S", where the other answer is no equation."""
+    if node.kind == "list" and other.kind != "rel":
+        return _values_of(node, other)
+    if node.kind != "rel":
+        return node
+    operators, sides = node.args
+    if operators == ("\\in",) and sides[0].kind in ("sym", "tuple"):
+        return sides[1]
+    if set(operators) == {"="} and other.kind != "rel" and _is_name(sides[0]):
+        reverse = sides[-1].kind == "sym" and not symbols(sides[0]) - CONSTANTS
+        return sides[0] if reverse else sides[-1]
+    return node
+
+
+def _values_of(node: Node, other: Node) -> Node:
+    """`x = 1, y = 2` as (1, 2) and `x = 1, x = 2` as a list, unless the other one has names too."""
+    items, joints = node.args
+    others = other.args[0] if other.kind == "list" else (other,)
+    plain = Node("num", (Fraction(0), "0"))
+    if any(item.kind == "rel" for item in others):
+        return node
+    values = tuple(_unwrapped(item, plain) for item in items)
+    if values == items or any(value.kind == "rel" for value in values):
+        return node
+    names = [item.args[1][0] for item in items if item.kind == "rel"]
+    if len(set(names)) == len(items) and other.kind == "tuple":
+        return Node("tuple", ("(", values, ")"))
+    return Node("list", (values, joints))
+
+
+def _is_name(node: Node) -> bool:
+    """Whether an equation's left side only names its right side, or is a number itself."""
+    if node.kind == "sym" or not symbols(node) - CONSTANTS:
+        return True
+    if node.kind == "tuple":
+        return all(item.kind == "sym" for item in node.args[1])
+    if node.kind == "mul":  # f(x), P(A), AB
+        first = node
+        while first.kind == "mul":
+            first = first.args[0]
+        return first.kind == "sym" and (
+            first.args[0].rstrip("'")[:1] in "fghpPQSV"
+            or all(n.isupper() for n in symbols(node))
+            or first.args[0] in ("angle", "triangle")
+        )
+    if node.kind == "add":  # m + n, but not the equation of a line
+        return all(map(_is_letter, node.args))
+    return (
+        node.kind == "fn" and not has_units(node) and node.args[0] in ("abs", "sin", "cos", "tan")
+    )
+
+
+def _is_letter(node: Node) -> bool:
+    if node.kind == "add":
+        return all(map(_is_letter, node.args))
+    return node.kind == "sym" and node.args[0] not in CONSTANTS | {"x", "y", "z"}
+
+
+def _as_matrix(node: Node) -> Node:
+    """[[1, 2], [3, 4]] as a matrix."""
+    if node.kind != "tuple" or node.args[0] != "[" or not node.args[1]:
+        return node
+    rows = node.args[1]
+    if any(row.kind != "tuple" or row.args[0] != "[" or row.args[2] != "]" for row in rows):
+        return node
+    cells = tuple(row.args[1] for row in rows)
+    return Node("matrix", (cells, "")) if len({len(row) for row in cells}) == 1 else node
+
+
+def _same_sets(a: Node, b: Node) -> bool:
+    if a.kind == b.kind == "tuple":
+        return _same_tuples(a, b)
+    try:
+        return same_intervals(intervals(a), intervals(b))
+    except (Unreadable, Undefined):
+        return a.kind == b.kind and _same_parts(a, b)
+
+
+def _same_parts(a: Node, b: Node) -> bool:
+    if a.kind == "rel":
+        return _same_relations(a, b)
+    flat = [part for part in (*a.args, *b.args) if not isinstance(part, Node)]
+    return not flat and len(a.args) == len(b.args) and all(map(same, a.args, b.args))
+
+
+def _same_tuples(a: Node, b: Node) -> bool:
+    if a.kind != b.kind:
+        return False
+    (opened, ones, closed), (opened_b, others, closed_b) = a.args, b.args
+    if len(ones) != len(others):
+        return False
+    if len(ones) == 2 and (opened, closed) != (opened_b, closed_b):
+        return False
+    return all(map(same, ones, others))
+
+
+def _same_matrices(a: Node, b: Node) -> bool:
+    if a.kind == b.kind:
+        rows, others = a.args[0], b.args[0]
+        return (
+            a.args[1] == b.args[1]
+            and [len(r) for r in rows] == [len(r) for r in others]
+            and all(all(map(same, row, other)) for row, other in zip(rows, others, strict=True))
+        )
+    matrix, other = (a, b) if a.kind == "matrix" else (b, a)
+    cells = [cell for row in matrix.args[0] for cell in row]
+    vector = 1 in (len(matrix.args[0]), len(matrix.args[0][0])) and not matrix.args[1]
+    if other.kind != "tuple" or not vector or len(cells) != len(other.args[1]):
+        return False
+    return all(map(same, cells, other.args[1]))
+
+
+def _same_ratios(a: Node, b: Node) -> bool:
+    if len(a.args) != len(b.args):
+        return False
+    if all(map(same, a.args, b.args)):
+        return True
+    times = any(_is_time(node) for node in (a, b))
+    if times or has_units(a) or has_units(b):
+        return False
+    return all(
+        equal_expressions(Node("mul", (a.args[0], y)), Node("mul", (b.args[0], x)))
+        for x, y in zip(a.args[1:], b.args[1:], strict=True)
+    )
+
+
+def _is_time(node: Node) -> bool:
+    """10:30 and the like: two digits after a colon are minutes."""
+    numbers = [Quantity(part).node for part in node.args[1:]]
+    return any(part.kind == "num" and len(part.args[1]) == 2 for part in numbers)
+
+
+def _same_based(a: Node, b: Node) -> bool:
+    return a.args == b.args
+
+
+SPECIAL: dict[str, Callable[[Node, Node], bool]] = {"based": _same_based, "ratio": _same_ratios}
+
+
+def _items(node: Node) -> list[Node] | None:
+    """The answers that a list, a set or a plus-minus stands for; None for a single one."""
+    if node.kind == "list":
+        return [one for item in node.args[0] for one in alternatives(item)]
+    if node.kind == "set":
+        return [one for item in node.args for one in alternatives(item)]
+    if node.kind != "rel" and has_sign(node):
+        return alternatives(node)
+    return None
+
+
+def _same_items(ones: list[Node], others: list[Node], *, dedupe: bool) -> bool:
+    """Whether the items match one to one, in any order; in a set, each once."""
+    if max(len(ones), len(others)) > MAX_ITEMS:
+        raise Unreadable("too many items")
+    if dedupe:
+        ones, others = _distinct(ones), _distinct(others)
+    if len(ones) != len(others):
+        return False
+    left = list(others)
+    for one in ones:
+        match = next((other for other in left if same(one, other)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _distinct(items: list[Node]) -> list[Node]:
+    found: list[Node] = []
+    for item in items:
+        if not any(same(item, other) for other in found):
+            found.append(item)
+    return found
+
+
+def _same_relations(a: Node, b: Node) -> bool:
+    """Equations and inequalities: the sides agree, or their differences are in a constant ratio."""
+    (operators, sides), (operators_b, sides_b) = a.args, b.args
+    if operators == operators_b and all(map(same, sides, sides_b)):
+        return True
+    if len(operators) != 1 or len(operators_b) != 1:
+        chained = set(operators) | set(operators_b) == {"="}
+        return chained and same(sides[0], sides_b[0]) and same(sides[-1], sides_b[-1])
+    one = Node("add", (sides[0], Node("neg", (sides[1],))))
+    two = Node("add", (sides_b[0], Node("neg", (sides_b[1],))))
+    if has_units(one) or has_units(two) or {s.kind for s in (*sides, *sides_b)} & STRUCTURES:
+        return False
+    ratio = _constant_ratio(one, two)
+    if ratio == 0 or isinstance(ratio, mpc):
+        return False
+    expected = operators[0] if ratio > 0 else FLIPPED.get(operators[0])
+    return expected == operators_b[0]
+
+
+def _constant_ratio(one: Node, two: Node) -> Number:
+    """How often `two` is `one` wherever both are real; 0 if that varies."""
+    names = sorted((symbols(one) | symbols(two)) - CONSTANTS)
+    ratios = []
+    for point in points(names):
+        try:
+            evaluation = Evaluation(point, complex_=False)
+            x, y = evaluation(one), evaluation(two)
+        except (Undefined, KeyError):
+            continue
+        if x == 0 or y == 0:
+            return 0
+        ratios.append(inexact(y) / inexact(x))
+    if len(ratios) < 3 or not all(close(r, ratios[0]) for r in ratios):
+        return 0
+    return ratios[0]
