@@ -25,7 +25,10 @@ EIGHT = ["rollout.samples_per_prompt=8", "algorithm.keep_best=null"]
 MODES: dict[str, list[str]] = {
     "dense actor": ["experiment=sparse_training_free", "actor=bf16", "evaluation.dense_actor=null"],
     "sparse, training-free": ["experiment=sparse_training_free"],
-    "sparse rollout, sparse training": ["experiment=train_sparse"],
+    "sparse rollout, sparse training": [
+        "experiment=sparse_training_free",
+        "learner.train_sparse=true",
+    ],
     "DistillSparse, 8 of 8": ["experiment=distill_sparse", *EIGHT],
     "DistillSparse, best 8 of 12": ["experiment=distill_sparse"],
 }

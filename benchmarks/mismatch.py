@@ -19,10 +19,10 @@ from harness import machine, rlcore, table
 
 MISMATCHES = {
     "none": [],
-    "int4": ["experiment=mismatch_int4"],
-    "noise": ["experiment=mismatch_noise"],
-    "stale": ["experiment=mismatch_stale"],
-    "temperature": ["experiment=mismatch_temperature"],
+    "int4": ["actor=fp8", "actor.fp8.rounding=int4"],
+    "noise": ["actor.bf16.logit_noise=0.5"],
+    "stale": ["schedule.max_staleness=16"],
+    "temperature": ["actor.bf16.temperature_scale=1.3"],
 }
 CORRECTIONS = {
     "none": ["correction=none"],
@@ -67,7 +67,8 @@ def main() -> None:
             for seed in args.seeds:
                 run = rlcore(
                     "train",
-                    *(MISMATCHES[mismatch] or ["experiment=quickstart"]),
+                    "experiment=quickstart",
+                    *MISMATCHES[mismatch],
                     *CORRECTIONS[name],
                     f"model.path={args.model}",
                     f"seed={seed}",

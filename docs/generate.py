@@ -14,7 +14,8 @@ from pydantic import BaseModel  # noqa: E402
 
 from rlcore.config.corrections import shipped  # noqa: E402
 from rlcore.config.foreign_keys import ENTRIES  # noqa: E402
-from rlcore.config.help import kind_of, meaning_of, written_default  # noqa: E402
+from rlcore.config.groups import COMMAND_LINES, groups  # noqa: E402
+from rlcore.config.help import about, kind_of, meaning_of, written_default  # noqa: E402
 from rlcore.config.schema import RunConfig  # noqa: E402
 from rlcore.config.sentences import sections  # noqa: E402
 from rlcore.corrections.registry import CORRECTIONS  # noqa: E402
@@ -137,6 +138,18 @@ def foreign_keys() -> str:
     return "\n".join(lines) + "\n"
 
 
+def experiments() -> str:
+    """The tables of docs/experiments.md: those with a file, and those that are a command line."""
+    lines = ["| experiment | content |", "| --- | --- |"]
+    for name, file in groups()["experiment"].items():
+        lines.append(f"| `{name}` | {_cell(about(file))} |")
+    lines += ["", "## Experiments that are a command line", ""]
+    lines += ["| command line | content | formerly |", "| --- | --- | --- |"]
+    for name, (words, content) in COMMAND_LINES.items():
+        lines.append(f"| `rlcore train {words}` | {_cell(content)} | `{name}` |")
+    return "\n".join(lines) + "\n"
+
+
 def correction_keys(name: str) -> str:
     """The table of a correction's page."""
     spec = resolve(CORRECTIONS, name, key="correction")
@@ -160,6 +173,7 @@ def pages() -> dict[Path, Callable[[], str]]:
 
     found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
     found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
+    found[DOCS / "experiments.md"] = marked(DOCS / "experiments.md", "experiments", experiments)
     foreign = DOCS / "coming-from.md"
     found[foreign] = marked(foreign, "keys of all", foreign_keys)
     for name in CORRECTIONS:

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from rlcore.config.names import check_registered
 from rlcore.config.sentences import closest, keys, one_line
 from rlcore.errors import UserError
 from rlcore.files import shipped
@@ -27,6 +28,69 @@ LISTED = (*LABELLED, "task")
 # (folder, (file, time of change, bytes), ...) for each folder
 Listing = tuple[tuple[Any, ...], ...]
 SETTLED_NS = 2_000_000_000  # the coarsest file times are of two seconds
+
+_QUICK, _WRONG = "experiment=quickstart", "evaluation.dense_actor=true"
+# Experiments that are a few words beside another one: their words, and what they show. A name that
+# stood for them before is refused with the words (docs/experiments.md).
+COMMAND_LINES = {
+    "async_staleness": (
+        f"{_QUICK} schedule.max_staleness=8",
+        "actors up to eight steps behind",
+    ),
+    "fp8_ais": (
+        f"{_QUICK} actor=fp8 correction=ais algorithm.advantage=group_mean",
+        "an FP8 actor (emulated on CPU), corrected by AIS on group means, as in its paper",
+    ),
+    "fp8_jackpot": (
+        f"{_QUICK} actor=fp8 correction=jackpot",
+        "an FP8 actor, corrected by Jackpot towards the learner's policy",
+    ),
+    "fp8_tis": (f"{_QUICK} actor=fp8", "an FP8 actor, corrected by token TIS"),
+    "lora": (
+        f"{_QUICK} learner=lora learner.lr=2e-3",
+        "low-rank adapters, merged before publishing (learner.lora.publish=adapter: sent alone)",
+    ),
+    "mismatch_int4": (
+        f"{_QUICK} actor=fp8 actor.fp8.rounding=int4 {_WRONG}",
+        "a mismatch on purpose: actor weights rounded to INT4",
+    ),
+    "mismatch_noise": (
+        f"{_QUICK} actor.bf16.logit_noise=0.5 {_WRONG}",
+        "a mismatch on purpose: noise on the actor's logits",
+    ),
+    "mismatch_stale": (
+        f"{_QUICK} schedule.max_staleness=16 {_WRONG}",
+        "a mismatch on purpose: actors sixteen steps behind",
+    ),
+    "mismatch_temperature": (
+        f"{_QUICK} actor.bf16.temperature_scale=1.3 {_WRONG}",
+        "a mismatch on purpose: the actor samples at another temperature than it reports",
+    ),
+    "mixed_fleet": (
+        f"{_QUICK} actor=[bf16,fp8]",
+        "a full-precision and an FP8 actor feed one learner",
+    ),
+    "paper/rapid_h2": (
+        "experiment=paper/rapid_h8 schedule.steps_per_publish=2",
+        "RAPID's table 3, H=2: the least off-policy (N_inference is 64, section 4.1)",
+    ),
+    "paper/rapid_h4": (
+        "experiment=paper/rapid_h8 schedule.steps_per_publish=4",
+        "RAPID's table 3, H=4: recommended beside 8 (N_inference is 128)",
+    ),
+    "paper/rapid_h16": (
+        "experiment=paper/rapid_h8 schedule.steps_per_publish=16",
+        "RAPID's table 3, H=16: the most off-policy (N_inference is 512)",
+    ),
+    "quickstart_on_policy": (
+        f"{_QUICK} schedule=on_policy",
+        "generation and learning in turn: the baseline of the asynchronous run",
+    ),
+    "train_sparse": (
+        "experiment=sparse_training_free learner.train_sparse=true",
+        "DistillSparse's baseline: the policy trained through sparse attention, evaluated dense",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +129,7 @@ def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrid
 
 def groups(config_dir: str | Path | None = None) -> dict[str, dict[str, Path]]:
     """group -> option -> file, of the shipped folder and the user's own, which may add options."""
+    check_registered(groups_in([SHIPPED]), SHIPPED)
     return groups_in(roots(config_dir))
 
 
@@ -220,6 +285,9 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
         # experiment=null takes back one that a user's own config.yaml selects
         if option is None and override.key_or_group == "experiment":
             continue
+        if group == "experiment" and option in COMMAND_LINES and option not in options:
+            words, _ = COMMAND_LINES[option]
+            raise UserError(f"experiment={option} is no experiment of its own: write {words}.")
         if not isinstance(option, str) or option not in options:
             raise UserError.choice(group, shown, options, closest(str(option), options))
 

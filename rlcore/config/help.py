@@ -93,7 +93,7 @@ def _topic(verb: Verb, topic: str, config_dir: str | Path | None) -> str:
     if own is not None and topic not in RunConfig.model_fields:
         parts.append([f"rlcore {verb.name}:", *_beside({_form(own): _meaning(own)})])
     if verb.settings and topic in found:
-        options = {name: _about(file) for name, file in found[topic].items()}
+        options = {name: about(file) for name, file in found[topic].items()}
         parts.append([f"{topic}=NAME:", *_beside(options)])
     keys = list(_described(topic)) if verb.settings else []
     if keys:
@@ -200,13 +200,18 @@ def _columns(names: Iterable[str]) -> list[str]:
     return ["  " + "".join(f"{n:<{width}}" for n in found[i::rows]).rstrip() for i in range(rows)]
 
 
-def _about(file: Path) -> str:
-    """The first comment of an option's file that says what it is."""
+def about(file: Path) -> str:
+    """The first comment of an option's file that says what it is, to the end of a sentence."""
+    found = ""
     for line in file.read_text(encoding="utf-8").splitlines():
         # "# @package" is Hydra's
         if line.startswith("# ") and not line.startswith("# @"):
-            return line[2:]
-    return ""
+            found = f"{found} {line[2:]}".strip()
+        elif found:
+            break
+        if found.endswith("."):
+            break
+    return found
 
 
 def kind_of(key: str, info: FieldInfo) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import get_args
 
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import closest
+from rlcore.corrections.registry import CORRECTIONS
 from rlcore.environments import ENVIRONMENTS
 from rlcore.errors import UserError
 from rlcore.interfaces import RolloutEngine
+from rlcore.launch.specs import LaunchSpec
 from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.registry import ADVANTAGES, LOSSES
 from rlcore.registry import resolve
 from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
+from rlcore.rollout.specs import ActorSpec
+from rlcore.tasks import TASKS
 
 # LABEL stands for a label of the run.
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
@@ -25,6 +31,51 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "environment.name": ENVIRONMENTS,
     "task.LABEL.environment.name": ENVIRONMENTS,
 }
+
+# Groups whose options are one for each entry: where the entries are, the entries, other options.
+ENTRIES: Mapping[str, tuple[str, Collection[str], Collection[str]]] = {
+    "correction": ("CORRECTIONS of rlcore/corrections/registry.py", CORRECTIONS, ("none",)),
+    "task": ("TASKS of rlcore/tasks/__init__.py", TASKS, ("own",)),
+    "environment": ("ENVIRONMENTS of rlcore/environments/__init__.py", ENVIRONMENTS, ("none",)),
+    "actor": (
+        "ActorSpec.kind of rlcore/rollout/specs.py",
+        get_args(ActorSpec.model_fields["kind"].annotation),
+        (),
+    ),
+    "cluster": (
+        "LaunchSpec.kind of rlcore/launch/specs.py",
+        get_args(LaunchSpec.model_fields["kind"].annotation),
+        ("auto",),
+    ),
+}
+
+
+def check_registered(found: Mapping[str, Mapping[str, Path]], folder: Path) -> None:
+    """Raise UserError for a shipped option without an entry, or an entry without an option.
+
+    `found`: group -> option -> file of `folder`, the shipped one. A user's own folder may have
+    options of any name.
+    """
+    for group, (place, entries, further) in ENTRIES.items():
+        options = found.get(group, {})
+        for name in entries:
+            if name not in options:
+                raise UserError(
+                    f"{folder / group / name}.yaml is missing: {place} has {name}, which "
+                    f"{group}={name} selects by that file."
+                )
+        for option, file in options.items():
+            if option not in entries and option not in further:
+                raise UserError(
+                    f"{file} has no entry: add {option} to {place}, or remove the file; the "
+                    f"entries are {', '.join(entries)}."
+                )
+    for group in found:
+        if group != "experiment" and group not in RunConfig.model_fields:
+            raise UserError(
+                f"{folder / group} is the folder of no section: RunConfig of "
+                f"rlcore/config/schema.py has {', '.join(RunConfig.model_fields)}."
+            )
 
 
 def registered(key: str) -> tuple[str, ...]:

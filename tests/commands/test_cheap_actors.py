@@ -21,6 +21,7 @@ LONG = (
     "model.warmup.steps=20",
     "model.warmup.batch_size=16",
 )
+LORA = ("learner=lora", "learner.lr=2e-3")
 SPARSE_ALONE = (*LONG, "actor=sparse", "actor.sparse.sparse.blocks=2")
 SPARSE = (*SPARSE_ALONE, "evaluation.dense_actor=true")
 BEST = ("algorithm.keep_best=3",)
@@ -118,7 +119,7 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distil
 
 def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
-    words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
+    words = ("train", *small, *LORA, f"run_dir={run_dir}", "schedule=on_policy")
     _run(command, *words, "schedule.steps=3")
     found = rows(run_dir)
     assert len(found) == 3 and any(r["grad_norm"] > 0 for r in found)
@@ -139,7 +140,7 @@ def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path)
     """Over the disk and gloo, by an actor and its replacement, through a resume: the engine has
     what the learner differentiates."""
     run_dir = tmp_path / "run"
-    words = ("train", *small[1:], "experiment=lora", f"run_dir={run_dir}", "schedule=on_policy")
+    words = ("train", *small, *LORA, f"run_dir={run_dir}", "schedule=on_policy")
     alone = ("learner.lora={publish:adapter}", "cluster.transport=disk")
     run = command(*words, *alone, "schedule.steps=1000", "cluster.heartbeat_s=1")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")

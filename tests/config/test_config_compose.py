@@ -3,6 +3,7 @@ configuration resumes as itself."""
 
 import json
 import os
+import re
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from rlcore.config import compose
 from rlcore.config.compose import load, to_yaml
-from rlcore.config.groups import groups
+from rlcore.config.groups import COMMAND_LINES, groups
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import section
 from rlcore.errors import UserError
@@ -140,11 +141,21 @@ def test_an_experiment_does_not_bring_back_what_the_user_deselected():
 
 
 def test_words_win_over_an_experiment_and_an_experiment_over_its_base():
-    config = run("experiment=quickstart_on_policy", "schedule.groups_per_step=8", "task=arithmetic")
+    config = run("experiment=rapid", "schedule.groups_per_step=8", "task=arithmetic")
     assert config.schedule.max_staleness == 0
     assert config.schedule.groups_per_step == 8
     assert config.task.name == "arithmetic"
     assert config.learner.lr == run("experiment=quickstart").learner.lr
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_a_command_line_in_place_of_an_experiment_composes_and_is_named(name):
+    words, _ = COMMAND_LINES[name]
+    assert run(*words.split(), *(PAPER_PATHS if name.startswith("paper/") else []))
+    with pytest.raises(
+        UserError, match=rf"experiment={name} is no .*: write {re.escape(words)}\.$"
+    ):
+        run(f"experiment={name}")
 
 
 def test_keys_the_schema_knows_need_no_plus():
@@ -229,7 +240,7 @@ def _started(folder, *words):
 def test_resume_starts_from_the_saved_configuration(tmp_path):
     started = _started(
         tmp_path,
-        "experiment=fp8_ais",
+        "experiment=dvp_mis_veto",
         "learner.lr=3e-5",
         "model.system_prompt='a ${b} c'".replace("${", "\\${"),
     )
@@ -245,11 +256,11 @@ def test_resume_starts_from_the_saved_configuration(tmp_path):
 
 
 def test_a_requeued_command_resumes_and_a_different_one_is_refused(tmp_path):
-    words = ["experiment=fp8_ais", "learner.lr=3e-5", "resume=auto"]
+    words = ["experiment=dvp_mis_veto", "learner.lr=3e-5", "resume=auto"]
     first = _started(tmp_path, *words)  # nothing to resume: composed anew
     assert load([f"run_dir={tmp_path}", *words]) == first
     with pytest.raises(UserError, match=r"learner\.lr=.*3e-05"):
-        load([f"run_dir={tmp_path}", "experiment=fp8_ais", "resume=auto"])
+        load([f"run_dir={tmp_path}", "experiment=dvp_mis_veto", "resume=auto"])
 
 
 def test_without_resume_a_saved_configuration_does_not_count(tmp_path):

@@ -1,9 +1,14 @@
 """Settings that name an implementation: shipped ones by name, a user's own by path."""
 
+import shutil
+
 import pytest
 
+from rlcore.cli import main
+from rlcore.config import groups as groups_of
 from rlcore.config.compose import load
-from rlcore.config.names import REGISTRIES, load_own, registered
+from rlcore.config.names import ENTRIES, REGISTRIES, load_own, registered
+from rlcore.corrections.registry import CORRECTIONS
 from rlcore.errors import UserError
 
 MINE = '''
@@ -74,3 +79,49 @@ def test_a_wrong_path_is_refused_before_anything_starts(mine, key):
     config = run(f"{key}='mine.py:None_such'")
     with pytest.raises(UserError, match=rf"^{key}=.*mine\.py:None_such .*has no None_such"):
         load_own(config)
+
+
+@pytest.fixture
+def configs(tmp_path, monkeypatch):
+    """A copy of the shipped groups, in their place."""
+    folder = tmp_path / "configs"
+    shutil.copytree(groups_of.SHIPPED, folder)
+    monkeypatch.setattr(groups_of, "SHIPPED", folder)
+    return folder
+
+
+@pytest.mark.parametrize("group", ENTRIES)
+def test_an_entry_without_a_file_is_refused_with_the_files_name(group, configs, capsys):
+    file = next(f for f in sorted((configs / group).iterdir()) if f.stem in ENTRIES[group][1])
+    file.unlink()
+    assert main(["train", "experiment=quickstart", "run_dir=x", "dry_run=true"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rlcore: {file} is missing: ") and said.count("\n") == 1
+    assert ENTRIES[group][0] in said
+
+
+@pytest.mark.parametrize("group", ENTRIES)
+def test_a_file_without_an_entry_is_refused_with_the_registrys_name(group, configs, capsys):
+    (configs / group / "mine.yaml").write_text("# Mine.\n")
+    assert main(["train", "experiment=quickstart", "run_dir=x", "dry_run=true"]) == 2
+    said = capsys.readouterr().err
+    assert f"{group}/mine.yaml has no entry: add mine to {ENTRIES[group][0]}" in said
+
+
+def test_a_correction_that_is_registered_alone_asks_for_its_file(monkeypatch):
+    monkeypatch.setitem(CORRECTIONS, "mine", "rlcore.corrections.specs:TisSpec")
+    with pytest.raises(UserError, match=r"correction/mine\.yaml is missing: CORRECTIONS of"):
+        run()
+
+
+def test_a_folder_of_no_section_is_refused(configs):
+    (configs / "optimiser").mkdir()
+    (configs / "optimiser" / "adam.yaml").write_text("# Adam.\n")
+    with pytest.raises(UserError, match="optimiser is the folder of no section"):
+        run()
+
+
+def test_a_users_own_folder_has_options_of_any_name(tmp_path):
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "mine.yaml").write_text("# Mine.\nname: digits\nargs: {}\n")
+    assert load(["run_dir=x", "task=mine"], tmp_path).task.name == "digits"
