@@ -26,6 +26,12 @@ def test_a_deadline_grows_with_the_slowness_of_the_machine(calibrated):
     assert timing.deadline(10) == 25
 
 
+def test_programs_side_by_side_have_more_time_each(calibrated):
+    calibrated(0.8, 2.5)
+    timing.crowd(2)
+    assert timing.deadline(10) == 50 and timing.slowness().cpu == 0.8
+
+
 def test_a_child_takes_the_calibration_of_its_parent(calibrated):
     calibrated(1.5, 7.25)
     program = "import timing; print(timing.deadline(1), timing.slowness().cpu)"

@@ -44,6 +44,7 @@ def processes(run, name):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(command, small, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     run_dir = tmp_path / "run"

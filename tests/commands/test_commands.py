@@ -20,6 +20,7 @@ from rlcore.loop import checkpoint
 RLCORE = str(Path(sys.executable).parent / "rlcore")
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     warm = tmp_path / "warm"

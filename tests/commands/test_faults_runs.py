@@ -58,6 +58,7 @@ def books(run_dir):
     return ledger["admitted"], ledger["consumed"]
 
 
+@pytest.mark.slow
 def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}")
@@ -144,6 +145,7 @@ class Slow(VllmEngine):
 """
 
 
+@pytest.mark.slow
 def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     command, small, tmp_path
 ):
@@ -195,6 +197,7 @@ def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_
     assert not left_over([*family, *ranks])
 
 
+@pytest.mark.slow
 def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "hush" * 10)

@@ -17,10 +17,8 @@ GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 
 OTHERS = ("schedule.colocated=true", "environment=attempts", "learner.keep_passes_mib=64")
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["environment=none", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["environment=none", *OTHERS])
 def test_what_is_trained_is_what_the_engine_serves(word, command, tmp_path):
     """Every publication is checked tensor by tensor, and engine and learner agree on the log-probs
     of experts that training has changed."""

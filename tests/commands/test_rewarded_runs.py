@@ -65,6 +65,7 @@ def test_the_documented_judge_is_accepted(tmp_path):
     assert judge.rubric.startswith("Is the reasoning easy to follow?")
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_run_adds_rewards_up_and_keeps_the_key(command, small, tmp_path, grader, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)

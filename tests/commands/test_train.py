@@ -153,6 +153,7 @@ def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_
     ]
 
 
+@pytest.mark.slow
 def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(command, small, tmp_path):
     """Ctrl-C in a terminal, pressed twice."""
     run_dir = tmp_path / "run"

@@ -17,6 +17,7 @@ def documented():
     return [w for w in words[1:] if not w.startswith("run_dir=")]
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     # of `small`, what is about a single task is not this run's
     settings = [w for w in small if not w.startswith(("task.", "experiment="))]

@@ -88,7 +88,7 @@ def test_an_adapter_published_alone_is_what_the_merged_weights_gained(model, wor
         np.testing.assert_allclose(mine, other, atol=2e-6)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world", "stage"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 def test_in_bfloat16_an_adapter_published_alone_is_not_rounded_into_the_weights(
     model, world, stage
 ):
@@ -112,7 +112,7 @@ def test_in_bfloat16_an_adapter_published_alone_is_not_rounded_into_the_weights(
         np.testing.assert_allclose(mine, theirs, atol=2e-2)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world", "stage"), [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3)])
 def test_in_bfloat16_the_learner_s_policy_is_the_published_one(model, world, stage):
     """The published sum is rounded, and a small update is lost in it: the learner computes with the
     same sum."""

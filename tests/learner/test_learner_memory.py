@@ -6,7 +6,8 @@ import pytest
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_what_is_counted_for_a_rank_is_within_a_tenth_of_what_it_holds(world):
     found = memory_jobs.compared(world)
     assert len(found) == len(memory_jobs.CASES)

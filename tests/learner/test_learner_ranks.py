@@ -57,6 +57,7 @@ def test_a_shared_prefix_changes_no_gradient_at_any_stage(model):
         )
 
 
+@pytest.mark.slow
 def test_passes_that_are_kept_change_no_weight(model):
     table = on_ranks(2, jobs.kept_and_two, model)[0]  # this rank has the weights
     for beside in jobs.BESIDE_KEPT:
@@ -97,6 +98,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_report_the_same_statistics(model):
     one = on_ranks(1, jobs.all_phase_rows, model, VARIANTS)[0]
     two, other = on_ranks(2, jobs.all_phase_rows, model, VARIANTS)
@@ -157,7 +159,7 @@ def test_the_most_accepted_responses_are_trained_on_as_if_they_were_all(model):
     assert abs(chosen["grad_norm"] - all_of_them["grad_norm"]) > 1e-4
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loaded_learner_continues_bit_for_bit(model, tmp_path, world):
     stages = (0, 1, 2, 3)
     result = on_ranks(world, jobs.save_and_load, model, str(tmp_path), stages)[0]

@@ -14,7 +14,12 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("clipped", marks=pytest.mark.slow), "bfloat16", "adapters"]
+    "kind",
+    [
+        pytest.param("clipped", marks=pytest.mark.slow),
+        "bfloat16",
+        pytest.param("adapters", marks=pytest.mark.slow),
+    ],
 )
 def test_offload_changes_no_weight_checkpoint_or_publication(model, tmp_path, kind):
     folder = str(tmp_path)

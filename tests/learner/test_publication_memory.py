@@ -9,7 +9,8 @@ pytestmark = pytest.mark.ranks
 BOUND = 1.03 * (2 * jobs.BUCKET + 1.5 * jobs.LARGEST)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_publication_holds_two_buckets_and_a_tensor_in_any_process(tmp_path, world):
     model = jobs.model_of_many_layers(tmp_path / "m")
     ranks = on_ranks(world, jobs.extra_of_publications, model, str(tmp_path))
@@ -25,6 +26,7 @@ def test_a_publication_holds_two_buckets_and_a_tensor_in_any_process(tmp_path, w
     assert ranks[0][0, "object_store"][1] > 1.5 * jobs.BUCKET
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_each_ranks_own_part(tmp_path):
     model = jobs.model_of_many_layers(tmp_path / "m")
     for rank in on_ranks(2, jobs.extra_of_checkpoints, model, str(tmp_path)):

@@ -14,6 +14,7 @@ from rlcore.models.text import encode_prompt, load_tokenizer
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_log_probs_of_the_plain_model(smollm2, start, finish):
     hf = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     model = Model(smollm2, load_file(smollm2 / "model.safetensors"), hf)
