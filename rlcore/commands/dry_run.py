@@ -20,6 +20,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
+from rlcore.loop.prompts import HeldOutRequests
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.spec import Spec, refuse
@@ -111,7 +112,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     """(title, lines) of everything that would be started and written."""
     yield "run", [f"{config.run_dir}, {start}, to step {config.schedule.steps}"]
     yield "model", [_model(config, prepared)]
-    yield "tasks", _tasks(config)
+    yield "tasks", _tasks(config, prepared)
     yield "actors", _actors(config)
     yield "sampling", [_settings(config.rollout)]
     chosen = config.correction.chosen().items()
@@ -167,16 +168,28 @@ def _model(config: RunConfig, prepared: Prepared) -> str:
     )
 
 
-def _tasks(config: RunConfig) -> list[str]:
-    spec, labels = config.evaluation, [*config.tasks, *config.evaluation.tasks]
+def _tasks(config: RunConfig, prepared: Prepared) -> list[str]:
+    spec = config.evaluation
     how = f"mean@{spec.samples}" + (" and greedy" if spec.greedy else "")
     when = f"every {spec.every} steps and at the end" if spec.every else "at the end"
     times = f"{'at the start, ' if spec.at_start else ''}{when}"
     return [
         *(_trained(config, label) for label in config.tasks),
         *_rewards(config),
-        f"evaluated {times} on {', '.join(labels)}: {spec.prompts} prompts each, {how}",
+        f"evaluated {times} on {_evaluated(prepared.heldout, spec.prompts)}, {how}",
     ]
+
+
+def _evaluated(heldout: HeldOutRequests, asked: int) -> str:
+    """Tasks with the held-out prompts that an evaluation uses of each."""
+    counts = {label: heldout.count(label, asked) for label in heldout.sources}
+    if not counts:
+        return "nothing: no task has held-out problems"
+    if set(counts.values()) == {asked}:
+        return f"{', '.join(counts)}: {asked} prompts{' each' if len(counts) > 1 else ''}"
+    fewer = [label for label, count in counts.items() if count < asked]
+    used = ", ".join(f"{count} prompts of {label}" for label, count in counts.items())
+    return f"{used} (evaluation.prompts={asked}; {', '.join(fewer)}: all there are)"
 
 
 def _trained(config: RunConfig, label: str) -> str:

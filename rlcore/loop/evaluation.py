@@ -174,27 +174,34 @@ async def evaluate_alone(
 
 
 def summarise(label: str, mode: str, verdicts: list[dict[str, Any]], k: int) -> dict[str, float]:
-    """Metrics of one mode: accuracy is the share of samples judged correct; failed scores are left
-    out and counted.
+    """Metrics of one mode: accuracy is the share of samples judged correct.
+
+    A response that was not judged by its deadline is wrong. A grader that failed by itself (status
+    "error") says nothing about the response: such samples are left out of accuracy, and
+    `failed_share` is their share of all samples. Rewards are means over those that have one.
 
     mean@k averages over samples, pass@k asks for one correct sample among the prompt's k. "Correct"
     is the grader's part of that name, or the reward where it has none, at 1 or above (to 1e-6).
     Verdicts may be in any order: it changes nothing, not even by rounding."""
-    judged = [v for v in verdicts if v["status"] == "ok"]
+    name = f"eval/{label}"
+    rewarded = [v for v in verdicts if v["status"] == "ok"]
+    judged = [v for v in verdicts if v["status"] != "error"]
     by_prompt: dict[str, list[bool]] = defaultdict(list)
     for v in judged:
-        by_prompt[v["prompt_id"]].append(v["correct"] >= 1 - 1e-6)
-    out = {f"eval/{label}/{mode}_failed_scores": float(len(verdicts) - len(judged))}
+        by_prompt[v["prompt_id"]].append(v["status"] == "ok" and v["correct"] >= 1 - 1e-6)
+    out = {f"{name}/{mode}_failed_scores": float(len(verdicts) - len(rewarded))}
+    if verdicts:
+        out[f"{name}/{mode}_failed_share"] = 1 - len(judged) / len(verdicts)
     if not judged:
         return out
     accuracy = sum(sum(c) for c in by_prompt.values()) / len(judged)
-    name = f"eval/{label}"
     if mode == "greedy":
         out[f"{name}/greedy"] = accuracy
     else:
         out[f"{name}/mean@{k}"] = accuracy
         if k > 1:
             out[f"{name}/pass@{k}"] = sum(any(c) for c in by_prompt.values()) / len(by_prompt)
-    out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in judged) / len(judged)
+    if rewarded:
+        out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in rewarded) / len(rewarded)
     out[f"{name}/{mode}_length"] = sum(v["length"] for v in judged) / len(judged)
     return out

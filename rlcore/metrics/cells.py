@@ -36,9 +36,14 @@ def duration(seconds: float) -> str:
 
 
 def evaluations(row: Row) -> dict[str, float | int | None]:
-    """Held-out accuracies and mean rewards of a row, by task/metric."""
-    shown = (n for n in row if is_accuracy(n) or _is_held_out_reward(n))
+    """Held-out accuracies and mean rewards of a row, by task/metric, and the share of samples that
+    an accuracy leaves out where there are any."""
+    shown = (n for n in row if is_accuracy(n) or _is_held_out_reward(n) or _leaves_out(n, row))
     return {n.removeprefix("eval/"): row[n] for n in shown}
+
+
+def _leaves_out(name: str, row: Row) -> bool:
+    return name.startswith("eval/") and name.endswith("_failed_share") and bool(row[name])
 
 
 def partial_rewards(found: Mapping[str, float | int | None]) -> set[str]:

@@ -49,6 +49,8 @@ GUIDES: dict[str, Guide] = {
     "eval/<task>/sampled_reward": Guide("near reward/mean of that task", EVALUATION),
     "eval/<task>/greedy_failed_scores": Guide("0", GRADER),
     "eval/<task>/sampled_failed_scores": Guide("0", GRADER),
+    "eval/<task>/greedy_failed_share": Guide("0", GRADER),
+    "eval/<task>/sampled_failed_share": Guide("0", GRADER),
     "task/<task>/token_share": Guide(
         "as intended", "weights count prompts: [Several tasks](mixtures.md)"
     ),

@@ -51,13 +51,25 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/<task>/greedy_failed_scores",
         "samples",
-        "greedy answers that could not be judged",
+        "greedy answers whose grader failed, or passed its deadline and so are wrong",
         "last",
     ),
     Metric(
         "eval/<task>/sampled_failed_scores",
         "samples",
-        "sampled answers that could not be judged",
+        "sampled answers whose grader failed, or passed its deadline and so are wrong",
+        "last",
+    ),
+    Metric(
+        "eval/<task>/greedy_failed_share",
+        "share",
+        "greedy answers that the accuracy leaves out, since their grader failed",
+        "last",
+    ),
+    Metric(
+        "eval/<task>/sampled_failed_share",
+        "share",
+        "sampled answers that the accuracy leaves out, since their grader failed",
         "last",
     ),
     Metric("eval/<task>/<metric>", "1", "a further held-out result of a task", "last"),
@@ -294,7 +306,8 @@ def declared(name: str) -> Metric | None:
 def is_accuracy(name: str) -> bool:
     """Whether a metric is a held-out accuracy."""
     metric = declared(name)
-    return metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
+    held_out = metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
+    return held_out and not name.endswith("_failed_share")
 
 
 def combine(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

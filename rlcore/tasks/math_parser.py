@@ -248,7 +248,7 @@ class _Parser:
     def _mixed(self, text: str) -> Node:
         """A number, with the fraction that may follow it: 1\\frac{4}{5} or 1 4/5."""
         whole = Node("num", (number(text), text))
-        start = self._at
+        start, tokens = self._at, self._tokens  # digits are taken from a copy of the tokens
         if not text.isdecimal():
             return whole
         if self._accept("\\frac"):
@@ -263,6 +263,7 @@ class _Parser:
                 if _proper(*nodes):
                     return Node("add", (whole, Node("div", tuple(nodes))))
         self._at = start
+        self._tokens = tokens
         return whole
 
     def _single(self, *, digits: bool = True) -> Node:

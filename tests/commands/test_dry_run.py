@@ -234,3 +234,16 @@ def test_words_of_a_forecast_that_do_not_fit_a_dry_run_are_refused(capsys):
     assert "environment= cannot be planned" in refused(
         capsys, "run_dir=x", "gpu=h100", "task=higher_lower", "environment=higher_lower"
     )
+
+
+def test_the_held_out_prompts_that_an_evaluation_uses_are_counted(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 2", "answer": "3"}\n' * 3)
+    more = f"evaluation.tasks.few={{name: file, args: {{heldout_path: {rows}, grader: {rows}:f}}}}"
+    (tmp_path / "grader.py").write_text("def grade(item, response):\n    return 0.0\n")
+    more = more.replace(f"grader: {rows}:f", f"grader: '{tmp_path}/grader.py:grade'")
+    shown = printed(capsys, "run_dir=runs/x", "evaluation.prompts=50")
+    assert "on digits: 50 prompts, " in shown
+    shown = printed(capsys, "run_dir=runs/x", "evaluation.prompts=50", more)
+    said = "50 prompts of digits, 3 prompts of few (evaluation.prompts=50; few: all there are), "
+    assert said in shown

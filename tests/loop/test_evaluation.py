@@ -22,22 +22,33 @@ def _verdict(prompt, correct, status="ok"):
     }
 
 
-def test_mean_and_pass_at_k_leave_failed_scores_out_and_count_them():
+def test_graders_that_failed_are_left_out_and_their_share_is_reported():
     verdicts = [
         _verdict("a", 1.0),
         _verdict("a", 0.0),
         _verdict("b", 0.0),
-        _verdict("b", None, "timeout"),
+        _verdict("b", None, "error"),
     ]
     got = summarise("t", "sampled", verdicts, 2)
     assert got["eval/t/mean@2"] == 1 / 3
     assert got["eval/t/pass@2"] == 0.5
     assert got["eval/t/sampled_failed_scores"] == 1
+    assert got["eval/t/sampled_failed_share"] == 0.25
+
+
+def test_what_was_not_judged_in_time_is_wrong():
+    late = [_verdict(prompt, None, "timeout") for prompt in "bcd"]
+    got = summarise("t", "greedy", [_verdict("a", 1.0), *late], 1)
+    assert got["eval/t/greedy"] == 0.25
+    assert got["eval/t/greedy_failed_scores"] == 3
+    assert got["eval/t/greedy_failed_share"] == 0
+    assert got["eval/t/greedy_reward"] == 1.0
+    assert summarise("t", "greedy", late, 1)["eval/t/greedy"] == 0
 
 
 def test_nothing_judged_gives_no_accuracy():
     got = summarise("t", "greedy", [_verdict("a", None, "error")], 1)
-    assert got == {"eval/t/greedy_failed_scores": 1.0}
+    assert got == {"eval/t/greedy_failed_scores": 1.0, "eval/t/greedy_failed_share": 1.0}
 
 
 def test_a_partial_reward_is_not_correct():
