@@ -6,7 +6,7 @@ RUN_DIR ?= runs/$@-$(shell date +%Y%m%d-%H%M%S)
 # where model=smollm2 expects it
 DEMO_MODEL := cache/models/smollm2-135m
 
-.PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak lint \
+.PHONY: help venv quickstart demo test test-fast test-changed test-slow test-rest nightly soak mutants lint \
   rules wheel docs docs-commands faults clean
 
 help:  ## list the targets
@@ -41,14 +41,19 @@ test-slow: venv  ## the tests marked slow
 test-rest: venv  ## slow tests: of what changed since BASE=<commit>, then share SHARD of six, for BUDGET_S
 	$(PY) tests/tiers.py rest --base "$(BASE)" --shard $(or $(SHARD),0) --budget-s $(or $(BUDGET_S),1500)
 
-nightly: venv  ## the tests marked nightly, the documented commands (quickstart, demo, docs), faults, soak
+nightly: venv  ## the tests marked nightly, the documented commands (quickstart, demo, docs), faults, soak, mutants
 	$(PY) tests/tiers.py nightly
 	$(MAKE) docs-commands
 	$(MAKE) faults
 	$(MAKE) soak
+	$(MAKE) mutants
 
 soak: venv  ## quickstart for an hour, an actor killed every two minutes
 	$(PY) benchmarks/soak.py --minutes 60
+
+mutants: venv  ## one wrong line at a time: do the tests notice? (COUNT=20 SEED=3: random ones, too)
+	nice $(PY) benchmarks/mutants.py
+	test -z "$(COUNT)" || nice $(PY) benchmarks/mutants.py --random $(COUNT) --seed $(or $(SEED),0)
 
 rules: venv  ## ruff, import rules; warnings on style
 	$(PY) -m ruff check rlcore tests benchmarks docs

@@ -96,13 +96,13 @@ def test_the_two_tails_enclose_the_true_normaliser(seed: int, lam: float, k: int
 def test_padding_and_repeated_ids_count_nothing(seed: int, lam: float) -> None:
     args = truncated(*pair(seed, v=6), 6)
     ids_i, lp_i, ids_t, lp_t, at_i = args
-    pad = torch.full((1, 3), -1), torch.full((1, 3), -math.inf)
+    pad = torch.full((1, 3), -1), torch.full((1, 3), -0.3)  # as if they were likely
     again = torch.cat([ids_i, ids_i[:, :2], pad[0]], -1)
     padded = (
         again,
         torch.cat([lp_i, lp_i[:, :2], pad[1]], -1),
         torch.cat([pad[0], ids_t, ids_t[:, :1]], -1),
-        torch.cat([torch.full((1, 3), math.nan), lp_t, lp_t[:, :1]], -1),
+        torch.cat([pad[1], lp_t, lp_t[:, :1]], -1),
         torch.cat([at_i, at_i[:, :2], torch.zeros(1, 3)], -1),
     )
     for missing in ("zero", "bound"):

@@ -59,6 +59,9 @@ def test_mis_levels_differ_on_the_same_sequence() -> None:
     assert torch.equal(mis(target, inf, ON, low=0.5, high=2.0, level="sequence"), row(0, 0, 0))
     geometric = mis(target, inf, ON, low=0.5, high=2.0, level="geometric")
     torch.testing.assert_close(geometric, torch.full((1, 3), math.exp(0.4)))
+    masked = torch.tensor([[1, 0, 1]])  # the mean is over the other two
+    geometric = mis(target, inf, masked, low=0.5, high=2.0, level="geometric")
+    torch.testing.assert_close(geometric, row(math.exp(0.4), 1.0, math.exp(0.4)))
 
 
 def test_veto_drops_a_sequence_for_one_impossible_token_and_only_an_unmasked_one() -> None:
