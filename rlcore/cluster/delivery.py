@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rlcore.environments.episode import Played
 from rlcore.rollout.answers import StopStrings, read_answer
@@ -32,17 +33,20 @@ class Delivery:
     def __init__(
         self,
         outlets: Outlets,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[..., str],
         stop: StopStrings,
         in_pieces: frozenset[str] = frozenset(),
+        raw: frozenset[str] = frozenset(),
     ) -> None:
-        """`decode`: token ids to text. `stop`: strings that text is cut before. `in_pieces`: tasks
-        whose graders ask for the text of every token."""
+        """`decode`: token ids to text, which keeps special tokens with `special=True`. `stop`:
+        strings that text is cut before. `in_pieces`: tasks whose graders ask for the text of every
+        token. `raw`: tasks whose graders see special tokens."""
         self.error: BaseException | None = None  # what ended the thread
         self._outlets = outlets
         self._decode = decode
         self._stop = stop
         self._in_pieces = in_pieces
+        self._raw = raw
         self._queue: queue.SimpleQueue[list[Trajectory | Played] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
@@ -90,6 +94,7 @@ class Delivery:
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
-        in_pieces = t.prompt_id.partition("/")[0] in self._in_pieces
+        label = t.prompt_id.partition("/")[0]
+        decode = partial(self._decode, special=True) if label in self._raw else self._decode
         stop = self._stop.of(t.prompt_id)
-        return read_answer(t, self._decode, stop, prompt=prompt, in_pieces=in_pieces)
+        return read_answer(t, decode, stop, prompt=prompt, in_pieces=label in self._in_pieces)

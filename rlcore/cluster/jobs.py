@@ -60,4 +60,5 @@ class RolloutJob:
     stop: StopStrings  # that text is cut before
     prompts: PromptJob  # what their tokens are made by
     in_pieces: frozenset[str] = frozenset()  # tasks whose graders ask for the text of every token
+    raw: frozenset[str] = frozenset()  # tasks whose graders see special tokens
     environments: tuple[EnvironmentJob, ...] = ()  # what plays episodes of several turns

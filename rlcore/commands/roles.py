@@ -148,11 +148,13 @@ def rollout_job(
         sleeps=sleeps,
     )
     stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
+    tasks = {**config.tasks, **config.evaluation.tasks}
     return RolloutJob(
         engine,
         tokenizer_path=model_path,
         stop=stop,
-        in_pieces=tasks_with_tokens({**config.tasks, **config.evaluation.tasks}),
+        in_pieces=tasks_with_tokens(tasks),
+        raw=frozenset(label for label, task in tasks.items() if task.grader_text == "raw"),
         environments=environments,
         prompts=_prompt_job(config),
     )

@@ -113,7 +113,9 @@ def _trials(
     for at, item in enumerate(items[:n]):
         lines, refused = _prompt(source, tokenizer, item)
         texts = responses(source.task, item, [*items[at + 1 :], *items[:at]])
-        graded = [_as_sampled(tokenizer, what, t, stop.of(item.prompt_id)) for what, t in texts]
+        special = config.tasks[label].grader_text == "raw"
+        ends = stop.of(item.prompt_id)
+        graded = [_as_sampled(tokenizer, what, t, ends, special=special) for what, t in texts]
         trials.append(Trial(item, lines, refused, graded))
     return trials
 
@@ -149,12 +151,14 @@ def _known(task: Task, item: Item) -> tuple[str, str] | None:
     return (REFERENCE, item.answer) if item.answer else None
 
 
-def _as_sampled(tokenizer: Any, what: str, text: str, stop: Sequence[str]) -> Response:
+def _as_sampled(
+    tokenizer: Any, what: str, text: str, stop: Sequence[str], *, special: bool
+) -> Response:
     """A text as graders would receive it: out of tokens, and cut at the stop strings."""
     if tokenizer is None:
         return Response(what, cut(text, stop))
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return Response(what, cut(decode_response(tokenizer, ids), stop), len(ids))
+    return Response(what, cut(decode_response(tokenizer, ids, special=special), stop), len(ids))
 
 
 def _prompt(source: PromptSource, tokenizer: Any, item: Item) -> tuple[list[str], bool]:

@@ -38,6 +38,11 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
         f"{c.task_key(label)}.grade_weight={task.grade_weight} would be ignored: leave both at "
         f"their defaults, or use {section}=none.",
     )
+    refuse(
+        task.grader_text != "clean",
+        f"{key} grades its episodes itself, and {c.task_key(label)}.grader_text={task.grader_text} "
+        f"would be ignored: leave it clean, or use {section}=none.",
+    )
     for actor_label, actor in c.actor.items():
         # A rule for all positions alike is exact over turns. What is prompt differs: to the engine
         # all turns before, to the learner the first observation.

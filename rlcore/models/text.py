@@ -102,6 +102,6 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "".join(m["content"] + ("\n" if m["role"] == "system" else "") for m in messages)
 
 
-def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of a response, without special tokens."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True)
+def decode_response(tokenizer: Any, ids: Sequence[int], *, special: bool = False) -> str:
+    """Text of a response, with or without special tokens."""
+    return tokenizer.decode(list(ids), skip_special_tokens=not special)

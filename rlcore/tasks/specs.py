@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.spec import Spec, refuse, setting
 from rlcore.tasks.rewards.specs import RewardSpec, check_labels
@@ -18,6 +18,9 @@ class EvalTaskSpec(Spec):
         "longer prompts are refused; null: whatever leaves room for a response",
         unit="tokens",
         gt=0,
+    )
+    grader_text: Literal["clean", "raw"] = setting(
+        "clean", "what graders and rewards see: responses without special tokens, or with them"
     )
     rewards: dict[str, RewardSpec] = setting(
         default_factory=dict,

@@ -1,12 +1,15 @@
 """How finished trajectories leave a rollout actor."""
 
 import threading
+from functools import partial
 
 import pytest
 from timing import deadline
 
 from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.environments.episode import Played
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.text import decode_response
 from rlcore.rollout.answers import StopStrings, read_answer
 from rlcore.serialization import load_trajectory
 from rlcore.testing.records import make_score, make_trajectory
@@ -17,7 +20,7 @@ NONE = StopStrings()
 class Sent:
     """What a delivery sent, and where."""
 
-    def __init__(self, stop=NONE, records=None):
+    def __init__(self, stop=NONE, records=None, decode=None, raw=frozenset()):
         self.records, self.answers, self.scored, self.delivered = [], [], [], []
         outlets = Outlets(
             records or self.records.extend,
@@ -25,7 +28,8 @@ class Sent:
             self.scored.extend,
             self.delivered.extend,
         )
-        self.delivery = Delivery(outlets, lambda ids: "".join(map(str, ids)), stop)
+        decode = decode or (lambda ids: "".join(map(str, ids)))
+        self.delivery = Delivery(outlets, decode, stop, raw=raw)
 
 
 def test_training_records_go_to_the_buffer_and_text_to_the_graders():
@@ -50,6 +54,17 @@ def test_each_task_s_text_is_cut_at_its_own_stop_strings():
     sent.delivery.put([make_trajectory(i, 0, turns=turns, prompt_id=p) for i, p in enumerate(ids)])
     sent.delivery.close(10)
     assert [a.text for a in sent.answers] == ["56", "5", "5689"]
+
+
+def test_graders_see_special_tokens_where_their_task_asks_for_them(tmp_path):
+    tokenizer = build_char_tokenizer("0123456789")
+    ids = [*tokenizer.encode("42", add_special_tokens=False), tokenizer.eos_token_id]
+    sent = Sent(decode=partial(decode_response, tokenizer), raw=frozenset({"raw"}))
+    for group, prompt in enumerate(["raw/train/0", "digits/train/0"]):
+        turns = [(tuple(ids), tuple(ids))]
+        sent.delivery.put([make_trajectory(group, 0, turns=turns, prompt_id=prompt)])
+    sent.delivery.close(10)
+    assert [a.text for a in sent.answers] == ["42" + tokenizer.eos_token, "42"]
 
 
 def episode(group_id, purpose):

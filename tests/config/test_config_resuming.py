@@ -21,7 +21,9 @@ FREE_SECTIONS = (
     "checkpoint",
     "logging",
 )
-GRADED = "grade_timeout_s grader_processes grader_memory_mib max_prompt_tokens grade_weight"
+GRADED = (
+    "grade_timeout_s grader_processes grader_memory_mib max_prompt_tokens grade_weight grader_text"
+)
 PLAYED = "max_turns max_observation_tokens step_timeout_s episode_timeout_s concurrency memory_mib"
 FREE = {
     "": "run_dir resume",

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
@@ -61,8 +62,8 @@ class RolloutActor:
             NodeOutlet("submit_scored", graders, self._scorer),
             self._delivered,
         )
-        decode = lambda ids: decode_response(tokenizer, ids)  # noqa: E731
-        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces)
+        decode = partial(decode_response, tokenizer)
+        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces, job.raw)
         self.prompts = PromptEncoder(load_tokenizer(job.tokenizer_path), job.prompts)
         self.engine = start_engine(job.engine)
         self.players = self._players(job)
