@@ -142,7 +142,8 @@ def test_tests_belong_to_what_they_import_themselves_or_by_one_module_or_by_help
 def test_a_base_that_is_unknown_runs_the_share_alone(capsys):
     with pytest.raises(changes.UnknownCommit, match="f00f00 is not a commit"):
         changes.tests_since("f00f00")
-    asked = tiers._arguments().parse_args(["rest", "--base", "f00f00", "--shard", "9"])
+    asked = tiers._asked(["rest", "--base", "f00f00", "--shard", "9", "--", "-x"])
+    assert asked.pytest == ["-x"]
     words = tiers._selection(asked)
     assert words[words.index("--shard") + 1] == "3/6" and words[-1] == ""
     assert "f00f00 is not a commit of this checkout" in capsys.readouterr().out

@@ -65,7 +65,7 @@ TIMEOUT_S = 60
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    asked = _arguments().parse_args(words)
+    asked = _asked(sys.argv[1:] if words is None else words)
     only: list[str] = []
     if asked.tier in ("changed", "rest"):
         only = _selection(asked)
@@ -80,14 +80,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return types.finish()
 
 
-def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python tests/tiers.py")
+def _asked(words: Sequence[str]) -> argparse.Namespace:
+    """The command's words; `pytest` holds those after "--"."""
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="python tests/tiers.py", epilog="Words after -- go to pytest."
+    )
     parser.add_argument("tier", choices=TIERS)
     parser.add_argument("--base", default="", help="commit that changes are counted from")
     parser.add_argument("--shard", type=int, default=0, help=f"which of {SHARDS} shares; any int")
     parser.add_argument("--budget-s", type=float, default=1500, help="start nothing after it")
-    parser.add_argument("pytest", nargs="*", help="further words for pytest, after --")
-    return parser
+    asked = parser.parse_args(words[:at])
+    asked.pytest = list(words[at + 1 :])
+    return asked
 
 
 def _run(name: str, further: Sequence[str], whole: bool) -> int:
@@ -120,7 +125,8 @@ def _selection(asked: argparse.Namespace) -> list[str]:
     if asked.tier == "rest":
         shard = asked.shard % SHARDS
         print(f"tests: share {shard} of {SHARDS} of the slow tier", flush=True)
-        words += ["--shard", f"{shard}/{SHARDS}"]
+        # Another order with every commit: the time may not suffice for all that a change touches.
+        words += ["--shard", f"{shard}/{SHARDS}", "--shuffle", str(asked.shard)]
     elif not files:
         return []
     return [*words, "--changed", ",".join(files)]

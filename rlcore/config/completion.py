@@ -17,7 +17,7 @@ from rlcore.config.verbs import VERBS, Verb
 from rlcore.files import replace_file
 
 # What precedes the values of a key, or the keys of a verb, is a pattern of `case`.
-COMMON = r"""# Completion of rlcore in {shell}, written by `rlcore completion {shell}`.
+COMMON = r"""# Completion of rlcore in {reader}, written by `rlcore completion {reader}`.
 # _rlcore_words VERB WORD prints the candidates for WORD, one a line; "@files" and "@folders" alone
 # stand for paths.
 _rlcore_words() {{
@@ -80,7 +80,7 @@ FILES = ("path", "_path", "_dir")  # endings of settings that name one
 def script(shell: str) -> str:
     """The script for "bash" or "zsh"."""
     common = COMMON.format(
-        shell=shell, values="".join(_values()), keys="".join(_keys()), settings=_settings_case()
+        reader=shell, values="".join(_values()), keys="".join(_keys()), settings=_settings_case()
     )
     return common + (BASH if shell == "bash" else ZSH)
 

@@ -285,8 +285,9 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
         # experiment=null takes back one that a user's own config.yaml selects
         if option is None and override.key_or_group == "experiment":
             continue
-        if group == "experiment" and option in COMMAND_LINES and option not in options:
-            words, _ = COMMAND_LINES[option]
+        moved = COMMAND_LINES.get(str(option)) if group == "experiment" else None
+        if moved is not None and option not in options:
+            words, _ = moved
             raise UserError(f"experiment={option} is no experiment of its own: write {words}.")
         if not isinstance(option, str) or option not in options:
             raise UserError.choice(group, shown, options, closest(str(option), options))
