@@ -230,3 +230,8 @@ def test_a_setting_of_an_advantage_may_be_for_one_task_alone():
     assert config.advantage_of("arithmetic") == ("algorithm.advantage", "grpo")
     alone = run(PAIR, "task.digits.advantage=reinforce", "task.digits.samples_per_prompt=1")
     assert alone.rollout_of("digits").samples_per_prompt == 1
+
+
+def test_an_environment_s_own_grades_leave_no_text_to_choose():
+    with pytest.raises(UserError, match=r"task\.grader_text=raw would be ignored"):
+        run("task=digits", "environment=task", "task.grader_text=raw")
