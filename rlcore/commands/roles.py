@@ -73,10 +73,17 @@ def plan(config: RunConfig) -> Plan:
 
 
 def idle_clip(config: RunConfig) -> str | None:
-    """A sentence on a loss whose clip can never bind under the run's schedule, or None."""
-    loss = config.algorithm.loss
+    """A sentence on a loss whose clip can never bind under the run's schedule, or None.
+
+    Nothing is said of the clip that every run has by default: nobody relies on it.
+    """
+    loss, declared = config.algorithm.loss, type(config.algorithm).model_fields
+    default = all(
+        getattr(config.algorithm, key) == declared[key].default
+        for key in ("eps_low", "eps_high", "dual_clip")
+    )
     off = any(spec.inner_clip_off for spec in config.correction.chosen().values())
-    if config.schedule.phases.steps > 1 or off or not loss_class(loss).clips:
+    if default or config.schedule.phases.steps > 1 or off or not loss_class(loss).clips:
         return None
     return (
         f"the clip of algorithm.loss={loss} never binds, since every update phase is one optimizer "

@@ -22,6 +22,8 @@ def number(value: float | int | None, digits: int = 3) -> str:
     """A short readable number; "n/a" for a value that was not finite."""
     if value is None:
         return "n/a"
+    if abs(value) >= 1e15:  # of a run that diverges: its digits say nothing
+        return f"{value:.{digits}g}"
     # Counts arrive as floats too, and "12,345" reads better than "1.23e+04".
     if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 1000):
         return f"{int(value):,}"
@@ -123,4 +125,23 @@ CELLS = (
     Cell("learner waits", _wait_share),
     Cell("buffer", _pair("buffer/groups", "ledger/consumed", "{} groups ready, {} consumed")),
     Cell("failed scores", _failed_scores),
+)
+
+
+def _brief(name: str, text: str) -> Callable[[Row], str | None]:
+    return lambda row: text.format(number(row[name])) if name in row else None
+
+
+# Parts of the line of a step, the most important first: those that do not fit are left out.
+BRIEF = (
+    _brief("reward/mean", "reward {}"),
+    _brief("staleness/mean", "stale {}"),
+    _brief("mismatch/kl_k3", "KL {}"),
+    _brief("mismatch/ess", "ESS {}"),
+    _brief("response_length/mean", "length {}"),
+    lambda row: f"waits {share}" if (share := _wait_share(row)) is not None else None,
+    lambda row: f"failed: {failed}" if (failed := _failed_scores(row)) is not None else None,
+    _brief("throughput/train_tokens_per_s", "{} tokens/s"),
+    _brief("entropy", "entropy {}"),
+    _brief("grad_norm", "norm {}"),
 )

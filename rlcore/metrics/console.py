@@ -15,12 +15,13 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from rlcore.metrics.cells import CELLS, duration, evaluations, number
+from rlcore.metrics.cells import BRIEF, CELLS, duration, evaluations, number
 from rlcore.metrics.digest import Digest
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import BaseSink, Decoded
 
 COMPLETIONS = 4
+LINE, BETWEEN = 120, "  "  # characters of a step's line, and what is between its parts
 
 
 class ConsoleSink(BaseSink):
@@ -107,14 +108,18 @@ class ConsoleSink(BaseSink):
         return duration(self.digest.pace_s() * max(0, self.total_steps - step))
 
     def line(self, row: Row) -> str:
-        """One step as one line."""
+        """One step as one line of at most `LINE` characters: what is less important is left out."""
         step = int(row["step"])  # type: ignore[arg-type]
-        parts = [f"step {step}/{self.total_steps}"]
-        parts += [f"{c.label} {shown}" for c in CELLS if (shown := c.show(row)) is not None]
+        first, last = f"step {step}/{self.total_steps}", f"left {self.remaining(step)}"
         found = self.digest.shown(evaluations(row))
-        parts += [f"eval {name} {number(value)}" for name, value in found.items()]
-        parts.append(f"remaining {self.remaining(step)}")
-        return "  |  ".join(parts)
+        parts = [f"{name} {number(value)}" for name, value in found.items()]
+        parts[:0] = [shown for brief in BRIEF[:1] if (shown := brief(row)) is not None]
+        parts += [shown for brief in BRIEF[1:] if (shown := brief(row)) is not None]
+        kept = [first]
+        for part in parts:
+            if len(BETWEEN.join([*kept, part, last])) <= LINE:
+                kept.append(part)
+        return BETWEEN.join([*kept, last])
 
     def table(self) -> RenderableType:
         """The live view."""

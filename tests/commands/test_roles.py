@@ -125,7 +125,7 @@ def test_the_learner_attends_by_the_actors_rule_only_where_it_must():
 
 
 def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
-    sentence = roles.idle_clip(run("algorithm=grpo", "schedule=async"))
+    sentence = roles.idle_clip(run("algorithm.eps_high=0.28", "schedule=async"))
     assert sentence is not None
     for part in ("algorithm.loss=ppo", "schedule.steps_per_phase", "schedule.epochs"):
         assert part in sentence

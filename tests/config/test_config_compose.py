@@ -11,6 +11,7 @@ from shutil import which
 
 import pytest
 
+from rlcore.commands.roles import idle_clip
 from rlcore.config import compose
 from rlcore.config.compose import load, to_yaml
 from rlcore.config.groups import COMMAND_LINES, groups
@@ -146,6 +147,13 @@ def test_words_win_over_an_experiment_and_an_experiment_over_its_base():
     assert config.schedule.groups_per_step == 8
     assert config.task.name == "arithmetic"
     assert config.learner.lr == run("experiment=quickstart").learner.lr
+
+
+def test_a_shipped_experiment_is_not_told_of_a_clip_that_it_did_not_choose():
+    for name in groups()["experiment"]:
+        paths = PAPER_PATHS if name.startswith("paper/") else MANDATORY.get(name, [])
+        paths = [*paths, *(LEAN if name == "paper/rapid_minif2f" else [])]
+        assert idle_clip(run(f"experiment={name}", *paths)) is None, name
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)

@@ -4,8 +4,11 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from timing import deadline
 
@@ -161,14 +164,34 @@ def test_without_a_terminal_a_step_is_a_line(tmp_path):
     for part in (
         "step 2/4",
         "reward 0.25",
-        "max 2 steps",
         "KL 0.0001",
-        "9,000 sampled",
-        "25% of 2 s",
-        "remaining 0:04",
+        "waits 25% of 2 s",
+        "left 0:04",
+        "digits/greedy 0.5",
     ):
         assert part in lines[2]
-    assert "eval digits/greedy 0.5" in lines[2]
+
+
+METRICS = sorted({*ROW, "ledger/score_errors"} - {"time/step_s"})
+
+
+@given(
+    st.dictionaries(st.sampled_from(METRICS), st.floats(), min_size=1),
+    st.dictionaries(
+        st.from_regex(r"eval/[a-z_]{1,30}/greedy", fullmatch=True), st.floats(0, 1), max_size=9
+    ),
+    st.integers(1, 10**9),
+    st.floats(0, 1e5),
+)
+def test_a_line_has_at_most_120_characters(values, evaluated, step, step_s):
+    sink, _ = console_sink(Path("run"), terminal=False)
+    sink.total_steps = 10**9
+    found = sanitize({**values, **evaluated, "step": step, "time/step_s": step_s})
+    sink.digest.add(found)
+    line = sink.line(found)
+    assert len(line) <= 120 and line.startswith(f"step {step}/") and "left " in line
+    if "reward/mean" in values:
+        assert f"reward {number(found['reward/mean'])}" in line
 
 
 def test_the_live_table_shows_the_run_and_the_end_a_summary_with_completions(tmp_path):
@@ -220,7 +243,7 @@ def test_a_mean_reward_stands_beside_an_accuracy_that_it_differs_from(tmp_path, 
     # nothing was right or rewarded at the beginning
     for step, values in ((1, (0.0, 0.0, 0.0, 0.0)), (2, (0.25, reward, 0.25, 0.25))):
         sink.log(sanitize(row(step, **dict(zip(names, values)))))
-    assert ("eval a/greedy_reward 0.5" in out.getvalue()) == shown
+    assert ("a/greedy_reward 0.5" in out.getvalue()) == shown
     assert "sampled_reward" not in out.getvalue()
     sink.finish({})
     lines = [[cell.strip() for cell in line.split("│")] for line in out.getvalue().splitlines()]
