@@ -157,3 +157,16 @@ def test_batch_statistics_are_over_the_turns_of_the_batch() -> None:
     whitened = by_turn("reinforce_pp", (STOP, LEFT, RIGHT))
     assert float(whitened.sum()) == pytest.approx(0, abs=1e-6)
     assert float((whitened**2).sum()) / 4 == pytest.approx(1, abs=1e-4)
+
+
+def test_turns_of_groups_with_neighbouring_numbers_are_not_compared() -> None:
+    to_go = torch.tensor([[1.0, 5.0], [3.0, 9.0], [10.0, 2.0], [14.0, 8.0]])
+    found = turn_advantages(
+        make_advantage(ObjectiveSpec(advantage="group_mean")),
+        to_go,
+        torch.tensor([0, 0, 1, 1]),
+        torch.ones(4, 2),
+        ONE_RANK,
+        torch.ones(4, 2, dtype=torch.bool),
+    )
+    assert found.tolist() == [[-1.0, -2.0], [1.0, 2.0], [-2.0, -3.0], [2.0, 3.0]]
