@@ -1,15 +1,19 @@
-"""The protocols of rlcore. Implementations inherit them.
+"""The base classes and protocols of rlcore. Implementations inherit them; a base class refuses one
+that lacks a method (`rlcore.registry`), and a method with a body is optional.
 
-Stages import these and `types The protocols of the loop's clients are in
+Stages import these and `types`. The protocols of the clients of the loop are in
 `loop/clients.py`, those inside the learner in `learner/protocols.py`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from rlcore.errors import UserError
 from rlcore.types import (
     Grade,
     Item,
@@ -29,27 +33,32 @@ Wake = Literal["weights", "all"]  # what an engine that sleeps takes back of its
 Grader = Callable[[Item, str], Grade]
 
 
-class Task(Protocol):
+class Task(ABC):
     """Problems and their grader. Built from plain keyword arguments; cheap to rebuild in another
     process."""
 
     name: str
 
+    @abstractmethod
     def size(self, split: Split) -> int | None:
         """Number of problems in a split; None if they are generated without limit."""
 
+    @abstractmethod
     def item(self, split: Split, index: int) -> Item:
         """Problem `index` of a split: always the same for the same arguments, in every process."""
 
+    @abstractmethod
     def grade(self, item: Item, response: str) -> Grade:
         """Judge a response. Raise when it cannot be judged: that is a failed score, not a 0."""
 
     def worked_answer(self, item: Item) -> str | None:
-        """A correct response for supervised warm-up; None if the task has none."""
+        """Optional. A correct response for supervised warm-up; None if the task has none."""
+        return None
 
     def alphabet(self) -> str | None:
-        """Characters of prompts and worked answers, from which a fresh model's tokenizer is built;
-        None: natural text."""
+        """Optional. Characters of prompts and worked answers, from which a fresh model's tokenizer
+        is built; None: natural text."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +92,18 @@ class StepLoad:
         )
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(ABC):
     """A sampler whose weights change between two decode steps. One thread owns it.
 
     Built as Engine(job), with a `rollout.specs.EngineJob`.
     """
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """Policy version that the tokens sampled now carry."""
 
+    @abstractmethod
     def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
         """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
 
@@ -100,65 +111,107 @@ class RolloutEngine(Protocol):
         with those tokens.
         """
 
+    @abstractmethod
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""
 
+    @abstractmethod
     def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
         """Drop requests and return what they have so far (finish_reason "abort"), also those
         without a token; unknown ids are ignored."""
 
+    @abstractmethod
     def step(self) -> list[Trajectory]:
         """One decode step; the trajectories that finished in it, unscored."""
 
+    @abstractmethod
     def unfinished(self) -> int:
         """Requests queued, running or held back by a drain."""
 
+    @abstractmethod
     def running(self) -> int:
         """Requests in the current batch."""
 
+    @abstractmethod
     def load_of_step(self) -> StepLoad:
         """What the last step had to do."""
 
+    @abstractmethod
     def decoding_s(self) -> dict[str, float]:
         """Seconds of decode steps since the first token of each request that has one; waiting and
         loading weights do not count."""
 
+    @abstractmethod
     def begin_drain(self) -> None:
         """Let the requests that have sampled a token finish; hold back all others and all new."""
 
+    @abstractmethod
     def end_drain(self) -> None:
         """Queue what was held back, in order, under the current version."""
 
+    @abstractmethod
     def drained(self) -> bool:
         """True if a drain has begun and no request is running."""
 
+    @abstractmethod
     def update_weights(self, version: int, weights: WeightStream, on_publish: OnPublish) -> None:
         """Load a whole set of weights as `version`, atomically between two steps."""
 
+    @abstractmethod
     def set_version(self, version: int) -> None:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
 
+    @abstractmethod
     def checksums(self, names: Iterable[str]) -> dict[str, int]:
         """Checksums of the weights as the engine holds them, under their Hugging Face names."""
 
     def sleep(self) -> float:
-        """Free the memory that another process is to have; bytes freed. Requests that run, and new
-        ones, are held until `wake`, and nothing may be decoded."""
+        """Optional: schedule.colocated needs it. Free the memory that another process is to have;
+        bytes freed. Requests that run, and new ones, are held until `wake`, and nothing may be
+        decoded."""
+        raise UserError(
+            f"schedule.colocated=true needs an engine that frees its memory, and the actor's "
+            f"engine {type(self).__name__} has no sleep and wake: choose false, or engine=vllm."
+        )
 
     def wake(self, what: Wake) -> None:
-        """Take memory back: first for the "weights", which may then be loaded, then for "all"."""
+        """Optional, with `sleep`. Take memory back: first for the "weights", which may then be
+        loaded, then for "all"."""
+        raise RuntimeError(f"{type(self).__name__} was never asleep")
 
+    @abstractmethod
     def close(self) -> None:
         """Stop the engine and free its memory."""
 
 
-class WeightTransport(Protocol):
+@dataclass(frozen=True, slots=True)
+class TransportEnds:
+    """What a weight transport is built on, at either of its ends. Both have all of it.
+
+    Example: TransportEnds(store.put, store.get, Path("run/weights"), 512 << 20, 1)
+    """
+
+    put: Callable[[Any], Any]  # into the cluster's object store; the result is cheap to send
+    get: Callable[[Any], Any]  # what `put` returned -> the object, on any node
+    folder: Path  # that both ends share; it may not exist yet
+    bucket_bytes: int  # of the buckets that `receive` gives
+    whole_every: int  # publications from one whole set of weights to the next
+
+
+class WeightTransport(ABC):
     """Carries one published set of weights from the learner to every actor."""
 
+    @classmethod
+    @abstractmethod
+    def between(cls, ends: TransportEnds) -> WeightTransport:
+        """One end of it: every process that sends or receives has its own."""
+
+    @abstractmethod
     def publish(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Learner side: takes the tensors one at a time, in the manifest's order. Returns a handle
         that `receive` understands and that is cheap to send."""
 
+    @abstractmethod
     def receive(
         self, manifest: WeightManifest, handle: Any
     ) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -207,8 +260,8 @@ class Corrected:
     step_scale: float = 1.0
 
 
-class Correction(Protocol):
-    """Up to four hooks, each pure and each by default the identity.
+class Correction(ABC):
+    """Up to four hooks, each pure, each optional and by default the identity.
 
     Which samples of a finished group are kept is the buffer's: `algorithm.keep_best`.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +19,8 @@ from rlcore.errors import UserError
 def resolve(registry: Mapping[str, str], name: str, *, key: str, like: type | None = None) -> Any:
     """The object that `name` stands for: an entry of the registry, or a user's own by path.
 
-    `like`: what a user's own must be a class with all public names of, inherited or not. Raises
-    UserError, naming `key`, for an unknown name or an object that cannot be loaded or is no such
-    class.
+    `like`: the base class of what is named: see `require_whole`. Raises UserError, naming `key`,
+    for an unknown name, an object that cannot be loaded, or a class that lacks a method.
     """
     if name not in registry and ":" not in name:
         choices = [*sorted(registry), "package.module:Object", "path/to/file.py:Object"]
@@ -29,19 +29,67 @@ def resolve(registry: Mapping[str, str], name: str, *, key: str, like: type | No
         found = load_object(registry.get(name, name))
     except LoadError as error:
         raise UserError(f"{key}={name} {error}") from error
-    if like is not None and name not in registry:
-        _require_like(found, like, f"{key}={name}")
+    if like is not None:
+        require_whole(found, like, f"{key}={name}")
     return found
 
 
-def _require_like(found: Any, like: type, word: str) -> None:
-    missing = [n for n in vars(like) if not n.startswith("_") and not hasattr(found, n)]
-    if isinstance(found, type) and not missing:
-        return
-    what = f"lacks {', '.join(missing)}" if isinstance(found, type) else "is no class"
-    raise UserError(
-        f"{word} is not accepted: it {what}; give a class like {like.__module__}.{like.__name__}."
-    )
+def require_whole(found: Any, like: type, word: str) -> None:
+    """Raise UserError, with `word` ("key=value"), unless `found` is a class that has every method
+    of the base class `like` that has no default.
+
+    A class that does not inherit `like` needs the optional ones too. Where all are optional, one
+    that inherits overrides at least one: it would otherwise do nothing.
+    """
+    base = f"{like.__module__}.{like.__name__}"
+    if not isinstance(found, type):
+        raise UserError(f"{word} is not accepted: it is no class; give one that inherits {base}.")
+    lacking = missing_methods(found, like)
+    if not lacking and not issubclass(found, like):
+        lacking = [n for n in _public(like) if not hasattr(found, n)]
+    if lacking:
+        listed = ", ".join(signature_of(like, name) for name in lacking)
+        raise UserError(
+            f"{word} is not accepted: the class {found.__name__} lacks {listed}; every class like "
+            f"{base} has {'it' if len(lacking) == 1 else 'them'}."
+        )
+    hooks = _public(like)
+    idle = all(getattr(found, n) is getattr(like, n) for n in hooks)
+    if not inspect.isabstract(like) and idle and found is not like:
+        raise UserError(
+            f"{word} is not accepted: the class {found.__name__} overrides nothing of {base}, and "
+            f"would do nothing; override at least one of: {', '.join(hooks)}."
+        )
+
+
+def missing_methods(found: type, like: type) -> list[str]:
+    """Names of the abstract methods of `like` that a class has not, in order, inherited or not."""
+    names = dict.fromkeys(name for base in like.__mro__ for name in vars(base))
+    return [n for n in names if _abstract(_defined(like, n)) and _abstract(_defined(found, n))]
+
+
+def _defined(cls: type, name: str) -> Any:
+    # not getattr: every class can be called, whether or not its instances can
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _abstract(method: Any) -> bool:
+    return method is None or bool(getattr(method, "__isabstractmethod__", False))
+
+
+def _public(like: type) -> list[str]:
+    return [name for name in vars(like) if not name.startswith("_")]
+
+
+def signature_of(like: type, name: str) -> str:
+    """A method as it is to be written. Example: grad_norm(self) -> float"""
+    method = inspect.getattr_static(like, name)
+    if isinstance(method, property):
+        return f"the property {name}"
+    if not callable(getattr(like, name)):
+        return name
+    signature = str(inspect.signature(getattr(method, "__func__", method)))
+    return name + signature.replace("'", "")
 
 
 class LoadError(ValueError):

@@ -1,81 +1,121 @@
-"""Builds the transport of weights that a run chose; the object store is Ray's."""
+"""Builds one end of the transport of weights that a run chose (`weights.specs.TRANSPORTS`)."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 
 from rlcore.cluster.jobs import Hosting
-from rlcore.interfaces import WeightTransport
+from rlcore.interfaces import TransportEnds, WeightTransport
+from rlcore.registry import resolve
 from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver, GroupSender, Join
+from rlcore.weights.specs import GROUP_TRANSPORTS, TRANSPORTS
+
+KEY = "cluster.transport"
 
 
-def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport | None:
-    """This process's end of it; None for one that is a group (`make_sender`, `make_receiver`).
+def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
+    """This process's end of a transport that is no group. `sent`: the set that a learner sends by
+    it. Raises UserError for a class that is no transport."""
+    spec = hosting.transport
 
-    `sent`: the set that a learner sends by it.
-    """
-    name = hosting.transport.transport
-    bucket_bytes = hosting.transport.bucket_mib << 20
-    if name == "object_store":
-        from rlcore.weights.deltas import DeltaTransport
-        from rlcore.weights.object_store import ObjectStoreTransport
+    def get(handle: list[Any]) -> Any:
+        return ray.get(handle[0], timeout=hosting.schedule.publish_timeout_s)
 
-        def receive(handle: list[Any]) -> Any:
-            return ray.get(handle[0], timeout=hosting.schedule.publish_timeout_s)
+    # The reference travels inside a list: Ray resolves bare references before the call, and the
+    # actor would hold the whole blob twice.
+    def put(blob: Any) -> list[Any]:
+        return [ray.put(blob)]
 
-        # The reference travels inside a list: Ray resolves bare references before the call, and the
-        # actor would hold the whole blob twice.
-        def put(blob: Any) -> list[Any]:
-            return [ray.put(blob)]
-
-        whole_every = hosting.transport.whole_every
-        if whole_every > 1:
-            return DeltaTransport(put, receive, bucket_bytes=bucket_bytes, whole_every=whole_every)
-        return ObjectStoreTransport(put, receive, bucket_bytes=bucket_bytes)
-    if name == "disk":
-        from rlcore.weights.disk import DiskTransport
-
-        folder = Path(hosting.weights_folder) / sent
-        return DiskTransport(folder, bucket_bytes=bucket_bytes)
-    return None
-
-
-def make_sender(hosting: Hosting, rank: int) -> GroupSender:
-    """A learner rank's end of a group transport. Joins nothing yet."""
-    name = hosting.transport.transport
-    if name == "gloo":
-        return GlooSender(rank, _join(hosting), _address)
-    from rlcore.weights.vllm_transfer import VllmSender
-
-    bucket_bytes, whole_every = hosting.transport.bucket_mib << 20, hosting.transport.whole_every
-    sender = VllmSender(name, rank, _address, bucket_bytes=bucket_bytes)
-    if whole_every == 1:
-        return sender
-    from rlcore.weights.vllm_patches import PatchSender
-
-    return PatchSender(rank, sender, bucket_bytes=bucket_bytes, whole_every=whole_every)
-
-
-def make_receiver(hosting: Hosting) -> Any:
-    """A rollout actor's end of a group transport, with a method `buckets(manifest, arrival)`."""
-    if hosting.transport.transport == "gloo":
-        return GroupReceiver(_join(hosting))
-    from rlcore.rollout.transfer import EngineReceiver
-
-    return EngineReceiver()
-
-
-def _join(hosting: Hosting) -> Join:
-    return partial(
-        BroadcastGroup,
-        join_timeout_s=hosting.supervision.start_timeout_s,
-        timeout_s=hosting.schedule.publish_timeout_s,
-        bucket_bytes=hosting.transport.bucket_mib << 20,
+    ends = TransportEnds(
+        put=put,
+        get=get,
+        folder=Path(hosting.weights_folder) / sent,
+        bucket_bytes=spec.bucket_mib << 20,
+        whole_every=spec.whole_every,
     )
+    cls = resolve(TRANSPORTS, spec.transport, key=KEY, like=WeightTransport)
+    transport: WeightTransport = cls.between(ends)
+    return transport
+
+
+def make_group(hosting: Hosting) -> GroupTransport:
+    """The group transport that a run chose. Joins nothing yet."""
+    cls = resolve(GROUP_TRANSPORTS, hosting.transport.transport, key=KEY, like=GroupTransport)
+    group: GroupTransport = cls(hosting)
+    return group
+
+
+class GroupTransport(ABC):
+    """Learner ranks and engines that join one group, in which weights go to all at once."""
+
+    #: weights are read where the model is; false: as copies on the CPU
+    on_device: ClassVar[bool] = True
+
+    def __init__(self, hosting: Hosting) -> None:
+        self.hosting = hosting
+
+    @property
+    def everywhere(self) -> bool:
+        """Optional. Every rank reads whole weights, not rank 0 alone."""
+        return False
+
+    @abstractmethod
+    def sender(self, rank: int) -> GroupSender:
+        """A learner rank's end."""
+
+    @abstractmethod
+    def receiver(self) -> Any:
+        """A rollout actor's end, with a method `buckets(manifest, arrival)`."""
+
+
+class GlooGroup(GroupTransport):
+    """Between CPUs."""
+
+    on_device = False
+
+    def sender(self, rank: int) -> GroupSender:
+        return GlooSender(rank, self._join(), _address)
+
+    def receiver(self) -> Any:
+        return GroupReceiver(self._join())
+
+    def _join(self) -> Join:
+        return partial(
+            BroadcastGroup,
+            join_timeout_s=self.hosting.supervision.start_timeout_s,
+            timeout_s=self.hosting.schedule.publish_timeout_s,
+            bucket_bytes=self.hosting.transport.bucket_mib << 20,
+        )
+
+
+class VllmGroup(GroupTransport):
+    """Between GPUs, by vLLM's weight transfer: nccl, or ipc on a GPU that both share."""
+
+    @property
+    def everywhere(self) -> bool:
+        return self.hosting.transport.transport == "ipc"  # each GPU's own copy is read
+
+    def sender(self, rank: int) -> GroupSender:
+        from rlcore.weights.vllm_transfer import VllmSender
+
+        spec = self.hosting.transport
+        bucket_bytes = spec.bucket_mib << 20
+        sender = VllmSender(spec.transport, rank, _address, bucket_bytes=bucket_bytes)
+        if spec.whole_every == 1:
+            return sender
+        from rlcore.weights.vllm_patches import PatchSender
+
+        return PatchSender(rank, sender, bucket_bytes=bucket_bytes, whole_every=spec.whole_every)
+
+    def receiver(self) -> Any:
+        from rlcore.rollout.transfer import EngineReceiver
+
+        return EngineReceiver()
 
 
 def _address() -> tuple[str, int]:

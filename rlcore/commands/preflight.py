@@ -23,8 +23,10 @@ from rlcore.interfaces import Task
 from rlcore.loop.difficulty import Difficulty
 from rlcore.loop.mixture import Mixture, task_seed
 from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
+from rlcore.metrics.logger import own_sink
 from rlcore.models.fresh import build_char_tokenizer, check_vocabulary
 from rlcore.models.text import encode_prompt, load_tokenizer, padding
+from rlcore.objectives.registry import make_advantage, make_loss
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
@@ -70,6 +72,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     """
     # First: what it imports may be what the later checks need.
     load_own(config)
+    _build_own(config)
     if evaluates:  # what neither trains by rewards nor evaluates has no graders
         check_rewards(config)
     tasks = make_tasks(config)
@@ -105,6 +108,17 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         tokenizer,
         alphabet,
     )
+
+
+def _build_own(config: RunConfig) -> None:
+    """Build what runs build later and may be a user's own: the losses and advantages. Sinks write
+    as they are built: their classes are looked at. Raises UserError."""
+    make_loss(config.algorithm)
+    for label in config.tasks:
+        key, name = config.advantage_of(label)
+        make_advantage(config.algorithm.model_copy(update={"advantage": name}), key)
+    for name in config.logging.sinks:
+        own_sink(name)
 
 
 def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any) -> None:

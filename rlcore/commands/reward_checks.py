@@ -11,16 +11,20 @@ from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.tasks.rewards.endpoint import api_key
 from rlcore.tasks.rewards.specs import LeanSpec
+from rlcore.tasks.rewards.weighted import own_reward
 
 
 def check_rewards(config: RunConfig) -> None:
-    """Raise UserError for a key that the environment does not have, or a folder without a model.
+    """Raise UserError for a key that the environment does not have, a folder without a model, or a
+    class of a user's own that cannot be built. It is built once, and closed.
 
     No address is asked: a service may come up later than the run.
     """
     for key, reward in rewards(config):
         if reward.endpoint is not None:
             api_key(key, reward.endpoint)
+        if reward.own is not None:
+            own_reward(key, reward.own).close()
         if reward.classifier is not None:
             folder = Path(reward.classifier.path)
             if not (folder / "config.json").is_file():

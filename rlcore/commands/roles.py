@@ -219,8 +219,8 @@ def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
 
 def _engine_transfer(config: RunConfig) -> Literal["nccl", "ipc"] | None:
     """How engines receive weights by themselves, if they do."""
-    transport = config.cluster.transport
-    return transport if transport in ("nccl", "ipc") else None
+    named: dict[str, Literal["nccl", "ipc"]] = {"nccl": "nccl", "ipc": "ipc"}
+    return named.get(config.cluster.transport)
 
 
 def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:

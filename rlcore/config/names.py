@@ -11,16 +11,16 @@ from rlcore.config.sentences import closest
 from rlcore.corrections.registry import CORRECTIONS
 from rlcore.environments import ENVIRONMENTS
 from rlcore.errors import UserError
-from rlcore.interfaces import RolloutEngine
 from rlcore.launch.specs import LaunchSpec
 from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
-from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.registry import ADVANTAGES, LOSSES
-from rlcore.registry import resolve
+from rlcore.registry import load_object, resolve
 from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
 from rlcore.rollout.specs import ActorSpec
 from rlcore.tasks import TASKS
+from rlcore.weights.specs import GROUP_TRANSPORTS, TRANSPORTS
 
+ALL_TRANSPORTS: Mapping[str, str] = {**TRANSPORTS, **GROUP_TRANSPORTS}
 # LABEL stands for a label of the run.
 REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage": ADVANTAGES,
@@ -28,6 +28,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
     "task.LABEL.advantage": ADVANTAGES,
     "learner.engine": LEARNER_ENGINES,
     "actor.LABEL.engine": ROLLOUT_ENGINES,
+    "cluster.transport": ALL_TRANSPORTS,
     "environment.name": ENVIRONMENTS,
     "task.LABEL.environment.name": ENVIRONMENTS,
 }
@@ -76,6 +77,17 @@ def check_registered(found: Mapping[str, Mapping[str, Path]], folder: Path) -> N
                 f"{folder / group} is the folder of no section: RunConfig of "
                 f"rlcore/config/schema.py has {', '.join(RunConfig.model_fields)}."
             )
+
+
+# What a user's own inherits, by registry; by path, since some import torch. Environments need not
+# inherit anything and check their own.
+BASES: Mapping[int, str] = {
+    id(ADVANTAGES): "rlcore.objectives.protocols:Advantage",
+    id(LOSSES): "rlcore.objectives.protocols:PolicyLoss",
+    id(LEARNER_ENGINES): "rlcore.learner.protocols:TrainEngine",
+    id(ALL_TRANSPORTS): "rlcore.interfaces:WeightTransport",
+    id(ROLLOUT_ENGINES): "rlcore.interfaces:RolloutEngine",
+}
 
 
 def registered(key: str) -> tuple[str, ...]:
@@ -133,7 +145,6 @@ def load_own(config: RunConfig) -> None:
 
 
 def _load(key: str, name: str, registry: Mapping[str, str]) -> None:
-    # Environments check their own; the protocol of learner engines would import torch.
-    likes = {id(ROLLOUT_ENGINES): RolloutEngine, id(ADVANTAGES): Advantage, id(LOSSES): PolicyLoss}
     if name not in registry:
-        resolve(registry, name, key=key, like=likes.get(id(registry)))
+        base = BASES.get(id(registry))
+        resolve(registry, name, key=key, like=load_object(base) if base else None)

@@ -31,6 +31,10 @@ def absolute(config: RunConfig) -> RunConfig:
         "actor": {label: _actor(actor) for label, actor in config.actor.items()},
         "correction": _corrections(config.correction),
         "algorithm": algorithm.model_copy(update=names),
+        "cluster": config.cluster.model_copy(update={"transport": _code(config.cluster.transport)}),
+        "logging": config.logging.model_copy(
+            update={"sinks": tuple(_code(name) for name in config.logging.sinks)}
+        ),
         "learner": learner.model_copy(
             update={
                 "engine": _code(learner.engine),
@@ -88,11 +92,12 @@ def _task(task: AnyTask) -> AnyTask:
 
 
 def _reward(reward: RewardSpec) -> RewardSpec:
-    classifier = reward.classifier
-    if classifier is None:
-        return reward
-    path = os.path.abspath(classifier.path)
-    return reward.model_copy(update={"classifier": classifier.model_copy(update={"path": path})})
+    classifier, own = reward.classifier, reward.own
+    if classifier is not None:
+        classifier = classifier.model_copy(update={"path": os.path.abspath(classifier.path)})
+    if own is not None:
+        own = own.model_copy(update={"name": _code(own.name)})
+    return reward.model_copy(update={"classifier": classifier, "own": own})
 
 
 def _path(path: str | None) -> str | None:

@@ -20,7 +20,7 @@ from rlcore.objectives.kl import penalty_weight
 from rlcore.objectives.registry import loss_class
 from rlcore.objectives.shaping import without_truncated
 from rlcore.objectives.specs import ObjectiveSpec
-from rlcore.registry import LoadError, load_object
+from rlcore.registry import LoadError, load_object, require_whole
 from rlcore.types import SamplingSpec, StepTensors
 
 
@@ -56,6 +56,7 @@ def _method(label: str, spec: CorrectionSpec) -> type[Correction]:
         method: type[Correction] = load_object(spec.method)
     except LoadError as error:
         raise UserError(f"correction.{label}: method={spec.method} {error}") from error
+    require_whole(method, Correction, f"correction.{label}: method={spec.method}")
     return method
 
 

@@ -13,7 +13,7 @@ from rlcore.environments.protocol import Environment
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.registry import load_object, resolve
+from rlcore.registry import load_object, missing_methods, resolve, signature_of
 
 ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.alphabet_sort:AlphabetSort",
@@ -52,13 +52,14 @@ def environment_maker(spec: EnvironmentSpec, task: Task) -> Callable[[], Environ
             f"environment.name={spec.name} is a dictionary of environments, of which TRL chooses "
             "one by row, and a run plays one: name a class."
         )
-    for method in ("reset", "step", "grade"):
-        if not callable(getattr(cls, method, None)):
-            raise UserError(
-                f"environment.name={spec.name} has no method {method}: an environment has reset, "
-                "step and grade (rlcore.environments.protocol), and one written for TRL has reset "
-                "and get_reward, or reward functions in environment.args.rewards."
-            )
+    lacking = missing_methods(cls, Environment) if isinstance(cls, type) else []
+    if lacking:
+        raise UserError(
+            f"environment.name={spec.name} is not accepted: it lacks "
+            f"{', '.join(signature_of(Environment, name) for name in lacking)}; an environment has "
+            "reset, step and grade (rlcore.environments.protocol), and one written for TRL has "
+            "reset and get_reward, or reward functions in environment.args.rewards."
+        )
     args = dict(spec.args)
     if "task" in inspect.signature(cls).parameters:
         args["task"] = task

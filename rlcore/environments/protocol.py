@@ -4,14 +4,15 @@
 
 One instance plays one episode and is then closed. Meanwhile it is alone in its process, so that one
 that hangs or dies costs its own episode alone. Messages have OpenAI's form; everything must be
-JSON-able. A user's class needs not inherit anything.
+JSON-able. A user's class needs not inherit anything, and has at least reset, step and grade.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rlcore.types import FinishReason, Grade, Item, Message
 
@@ -69,7 +70,7 @@ class Reply:
     max_tokens: int | None = None  # of the next turn, as in `Opening`
 
 
-class Environment(Protocol):
+class Environment(ABC):
     """Built as Class(**environment.args). What raises, passes its deadline or ends its process
     gives a failed score."""
 
@@ -81,43 +82,51 @@ class Environment(Protocol):
     # whose grader asks for tokens is refused.
     asks_task: ClassVar[bool] = False
 
+    @abstractmethod
     def reset(self, item: Item, seed: int) -> Opening:
         """Begin the episode of a problem. `seed` is the same for all samples of a group."""
 
+    @abstractmethod
     def step(self, action: Action) -> Reply:
         """Answer one turn of the model. A turn with tool calls is answered by one message of role
         "tool" for each of them: see `rlcore.environments.tools.answer_calls`."""
 
+    @abstractmethod
     def grade(self) -> Grade:
         """Judge the episode, also one that a limit has ended. May return what a grader may: a
         Grade, a number or (number, parts). A Grade may besides reward every turn that `step` was
         given, which adds to the rewards of its replies."""
 
     def worked(self) -> str | None:
-        """A good next turn, from which a fresh model learns before the run; None: there is none."""
+        """Optional. A good next turn, from which a fresh model learns before the run; None: there
+        is none."""
         return None
 
     def close(self) -> None:
-        """Free what the episode has taken."""
+        """Optional. Free what the episode has taken."""
         return None
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """Turns the messages of one episode into tokens and the model's tokens into actions.
 
     What the model sampled is never tokenised again: a prompt begins, bit for bit, with the tokens
     of the turns before it, or a new part of the episode begins.
     """
 
+    @abstractmethod
     def open(self, opening: Opening) -> list[int]:
         """The first observation of the episode."""
 
+    @abstractmethod
     def parse(self, ids: Sequence[int]) -> Action:
         """The turn that was sampled as `ids`."""
 
+    @abstractmethod
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """`ids`, all tokens of the part so far, and after them what `messages` add; None where the
         prefix cannot be kept."""
 
+    @abstractmethod
     def reopen(self) -> list[int]:
         """The first observation of a new part, after `extend` has returned None."""

@@ -1,13 +1,14 @@
 """What the learner is built of: a training engine, and companions trained beside the policy.
 
-Implementations inherit these and match them.
+Implementations inherit these base classes. A method with a body is optional.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ Write = Callable[[], object]  # one job of writing state to disk
 Schedule = Callable[[Write], object]  # runs such a job, now or behind training
 
 
-class TrainEngine(Protocol):
+class TrainEngine(ABC):
     """One rank's model and optimizer. Every method is collective unless it says otherwise.
 
     Built as Engine(policy: Policy, spec: LearnerSpec, total_steps: int, device), after `prepare`.
@@ -46,58 +47,68 @@ class TrainEngine(Protocol):
 
     @staticmethod
     def prepare(device: torch.device) -> None:
-        """Once a process, after its ranks have joined and before a model is loaded."""
+        """Optional. Called once a process, after its ranks have joined and before a model is
+        loaded."""
+        return None
 
     @staticmethod
     def splitter(spec: LearnerSpec) -> Split | None:
-        """What divides each parameter among the ranks as a model is loaded; None, which is the
-        default: the engine is given whole models."""
+        """Optional. What divides each parameter among the ranks as a model is loaded; None, which
+        is the default: the engine is given whole models."""
         return None
 
     @staticmethod
     def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
-        """A policy without gradients, loaded as the trained one is, and held as it is: by default
-        whole."""
+        """Optional. A policy without gradients, loaded as the trained one is, and held as it is:
+        by default whole."""
         from rlcore.learner.policy import FrozenPolicy
 
         return FrozenPolicy(policy.to(device))
 
     @staticmethod
     def split_attention(lm: nn.Module, shards: Shards) -> None:
-        """Let a model's attention read the positions that other ranks hold, in place; by default
-        an engine has no such attention."""
+        """Optional. Let a model's attention read the positions that other ranks hold, in place; by
+        default an engine has no such attention."""
         raise UserError(
             f"learner.sequence_parallel={shards.count} needs an attention that exchanges positions "
             "among ranks, which this learner.engine lacks: use 1, or learner.engine=deepspeed."
         )
 
+    @abstractmethod
     def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
         """Scores of a micro-batch; gradients according to torch's grad mode."""
 
+    @abstractmethod
     def forward_with_kl(
         self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
     ) -> tuple[TokenScores, Tensor | None]:
         """The same, with the KL [N] to `base`, another policy at the same positions."""
 
+    @abstractmethod
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         """What another policy's full KL to this one needs, detached: hidden states [N, D] of the
         positions that predict, and the head's weight [V, D]. Not collective."""
 
+    @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of a micro-batch's share of the global loss.
 
         `last` ends the accumulation. Every rank makes the same number of calls.
         """
 
+    @abstractmethod
     def grad_norm(self) -> float:
         """Global L2 norm of the accumulated gradient before clipping; NaN or inf if an entry is."""
 
+    @abstractmethod
     def step(self, scale: float = 1.0) -> float:
         """Clip, update and clear; returns the learning rate used: the schedule's times `scale`."""
 
+    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the weights that `weights` gives, in its order. Not collective."""
 
+    @abstractmethod
     def weights(
         self,
         only: Collection[str] | None = None,
@@ -114,7 +125,12 @@ class TrainEngine(Protocol):
         """
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The same as `shapes` of what `adapter` gives. Not collective."""
+        """Optional: learner.lora.publish=adapter needs it. As `shapes`, of what `adapter` gives.
+        Not collective."""
+        raise UserError(
+            f"learner.lora.publish=adapter needs an engine that gives its adapter, and the "
+            f"learner.engine {type(self).__name__} has no adapter_shapes and adapter: use merged."
+        )
 
     def adapter(
         self,
@@ -123,16 +139,21 @@ class TrainEngine(Protocol):
         on_device: bool = False,
         wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every (name, whole copy in float32) of the adapter's factors as they are published
-        (`weights/adapters.py`); the arguments and the ranks are as of `weights`."""
+        """Optional, with `adapter_shapes`. Every (name, whole copy in float32) of the adapter's
+        factors as they are published (`weights/adapters.py`); the arguments and the ranks are as
+        of `weights`."""
+        raise RuntimeError(f"{type(self).__name__} publishes no adapter")
 
+    @abstractmethod
     def trained_weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every (parameter name, whole float32 CPU copy) of what is trained; `wanted` and the ranks
         are as of `weights`."""
 
+    @abstractmethod
     def held_weights(self) -> dict[str, Part]:
         """This rank's part of what is trained, by parameter name: float32 copies on the CPU."""
 
+    @abstractmethod
     def load_weights(self, sources: Mapping[str, Source]) -> None:
         """Replace the trained weights and nothing of the optimizer; a rank reads what it holds.
 
@@ -140,13 +161,15 @@ class TrainEngine(Protocol):
         """
 
     def release(self) -> int:
-        """Give up memory until `reclaim`, where the engine has any that neither `weights` nor
-        `save` needs on the device; bytes. By default none. Not collective."""
+        """Optional. Give up memory until `reclaim`, where the engine has any that neither
+        `weights` nor `save` needs on the device; bytes. By default none. Not collective."""
         return 0
 
     def reclaim(self) -> None:
-        """Take it back, to train. Not collective."""
+        """Optional, with `release`. Take it back, to train. Not collective."""
+        return None
 
+    @abstractmethod
     def save(self, folder: Path, run: Schedule | None = None) -> None:
         """Write what is trained in float32, the optimizer's moments and the step count.
 
@@ -154,6 +177,7 @@ class TrainEngine(Protocol):
         can go on meanwhile; without it all is written on return.
         """
 
+    @abstractmethod
     def load(self, folder: Path) -> None:
         """Continue from `save`, whatever the number of ranks and the sharding that wrote it.
 
@@ -161,7 +185,7 @@ class TrainEngine(Protocol):
         """
 
 
-class Companion(Protocol):
+class Companion(ABC):
     """What is trained beside the policy in the learner's ranks, published under its own name.
 
     `name` is the key of its weights in a publication and its folder in checkpoints and exports.
@@ -171,6 +195,7 @@ class Companion(Protocol):
     engine: TrainEngine
     adapter_alone: bool  # published as an adapter, for engines that have the policy's set as well
 
+    @abstractmethod
     def step(self, batch: StepBatch, step: int, advantages: Tensor) -> dict[str, float]:
         """One optimizer step on a batch that the policy has just been trained on; metrics.
 
@@ -178,8 +203,10 @@ class Companion(Protocol):
         is updated, when a loss or a gradient is not finite.
         """
 
+    @abstractmethod
     def weights_changed(self) -> None:
         """The policy's weights were replaced (a load): take over what is shared with it."""
 
+    @abstractmethod
     def export(self, folder: Path, *, policy_folder: Path) -> None:
         """Write `folder`, a Hugging Face folder of its own; the policy's was written already."""

@@ -18,13 +18,13 @@ from rich.table import Table
 from rlcore.metrics.cells import BRIEF, CELLS, duration, evaluations, number
 from rlcore.metrics.digest import Digest
 from rlcore.metrics.rows import Row
-from rlcore.metrics.sinks import BaseSink, Decoded
+from rlcore.metrics.sinks import Decoded, Sink
 
 COMPLETIONS = 4
 LINE, BETWEEN = 120, "  "  # characters of a step's line, and what is between its parts
 
 
-class ConsoleSink(BaseSink):
+class ConsoleSink(Sink):
     """A table that updates in place; without a terminal (or with `live` off) one line a step."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from rlcore.metrics.sinks import Decoded, HealthSink, JsonlSink, SamplesSink, Si
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.metrics.status import StatusSink
 from rlcore.metrics.timeline import TimelineSink
+from rlcore.registry import resolve
 
 
 class MetricsLogger:
@@ -115,6 +116,7 @@ def open_logger(
         sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))
     # What may be refused comes last: the sinks before it must not stay open when it is.
     try:
+        sinks += [own_sink(name)(run_dir, config) for name in spec.sinks]
         if spec.prometheus_port:
             sinks.append(_endpoint(run_dir, spec, total_steps))
         if spec.wandb != "disabled":
@@ -128,6 +130,14 @@ def open_logger(
         health = Health(spec.warnings, course)
         logger.sinks.append(HealthSink(run_dir, health, logger.note))
     return logger
+
+
+def own_sink(name: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
+    """The class of a user's own sink, by path. Raises UserError for what is no sink."""
+    cls: Callable[[Path, Mapping[str, Any]], Sink] = resolve(
+        {}, name, key="logging.sinks", like=Sink
+    )
+    return cls
 
 
 def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:

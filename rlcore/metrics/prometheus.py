@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from rlcore.errors import UserError
 from rlcore.metrics.names import declared
 from rlcore.metrics.rows import Row
-from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.sinks import Sink
 
 CLOSE_S = 5.0
 # What is shown of each rollout actor: key of its state -> meaning
@@ -143,7 +143,7 @@ def _help(name: str) -> str:
     return name if metric is None else f"{name}: {metric.meaning} ({metric.unit})"
 
 
-class PrometheusSink(BaseSink):
+class PrometheusSink(Sink):
     """Serves a run's metrics over HTTP until it is closed."""
 
     def __init__(self, run_dir: Path, total_steps: int, *, host: str, port: int) -> None:

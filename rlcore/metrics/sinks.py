@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rlcore.errors import UserError
 from rlcore.files import replace_file
@@ -19,8 +20,11 @@ from rlcore.metrics.rows import Row, RowFile, read_rows
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
 
 
-class Sink(Protocol):
-    """One receiver. Rows are sanitized (`rows.sanitize`) before they come here."""
+class Sink(ABC):
+    """One receiver. Every method is optional and ignores what it is given; a sink overrides what
+    concerns it. Rows are sanitized (`rows.sanitize`) before they come here.
+
+    A user's own is built as Class(run_dir, config), with the resolved configuration."""
 
     def log(self, row: Row) -> None:
         """One learner step."""
@@ -50,29 +54,7 @@ class Sink(Protocol):
         """Release everything. May be called twice, and without `finish` when a run fails."""
 
 
-class BaseSink:
-    """A sink that ignores everything: the others override what concerns them."""
-
-    def log(self, row: Row) -> None: ...
-
-    def samples(self, name: str, decoded: Sequence[Decoded]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def activity(self, name: str, waits_for: str, step: int) -> None: ...
-
-    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def timeline(self, step: int, spans: Sequence[Span]) -> None: ...
-
-    def resume_at(self, step: int) -> None: ...
-
-    def finish(self, summary: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonlSink(BaseSink):
+class JsonlSink(Sink):
     """metrics.jsonl of a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -88,7 +70,7 @@ class JsonlSink(BaseSink):
         self.rows.close()
 
 
-class SamplesSink(BaseSink):
+class SamplesSink(Sink):
     """samples/NAME.jsonl, one decoded trajectory a line; a name written again replaces its file."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -107,7 +89,7 @@ class SamplesSink(BaseSink):
                 file.unlink()
 
 
-class HealthSink(BaseSink):
+class HealthSink(Sink):
     """Notes what `metrics/health.py` finds wrong. Comes after JsonlSink, whose rows it reads when a
     run goes on."""
 
@@ -124,7 +106,7 @@ class HealthSink(BaseSink):
         self._health.resume(read_rows(self._path))
 
 
-class WandbSink(BaseSink):
+class WandbSink(Sink):
     """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
     that a later sync joins its parts.
 

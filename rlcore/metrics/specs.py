@@ -54,6 +54,9 @@ class LoggingSpec(Spec):
     prometheus_host: str = setting(
         "127.0.0.1", "address that the metrics are served at; loopback reaches this machine alone"
     )
+    sinks: tuple[str, ...] = setting(
+        (), "further receivers of the metrics, file.py:Class of yours (rlcore.metrics.sinks.Sink)"
+    )
     samples_per_step: int = setting(4, "decoded trajectories kept each step under samples/", ge=0)
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.files import replace_file
-from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.sinks import Sink
 
 FINAL = ("ended", "failed")  # phases after which nothing more comes
 
@@ -31,7 +31,7 @@ def age_s(status: Mapping[str, Any]) -> float:
     return max(0.0, time.time() - since.timestamp())
 
 
-class StatusSink(BaseSink):
+class StatusSink(Sink):
     """One JSON object on one line, replaced whole at every change.
 
     Example: {"phase": "rollout", "step": 11, "steps": 150, "waits_for": "a training batch",

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.files import replace_file
 from rlcore.interfaces import Span
-from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.sinks import Sink
 
 KEPT = 100  # steps; the file holds at most twice as many
 
@@ -28,7 +28,7 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class TimelineSink(BaseSink):
+class TimelineSink(Sink):
     """Appends each step; now and then, steps that are too old are dropped from the file."""
 
     def __init__(self, run_dir: Path) -> None:

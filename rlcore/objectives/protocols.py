@@ -12,8 +12,9 @@ One class and one line in `registry.py` make a new one:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.objectives.bias import Bias
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rlcore.objectives.specs import ObjectiveSpec
 
 
-class Advantage(Protocol):
+class Advantage(ABC):
     """Computes one number per episode from the rewards of a step. Built as Class(spec).
 
     With `turn_share` it is besides called with turns in the place of episodes: their rewards to go,
@@ -39,12 +40,12 @@ class Advantage(Protocol):
     def __init__(self, spec: ObjectiveSpec) -> None:
         """An advantage without settings ignores the specification."""
 
+    @abstractmethod
     def __call__(self, rewards: Rewards) -> Tensor:
         """[B] advantages of this rank's episodes. Every rank makes the same reductions."""
-        ...
 
 
-class PolicyLoss(Protocol):
+class PolicyLoss(ABC):
     """The objective of each token, before weights and aggregation. Built as Class(spec)."""
 
     #: whether the objective carries p_new/p_ref. One that does not is anchored at SG(p_new), and
@@ -65,6 +66,7 @@ class PolicyLoss(Protocol):
     def __init__(self, spec: ObjectiveSpec) -> None:
         """A loss without settings ignores the specification."""
 
+    @abstractmethod
     def __call__(
         self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -74,7 +76,6 @@ class PolicyLoss(Protocol):
         with the gradient, finite, 0 outside `sampled` [B, T] bool (every sampled token, kept or
         not). advantages [B, T], detached.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,21 +24,21 @@ LOSSES: dict[str, str] = {
 }
 
 
-def advantage_class(name: str) -> type[Advantage]:
-    """The advantage of a name or "file.py:Class". Raises UserError naming algorithm.advantage."""
-    cls: type[Advantage] = resolve(ADVANTAGES, name, key="algorithm.advantage")
+def advantage_class(name: str, key: str = "algorithm.advantage") -> type[Advantage]:
+    """The advantage of a name or "file.py:Class". Raises UserError naming `key`."""
+    cls: type[Advantage] = resolve(ADVANTAGES, name, key=key, like=Advantage)
     return cls
 
 
 def loss_class(name: str) -> type[PolicyLoss]:
     """The policy loss of a name or "file.py:Class". Raises UserError naming algorithm.loss."""
-    cls: type[PolicyLoss] = resolve(LOSSES, name, key="algorithm.loss")
+    cls: type[PolicyLoss] = resolve(LOSSES, name, key="algorithm.loss", like=PolicyLoss)
     return cls
 
 
-def make_advantage(spec: ObjectiveSpec) -> Advantage:
-    """The advantage that `spec.advantage` names."""
-    return advantage_class(spec.advantage)(spec)
+def make_advantage(spec: ObjectiveSpec, key: str = "algorithm.advantage") -> Advantage:
+    """The advantage that `spec.advantage` names; `key`: where a run names it."""
+    return advantage_class(spec.advantage, key)(spec)
 
 
 def make_loss(spec: ObjectiveSpec) -> PolicyLoss:

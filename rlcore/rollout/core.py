@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,18 +43,22 @@ class Output(NamedTuple):
     routes: np.ndarray | None = None
 
 
-class DecodeCore(Protocol):
+class DecodeCore(ABC):
     """Requests in, tokens and log-prob rows out, one step at a time."""
 
+    @abstractmethod
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
 
+    @abstractmethod
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests that are queued or running."""
 
+    @abstractmethod
     def step(self) -> Iterable[Output]:
         """One step. Raises RuntimeError if a request failed or the model is lost."""
 
+    @abstractmethod
     def settle(self) -> Iterable[Output]:
         """What steps that were begun have yet to give, without beginning another; nothing is in
         flight then. Raises as `step` does."""

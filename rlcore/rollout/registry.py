@@ -14,5 +14,6 @@ ENGINES: dict[str, str] = {
 
 def start_engine(job: EngineJob) -> RolloutEngine:
     """The engine that `job.actor.engine` names, started. Raises UserError if it cannot work."""
-    engine: RolloutEngine = resolve(ENGINES, job.actor.engine, key=f"{job.key}.engine")(job)
+    cls = resolve(ENGINES, job.actor.engine, key=f"{job.key}.engine", like=RolloutEngine)
+    engine: RolloutEngine = cls(job)
     return engine

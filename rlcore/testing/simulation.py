@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.cluster.jobs import BufferJob
-from rlcore.interfaces import Reporter, Split
+from rlcore.interfaces import Reporter, Split, Task
 from rlcore.loop import checkpoint
 from rlcore.loop.clients import Clients, Spawned
 from rlcore.loop.controller import Controller
@@ -42,7 +42,7 @@ from rlcore.types import Answer, Grade, Item, Request, SamplingSpec
 Events = Callable[["Simulation"], Coroutine[Any, Any, None]]  # what happens beside the run
 
 
-class CountingTask:
+class CountingTask(Task):
     """Problem i is the number i; as many problems as asked for, or endlessly many to train on."""
 
     def __init__(self, name: str = "digits", *, train: int | None = None, heldout: int = 4) -> None:

@@ -3,7 +3,9 @@ enumerate every sequence, so that an expected gradient is a sum and not an estim
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from math import log
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
 from rlcore.learner.head_kl import KlTarget, TopkTarget
 from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.packing import MicroBatch
-from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.protocols import Schedule, TrainEngine
+from rlcore.learner.state_files import Part, Source
 from rlcore.objectives.kl import entropy, full_kl
 from rlcore.types import TokenScores
 
@@ -63,7 +66,47 @@ class TabularPolicy(nn.Module):
         )
 
 
-class TabularEngine(TrainEngine):
+class StepEngine(TrainEngine):
+    """A training engine for tests of a step: what such a test does not need raises."""
+
+    def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("as_base")
+
+    def grad_norm(self) -> float:
+        raise NotImplementedError("grad_norm")
+
+    def step(self, scale: float = 1.0) -> float:
+        raise NotImplementedError("step")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError("shapes")
+
+    def weights(
+        self,
+        only: Collection[str] | None = None,
+        *,
+        on_device: bool = False,
+        wanted: bool = True,
+    ) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError("weights")
+
+    def trained_weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
+        raise NotImplementedError("trained_weights")
+
+    def held_weights(self) -> dict[str, Part]:
+        raise NotImplementedError("held_weights")
+
+    def load_weights(self, sources: Mapping[str, Source]) -> None:
+        raise NotImplementedError("load_weights")
+
+    def save(self, folder: Path, run: Schedule | None = None) -> None:
+        raise NotImplementedError("save")
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError("load")
+
+
+class TabularEngine(StepEngine):
     """One rank's table: forward and backward passes, no optimizer. `move` stands for its step."""
 
     device = torch.device("cpu")

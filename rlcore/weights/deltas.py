@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.interfaces import WeightTransport
+from rlcore.interfaces import TransportEnds, WeightTransport
 from rlcore.types import WeightManifest
 from rlcore.weights.blob import from_blob, to_blob
 from rlcore.weights.manifest import ArrivalError
@@ -49,6 +49,11 @@ class DeltaTransport(WeightTransport):
         self._handle: DeltaHandle | None = None  # of the newest version sent
         self._held: dict[str, torch.Tensor] = {}  # the newest version sent or received
         self._version: int | None = None  # received; None: nothing that could be patched
+
+    @classmethod
+    def between(cls, ends: TransportEnds) -> DeltaTransport:
+        sizes = {"bucket_bytes": ends.bucket_bytes, "whole_every": ends.whole_every}
+        return cls(ends.put, ends.get, **sizes)
 
     def publish(self, manifest: WeightManifest, tensors: Pairs) -> DeltaHandle:
         """Put what has changed, or a whole set. Raises ArrivalError if tensors and manifest

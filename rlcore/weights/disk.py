@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rlcore.files import new_file
-from rlcore.interfaces import WeightTransport
+from rlcore.interfaces import TransportEnds, WeightTransport
 from rlcore.types import WeightManifest
 from rlcore.weights.blob import Entry, from_blob, write_stream
 from rlcore.weights.stream import arriving, in_buckets, in_order
@@ -24,6 +24,10 @@ class DiskTransport(WeightTransport):
         self._bucket_bytes = bucket_bytes
         self._keep = keep
         self._written: list[Path] = []
+
+    @classmethod
+    def between(cls, ends: TransportEnds) -> DiskTransport:
+        return cls(ends.folder, bucket_bytes=ends.bucket_bytes)
 
     def publish(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         """Write one version, tensor by tensor; the handle is the file's path.

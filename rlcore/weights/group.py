@@ -7,9 +7,10 @@ the default group.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,24 +27,28 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 _Part = list[tuple[str, tuple[int, ...], int]]
 
 
-class Receivers(Protocol):
+class Receivers(ABC):
     """The processes that a publication goes to. All have stopped for it."""
 
     @property
+    @abstractmethod
     def members(self) -> Sequence[str]:
         """One name a process; a replacement has another."""
 
     @property
+    @abstractmethod
     def ranks(self) -> Sequence[int]:
         """Processes that hold the model of each."""
 
+    @abstractmethod
     def start(self, verb: str, payloads: Sequence[Any]) -> Callable[[], None]:
         """Ask each one (`Arrival.ask`); the function returned waits for all answers."""
 
 
-class GroupSender(Protocol):
+class GroupSender(ABC):
     """A learner rank's end of a group. Every rank makes the same calls."""
 
+    @abstractmethod
     def send(
         self, manifest: WeightManifest, receivers: Receivers, read: Callable[[], Pairs]
     ) -> Sending | None:
@@ -51,6 +56,7 @@ class GroupSender(Protocol):
         the receivers are others than before. Rank 0 returns what patches took; None: a whole
         set."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the group."""
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlcore.interfaces import WeightTransport
+from rlcore.interfaces import TransportEnds, WeightTransport
 from rlcore.types import WeightManifest
 from rlcore.weights.blob import from_blob, to_blob
+from rlcore.weights.deltas import DeltaTransport
 from rlcore.weights.stream import arriving, in_buckets, in_order
 
 
@@ -29,6 +30,13 @@ class ObjectStoreTransport(WeightTransport):
         self._put = put
         self._get = get
         self._bucket_bytes = bucket_bytes
+
+    @classmethod
+    def between(cls, ends: TransportEnds) -> WeightTransport:
+        """With `whole_every` above 1, one that sends what has changed."""
+        if ends.whole_every > 1:
+            return DeltaTransport.between(ends)
+        return cls(ends.put, ends.get, bucket_bytes=ends.bucket_bytes)
 
     def publish(
         self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]

@@ -6,7 +6,17 @@ from typing import Literal
 
 from rlcore.spec import Spec, setting
 
-GROUP_TRANSPORTS = ("nccl", "ipc", "gloo")  # learner and actors join one group
+# Classes that inherit `interfaces.WeightTransport`; a user's own is named by its path.
+TRANSPORTS: dict[str, str] = {
+    "object_store": "rlcore.weights.object_store:ObjectStoreTransport",
+    "disk": "rlcore.weights.disk:DiskTransport",
+}
+# Learner and actors join one group: classes that inherit `cluster.transports.GroupTransport`.
+GROUP_TRANSPORTS: dict[str, str] = {
+    "nccl": "rlcore.cluster.transports:VllmGroup",
+    "ipc": "rlcore.cluster.transports:VllmGroup",
+    "gloo": "rlcore.cluster.transports:GlooGroup",
+}
 Rounding = Literal["none", "fp8", "int8", "int4", "int3"]
 Scales = Literal["tensor", "channel", "block"]
 
@@ -14,10 +24,10 @@ Scales = Literal["tensor", "channel", "block"]
 class TransportSpec(Spec):
     """How published weights reach the actors."""
 
-    transport: Literal["object_store", "disk", "nccl", "ipc", "gloo"] = setting(
+    transport: str = setting(
         "object_store",
-        "how weights travel to actors; nccl: from GPU to GPU; ipc: on GPUs that both share; gloo: "
-        "CPU",
+        "how weights travel to actors: object_store; disk; nccl: from GPU to GPU; ipc: on GPUs "
+        "that both share; gloo: CPU; or file.py:Class",
     )
     bucket_mib: int = setting(
         512,

@@ -12,9 +12,10 @@ from rlcore.corrections.registry import CORRECTIONS
 from rlcore.errors import UserError
 
 MINE = '''
-from rlcore.interfaces import RolloutEngine
 from rlcore.objectives.advantages import Grpo
 from rlcore.objectives.losses import Reinforce
+from rlcore.rollout.booked import BookedEngine
+from rlcore.testing.tabular import TabularEngine
 
 
 class Mine(Reinforce):
@@ -25,8 +26,17 @@ class Compared(Grpo):
     """An advantage of a user's own, which compares the samples of a group."""
 
 
-class Engine(RolloutEngine):
+class Trainer(TabularEngine):
+    """A learner engine of a user's own."""
+
+
+class Engine(BookedEngine):
     """A rollout engine of a user's own."""
+
+    def running(self): return 0
+    def update_weights(self, version, weights, on_publish): return None
+    def checksums(self, names): return {}
+    def close(self): return None
 '''
 
 
@@ -53,7 +63,7 @@ def test_shipped_names_are_listed():
     [
         ("algorithm.loss", "Mine"),
         ("algorithm.advantage", "Compared"),
-        ("learner.engine", "Engine"),
+        ("learner.engine", "Trainer"),
         ("actor.bf16.engine", "Engine"),
     ],
 )

@@ -61,7 +61,7 @@ def test_the_example_plays(tmp_path):
         ({"name": "higher"}, "environment.name=higher"),
         ({"name": "higher_lower", "args": {"gueses": 3}}, "environment.args={'gueses': 3}"),
         ({"name": "higher_lower", "args": {"guesses": 0}}, "guesses must be at least 1"),
-        ({"name": "rlcore.types:Item"}, "has no method reset"),
+        ({"name": "rlcore.types:Item"}, "it lacks reset(self, item: Item, seed: int) -> Opening"),
     ],
 )
 def test_a_wrong_environment_is_refused_in_a_sentence(settings, words):

@@ -156,7 +156,11 @@ def test_images_are_not_text():
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
-        ("Silent", {}, "has no method step: an environment has reset, step and grade"),
+        (
+            "Silent",
+            {},
+            "lacks step(self, action: Action) -> Reply, grade(self) -> Grade; an environment",
+        ),
         ("Counter", {"size": 3}, "TRL builds such a class without arguments"),
         ("Undocumented", {}, "guess cannot be described to the model"),
         ("Untyped", {}, "guess cannot be described to the model"),

@@ -24,7 +24,6 @@ from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
 from rlcore.learner.packing import Layout, pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
-from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.models.fresh import build_fresh_model
@@ -32,6 +31,7 @@ from rlcore.models.specs import FreshModelSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import load_object
 from rlcore.testing.records import make_group, make_sampling, make_trajectory
+from rlcore.testing.tabular import StepEngine
 from rlcore.types import Group, TokenScores
 
 ALPHABET = "0123456789=+"
@@ -121,7 +121,7 @@ def with_rewards(groups: list[Group], reward: Callable[[Any], float]) -> list[Gr
     return groups
 
 
-class PlainEngine(TrainEngine):
+class PlainEngine(StepEngine):
     """An engine's verbs of a step on plain torch in one process, counting forward passes."""
 
     device = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 from rlcore.config.compose import load
 from rlcore.metrics.health import RULES, Course, Health, warnings
 from rlcore.metrics.logger import open_logger
-from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.sinks import Sink
 from rlcore.metrics.specs import LoggingSpec, WarningsSpec
 
 SPEC = WarningsSpec(window=5, flat_steps=40)
@@ -115,7 +115,7 @@ def test_a_resumed_run_does_not_repeat_what_it_said():
 def test_a_run_notes_them_through_its_sinks_once_also_when_it_goes_on(tmp_path):
     noted = []
 
-    class Notes(BaseSink):
+    class Notes(Sink):
         def note(self, text):
             noted.append(text)
 

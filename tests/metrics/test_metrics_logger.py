@@ -16,7 +16,7 @@ from rlcore.metrics.cells import duration, number
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
-from rlcore.metrics.sinks import BaseSink
+from rlcore.metrics.sinks import Sink
 from rlcore.metrics.specs import LoggingSpec
 
 ROW = {
@@ -74,11 +74,11 @@ def test_a_run_and_its_continuation(tmp_path):
 def test_every_sink_is_closed_even_when_one_fails():
     closed = []
 
-    class Broken(BaseSink):
+    class Broken(Sink):
         def close(self):
             raise RuntimeError("broken")
 
-    class Good(BaseSink):
+    class Good(Sink):
         def close(self):
             closed.append(True)
 

@@ -46,12 +46,14 @@ class LearnerActor:
         self._phase_weights: dict[str, Any] = {}
 
     def start(self, job: LearnerJob, place: RankPlace) -> int:
-        from rlcore.cluster.transports import make_sender
+        from rlcore.cluster.transports import make_group
         from rlcore.learner.rank import LearnerRank
 
         self.rank = LearnerRank(job, place)
         self._run_seed = job.run_seed
-        self.sender: Any = make_sender(self._hosting, place.rank) if self._joined else None
+        group = make_group(self._hosting) if self._joined else None
+        self.group: Any = group
+        self.sender: Any = group.sender(place.rank) if group else None
         return os.getpid()
 
     @ray.method(concurrency_group="watch")
@@ -174,13 +176,12 @@ class LearnerActor:
     def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> Sending | None:
         """Send the set that was announced to actors that have stopped for it (all ranks take part);
         returns when they have loaded it. What it took, as of a `GroupSender`."""
-        name_of_transport = self._hosting.transport.transport
         read = partial(
             self.rank.published_weights,
             name,
             manifest.dtype,
-            on_device=name_of_transport != "gloo",
-            everywhere=name_of_transport == "ipc",  # each GPU's own copy is read
+            on_device=self.group.on_device,
+            everywhere=self.group.everywhere,
         )
         sender: GroupSender = self.sender
         return sender.send(manifest, receivers, read)

@@ -47,7 +47,7 @@ class RolloutActor:
         from rlcore.cluster.clients.node_scorers import scorer_name
         from rlcore.cluster.outlets import NodeOutlet
         from rlcore.cluster.placement import shard_name
-        from rlcore.cluster.transports import make_receiver, make_transport
+        from rlcore.cluster.transports import make_group, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.asked import PromptEncoder
         from rlcore.rollout.registry import start_engine
@@ -72,8 +72,9 @@ class RolloutActor:
         self.worker = RolloutWorker(self.engine, finished, flush_interval_s=interval)
         if self.players:
             self.players.start(self.worker)
-        self.transport: Any = make_transport(self._hosting)
-        self.receiver: Any = make_receiver(self._hosting) if self.transport is None else None
+        joined = self._hosting.transport.joined
+        self.transport: Any = None if joined else make_transport(self._hosting)
+        self.receiver: Any = make_group(self._hosting).receiver() if joined else None
         if job.engine.sleeps:  # the learner's rank on this GPU starts next
             self.sleep()
         return os.getpid()

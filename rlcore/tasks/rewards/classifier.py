@@ -33,7 +33,8 @@ class ClassifierReward(Reward):
     raises StageError.
     """
 
-    def __init__(self, key: str, spec: ClassifierSpec) -> None:
+    def __init__(self, key: str, spec: ClassifierSpec, *_: object) -> None:
+        """It has a process of its own and needs no thread for requests."""
         self._key = key
         self._spec = spec
         self._pending: deque[_Pending] = deque()

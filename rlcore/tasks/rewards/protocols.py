@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rlcore.types import ScoreStatus
 
@@ -37,16 +38,23 @@ class Verdict:
 Tell = Callable[[Verdict], None]
 
 
-class Reward(Protocol):
+class Reward(ABC):
     """One reward of a task. Every sample that is submitted gets one verdict, unless the reward is
-    closed."""
+    closed.
 
+    A shipped one is built as Class(key, settings, thread of requests, note), a user's own as
+    Class(**own.args).
+    """
+
+    @abstractmethod
     def submit(self, asked: Asked, tell: Tell) -> None:
         """Queue a sample; returns at once. `tell` is called from a thread of the reward."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raise StageError if the reward has failed for good."""
 
+    @abstractmethod
     def close(self) -> None:
         """Stop at once; what was not judged is dropped."""
 

@@ -166,6 +166,18 @@ class ClassifierSpec(Spec):
     threads: int = setting(1, "of the forward pass", gt=0)
 
 
+class OwnSpec(Spec):
+    """A class of yours that inherits `rlcore.tasks.rewards.protocols.Reward`."""
+
+    name: str = setting(meaning="path/to/file.py:Class or package.module:Class")
+    args: dict[str, Any] = setting(
+        default_factory=dict, meaning="keyword arguments of its constructor"
+    )
+    deadline_s: float = setting(
+        120.0, "the longest that it takes for one sample, which it has to keep", unit="s", gt=0
+    )
+
+
 class RewardSpec(Spec):
     """One reward that is added to a task's own: its weight, and one of the kinds."""
 
@@ -174,6 +186,7 @@ class RewardSpec(Spec):
     judge: JudgeSpec | None = setting(None, "a judge behind chat completions, with a rubric")
     classifier: ClassifierSpec | None = setting(None, "a local sequence classifier")
     lean: LeanSpec | None = setting(None, "a Lean server that checks proofs (task=lean)")
+    own: OwnSpec | None = setting(None, "a class of yours")
 
     @property
     def endpoint(self) -> EndpointSpec | None:
@@ -187,10 +200,11 @@ class RewardSpec(Spec):
     @property
     def deadline_s(self) -> float:
         """The longest that one sample is waited for once its turn has come."""
-        if self.endpoint is not None:
-            return self.endpoint.deadline_s
-        assert self.classifier is not None
-        return self.classifier.timeout_s
+        if self.classifier is not None:
+            return self.classifier.timeout_s
+        asked = self.endpoint or self.own
+        assert asked is not None
+        return asked.deadline_s
 
     def check(self, key: str) -> None:
         super().check(key)
@@ -202,7 +216,14 @@ class RewardSpec(Spec):
         )
 
 
-KINDS = ("http", "judge", "classifier", "lean")
+# Classes that inherit `rewards.protocols.Reward`, by the section of their settings.
+REWARDS: dict[str, str] = {
+    "http": "rlcore.tasks.rewards.http:HttpReward",
+    "judge": "rlcore.tasks.rewards.judge:JudgeReward",
+    "classifier": "rlcore.tasks.rewards.classifier:ClassifierReward",
+    "lean": "rlcore.tasks.rewards.lean:LeanReward",
+}
+KINDS = (*REWARDS, "own")
 
 
 def check_labels(labels: object, key: str) -> None:

@@ -10,12 +10,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from rlcore.errors import DeadlineExceeded, StageError
+from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.interfaces import Task
+from rlcore.registry import resolve
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.rewards.protocols import Asked, Reward, Verdict
 from rlcore.tasks.rewards.requests import RequestThread
-from rlcore.tasks.rewards.specs import OWN, RewardSpec
+from rlcore.tasks.rewards.specs import OWN, REWARDS, OwnSpec, RewardSpec
 from rlcore.tasks.scoring import Scored, Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.types import Answer, Score
@@ -234,22 +235,24 @@ def make_scorer(
 
 def make_reward(key: str, spec: RewardSpec, requests: RequestThread, note: Note) -> Reward:
     """One reward, started. `key`: the config key of its settings. Raises UserError."""
-    if spec.http is not None:
-        from rlcore.tasks.rewards.http import HttpReward
+    if spec.own is not None:
+        return own_reward(f"{key}.own", spec.own)
+    kind = spec.kind
+    cls = resolve(REWARDS, kind, key=key, like=Reward)
+    reward: Reward = cls(f"{key}.{kind}", getattr(spec, kind), requests, note)
+    return reward
 
-        return HttpReward(f"{key}.http", spec.http, requests, note)
-    if spec.judge is not None:
-        from rlcore.tasks.rewards.judge import JudgeReward
 
-        return JudgeReward(f"{key}.judge", spec.judge, requests, note)
-    if spec.lean is not None:
-        from rlcore.tasks.rewards.lean import LeanReward
-
-        return LeanReward(f"{key}.lean", spec.lean, requests, note)
-    from rlcore.tasks.rewards.classifier import ClassifierReward
-
-    assert spec.classifier is not None
-    return ClassifierReward(f"{key}.classifier", spec.classifier)
+def own_reward(key: str, spec: OwnSpec) -> Reward:
+    """A reward of a user's own. `key`: the config key of `spec`. Raises UserError."""
+    cls = resolve({}, spec.name, key=f"{key}.name", like=Reward)
+    try:
+        reward: Reward = cls(**spec.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{key}.args={spec.args} does not suit {key}.name={spec.name}: {error}."
+        ) from error
+    return reward
 
 
 def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, Verdict]) -> Score:
