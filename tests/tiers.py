@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,13 +39,14 @@ class Part:
     marks: str  # pytest's -m
     workers: int  # processes that run tests side by side; 1: no pytest-xdist
     cpu_s: float  # budget: processor seconds of all its tests on the reference machine
+    torch_threads: int | None = None  # of each worker; None: as many as torch takes by itself
 
 
 STARTED = "engine or ranks or cluster"
 # Budgets are nearly twice what tests took when they were set: two side by side on two threads of
 # one core take up to 1.6 times the processor time of one alone.
 PARTS = {
-    "fast": Part(f"not slow and not nightly and not processes and not ({STARTED})", 2, 400),
+    "fast": Part(f"not slow and not nightly and not processes and not ({STARTED})", 2, 400, 1),
     "processes": Part(f"processes and not slow and not nightly and not ({STARTED})", 2, 280),
     "started": Part(f"({STARTED}) and not slow and not nightly", 2, 800),
     "slow": Part("slow and not nightly", 1, 4000),
@@ -105,7 +107,8 @@ def _run(name: str, further: Sequence[str], whole: bool) -> int:
         words += ["--budget", name]
     print(f"tests: {name}", flush=True)
     began = time.monotonic()
-    code = subprocess.run(words, cwd=ROOT).returncode
+    threads = {"OMP_NUM_THREADS": str(part.torch_threads)} if part.torch_threads else {}
+    code = subprocess.run(words, cwd=ROOT, env={**os.environ, **threads}).returncode
     print(f"tests: {name} took {time.monotonic() - began:.0f} s", flush=True)
     return 0 if code == 5 else code  # 5: no test was selected
 
