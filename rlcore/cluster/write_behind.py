@@ -70,8 +70,19 @@ class WriteBehind:
 class Discarded(WriteBehind):
     """In place of a checkpoint that would have to wait for one before it: nothing is written."""
 
+    def __init__(self) -> None:
+        """Without a thread."""
+
+    @property
+    def running(self) -> bool:
+        """False: no later checkpoint waits for this one."""
+        return False
+
     def put(self, job: Job) -> None:
         """Drop a job."""
+
+    def close(self) -> None:
+        """Nothing."""
 
     def wait(self, timeout_s: float) -> None:
         """Raises DeadlineExceeded."""
