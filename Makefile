@@ -41,10 +41,9 @@ test-slow: venv  ## the tests marked slow
 test-rest: venv  ## slow tests: of what changed since BASE=<commit>, then share SHARD of six, for BUDGET_S
 	$(PY) tests/tiers.py rest --base "$(BASE)" --shard $(or $(SHARD),0) --budget-s $(or $(BUDGET_S),1500)
 
-nightly: venv  ## the tests marked nightly, the documented commands (quickstart, demo, docs), faults, soak, mutants
+nightly: venv  ## the tests marked nightly (all faults), documented commands (demo, docs), soak, mutants
 	$(PY) tests/tiers.py nightly
 	$(MAKE) docs-commands
-	$(MAKE) faults
 	$(MAKE) soak
 	$(MAKE) mutants
 

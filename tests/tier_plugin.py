@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--until", type=float, metavar="TIME", help="start no test after this time")
     group.addoption("--changed", metavar="FILES", help="run these files (a,b,c), and first")
     group.addoption("--shard", metavar="K/N", help="run one of N shares of all files")
+    group.addoption("--turn", type=int, metavar="N", help="run turn N of what rotates")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +59,8 @@ def _select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if share is not None:
         k, n = map(int, share.split("/"))
         wanted |= set(sorted({_file(item) for item in items})[k::n])
+    if config.getoption("--turn") is not None:
+        wanted.add(tiers.ROTATING)
     left = [item for item in items if _file(item) not in wanted]
     items[:] = [item for item in items if _file(item) in wanted]
     config.hook.pytest_deselected(items=left)

@@ -29,6 +29,7 @@ from pathlib import Path
 import timing
 
 ROOT = Path(__file__).resolve().parents[1]
+ROTATING = "tests/commands/test_fault_rows.py"  # two tests of it with --turn
 SHARDS = 6  # of the slow tier; .ci/run takes the next with every commit
 
 
