@@ -144,7 +144,9 @@ def _export(given: Given) -> int:
 def _scale(given: Given) -> int:
     from rlcore.commands.scale import scale
 
-    counts = {key.split(".")[1]: int(value) for key, value in given.own.items() if key != "run_dir"}
+    asked = {key: value for key, value in given.own.items() if key != "run_dir"}
+    # Python converts no more than 4300 digits, and any number of 20 is refused
+    counts = {key.split(".")[1]: int(value[:20]) for key, value in asked.items()}
     return scale(given.text("run_dir") or _newest_run(given), counts)
 
 
@@ -161,9 +163,11 @@ def _watch(given: Given) -> int:
     run_dir = given.setting("run_dir")
     if run_dir is not None and not (Path(run_dir) / "config.yaml").is_file():
         raise UserError(f"run_dir={run_dir} holds no run: it has no config.yaml.")
-    config = _config(given)
-    from rlcore.commands.watch import watch
+    from rlcore.commands.watch import watch, watch_log
 
+    config = _config(given)
+    if given.flag("log"):
+        return watch_log(config.run_dir, once=given.flag("once"))
     return watch(config, once=given.flag("once"))
 
 

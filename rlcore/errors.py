@@ -33,3 +33,11 @@ class StageError(RuntimeError):
 
 class RoleLost(StageError):
     """A process of the run died or hangs; the run can continue from a checkpoint."""
+
+
+class OwnershipLost(StageError):
+    """Another command has taken the run folder over: nothing more may be written to it."""
+
+
+class NoSpace(StageError):
+    """A disk is full (or a quota used up): what was to be written can be tried again."""

@@ -24,6 +24,7 @@ from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 
 MIB = 2**20
+STDERR = "rlcore"  # the handler of what processes write
 POLL_S = 2.0  # poll interval while waiting for a cluster
 # time for a local cluster's processes to exit by themselves once Ray has shut down
 SHUTDOWN_TIMEOUT_S = 20.0
@@ -37,6 +38,7 @@ def cluster(
     needed_gpus: float,
     store_bytes: int = 0,
     patience_s: float = 0.0,
+    stderr: Callable[[str, str], None] | None = None,
 ) -> Iterator[None]:
     """A connected Ray driver for the duration of the block; a cluster started here is stopped at
     the end.
@@ -44,6 +46,8 @@ def cluster(
     `store_bytes`: of one publication in the object store. Raises UserError when the machine or the
     cluster cannot hold the roles. With `patience_s` (a run that has been there before) a joined
     cluster has that long to answer and to have enough resources again; DeadlineExceeded then.
+    `stderr` is given what processes of the cluster that this driver started write to their standard
+    error: (name and process id, text), from a thread.
     """
     address = joined_address(spec.address)
     cpus = 0
@@ -55,7 +59,7 @@ def cluster(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logs = bool(os.environ.get("RLCORE_RAY_LOGS"))
-    quiet: dict[str, Any] = {"log_to_driver": logs, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {"log_to_driver": logs or bool(stderr), "logging_level": "ERROR"}
     before = set(psutil.Process().children())
     deadline = time.monotonic() + patience_s
     try:
@@ -73,19 +77,38 @@ def cluster(
             "cluster, auto, or null for one of this run's own."
         ) from e
     except (ConnectionError, TimeoutError) as e:
-        why = str(e).splitlines()[0]
-        raise UserError(f"cluster.address={address} does not answer: {why}.") from e
+        raise UserError(
+            f"cluster.address={address} does not answer: {str(e).splitlines()[0]}."
+        ) from e
     except SystemExit as e:
         # a SIGTERM while Ray started: its own handler, which is in place by then, exits
         _shut_down(before, ours=address is None)
         raise KeyboardInterrupt from e
     try:
+        if stderr is not None:
+            _hand_over(stderr, printed=logs)
         if address is not None:
             _poll(lambda: _check_capacity(needed_cpus, needed_gpus), deadline, patience_s)
             _check_joined_store(store_bytes)
         yield
     finally:
+        ray_logging.global_worker_stdstream_dispatcher.remove_handler(STDERR)
         _shut_down(before, ours=address is None)
+
+
+def _hand_over(stderr: Callable[[str, str], None], *, printed: bool) -> None:
+    """Have Ray give `stderr` what it would print; it prints it as well only if asked to."""
+
+    def handle(data: dict[str, Any]) -> None:
+        text = "\n".join(str(line) for line in data["lines"]).strip()
+        if data.get("is_err") and text:
+            name = data.get("actor_name") or data.get("task_name") or "process"
+            stderr(f"{name} {data['pid']}", text)
+
+    dispatcher = ray_logging.global_worker_stdstream_dispatcher
+    if not printed:
+        dispatcher.remove_handler("ray_print_logs")
+    dispatcher.add_handler(STDERR, handle)
 
 
 def check_cluster(

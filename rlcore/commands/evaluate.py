@@ -11,6 +11,7 @@ from typing import Any
 from rlcore.commands.checkpoints import named_or_newest
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.notes import note
+from rlcore.commands.owner import own
 from rlcore.commands.preflight import Prepared, prepare
 from rlcore.commands.reward_checks import ask_lean_servers
 from rlcore.commands.session import Session, connected
@@ -34,9 +35,23 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
     prepared = prepare(config, trains=False)
     config = prepared.config
     ask_lean_servers(config)
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    note(f"evaluating {folder or model_path}")
+    run_dir, after_s = Path(config.run_dir), config.takeover_after_s
+    with own(run_dir, "rlcore eval", takeover_after_s=after_s) as owner:
+        if owner.news:
+            note(owner.news)
+        note(f"evaluating {folder or model_path}")
+        results = _results(config, prepared, model_path, folder)
+        owner.require()
+        (owner.folder / "eval.json").write_text(json.dumps(results, indent=1))
+    for name, value in results.items():
+        note(f"{name:40s} {value:.4f}")
+    return 0
+
+
+def _results(
+    config: RunConfig, prepared: Prepared, model_path: str, folder: Path | None
+) -> dict[str, float]:
+    """The evaluation's, by processes that have ended when it returns."""
     # A checkpoint holds the learner's sharded state, which only its ranks can publish from.
     learner = folder is not None
     size = stored_bytes(config, prepared.tokenizer) if learner else 0
@@ -46,13 +61,9 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
             config, model_path, pad_id=prepared.pad_id, note=note, with_learner=learner
         )
         try:
-            results = asyncio.run(_evaluate(config, session, prepared, folder))
+            return asyncio.run(_evaluate(config, session, prepared, folder))
         finally:
             session.close()
-    (run_dir / "eval.json").write_text(json.dumps(results, indent=1))
-    for name, value in results.items():
-        note(f"{name:40s} {value:.4f}")
-    return 0
 
 
 async def _evaluate(

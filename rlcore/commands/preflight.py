@@ -10,6 +10,7 @@ from typing import Any
 from rlcore.buffer.capacity import check_capacity
 from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
 from rlcore.commands.notes import note
+from rlcore.commands.owner import Owner, own
 from rlcore.commands.reward_checks import check_rewards
 from rlcore.commands.roles import most_prompt_tokens
 from rlcore.config.names import load_own
@@ -181,22 +182,21 @@ def _prompts(config: RunConfig, sources: Mapping[str, PromptSource]) -> Prompts:
     return Mixture(sources, weights, run_seed=config.seed)
 
 
-def open_run_dir(config: RunConfig) -> Path:
-    """Create the run directory, or accept an existing one to resume.
+def open_run_dir(config: RunConfig, command: str) -> Owner:
+    """Create the run directory, or accept an existing one to resume, and become its owner.
 
-    Raises UserError for one that holds a run that is not resumed.
+    Raises UserError for one that holds a run that is not resumed, that another command writes to,
+    or that cannot be written.
     """
     run_dir = Path(config.run_dir)
     refuse_another_run(config)
+    owner = own(run_dir, command, takeover_after_s=config.takeover_after_s)
     try:
-        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        # A folder of a mounted disk may exist and refuse every write.
-        probe = run_dir / ".writable"
-        probe.write_text("")
-        probe.unlink()
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
     except OSError as e:
+        owner.release()
         raise UserError(f"run_dir={run_dir} cannot be written: {e.strerror}.") from e
-    return run_dir
+    return owner
 
 
 def refuse_another_run(config: RunConfig) -> None:

@@ -36,10 +36,12 @@ def connected(
     learner: bool = True,
     store_bytes: int = 0,
     patience_s: float = 0.0,
+    stderr: Callable[[str, str], None] | None = None,
 ) -> AbstractContextManager[None]:
     """The cluster of a run, for the duration of a block: joined, or started and stopped.
 
     `actors`, `learner`: which roles it must hold. `store_bytes`: of one publication of weights.
+    `stderr` is given what its processes write there, as `cluster` says.
     Raises UserError if it cannot hold them.
     """
     cpus, gpus = roles.needed(config, actors=actors, learner=learner)
@@ -49,6 +51,7 @@ def connected(
         needed_gpus=gpus,
         store_bytes=store_bytes,
         patience_s=patience_s,
+        stderr=stderr,
     )
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Literal
 
 from rlcore.commands.launch import launch
+from rlcore.commands.owner import own
 from rlcore.commands.report import report
 from rlcore.config.compose import load
 from rlcore.config.groups import each_value
@@ -94,10 +95,19 @@ def sweep(
         for job in found:
             print(f"{job.name}: {'finished' if job.finished else 'rlcore train'} {_shown(job)}")
         return 0
+    folder = found[0].folder.parent
+    after_s = found[0].config.takeover_after_s
+    with own(folder, "rlcore sweep", takeover_after_s=after_s) as owner:
+        if owner.news:
+            print(owner.news)
+        return _sweep(found, config_dir, start or _start)
+
+
+def _sweep(found: Sequence[Job], config_dir: str | None, start: Start) -> int:
     states: dict[str, State] = {}
     for number, job in enumerate(found, 1):
         print(f"rlcore sweep: run {number} of {len(found)}: {job.name}", flush=True)
-        states[job.name] = _do(job, config_dir, start or _start)
+        states[job.name] = _do(job, config_dir, start)
         if states[job.name] == "stopped":
             break
     print("\n".join(f"{name}: {state}" for name, state in states.items()))

@@ -12,6 +12,7 @@ from typing import Any
 from rlcore.cluster.collector import short_passes
 from rlcore.commands import roles
 from rlcore.commands.about import write_about
+from rlcore.commands.owner import Owner
 from rlcore.commands.preflight import Prepared, open_run_dir, prepare
 from rlcore.commands.reward_checks import ask_lean_servers
 from rlcore.commands.scale import ScaleRequests
@@ -22,7 +23,7 @@ from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
 from rlcore.config.compose import check_resume, to_yaml
 from rlcore.config.schema import RunConfig
-from rlcore.errors import RoleLost, StageError
+from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
@@ -30,6 +31,7 @@ from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.parts import Parts
 from rlcore.loop.plan import Progress
 from rlcore.loop.saver import Saver
+from rlcore.metrics.log import NAME as LOG
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.prometheus import require_free
@@ -43,13 +45,18 @@ STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
 class Run:
     """What all attempts of one command share."""
 
-    config: RunConfig
     given: RunConfig  # as it was composed, which a resumed run is composed from
     prepared: Prepared
     logger: MetricsLogger
     reporter: RunReporter
     scale: ScaleRequests
     stop: StopSignals
+    owner: Owner
+
+    @property
+    def config(self) -> RunConfig:
+        """As the model can take it."""
+        return self.prepared.config
 
     @property
     def folder(self) -> Path:
@@ -76,8 +83,20 @@ def train(config: RunConfig) -> int:
     prepared = prepare(config)
     ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
-    run_dir = open_run_dir(config)
+    with open_run_dir(config, "rlcore train") as owner:
+        try:
+            progress = _owned(config, prepared, owner)
+        except (StageError, DeadlineExceeded) as e:
+            log = owner.folder / LOG
+            raise type(e)(f"{str(e).rstrip('.')}; {log} has the run's log") from e
+    return STOPPED if progress.step < config.schedule.steps else 0
+
+
+def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
+    """The run, in a folder that no other command writes to."""
+    run_dir = owner.folder
     write_about(run_dir)
+    swept = checkpoint.sweep(run_dir / "checkpoints")
     settings = config.model_dump(mode="json")
     with open_logger(
         run_dir,
@@ -85,20 +104,31 @@ def train(config: RunConfig) -> int:
         config=settings,
         total_steps=config.schedule.steps,
         course=course_of(config),
+        guard=owner.require,
     ) as logger:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
-        run = Run(prepared.config, config, prepared, logger, reporter, scale, StopSignals())
+        run = Run(config, prepared, logger, reporter, scale, StopSignals(), owner)
         run.stop.interrupt()
-        if idle := roles.idle_clip(config):
-            reporter.note(idle)
+        for news in (owner.news, swept, roles.idle_clip(config)):
+            if news:
+                reporter.note(news)
         try:
             progress = _recovering(run)
             logger.finish({"steps": progress.step, "seconds": progress.seconds})
         finally:
             # Also after a failure: the report is how one looks for its cause.
             if config.logging.report and (run_dir / "metrics.jsonl").exists():
-                write_report(run_dir, judge=lambda _, rows: judged(config, rows))
-    return STOPPED if progress.step < config.schedule.steps else 0
+                _report(run)
+    return progress
+
+
+def _report(run: Run) -> None:
+    """report.html; a disk that refuses it does not make a failure of the run."""
+    try:
+        run.owner.require()
+        write_report(run.folder, judge=lambda _, rows: judged(run.given, rows))
+    except (OSError, UserError, OwnershipLost) as e:
+        run.reporter.note(f"report.html could not be written (logging.report): {e}")
 
 
 def _recovering(run: Run) -> Progress:
@@ -165,7 +195,7 @@ def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
     note = reporter.note
     config = run.scale.start_with(run.config)
     size = stored_bytes(config, prepared.tokenizer)
-    with connected(config, store_bytes=size, patience_s=patience_s):
+    with connected(config, store_bytes=size, patience_s=patience_s, stderr=run.logger.stderr):
         run.stop.interrupt()  # Ray has installed a handler of its own
         reporter.activity("start", "the processes to answer", start.progress.step)
         # A checkpoint continues the model it was made of, whatever model.path says by now.
@@ -218,9 +248,11 @@ async def _loop(run: Run, session: Session, model_path: str, start: Start) -> No
             {"model_path": model_path, "seed": config.seed},
             note=reporter.note,
             is_accuracy=is_accuracy,
+            guard=run.owner.require,
         ),
         reporter,
         run.scale,
+        run.scale.answer,
     )
     resumed_from = str(start.checkpoint / "learner") if start.checkpoint else None
     controller = Controller(

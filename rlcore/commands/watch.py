@@ -14,6 +14,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.metrics.cells import duration
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.health import Course, Health, warnings
+from rlcore.metrics.log import NAME, read_log, shown
 from rlcore.metrics.rows import Row, RowTail
 from rlcore.metrics.run_folder import records
 from rlcore.metrics.status import FINAL, age_s, read_status
@@ -57,6 +58,23 @@ def course_of(config: RunConfig) -> Course:
 def judged(config: RunConfig, rows: Iterable[Row]) -> list[str]:
     """Every warning that the rows of a run give cause for, by its own bounds."""
     return warnings(rows, config.logging.warnings, course_of(config))
+
+
+def watch_log(
+    run_dir: str | Path, *, once: bool, sleep: Callable[[float], None] = time.sleep
+) -> int:
+    """Print log.jsonl as it grows until the run has ended, or with `once` as it is now. Returns 1
+    if the run has failed, else 0."""
+    folder, at = Path(run_dir), 0
+    while True:
+        status = read_status(folder)  # before the log: once it is final, no entry is missing
+        entries, at = read_log(folder, at)
+        for entry in entries:
+            print(shown(entry), flush=True)
+        phase = str(status["phase"]) if status else "start"
+        if once or phase in FINAL:
+            return 1 if phase == "failed" else 0
+        sleep(POLL_S)
 
 
 class View:
@@ -119,7 +137,8 @@ class View:
         """What the run's own console shows at its end."""
         if self.phase == "failed":
             assert self._status is not None
-            self.sink.note(f"the run failed after step {self._status['step']}: see its log")
+            step, log = self._status["step"], self.folder / NAME
+            self.sink.note(f"the run failed after step {step}: see {log} (rlcore watch log=true)")
         for file in sorted((self.folder / "samples").glob("eval_*.jsonl")):
             self.sink.samples(file.stem, records(file))
         for file in sorted((self.folder / "samples").glob("step_*.jsonl"))[-1:]:

@@ -86,6 +86,13 @@ class RunConfig(Spec):
     resume: Literal["never", "auto"] = setting(
         "never", "auto: continue from the newest valid checkpoint in run_dir"
     )
+    takeover_after_s: float | None = setting(
+        None,
+        "take run_dir over from a command on another host that has not renewed owner.json for so "
+        "long, as a host that died leaves it; null: never",
+        unit="s",
+        ge=60,
+    )
     model: ModelSpec
     task: TaskSection = setting(meaning="one task, or several by label")
     environment: EnvironmentSpec = EnvironmentSpec()

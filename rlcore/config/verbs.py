@@ -170,8 +170,12 @@ VERBS: Mapping[str, Verb] = {
         Verb(
             "watch",
             "the console of a run that was started elsewhere",
-            ("rlcore watch [run_dir=DIR] [once=true] [key=value ...]",),
-            (Key("once", "show the run as it is now, and end", "flag"), CONFIG_DIR),
+            ("rlcore watch [run_dir=DIR] [once=true] [log=true] [key=value ...]",),
+            (
+                Key("once", "show the run as it is now, and end", "flag"),
+                Key("log", "print log.jsonl, as it grows, instead", "flag"),
+                CONFIG_DIR,
+            ),
             run_dir="newest",
         ),
         Verb(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from rlcore.files import follow_umask
 from rlcore.learner.lora import save_adapter
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.ranks import is_first_rank
@@ -40,6 +41,7 @@ def export_model(
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    follow_umask(folder / "model.safetensors")
     engine.policy.lm.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
     for name in TOKENIZER_FILES:
         source = Path(model_path) / name

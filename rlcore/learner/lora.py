@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rlcore.errors import UserError
+from rlcore.files import follow_umask
 from rlcore.learner.specs import LoraSpec
 from rlcore.weights.adapters import factor_names
 
@@ -149,6 +150,7 @@ def save_adapter(
         for n, t in adapters.items()
     }
     save_file(state, str(out / "adapter_model.safetensors"), metadata={"format": "pt"})
+    follow_umask(out / "adapter_model.safetensors")
     config = _peft(spec)
     config.base_model_name_or_path, config.inference_mode = base_model, True
     config.save_pretrained(str(out))

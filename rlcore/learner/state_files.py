@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlcore.errors import StageError
-from rlcore.files import replace_file
+from rlcore.files import follow_umask, replace_file
 from rlcore.learner.protocols import Schedule, Write
 
 INDEX = "learner.json"
@@ -50,6 +50,11 @@ class Listing:
 
     shapes: dict[str, list[int]]  # of whole tensors
     files: dict[str, dict[str, tuple[int, int]]]  # file -> first entry held and the one after
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, str(path))
+    follow_umask(path)
 
 
 def _now(write: Write) -> None:
@@ -88,7 +93,7 @@ class StateWriter:
         if not self._held:
             return
         file = f"learner-{self._rank:05d}-{len(self._listing.files):05d}.safetensors"
-        self._run(partial(save_file, self._held, str(self.folder / file)))
+        self._run(partial(_save, self._held, self.folder / file))
         self._listing.files[file] = self._places
         self._held = {}
         self._places = {}

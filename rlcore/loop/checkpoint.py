@@ -12,19 +12,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from rlcore.errors import StageError, UserError
 from rlcore.files import new_folder, replace_file, sync
+from rlcore.loop.plan import Progress
 from rlcore.loop.specs import CheckpointSpec
 
 MANIFEST = "MANIFEST.json"
 STATE = "controller.json"
 LEARNER_INDEX = "learner.json"
+NAME = re.compile(r"step_\d{6,}")
+REMOVED = ".removed-"
+DAMAGED = ".damaged-"
+OTHER = ".other-version-"
+# What only a writer or a remover that was killed leaves, and what an earlier start found damaged.
+LEFTOVERS = (".step_*.partial", ".step_*.stale", f"{REMOVED}*", f"{DAMAGED}*")
 PARTS = ("learner/learner.json", "buffer/state.json")  # every checkpoint has them
 
 
@@ -111,15 +122,48 @@ def prune(
     newest: Path,
     awaited: int | None,
 ) -> None:
-    """Remove the checkpoints that are not `kept`. `newest`, which was just written, stays."""
+    """Remove the checkpoints that are not `kept`. `newest`, which was just written, stays.
+
+    Each gets another name first, so that one that is half removed never counts as a checkpoint.
+    """
     folders = _all(root)
-    for old in set(folders) - kept(folders, spec, scores, awaited) - {newest}:
-        shutil.rmtree(old)
+    for old in sorted(set(folders) - kept(folders, spec, scores, awaited) - {newest}):
+        aside = root / f"{REMOVED}{old.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old.rename(aside))
+
+
+def sweep(root: Path) -> str:
+    """Remove what killed writers have left of checkpoints, and those that an earlier start found
+    damaged; only for the owner of the run. Returns a sentence about it, or "".
+
+    The names are free when this returns; the files go in a thread, for as long as that takes.
+    """
+    for stale in root.glob(".step_*.stale"):  # its writer died between two renames
+        whole = root / stale.name.removeprefix(".").removesuffix(".stale")
+        if not whole.exists():
+            stale.rename(whole)
+    leftovers = [f for pattern in LEFTOVERS for f in root.glob(pattern)]
+    removed = []
+    for number, folder in enumerate(leftovers):
+        removed.append(folder.rename(root / f"{REMOVED}{number}-{secrets.token_hex(4)}"))
+    if not removed:
+        return ""
+
+    def remove() -> None:
+        for folder in removed:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    threading.Thread(target=remove, name="sweep", daemon=True).start()
+    names = ", ".join(sorted(folder.name for folder in leftovers))
+    return f"{len(removed)} leftovers of checkpoints are removed: {names}"
 
 
 def _all(root: Path) -> list[Path]:
-    """Finished checkpoints in the order of their steps."""
-    return sorted(root.glob("step_*"), key=step_of)
+    """Finished checkpoints in the order of their steps. Other names are nobody's business here: a
+    user may keep a copy beside them."""
+    found = (p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir())
+    return sorted(found, key=step_of)
 
 
 def newest_name(root: Path) -> str:
@@ -129,12 +173,21 @@ def newest_name(root: Path) -> str:
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None if every file is as it was written."""
+    """Why a checkpoint cannot be used, or None if every file is as it was written and this version
+    can read it."""
+    return _damage(folder) or _other_format(folder)
+
+
+def _damage(folder: Path) -> str | None:
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as e:
+        listed = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         return f"its manifest cannot be read ({type(e).__name__})"
-    for name, (size, digest) in files.items():
+    for part in (*PARTS, STATE):
+        if part not in listed:
+            return f"its manifest does not list {part}"
+    for name, (size, digest) in listed.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
@@ -145,35 +198,66 @@ def problem_with(folder: Path) -> str | None:
     return None
 
 
-def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every file is intact; skipped ones are reported through
-    `note`."""
-    for folder in reversed(_all(root)):
-        problem = problem_with(folder)
-        if problem is None:
-            return folder
-        note(f"checkpoint {folder.name} is passed over: {problem}")
+def _other_format(folder: Path) -> str | None:
+    """What another version of rlcore wrote and this one does not know, of a whole checkpoint."""
+    try:
+        progress = json.loads((folder / STATE).read_text())["progress"]
+        unknown = sorted({*progress} - {f.name for f in fields(Progress)})
+        Progress(**{k: v for k, v in progress.items() if k not in unknown})
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        return f"{STATE} is of another format ({type(e).__name__})"
+    if unknown:
+        return f"{STATE} is of another version of rlcore: its progress has {', '.join(unknown)}"
+    for index in sorted(folder.rglob(LEARNER_INDEX)):
+        name = index.relative_to(folder)
+        try:
+            state = json.loads(index.read_text())
+            parts = [state.get("files", {}), state.get("shapes", {})]
+        except (ValueError, AttributeError) as e:
+            return f"{name} is of another format ({type(e).__name__})"
+        # An index of this version names no format: one that does is of a later one.
+        if "format" in state or not all(isinstance(part, dict) for part in parts):
+            return f"{name} is of another format than this version of rlcore reads"
     return None
+
+
+def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that can be used; skipped ones are reported through `note`."""
+    return _newest(root, note)[0]
+
+
+def _newest(root: Path, note: Callable[[str], None]) -> tuple[Path | None, dict[Path, str]]:
+    """That, and the newer ones with the names that they are put aside under."""
+    aside = {}
+    for folder in reversed(_all(root)):
+        damage = _damage(folder)
+        problem = damage or _other_format(folder)
+        if problem is None:
+            return folder, aside
+        aside[folder] = f"{DAMAGED if damage else OTHER}{folder.name}"
+        note(f"checkpoint {folder.name} is passed over: {problem}")
+    return None, aside
 
 
 def resume_from(root: Path, note: Callable[[str], None]) -> Path | None:
     """The checkpoint that a run continues from; None if it has written none yet.
 
-    Damaged ones that are newer are renamed to `.damaged-*`, so that they do not count as
-    checkpoints. Raises UserError if there are checkpoints and none is valid: continuing would start
-    from the beginning and discard the run's records.
+    Newer ones that cannot be used are renamed to `.damaged-*`, and those of another version of
+    rlcore to `.other-version-*`, so that they do not count as checkpoints; the next start removes
+    the damaged ones. Raises UserError if there are checkpoints and none can be used: continuing
+    would start from the beginning and discard the run's records.
     """
-    found, folders = newest_valid(root, note), _all(root)
-    if found is None and folders:
+    found, aside = _newest(root, note)
+    if found is None and aside:
+        newest = max(aside, key=step_of)
         raise UserError(
-            f"run_dir={root.parent} holds {len(folders)} checkpoints and none is valid "
-            f"({folders[-1].name}: {problem_with(folders[-1])}), so resume=auto cannot "
+            f"run_dir={root.parent} holds {len(aside)} checkpoints and none is valid "
+            f"({newest.name}: {problem_with(newest)}), so resume=auto cannot "
             "continue: restore one of them, or choose another run_dir to start from the beginning."
         )
-    for damaged in folders[folders.index(found) + 1 :] if found else []:
-        aside = root / f".damaged-{damaged.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        damaged.rename(aside)
+    for folder, name in aside.items():
+        shutil.rmtree(root / name, ignore_errors=True)
+        folder.rename(root / name)
     return found
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from rlcore.errors import OwnershipLost, RoleLost
 from rlcore.loop.batches import Batches, BatchQueue
 from rlcore.loop.clients import Clients
 from rlcore.loop.colocation import Colocation
@@ -35,6 +36,7 @@ from rlcore.loop.shown import ShownSamples
 from rlcore.loop.timeline import Timeline
 from rlcore.loop.timing import Clocks
 
+ANSWER_S = 10.0  # for learner and buffer to answer after a failure
 BETWEEN = "between steps"
 # What the timeline calls the learner's share of an activity.
 ACTIVITIES = {
@@ -76,7 +78,13 @@ class Controller:
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._shown = ShownSamples(clients, parts.reporter, plan.samples_per_step)
         self._rows = RowWriter(
-            clients.buffer, parts.fleet, self.progress, parts.reporter, self._timeline
+            clients.buffer,
+            parts.fleet,
+            self.progress,
+            parts.reporter,
+            self._timeline,
+            space_timeout_s=plan.schedule.wait_space_timeout_s,
+            stopping=lambda: self.stop_requested,
         )
         self._pace = CheckpointPace(plan.checkpoint, parts.reporter.note)
         plan.check_resume(self.progress)
@@ -86,6 +94,7 @@ class Controller:
         self.progress.phase_epochs = plan.phases.epochs
         self.progress.max_staleness = plan.schedule.max_staleness
         self._evaluated: dict[str, float] = {}  # results for the next row
+        self._between_steps = True  # learner and ledger are as after progress.step
 
     def request_stop(self) -> None:
         """End after the current step, with a checkpoint."""
@@ -94,7 +103,8 @@ class Controller:
     # ---- the tasks -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train to the end of the plan. Any task's failure ends all of them and is raised."""
+        """Train to the end of the plan. Any task's failure ends all of them and is raised, after a
+        last checkpoint where one can be taken."""
         dispatcher, watch = self._dispatcher, self._clients.watch
         background = [
             asyncio.create_task(task)
@@ -110,6 +120,9 @@ class Controller:
             for task in done:
                 task.result()
             await train
+        except Exception as e:  # whatever it is; a second signal, which cancels, saves nothing
+            await self._save_after(e, train, background)
+            raise
         finally:
             for task in (train, *background):
                 task.cancel()
@@ -117,6 +130,39 @@ class Controller:
             await self._publisher.cancel()
             self._parts.saver.cancel()
             await self._parts.fleet.supervisor.close()
+
+    async def _save_after(
+        self, error: Exception, train: asyncio.Task[None], background: list[asyncio.Task[None]]
+    ) -> None:
+        """Try to take a last checkpoint after a failure, so that no step is lost that learner and
+        buffer still hold. What cannot be saved is noted; raises nothing."""
+        if isinstance(error, OwnershipLost):
+            return
+        if not isinstance(error, RoleLost):  # then no step would come to its end
+            self.request_stop()  # the present step, and a checkpoint, as on a signal
+            await asyncio.wait([train], timeout=self._plan.schedule.step_timeout_s)
+        saver, note = self._parts.saver, self._parts.reporter.note
+        unsaved = self.progress.step > saver.newest_step
+        if not unsaved or not self._between_steps or self._resume_phase_from is not None:
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):  # an admission is whole, and the last one
+                await self._dispatcher.admitting.acquire()
+            for task in (train, *background):
+                task.cancel()
+            await asyncio.gather(train, *background, return_exceptions=True)
+            await self._publisher.cancel()  # a resumed run publishes anew
+            async with asyncio.timeout(ANSWER_S):
+                await self._clients.buffer.metrics()
+                await self._clients.learner.log_ratios([])
+            await saver.done()
+            await saver.begin(self._clients, self._cut(), last=True)
+            await saver.done(last=True)
+        except Exception as e:  # any error: the one that ended the run is what is raised
+            why = " ".join(str(e).split()) or type(e).__name__
+            note(f"no last checkpoint of step {self.progress.step}: {why}")
+        else:
+            note(f"a last checkpoint was taken of step {self.progress.step}")
 
     async def _train(self) -> None:
         await self._start()
@@ -195,6 +241,7 @@ class Controller:
         if several and resumed is None:
             self.progress.phase_version = first
         self._now("training", "p_ref of the batch")
+        self._between_steps = False
         with clocks.measure("begin"):
             await clients.learner.begin_phase(
                 list(batches),
@@ -208,13 +255,15 @@ class Controller:
         if plan.synchronous and step + 1 == plan.phase_end(step):
             self._dispatcher.gate.clear()
         self._now("training", f"optimizer step {step + 1}")
+        self._between_steps = False
         with clocks.measure("learn"):
             metrics = await clients.learner.train_step(step)
-        await self._shown.complete()
         await clients.buffer.commit(step)
         progress.step = step + 1
         progress.in_phase = progress.step != plan.phases.end(step)
         await clients.buffer.set_versions(progress.published, progress.step)
+        self._between_steps = True
+        await self._shown.complete()
         last = progress.step == plan.steps
         # no publish after a stop: the checkpoint does not need it
         if plan.publishes_after(progress.step):
@@ -294,15 +343,16 @@ class Controller:
     async def _checkpoint(self, *, last: bool = False) -> None:
         """Take a checkpoint between two steps and outside any admission; it is written in the
         background."""
-        plan = self._plan
         self._now("checkpoint", "the checkpoint to be cut")
         await self._publisher.done()
         await self._parts.saver.done()
         async with self._dispatcher.admitting:
-            cut = Cut(
-                replace(self.progress),
-                self._parts.requests.prompts.state(),
-                plan.within_phase(self.progress),
-                self._parts.evaluator.awaited,
-            )
-            await self._parts.saver.begin(self._clients, cut, last=last)
+            await self._parts.saver.begin(self._clients, self._cut(), last=last)
+
+    def _cut(self) -> Cut:
+        return Cut(
+            replace(self.progress),
+            self._parts.requests.prompts.state(),
+            self._plan.within_phase(self.progress),
+            self._parts.evaluator.awaited,
+        )

@@ -23,6 +23,7 @@ class Dispatcher:
         self._note = parts.reporter.note
         self._show_fleet = parts.reporter.fleet
         self._scale_requests = parts.scale_requests
+        self._scale_answer = parts.scale_answer
         # synchronous schedules: open while generation, and only generation, may start
         self.gate = asyncio.Event()
         # held while admitting, so that a checkpoint contains all of an admission or none
@@ -71,13 +72,16 @@ class Dispatcher:
             await self.groups.help_slow()
 
     def _resize(self) -> None:
-        wanted = self._scale_requests()
-        if wanted is None:
-            return
         try:
+            wanted = self._scale_requests()
+            if wanted is None:
+                return
             self._fleet.resize(wanted)
         except UserError as e:
             self._note(f"rlcore scale was refused: {e}")
+            self._scale_answer(str(e))
+        else:
+            self._scale_answer("")
 
     async def note_failed_scores(self) -> None:
         """Note the first sample that could not be scored, and then each tenfold number of them,

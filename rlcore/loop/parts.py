@@ -16,10 +16,15 @@ def _never() -> None:
     return None
 
 
+def _to_nobody(refused: str) -> None:
+    """Nobody has asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The controller's parts. `scale_requests`: the actor counts requested by `rlcore scale`
-    since the last call, by label; None: no request."""
+    since the last call, by label; None: no request; UserError: one that cannot be read.
+    `scale_answer` is given the reason why it was refused, or ""."""
 
     fleet: Fleet
     requests: RequestMaker
@@ -27,3 +32,4 @@ class Parts:
     saver: Saver
     reporter: Reporter
     scale_requests: Callable[[], dict[str, int] | None] = _never
+    scale_answer: Callable[[str], None] = _to_nobody

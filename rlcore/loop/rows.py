@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 
+from rlcore.errors import NoSpace
 from rlcore.interfaces import Reporter
 from rlcore.loop.clients import BufferClient
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Progress
 from rlcore.loop.timeline import Timeline
 from rlcore.loop.timing import Clocks, now
+
+SPACE_POLL_S = 2.0  # between two looks whether a full disk has space again
 
 
 class RowWriter:
@@ -22,12 +26,18 @@ class RowWriter:
         progress: Progress,
         reporter: Reporter,
         timeline: Timeline,
+        *,
+        space_timeout_s: float,
+        stopping: Callable[[], bool],
     ) -> None:
+        """`space_timeout_s`: how long a full disk is waited for, unless the run is `stopping`."""
         self._buffer = buffer
         self._fleet = fleet
         self._progress = progress
         self._reporter = reporter
         self._timeline = timeline
+        self._space_timeout_s = space_timeout_s
+        self._stopping = stopping
         self._arrived_tokens = 0.0
         self._row_at = 0.0  # when the last row was written, or the time of the first one began
 
@@ -69,6 +79,28 @@ class RowWriter:
             "rollout/in_rotation": len(self._fleet.rotation()),
         }
         self._arrived_tokens = arrived
-        self._reporter.row(row)
+        await self._write(row)
         self._fleet.draw(self._timeline)
         self._reporter.timeline(progress.step, self._timeline.take())
+
+    async def _write(self, row: dict[str, float | int | None]) -> None:
+        """Report a row; training waits while the disk has no space for it. Raises NoSpace."""
+        until = now() + self._space_timeout_s
+        waiting = False
+        while True:
+            try:
+                self._reporter.row(row)
+            except NoSpace as e:
+                if now() >= until or self._stopping():
+                    raise
+                if not waiting:
+                    self._reporter.note(
+                        f"{e}: training waits for space until "
+                        f"schedule.wait_space_timeout_s={self._space_timeout_s:g} s have passed"
+                    )
+                waiting = True
+                await asyncio.sleep(SPACE_POLL_S)
+                continue
+            if waiting:
+                self._reporter.note("there is space again: training continues")
+            return

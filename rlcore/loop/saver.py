@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import DeadlineExceeded, RoleLost, StageError
+from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.clients import Clients
@@ -38,6 +38,10 @@ class Cut:
         return {"progress": progress, "prompts": dict(self.prompts)}
 
 
+def _unguarded() -> None:
+    """The folder has no owner to ask for."""
+
+
 class Saver:
     """Makes checkpoints in a run's folder of them, one at a time.
 
@@ -53,19 +57,29 @@ class Saver:
         *,
         note: Callable[[str], None],
         is_accuracy: Callable[[str], bool],
+        guard: Callable[[], None] = _unguarded,
     ) -> None:
         """`facts`: further facts that a checkpoint records (model_path, seed). `is_accuracy`:
-        whether a metric is one that `keep_best` is likely to mean."""
+        whether a metric is one that `keep_best` is likely to mean. `guard`: raises OwnershipLost
+        once the run's folder is another command's."""
         self._spec = spec
         self._root = root
         self._facts = dict(facts)
         self._note = note
         self._is_accuracy = is_accuracy
+        self._guard = guard
         self._disk = Disk()
+        self._removing = Disk()  # a slow removal holds no checkpoint up
         self._writing: asyncio.Task[None] | None = None
+        self._removal: asyncio.Future[None] | None = None
         self._newest = checkpoint.newest_name(root)
         self._unsaved = 0  # in a row
         self._refusals = 0  # of the session
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint; 0: none."""
+        return checkpoint.step_of(Path(self._newest)) if self._newest != "none" else 0
 
     @property
     def busy(self) -> bool:
@@ -80,6 +94,7 @@ class Saver:
         state = cut.state() | self._facts
 
         def new_folder() -> Path:
+            self._guard()
             return stack.enter_context(checkpoint.new_checkpoint(self._root, step))
 
         try:
@@ -87,7 +102,7 @@ class Saver:
                 raise DeadlineExceeded("the disk has not ended what it was asked for before")
             what = "make the folder of a checkpoint"
             folder = await self._disk.run(new_folder, timeout_s=FOLDER_S, what=what)
-        except (OSError, DeadlineExceeded) as e:
+        except (OSError, DeadlineExceeded, OwnershipLost) as e:
             self._writing = asyncio.create_task(_failed(e))
             return
         try:
@@ -121,32 +136,47 @@ class Saver:
 
         def seal() -> None:
             with stack:  # removes the folder if it cannot be sealed
+                self._guard()
                 replace_file(folder / checkpoint.STATE, json.dumps(state, indent=1))
-            checkpoint.prune(
-                self._root,
-                self._spec,
-                progress["scores"],
-                newest=self._root / name,
-                awaited=awaited,
-            )
 
         what = f"seal the checkpoint (checkpoint.write_timeout_s={limit:g})"
         await self._disk.run(seal, timeout_s=limit, what=what)
         self._newest = name
+        self._remove(progress["scores"], awaited)
+
+    def _remove(self, scores: Mapping[str, Mapping[str, float]], awaited: int | None) -> None:
+        """Remove older checkpoints, in the background: what they cost is space alone, and what is
+        left now the next removal takes."""
+        if self._removing.running:
+            return
+        spec, newest = self._spec, self._root / self._newest
+        self._removal = asyncio.get_running_loop().run_in_executor(
+            self._removing,
+            lambda: checkpoint.prune(self._root, spec, scores, newest=newest, awaited=awaited),
+        )
+        self._removal.add_done_callback(self._removed)
+
+    def _removed(self, removal: asyncio.Future[None]) -> None:
+        if removal.cancelled() or (error := removal.exception()) is None:
+            return
+        self._note(
+            f"old checkpoints could not be removed ({error}): they stay in {self._root} until the "
+            f"next one is written (checkpoint.keep={self._spec.keep})"
+        )
 
     def _abandon(self, stack: ExitStack, why: BaseException) -> None:
         """Have what was written of a checkpoint removed."""
         self._disk.leave(lambda: stack.__exit__(type(why), why, why.__traceback__))
 
     async def done(self, *, last: bool = False) -> None:
-        """Wait for the checkpoint being written. Raises StageError if it is the `last` one and the
-        disk refused it."""
+        """Wait for the checkpoint being written, after the `last` one also a moment for the removal
+        of older ones. Raises StageError if it is the `last` one and the disk refused it."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
         try:
             await writing
-        except RoleLost:
+        except (RoleLost, OwnershipLost):
             raise
         except (OSError, StageError, DeadlineExceeded) as e:  # also a disk that is only slow
             self._refused(e, last)
@@ -157,6 +187,8 @@ class Saver:
                 f"{self._newest}"
             )
         self._unsaved = 0
+        if last and self._removal is not None:
+            await asyncio.wait([self._removal], timeout=FOLDER_S)
 
     def _refused(self, error: Exception, last: bool) -> None:
         self._unsaved += 1
@@ -177,8 +209,10 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """`checkpoint/*` as of now."""
-        newest = checkpoint.step_of(Path(self._newest)) if self._newest != "none" else 0
-        return {"checkpoint/step": float(newest), "checkpoint/failed": float(self._refusals)}
+        return {
+            "checkpoint/step": float(self.newest_step),
+            "checkpoint/failed": float(self._refusals),
+        }
 
     def skipped(self, step: int) -> None:
         """Note that the checkpoint of `step` is left out, since the one before is still being

@@ -28,6 +28,12 @@ class ScheduleSpec(BatchingSpec):
     )
     publish_timeout_s: float = setting(300.0, "deadline of a publish", unit="s", gt=0)
     step_timeout_s: float = setting(1800.0, "deadline of an optimizer step", unit="s", gt=0)
+    wait_space_timeout_s: float = setting(
+        3600.0,
+        "a full disk that leaves no space for the row of a step for longer ends the run",
+        unit="s",
+        gt=0,
+    )
 
     def check(self, key: str) -> None:
         super().check(key)

@@ -27,6 +27,9 @@ LINE, BETWEEN = 120, "  "  # characters of a step's line, and what is between it
 class ConsoleSink(Sink):
     """A table that updates in place; without a terminal (or with `live` off) one line a step."""
 
+    title = "the console (logging.console)"
+    in_folder = False
+
     def __init__(
         self, *, run_dir: Path, total_steps: int, live: bool, console: Console | None = None
     ) -> None:

@@ -2,83 +2,130 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlcore.errors import OwnershipLost
 from rlcore.interfaces import Span
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.health import Course, Health
+from rlcore.metrics.log import LogSink
 from rlcore.metrics.rows import sanitize
-from rlcore.metrics.sinks import Decoded, HealthSink, JsonlSink, SamplesSink, Sink, WandbSink
+from rlcore.metrics.sinks import (
+    Decoded,
+    HealthSink,
+    JsonlSink,
+    SamplesSink,
+    Sink,
+    WandbSink,
+    unguarded,
+)
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.metrics.status import StatusSink
 from rlcore.metrics.timeline import TimelineSink
 from rlcore.registry import resolve
 
+RETRY_S = 60.0  # between two tries of a sink that has failed
+
 
 class MetricsLogger:
     """Sends rows, samples and notes to every sink. A context manager: leaving it closes them, also
-    on an error."""
+    on an error.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    A run needs its rows and nothing else: any other sink that fails is noted once, left alone for a
+    minute and tried again.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
         self.sinks = list(sinks)
+        self._clock = clock
+        self._off: dict[Sink, float] = {}  # a sink that has failed -> when it is tried again
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One learner step; values are numbers or None. Raises ValueError for a repeated or skipped
-        step."""
+        step, NoSpace or StageError if metrics.jsonl cannot be written."""
         clean = sanitize(row)  # once, so that all sinks agree on what was not finite
-        for sink in self.sinks:
-            sink.log(clean)
+        try:
+            self._each(lambda sink: sink.log(clean))
+        except OwnershipLost:
+            self._leave_folder()
+            raise
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
         """Decoded trajectories (prompt, response, reward, status, versions, ...) under
         samples/NAME.jsonl."""
-        for sink in self.sinks:
-            sink.samples(name, decoded)
+        self._each(lambda sink: sink.samples(name, decoded))
 
     def note(self, text: str) -> None:
         """One line about what is happening."""
-        for sink in self.sinks:
-            sink.note(text)
+        self._each(lambda sink: sink.note(text))
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
         """What the run does and waits for from now on, after `step` steps."""
-        for sink in self.sinks:
-            sink.activity(name, waits_for, step)
+        self._each(lambda sink: sink.activity(name, waits_for, step))
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         """Every rollout actor as it is now."""
-        for sink in self.sinks:
-            sink.fleet(actors)
+        self._each(lambda sink: sink.fleet(actors))
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
         """Who worked and who waited before this step's row."""
+        self._each(lambda sink: sink.timeline(step, spans))
+
+    def stderr(self, role: str, text: str) -> None:
+        """What a process of the run wrote to its standard error; from any thread."""
         for sink in self.sinks:
-            sink.timeline(step, spans)
+            if isinstance(sink, LogSink):
+                sink.stderr(role, text)
 
     def resume_at(self, step: int) -> None:
         """Continue after `step`: rows and samples beyond it are dropped, since they come again."""
-        for sink in self.sinks:
-            sink.resume_at(step)
+        self._each(lambda sink: sink.resume_at(step))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run ended well: summaries, then close."""
-        for sink in self.sinks:
-            sink.finish(summary)
+        self._each(lambda sink: sink.finish(summary))
         self.close()
 
     def close(self) -> None:
-        """Close every sink even if one fails; the first error is raised at the end."""
-        errors: list[Exception] = []
-        for sink in self.sinks:
-            try:
-                sink.close()
-            except Exception as e:  # any error: the other sinks have processes that must be ended
-                errors.append(e)
-        if errors:
-            raise errors[0]
+        """Close every sink, in reverse: what one has to say of its end comes to those before it."""
+        for sink in reversed(self.sinks):
+            # also one that is off: it may have processes that must be ended
+            self._off.pop(sink, None)
+            self._do(sink, lambda sink: sink.close())
+
+    def _each(self, do: Callable[[Sink], None]) -> None:
+        for sink in list(self.sinks):
+            self._do(sink, do)
+
+    def _do(self, sink: Sink, do: Callable[[Sink], None]) -> None:
+        if sink.required:
+            do(sink)
+            return
+        if self._clock() < self._off.get(sink, 0.0):
+            return
+        was_off = sink in self._off
+        self._off[sink] = self._clock() + RETRY_S  # also against notes about notes
+        try:
+            do(sink)
+        except Exception as e:  # whatever it is: a healthy run is not ended by its description
+            if not was_off:
+                why = " ".join(f"{type(e).__name__}: {e}".split())
+                self.note(
+                    f"{sink.title} could not be written ({why}): the run continues without, and "
+                    f"tries again every {RETRY_S:.0f} s"
+                )
+            return
+        del self._off[sink]
+        if was_off:
+            self.note(f"{sink.title} is written again; what came in between is missing there")
+
+    def _leave_folder(self) -> None:
+        """The run folder is another command's from now on."""
+        self.sinks = [sink for sink in self.sinks if not sink.in_folder]
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -89,6 +136,8 @@ class MetricsLogger:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, Exception):
+            self._each(lambda sink: sink.failed(error))
         self.close()
 
 
@@ -99,18 +148,22 @@ def open_logger(
     config: Mapping[str, Any],
     total_steps: int,
     course: Course | None = None,
+    guard: Callable[[], None] = unguarded,
 ) -> MetricsLogger:
     """The sinks of a run directory, which is created if it does not exist.
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
-    `course`: what warnings know of the schedule; None: the run does not warn.
+    `course`: what warnings know of the schedule; None: the run does not warn. `guard`: raises
+    OwnershipLost once the directory is another command's.
     A live console falls back to plain where the output is no terminal. Raises UserError when W&B
     refuses to start, the Prometheus port is taken, or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     status = StatusSink(run_dir, total_steps)
-    sinks: list[Sink] = [JsonlSink(run_dir), SamplesSink(run_dir), TimelineSink(run_dir), status]
+    log = LogSink(run_dir, total_steps)
+    rows = JsonlSink(run_dir, guard, lambda text: logger.note(text))
+    sinks: list[Sink] = [rows, log, SamplesSink(run_dir), TimelineSink(run_dir), status]
     if spec.console != "off":
         live = spec.console == "live"
         sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))

@@ -146,6 +146,9 @@ def _help(name: str) -> str:
 class PrometheusSink(Sink):
     """Serves a run's metrics over HTTP until it is closed."""
 
+    title = "the Prometheus endpoint (logging.prometheus_port)"
+    in_folder = False
+
     def __init__(self, run_dir: Path, total_steps: int, *, host: str, port: int) -> None:
         """Raises UserError for an address that cannot be listened on."""
         self._collector = RunCollector(run_dir, total_steps)

@@ -1,19 +1,22 @@
-"""metrics.jsonl: one JSON object a learner step, without gaps or duplicates, readable while it is
-being written."""
+"""metrics.jsonl: one JSON object a learner step, without duplicates, readable while it is being
+written. There are gaps only where rows were lost before a resume."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
-from rlcore.errors import StageError, UserError
+from rlcore.errors import NoSpace, StageError, UserError
 from rlcore.files import replace_file
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Row = dict[str, float | int | None]
 
 
@@ -27,16 +30,16 @@ class RowFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         rows = read_rows(self.path)
-        _require_consecutive(rows, self.path)
+        _require_rising(rows, self.path)
         self.last_step: int | None = None
         if rows:
             self.last_step = int(rows[-1]["step"])  # type: ignore[arg-type]
         self._rewrite(rows)
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
 
     def log(self, row: Row) -> None:
-        """Write one sanitized row. Raises ValueError for a repeated or skipped step, StageError if
-        the disk refuses."""
+        """Write one sanitized row. Raises ValueError for a repeated or skipped step, NoSpace if the
+        disk is full, StageError if it refuses otherwise; nothing of the row is written then."""
         step = row.get("step")
         if not isinstance(step, int):
             raise ValueError(f"a row of {self.path.name} needs an integer step, not {step!r}")
@@ -44,33 +47,42 @@ class RowFile:
             raise ValueError(
                 f"{self.path.name} ends at step {self.last_step}: step {step} cannot follow"
             )
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
         try:
-            if self._file is None:
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            # A checkpoint that is newer than its rows could not be continued.
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._append(line)
         except OSError as e:
-            raise StageError(f"{self.path} could not be written: {e.strerror}") from e
+            self.close()
+            said = f"{self.path} could not be written: {e.strerror} ({len(line)} bytes are needed)"
+            raise (NoSpace(said) if e.errno in FULL else StageError(said)) from e
         self.last_step = step
 
-    def truncate_after(self, step: int) -> int:
-        """Keep rows up to `step`, the last one before a resumed run; returns how many were dropped.
+    def _append(self, line: bytes) -> None:
+        """All of a line, or nothing of it."""
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        before = self._file.tell()
+        try:
+            if (written := self._file.write(line)) != len(line):
+                self._file.write(line[written:])  # raises what cut the first one short
+            # A checkpoint that is newer than its rows would leave a gap between them.
+            os.fsync(self._file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
 
-        Raises UserError when the file holds rows but ends before `step`: rows would be missing.
-        """
+    def truncate_after(self, step: int) -> str:
+        """Keep rows up to `step`, the last one before a resumed run. Returns a sentence if rows
+        before it are missing, which cost their curves and nothing else; "" otherwise."""
         self.close()
         rows = read_rows(self.path)
-        if rows and self.last_step is not None and self.last_step < step:
-            raise UserError(
-                f"{self.path} ends at step {self.last_step} and the run continues from step "
-                f"{step}: put the missing rows back, or move the file away to start a new one."
-            )
         kept = [r for r in rows if r["step"] <= step]  # type: ignore[operator]
         self._rewrite(kept)
         self.last_step = step
-        return len(rows) - len(kept)
+        last = int(kept[-1]["step"]) if kept else 0  # type: ignore[arg-type]
+        if last == step:
+            return ""
+        return f"{self.path} has no rows of steps {last + 1} to {step}: the run goes on without"
 
     def close(self) -> None:
         """Close the file; `log` opens it again."""
@@ -173,9 +185,9 @@ def sanitize(row: Mapping[str, Any]) -> Row:
     return clean
 
 
-def _require_consecutive(rows: list[Row], path: Path) -> None:
+def _require_rising(rows: list[Row], path: Path) -> None:
     for before, after in itertools.pairwise(rows):
-        if after["step"] != before["step"] + 1:  # type: ignore[operator]
+        if after["step"] <= before["step"]:  # type: ignore[operator]
             raise UserError(
                 f"{path} is damaged: step {after['step']} follows step {before['step']}."
             )

@@ -26,6 +26,10 @@ class Sink(ABC):
 
     A user's own is built as Class(run_dir, config), with the resolved configuration."""
 
+    title = "a sink of logging.sinks"  # as messages call it, with the key that turns it off
+    required = False  # a run ends rather than go on without it
+    in_folder = True  # writes files of the run directory that each command on it writes
+
     def log(self, row: Row) -> None:
         """One learner step."""
 
@@ -50,21 +54,39 @@ class Sink(ABC):
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run ended well; `close` follows."""
 
+    def failed(self, error: Exception) -> None:
+        """The run was ended by an error; `close` follows."""
+
     def close(self) -> None:
         """Release everything. May be called twice, and without `finish` when a run fails."""
+
+
+def unguarded() -> None:
+    """The folder has no owner to ask for."""
 
 
 class JsonlSink(Sink):
     """metrics.jsonl of a run directory."""
 
-    def __init__(self, run_dir: Path) -> None:
+    title = "metrics.jsonl"
+    required = True
+
+    def __init__(
+        self, run_dir: Path, guard: Callable[[], None], note: Callable[[str], None]
+    ) -> None:
+        """`guard`: raises OwnershipLost once the directory is another command's."""
         self.rows = RowFile(run_dir / "metrics.jsonl")
+        self._guard = guard
+        self._note = note
 
     def log(self, row: Row) -> None:
+        self._guard()
         self.rows.log(row)
 
     def resume_at(self, step: int) -> None:
-        self.rows.truncate_after(step)
+        self._guard()
+        if missing := self.rows.truncate_after(step):
+            self._note(missing)
 
     def close(self) -> None:
         self.rows.close()
@@ -72,6 +94,8 @@ class JsonlSink(Sink):
 
 class SamplesSink(Sink):
     """samples/NAME.jsonl, one decoded trajectory a line; a name written again replaces its file."""
+
+    title = "samples/ (logging.samples_per_step)"
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "samples"
@@ -93,6 +117,8 @@ class HealthSink(Sink):
     """Notes what `metrics/health.py` finds wrong. Comes after JsonlSink, whose rows it reads when a
     run goes on."""
 
+    title = "the run's warnings (logging.warnings)"
+
     def __init__(self, run_dir: Path, health: Health, note: Callable[[str], None]) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._health = health
@@ -112,6 +138,9 @@ class WandbSink(Sink):
 
     Raises UserError when W&B refuses (mode online without an account or a network).
     """
+
+    title = "W&B (logging.wandb)"
+    in_folder = False  # each start has a folder of its own
 
     def __init__(
         self,

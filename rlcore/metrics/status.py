@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -37,6 +36,8 @@ class StatusSink(Sink):
     Example: {"phase": "rollout", "step": 11, "steps": 150, "waits_for": "a training batch",
     "since": "2026-01-31T12:00:05Z", "pid": 4242}
     """
+
+    title = "status.json"
 
     def __init__(self, run_dir: Path, total_steps: int) -> None:
         """`total_steps`: of the whole run."""
@@ -74,6 +75,4 @@ class StatusSink(Sink):
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "pid": os.getpid(),
         }
-        # A full disk must not end a run for the sake of a file that only describes it.
-        with contextlib.suppress(OSError):
-            replace_file(self._path, json.dumps(status) + "\n")
+        replace_file(self._path, json.dumps(status) + "\n")

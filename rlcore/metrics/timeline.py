@@ -31,6 +31,8 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
 class TimelineSink(Sink):
     """Appends each step; now and then, steps that are too old are dropped from the file."""
 
+    title = "timeline.jsonl"
+
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "timeline.jsonl"
         self._lines: deque[str] = deque(maxlen=KEPT)
@@ -39,15 +41,14 @@ class TimelineSink(Sink):
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
         line = json.dumps({"step": step, "spans": spans}, separators=(",", ":")) + "\n"
         self._lines.append(line)
-        # A full disk must not end a run for the sake of a picture.
-        with contextlib.suppress(OSError):
-            if 0 < self._written < 2 * KEPT:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(line)
-                self._written += 1
-            else:
-                replace_file(self._path, "".join(self._lines))
-                self._written = len(self._lines)
+        written, self._written = self._written, 0  # a line that was cut off is written anew
+        if 0 < written < 2 * KEPT:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        else:
+            replace_file(self._path, "".join(self._lines))
+            written = len(self._lines) - 1
+        self._written = written + 1
 
     def resume_at(self, step: int) -> None:
         kept = [found for found in read_timeline(self._path) if found["step"] <= step]

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from rlcore.errors import UserError
-from rlcore.files import new_folder
+from rlcore.files import follow_umask, new_folder
 from rlcore.models.folder import INDEX_FILE, read_config, read_weights, weight_files
 
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
@@ -58,4 +58,5 @@ def cut_model(model_path: str | Path, folder: str | Path, layers: int) -> Path:
                 shutil.copy(file, out / file.name)
         (out / "config.json").write_text(json.dumps(config, indent=1))
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        follow_umask(out / "model.safetensors")
     return Path(folder)

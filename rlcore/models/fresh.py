@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.files import follow_umask
 from rlcore.models.specs import FreshModelSpec
 from rlcore.spec import refuse
 
@@ -70,6 +71,7 @@ def build_fresh_model(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    follow_umask(folder)
     return folder
 
 

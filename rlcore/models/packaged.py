@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
-from rlcore.files import new_folder
+from rlcore.files import follow_umask, new_folder
 
 DOWNLOAD_TIMEOUT_S = 600.0
 
@@ -113,3 +113,4 @@ def convert_gguf(gguf: Path, out: Path) -> None:
     plain.load_state_dict(loaded.state_dict())
     plain.float().save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, **where).save_pretrained(out)
+    follow_umask(Path(out))

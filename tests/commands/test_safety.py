@@ -75,7 +75,7 @@ def test_the_clock_of_the_wall_decides_nothing():
         and ast.unparse(node.func)
         in ("time.time", "datetime.now", "datetime.datetime.now", "time.perf_counter")
     ]
-    # the hour beside a note, the Unix times that Prometheus is given, and for how long a watched
-    # run has done what it does
-    shown = ("metrics/console.py", "metrics/prometheus.py", "metrics/status.py")
+    # the hour beside a note, the date of an entry of log.jsonl, the Unix times that Prometheus is
+    # given, and for how long a watched run has done what it does
+    shown = ("metrics/console.py", "metrics/log.py", "metrics/prometheus.py", "metrics/status.py")
     assert all(c.startswith(shown) for c in calls), calls

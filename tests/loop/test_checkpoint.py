@@ -1,4 +1,5 @@
 import asyncio
+import hashlib
 import json
 import os
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from timing import deadline, wait_until
 
-from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.errors import DeadlineExceeded, OwnershipLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.clients import Clients
 from rlcore.loop.disk import Disk
@@ -290,7 +291,7 @@ def test_a_hung_disk_costs_checkpoints_and_holds_up_nothing(tmp_path, monkeypatc
     async def scenario():
         notes, clients = [], _clients()
         saver = _saver(tmp_path, notes, write_timeout_s=patience_s)
-        monkeypatch.setattr(checkpoint, "prune", hang)  # as any call of a hung network disk
+        monkeypatch.setattr(checkpoint, "replace_file", hang)  # as any call of a hung network disk
         await saver.begin(clients, _cut())
         assert saver.busy
         await saver.done()
@@ -400,3 +401,155 @@ def test_steps_of_seven_digits_come_after_those_of_six(tmp_path):
     for step in (999_999, 1_000_000):
         _write(tmp_path, step, payload=b"")
     assert checkpoint.newest_valid(tmp_path, lambda _: None).name == "step_1000000"
+
+
+MANIFESTS = {
+    "a list": [],
+    "no files": {"step": 5, "files": {}},
+    "files in a list": {"step": 5, "files": []},
+    "a number for a file": {"step": 5, "files": {"learner/w.bin": 7}},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_another_shape_is_passed_over(tmp_path, manifest):
+    _write(tmp_path, 4)
+    (_write(tmp_path, 5) / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    notes = []
+    assert checkpoint.resume_from(tmp_path, notes.append).name == "step_000004"
+    assert "step_000005 is passed over: its manifest" in notes[0]
+
+
+OTHERS = {
+    checkpoint.STATE: [
+        ({"progress": {"step": 5, "epoch_of_tomorrow": 1}}, "its progress has epoch_of_tomorrow"),
+        ({"progress": [5]}, "is of another format"),
+        ({}, "is of another format"),
+        ([], "is of another format"),
+    ],
+    "learner/learner.json": [
+        ([], "is of another format"),
+        ({"files": ["a", "b"]}, "is of another format"),
+        ({"format": 2, "files": {}}, "is of another format"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"), [(n, c, w) for n, cases in OTHERS.items() for c, w in cases]
+)
+def test_a_whole_checkpoint_of_another_version_is_passed_over_and_kept(
+    tmp_path, name, content, why
+):
+    for step in (4, 5):
+        with checkpoint.new_checkpoint(tmp_path, step) as folder:
+            _fill(folder)
+            state = json.dumps({"progress": {"step": step}})
+            (folder / checkpoint.STATE).write_text(state)
+            if step == 5:
+                if name == "learner/learner.json":  # a list of files that no rank has written
+                    for file in ("a", "b"):
+                        (folder / "learner" / file).write_text("")
+                (folder / name).write_text(json.dumps(content if name == checkpoint.STATE else {}))
+    if name != checkpoint.STATE:
+        _rewrite(tmp_path / "step_000005", name, json.dumps(content))
+    notes = []
+    assert checkpoint.resume_from(tmp_path, notes.append).name == "step_000004"
+    assert len(notes) == 1 and "step_000005 is passed over" in notes[0] and why in notes[0]
+    assert checkpoint.sweep(tmp_path) == ""
+    assert (tmp_path / ".other-version-step_000005" / checkpoint.MANIFEST).is_file()
+
+
+def _rewrite(folder, name, text):
+    """As a writer of another version would have left it: whole."""
+    (folder / name).write_text(text)
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    manifest["files"][name] = [len(text), digest]
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["step_000005.bak", "step_000005 (copy)", "step_best", "step_"])
+def test_other_names_in_the_folder_are_left_alone(tmp_path, name):
+    _write(tmp_path, 4)
+    (tmp_path / name).mkdir()
+    (tmp_path / "step_000009").write_text("a file")
+    _write(tmp_path, 5, keep=1)
+    assert checkpoint.newest_name(tmp_path) == "step_000005"
+    assert checkpoint.resume_from(tmp_path, lambda _: None).name == "step_000005"
+    assert (tmp_path / name).is_dir() and not (tmp_path / "step_000004").exists()
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint_that_looks_whole(tmp_path, monkeypatch):
+    """Killed at any moment of a removal: what is left has another name, and the next start frees
+    it."""
+    for step in (1, 2):
+        _write(tmp_path, step)
+
+    def killed(folder, **_):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        _write(tmp_path, 3)
+    assert _names(tmp_path) == ["step_000002", "step_000003"]
+    assert (tmp_path / ".removed-step_000001" / checkpoint.MANIFEST).is_file()
+    assert ".removed-step_000001" in _swept(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000002", "step_000003"}
+
+
+def _swept(root):
+    said = checkpoint.sweep(root)
+    for thread in threading.enumerate():
+        if thread.name == "sweep":
+            thread.join(30)
+    return said
+
+
+def test_what_killed_writers_left_is_swept_and_the_only_good_copy_is_not(tmp_path):
+    _write(tmp_path, 4).rename(tmp_path / ".step_000004.stale")  # killed between two renames
+    for name in (".step_000004.partial", ".step_000005.partial", ".damaged-step_000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "w.bin").write_bytes(b"half")
+    said = _swept(tmp_path)
+    assert said.startswith("3 leftovers") and ".damaged-step_000003" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000004"]
+    assert checkpoint.problem_with(tmp_path / "step_000004") is None
+    assert _swept(tmp_path) == ""
+
+
+def test_a_removal_that_fails_is_no_unwritten_checkpoint(tmp_path, monkeypatch):
+    def refuse(folder, **_):
+        if folder.exists():
+            raise PermissionError(13, "Permission denied", str(folder))
+
+    async def scenario():
+        notes = []
+        saver = _saver(tmp_path, notes, keep=1)
+        _write(tmp_path, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.shutil, "rmtree", refuse)
+            await saver.begin(_clients(), _cut())
+            await saver.done(last=True)  # exit code 0
+            assert "old checkpoints could not be removed" in notes[0]
+            assert "checkpoint.keep=1" in notes[0] and len(notes) == 1
+            assert saver.metrics() == {"checkpoint/step": 4.0, "checkpoint/failed": 0.0}
+
+    asyncio.run(scenario())
+    assert _names(tmp_path) == ["step_000004"]
+
+
+def test_a_checkpoint_of_a_folder_that_is_another_command_s_is_not_written(tmp_path):
+    def guard():
+        raise OwnershipLost("run_dir was taken over by rlcore train")
+
+    async def scenario():
+        saver = Saver(CheckpointSpec(), tmp_path, {}, note=[].append, is_accuracy=bool, guard=guard)
+        await saver.begin(_clients(), _cut())
+        with pytest.raises(OwnershipLost):
+            await saver.done()
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from timing import deadline
 
+from rlcore.errors import OwnershipLost, StageError
 from rlcore.metrics.cells import duration, number
 from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.log import LogSink, read_log
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize
 from rlcore.metrics.sinks import Sink
@@ -71,6 +74,57 @@ def test_a_run_and_its_continuation(tmp_path):
     assert json.loads((tmp_path / "samples" / "step_000001.jsonl").read_text()) == SAMPLE
 
 
+CALLS = {
+    "log": lambda logger: logger.log({"step": 1}),
+    "samples": lambda logger: logger.samples("step_000001", SAMPLE),
+    "note": lambda logger: logger.note("a note"),
+    "activity": lambda logger: logger.activity("rollout", "a batch", 1),
+    "fleet": lambda logger: logger.fleet([]),
+    "timeline": lambda logger: logger.timeline(1, []),
+    "resume_at": lambda logger: logger.resume_at(0),
+}
+
+
+class Recorder(Sink):
+    title = "the recorder"
+
+    def __init__(self):
+        self.notes, self.calls = [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def __getattribute__(self, name):
+        if name in CALLS:
+            object.__getattribute__(self, "calls").append(name)
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("lost")])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_sink_that_fails_at_any_call_is_noted_once_and_tried_again(call, error):
+    """The others go on, the run too, and what it is given meanwhile is left out."""
+    clock, broken = [0.0], [True]
+
+    def fail(self, *args):
+        if broken[0]:
+            raise error
+
+    failing = type("Failing", (Sink,), {call: fail, "title": "the failing (some.key)"})()
+    before, after = Recorder(), Recorder()
+    logger = MetricsLogger([before, failing, after], clock=lambda: clock[0])
+    for _ in range(3):
+        CALLS[call](logger)
+    for recorder in (before, after):
+        assert recorder.calls.count(call) >= 3
+        said = [note for note in recorder.notes if note != "a note"]
+        assert len(said) == 1
+        assert "the failing (some.key) could not be written" in said[0] and str(error) in said[0]
+    clock[0], broken[0] = 61.0, False
+    CALLS[call](logger)
+    assert "the failing (some.key) is written again" in before.notes[-1] or call == "note"
+
+
 def test_every_sink_is_closed_even_when_one_fails():
     closed = []
 
@@ -82,9 +136,69 @@ def test_every_sink_is_closed_even_when_one_fails():
         def close(self):
             closed.append(True)
 
-    with pytest.raises(RuntimeError, match="broken"), MetricsLogger([Broken(), Good()]):
+    with MetricsLogger([Good(), Broken(), Good()]):
         pass
-    assert closed == [True]
+    assert closed == [True, True]
+
+
+def test_once_the_folder_is_another_command_s_nothing_more_is_written_to_it(tmp_path):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    owned = [True]
+
+    def guard():
+        if not owned[0]:
+            raise OwnershipLost("run_dir was taken over")
+
+    def written():
+        return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    with (
+        pytest.raises(OwnershipLost),
+        open_logger(tmp_path, quiet, config={}, total_steps=3, guard=guard) as logger,
+    ):
+        logger.log({"step": 1})
+        logger.activity("rollout", "a batch", 1)
+        owned[0], before = False, written()
+        try:
+            logger.log({"step": 2})
+        finally:
+            logger.note("goodbye")
+    assert written() == before and len(before) == 3
+
+
+def test_the_log_has_what_was_said_with_date_and_role_and_is_begun_anew_when_it_is_long(tmp_path):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    with (
+        pytest.raises(StageError),
+        open_logger(tmp_path, quiet, config={}, total_steps=3) as logger,
+    ):
+        logger.note("continuing from step_000005")
+        logger.note("warning: entropy is low")
+        logger.activity("rollout", "a training batch", 0)
+        logger.log({"step": 1, "reward/mean": 0.5})
+        logger.stderr("LearnerActor 42", "CUDA error\nat \u2028 somewhere")
+        raise StageError("the loss is nan")
+    entries, end = read_log(tmp_path)
+    said = [(e["role"], e["level"], e["event"]) for e in entries]
+    assert said == [
+        ("driver", "info", "note"),
+        ("driver", "warning", "note"),
+        ("driver", "info", "activity"),
+        ("driver", "info", "step"),
+        ("LearnerActor 42", "error", "stderr"),
+        ("driver", "error", "failed"),
+    ]
+    assert "step 1/3" in entries[3]["text"] and "reward" in entries[3]["text"]
+    assert "\u2028 somewhere" in entries[4]["text"]
+    assert "Traceback" in entries[5]["text"] and "the loss is nan" in entries[5]["text"]
+    for entry in entries:
+        assert datetime.fromisoformat(entry["time"]).tzinfo is not None
+    assert read_log(tmp_path, end) == ([], end)
+
+    sink = LogSink(tmp_path, 3, most=end + 10)
+    sink.note("x" * 100)
+    assert [e["text"] for e in read_log(tmp_path, end)[0]] == ["x" * 100]
+    assert (tmp_path / "log.1.jsonl").stat().st_size == end
 
 
 WANDB_RUN = """

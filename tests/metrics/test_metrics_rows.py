@@ -1,6 +1,7 @@
 """metrics.jsonl on a real disk."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from timing import wait_until
 
-from rlcore.errors import StageError, UserError
+from rlcore.errors import NoSpace, StageError, UserError
 from rlcore.metrics.rows import RowFile, RowTail, read_rows, sanitize
 
 
@@ -63,18 +64,21 @@ def test_resume_drops_later_rows_and_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     fill(path, range(1, 8)).close()
     again = RowFile(path)
-    assert again.truncate_after(4) == 3
+    assert again.truncate_after(4) == ""
     again.log(sanitize({"step": 5, "reward/mean": 9.0}))
     assert [r["step"] for r in read_rows(path)] == [1, 2, 3, 4, 5]
     assert read_rows(path)[-1]["reward/mean"] == 9.0
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_resume_over_a_hole_is_refused(tmp_path):
+def test_missing_rows_are_said_and_forbid_nothing(tmp_path):
     path = tmp_path / "metrics.jsonl"
     fill(path, [1, 2]).close()
-    with pytest.raises(UserError, match="ends at step 2"):
-        RowFile(path).truncate_after(4)
+    rows = RowFile(path)
+    assert "has no rows of steps 3 to 4" in rows.truncate_after(4)
+    rows.log(sanitize({"step": 5}))
+    assert [r["step"] for r in read_rows(path)] == [1, 2, 5]
+    assert RowFile(path).truncate_after(5) == ""  # the hole stays, and is said once
 
 
 def test_resume_without_rows_starts_after_the_step(tmp_path):
@@ -96,7 +100,7 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path, tail):
     assert [r["step"] for r in read_rows(path)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("lines", ["[1]\n{}\n", "{\n}\n\n", '{"step": 1}\n{"step": 3}\n'])
+@pytest.mark.parametrize("lines", ["[1]\n{}\n", "{\n}\n\n", '{"step": 2}\n{"step": 2}\n'])
 def test_a_damaged_file_is_refused_by_name(tmp_path, lines):
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines)
@@ -107,8 +111,27 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, lines):
 def test_a_full_disk_is_one_sentence(tmp_path):
     rows = RowFile(tmp_path / "metrics.jsonl")
     rows.path.symlink_to("/dev/full")
-    with pytest.raises(StageError, match="No space left on device"):
+    with pytest.raises(NoSpace, match=r"metrics\.jsonl.*No space left on device \(\d+ bytes"):
         rows.log(sanitize({"step": 1}))
+
+
+def test_a_row_that_was_cut_short_leaves_nothing_and_can_be_written_again(tmp_path):
+    """A file that may grow by part of a row, as a disk that becomes full in its middle."""
+    path = tmp_path / "metrics.jsonl"
+    rows = fill(path, [1])
+    row, whole = sanitize({"step": 2, "reward/mean": 0.5}), path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))
+        with pytest.raises(StageError, match="could not be written: File too large"):
+            rows.log(row)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == whole
+    rows.log(row)
+    assert [r["step"] for r in read_rows(path)] == [1, 2]
 
 
 @pytest.mark.processes
