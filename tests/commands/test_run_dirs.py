@@ -32,14 +32,18 @@ def runs(tmp_path, monkeypatch):
 def test_scale_report_and_watch_take_the_newest_run_and_say_so(runs, capsys):
     runs("old")
     newest = runs("sweep/seed-1")
-    for words in (["scale", "actor.bf16.count=2"], ["report"], ["watch", "once=true"]):
-        assert main(words) == 0
-        assert "run_dir=runs/sweep/seed-1 (the newest run)" in capsys.readouterr().err
-    assert json.loads((newest / "control" / "actors.json").read_text()) == {"bf16": 2}
+    for words, code in ((["scale", "actor.bf16.count=2"], 2), (["report"], 0)):
+        assert main(words) == code
+        said = capsys.readouterr().err
+        assert "run_dir=runs/sweep/seed-1 (the newest run)" in said
+        assert ("no run is going on there" in said) == (code == 2)
+    assert main(["watch", "once=true"]) == 0
+    assert "run_dir=runs/sweep/seed-1 (the newest run)" in capsys.readouterr().err
     assert (newest / "report.html").is_file()
     older = runs("named").parent / "old"
-    assert main(["scale", f"run_dir={older}", "actor.bf16.count=3"]) == 0
-    assert "newest" not in capsys.readouterr().err and (older / "control").is_dir()
+    assert main(["scale", f"run_dir={older}", "actor.bf16.count=3"]) == 2
+    said = capsys.readouterr().err
+    assert "newest" not in said and f"run_dir={older}" in said
 
 
 @pytest.mark.parametrize("words", [["eval"], ["export", "out=there"]])
