@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiers
-from timing import deadline, slowness
+from timing import charged, deadline, slowness
 
 CPU_S = "cpu_s"  # name of the property of a test's last report
 NOT_STARTED = "not started: the time of this run is spent"
@@ -122,9 +122,10 @@ BEGAN = pytest.StashKey[float]()
 
 
 def _cpu_s() -> float:
-    """Of this process and of its children that have ended and were waited for."""
+    """Of this process, of its children that have ended and were waited for, and what fixtures
+    counted of other processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return charged() + sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class _Account:

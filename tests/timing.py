@@ -82,6 +82,19 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
+def charge(cpu_s: float) -> None:
+    """Count processor time of processes that are no children of this one, but that it uses."""
+    _charges.append(cpu_s)
+
+
+def charged() -> float:
+    """All that was counted so far, in seconds."""
+    return sum(_charges)
+
+
+_charges: list[float] = []
+
+
 @cache
 def slowness() -> Slowness:
     """This test run's calibration, measured on the first call of its first process."""

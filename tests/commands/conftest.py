@@ -1,5 +1,9 @@
-"""Whole runs by the command, on real Ray, vLLM and DeepSpeed processes; short ones on the smallest
-model."""
+"""Whole runs by the command: real engines, graders and DeepSpeed ranks, short ones on the smallest
+model.
+
+`command` starts the installed program, with Ray; `forked` starts it as a fork of a process that
+has all imports, without Ray (tests/local_run.py).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from local_run import WarmProcess
+from timing import deadline, wait_until
 
 SMALL = (
     "experiment=quickstart",
@@ -34,27 +39,21 @@ SMALL = (
 )
 # What depends on the clock, or on where a run was stopped, and on nothing else.
 TIMES = ("time/", "throughput/", "buffer/bytes", "checkpoint/")
+# Seconds on the reference machine, quiet; `timing.deadline` scales them.
+RUN_S = 300.0
+EVENT_S = 200.0
+END_S = 20.0  # of a process that has been told to end
 
 
 class Command:
     """A running `rlcore` command in a process group of its own."""
 
-    def __init__(self, words, log: Path, under=()) -> None:
+    def __init__(self, process, log: Path) -> None:
+        self.process = process
         self.log = log
-        self._out = log.open("w")
-        self.process = subprocess.Popen(
-            [*under, str(Path(sys.executable).parent / "rlcore"), *words],
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "COLUMNS": "200"},
-        )
 
-    def wait(self, timeout_s: float = 600) -> int:
-        try:
-            return self.process.wait(timeout_s)
-        finally:
-            self._out.close()
+    def wait(self, seconds: float = RUN_S) -> int:
+        return self.process.wait(deadline(seconds))
 
     @property
     def text(self) -> str:
@@ -67,17 +66,17 @@ class Command:
             return []
 
     def wait_for(
-        self, condition, timeout_s: float = 400, what: str = "a condition", every_s: float = 0.2
+        self, condition, seconds: float = EVENT_S, what: str = "a condition", every_s: float = 0.1
     ) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
+        def holds() -> bool:
+            if condition():
+                return True
             assert self.process.poll() is None, (
                 f"the command ended while waiting for {what}:\n{self.text[-3000:]}"
             )
-            assert time.monotonic() < deadline, (
-                f"waited {timeout_s} s for {what}:\n{self.text[-3000:]}"
-            )
-            time.sleep(every_s)
+            return False
+
+        wait_until(holds, seconds, what, every_s)
 
     def kill(self) -> None:
         for child in [*self.descendants(), self.process]:
@@ -85,34 +84,59 @@ class Command:
                 child.send_signal(signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def started_in(folder: Path):
-    """A function that starts `rlcore` commands; whatever remains of them is killed at the end.
+def as_installed(words, log: Path, under=()) -> subprocess.Popen:
+    """Start the program that users start. `under`: the words of one that it is started by."""
+    with log.open("w") as out:
+        return subprocess.Popen(
+            [*under, str(Path(sys.executable).parent / "rlcore"), *words],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
 
-    `under`: the words of a program that the command is started by.
-    """
+
+@contextlib.contextmanager
+def started_in(folder: Path, start):
+    """A function that starts `rlcore` commands; whatever remains of them is killed at the end."""
     started = []
 
-    def start(*words, under=()):
-        started.append(Command(words, folder / f"command{len(started)}.log", under))
+    def begin(*words, **more):
+        log = folder / f"command{len(started)}.log"
+        started.append(Command(start(words, log, **more), log))
         return started[-1]
 
-    yield start
+    yield begin
     for c in started:
         c.kill()
 
 
+@pytest.fixture(scope="session")
+def warm_process():
+    """What forks whole runs, for all tests of the session."""
+    process = WarmProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def forked(warm_process, tmp_path):
+    """Start commands of one test, without Ray."""
+    with started_in(tmp_path, warm_process.start) as start:
+        yield start
+
+
 @pytest.fixture
 def command(tmp_path):
-    """Start commands of one test (`started_in`)."""
-    with started_in(tmp_path) as start:
+    """Start commands of one test as a user does, with Ray."""
+    with started_in(tmp_path, as_installed) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Run a command, for the tests of a module to read what it left; raises unless it ends well."""
-    with started_in(tmp_path_factory.mktemp("finished")) as start:
+    with started_in(tmp_path_factory.mktemp("finished"), as_installed) as start:
 
         def finish(*words):
             run = start(*words)
@@ -145,7 +169,7 @@ def without_times(row):
     return {k: v for k, v in row.items() if not k.startswith(TIMES)}
 
 
-def left_over(processes, timeout_s: float = 20.0):
+def left_over(processes):
     """Those of `processes` that are still alive after a grace period."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    _, alive = psutil.wait_procs(processes, timeout=deadline(END_S))
     return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]

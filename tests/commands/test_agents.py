@@ -160,7 +160,7 @@ def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
     words = ("schedule.steps=8", "logging.samples_per_step=100", "schedule.max_staleness=1")
     run = stopped_in_turn_two(command, small, tmp_path, *words)
     run.kill()
-    run.wait(30)
+    run.wait()
     (tmp_path / "wait").unlink()
     again = command("train", f"run_dir={tmp_path}/run", "resume=auto")
     assert again.wait() == 0, again.text[-3000:]

@@ -14,7 +14,6 @@ from conftest import left_over, rows
 
 from rlcore.cli import main
 
-pytestmark = pytest.mark.cluster
 FAST = (
     "cluster.heartbeat_s=1",
     "cluster.hang_timeout_s=20",
@@ -59,6 +58,7 @@ def books(run_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}")
@@ -72,7 +72,7 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, smal
         and "recovery 1 of cluster.max_recoveries=3" in run.text
     )
     run.kill()  # all of its processes
-    run.wait(30)
+    run.wait()
 
     resumed = command("train", f"run_dir={run_dir}", "resume=auto")
     resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
@@ -80,7 +80,7 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, smal
     resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
     family = resumed.descendants()
     resumed.process.send_signal(signal.SIGTERM)
-    assert resumed.wait(180) == 130, resumed.text[-3000:]
+    assert resumed.wait() == 130, resumed.text[-3000:]
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
     assert max(r["staleness/max"] for r in found) <= 1
@@ -88,12 +88,14 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, smal
     assert not left_over(family)
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
-    command, small, tmp_path
+    forked, small, tmp_path
 ):
     run_dir = tmp_path / "run"
     by_time = [word for word in FAST if not word.startswith("checkpoint.")]
-    run = command("train", *small, *by_time, f"run_dir={run_dir}", "checkpoint.every_s=2")
+    run = forked("train", *small, *by_time, f"run_dir={run_dir}", "checkpoint.every_s=2")
     run.wait_for(lambda: list((run_dir / "checkpoints").glob("step_*")), what="a checkpoint")
     run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
     processes(run, "LearnerActor")[0].kill()
@@ -101,7 +103,7 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    assert run.wait() == 130, run.text[-3000:]
     assert "recovery 1 of cluster.max_recoveries=3" in run.text
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
@@ -110,6 +112,7 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_path):
     run_dir = tmp_path / "run"
     words = ("actor.bf16.count=3", "cluster.num_cpus=4", "cluster.hang_timeout_s=120")
@@ -128,7 +131,7 @@ def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_pa
         stopped.send_signal(signal.SIGCONT)
     run.wait_for(lambda: "answers again" in run.text, what="the end of the suspicion")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    assert run.wait() == 130, run.text[-3000:]
     assert books(run_dir)[1] == len(rows(run_dir)) * 8
 
 
@@ -146,6 +149,7 @@ class Slow(VllmEngine):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     command, small, tmp_path
 ):
@@ -160,7 +164,7 @@ def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 4, what="further steps")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    assert run.wait() == 130, run.text[-3000:]
     assert "other actors go on with them" in run.text
     found = rows(run_dir)
     assert books(run_dir)[1] == len(found) * 8
@@ -170,12 +174,13 @@ def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_path):
     run_dir = tmp_path / "run"
     run = command("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     run.wait_for(
-        lambda: len(processes(run, "Worker_TP")) == 2, timeout_s=20, what="both ranks to be seen"
+        lambda: len(processes(run, "Worker_TP")) == 2, seconds=20, what="both ranks to be seen"
     )
     ranks = processes(run, "Worker_TP")
     assert not open_to_others(run)
@@ -185,12 +190,12 @@ def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_
     run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
     run.wait_for(
         lambda: len(processes(run, "Worker_TP")) == 2,
-        timeout_s=20,
+        seconds=20,
         what="both ranks to be seen again",
     )
     family = run.descendants()
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    assert run.wait() == 130, run.text[-3000:]
     found = rows(run_dir)
     assert books(run_dir)[1] == len(found) * 8
     assert all(r["mismatch/abs_dlogp_mean"] < 1e-4 for r in found if r["staleness/max"] == 0)
@@ -198,6 +203,7 @@ def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "hush" * 10)
@@ -220,7 +226,7 @@ def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_pa
     assert main(["scale", f"run_dir={run_dir}", "actor.fp8.count=1"]) == 0
     run.wait_for(lambda: "rlcore scale was refused" in run.text, what="a refusal that ends nothing")
     run.process.send_signal(signal.SIGTERM)
-    assert run.wait(180) == 130, run.text[-3000:]
+    assert run.wait() == 130, run.text[-3000:]
     books(run_dir)
     secret = b"hush" * 10
     assert not [
@@ -229,6 +235,7 @@ def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_checkpoint_of_two_zero2_ranks_opens_at_one_and_is_exported(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "model"
     words = (*small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3", "learner.zero_stage=2")

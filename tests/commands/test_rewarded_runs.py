@@ -132,7 +132,7 @@ def test_a_key_that_is_not_set_ends_the_command_at_once(command, tmp_path, monke
         f"run_dir={tmp_path / 'run'}",
         "task.rewards.r={http: {url: 'http://127.0.0.1:9/', api_key_env: JUDGE_KEY}}",
     )
-    assert run.wait(120) == 2
+    assert run.wait() == 2
     assert "task.rewards.r.http.api_key_env=JUDGE_KEY names a variable that is not set" in run.text
     assert not (tmp_path / "run").exists()
 
@@ -145,5 +145,5 @@ def test_a_dry_run_says_what_the_reward_is(command, tmp_path):
         "dry_run=true",
         "task.rewards.r={weight: 0.5, http: {url: 'http://127.0.0.1:9/'}}",
     )
-    assert run.wait(300) == 0, run.text[-2000:]
+    assert run.wait() == 0, run.text[-2000:]
     assert "task: the reward is 1 x its own grader + 0.5 x r (http)" in run.text

@@ -1,0 +1,162 @@
+"""Whole runs without Ray and without imports: `rlcore` commands as forks of a warm process.
+
+The warm process has imported what a driver, an engine and a learner rank import, and nothing else:
+it has no threads and has computed nothing. Each command is a fork of it, a process group of its own
+with its output in a file, in which tests/local_cluster.py stands in for Ray; all else is the real
+program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import timing
+
+from rlcore.cluster.cpu_libraries import Processor, wanted
+
+# What the processes of a run import, DeepSpeed before vLLM, which puts a placeholder in the place
+# of triton.
+MODULES = (
+    "local_cluster",
+    "rlcore.cli",
+    "rlcore.commands.train",
+    "deepspeed",
+    "rlcore.learner.rank",
+    "rlcore.learner.engines.deepspeed",
+    "rlcore.rollout.engines.vllm.engine",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A command."""
+
+    words: Sequence[str]
+    log: str  # file
+    environment: dict[str, str]
+    folder: str
+    root: str  # for sockets
+
+
+class LocalProcess:
+    """A command that was forked; the part of subprocess.Popen that tests use."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.ended = threading.Event()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if not self.ended.wait(timeout):
+            raise subprocess.TimeoutExpired("rlcore", timeout)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if not self.ended.is_set():
+            os.kill(self.pid, number)
+
+
+class WarmProcess:
+    """Forks `rlcore` commands. Its start takes as long as all imports."""
+
+    def __init__(self) -> None:
+        self._charged = 0.0
+        self._root = tempfile.TemporaryDirectory(prefix="rlcore-")
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._link = Connection(ours.detach())
+        self._commands: dict[int, LocalProcess] = {}
+        self._started = threading.Semaphore(0)
+        self._last: LocalProcess | None = None
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def start(self, words: Sequence[str], log: Path) -> LocalProcess:
+        environment = {**os.environ, "COLUMNS": "200"}
+        self._link.send(Words(words, str(log), environment, os.getcwd(), self._root.name))
+        assert self._started.acquire(timeout=timing.deadline(300)), "the warm process did not start"
+        assert self._last is not None, "the warm process has ended"
+        return self._last
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                pid, code, cpu_s = self._link.recv()
+                if code is None:
+                    self._last = self._commands[pid] = LocalProcess(pid)
+                    self._started.release()
+                else:
+                    command = self._commands.pop(pid)
+                    self._charge(cpu_s)
+                    command.returncode = code
+                    command.ended.set()
+        self._last = None
+        self._started.release()
+
+    def _charge(self, cpu_s: float) -> None:
+        self._charged += cpu_s
+        timing.charge(cpu_s)
+
+    def close(self) -> None:
+        """End it, and what runs of its commands."""
+        self._link.close()
+        self._process.wait(timing.deadline(30))
+        self._charge(-self._charged)  # its children's time is now that of a child of this process
+        self._root.cleanup()
+
+
+def main(descriptor: int) -> int:
+    """The warm process, and each of its commands."""
+    before = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    for name, value in wanted(Processor.here()).items():  # read when the libraries are loaded
+        os.environ.setdefault(name, value)
+    for name in MODULES:
+        importlib.import_module(name)
+    made = {n: v for n, v in os.environ.items() if before.get(n) != v}
+    from local_cluster import Forking, put_in_place, title
+
+    class Commands(Forking):
+        def died(self, pid: int, code: int, cpu_s: float) -> None:
+            self.control.send((pid, code, cpu_s))
+
+    title("rlcore: warm process")  # finds its memory by the environment, which is replaced below
+    command = Commands(Connection(descriptor)).requests()
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(made | command.environment)
+    os.chdir(command.folder)
+    output = os.open(command.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    title(f"rlcore {' '.join(command.words)}")
+    driver = put_in_place(command.root, f"{command.log}.actors")
+    sys.argv = ["rlcore", *command.words]
+    from rlcore import cli
+
+    try:
+        return cli.main(list(command.words))
+    finally:
+        driver.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
