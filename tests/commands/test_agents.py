@@ -8,8 +8,6 @@ import psutil
 import pytest
 from conftest import rows
 
-pytestmark = pytest.mark.cluster
-
 GAME = """
 import time
 from rlcore.environments.higher_lower import HigherLower
@@ -44,12 +42,13 @@ def processes(run, name):
     return found
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(command, small, tmp_path):
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(forked, small, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     run_dir = tmp_path / "run"
     own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
-    run = command(
+    run = forked(
         "train",
         "experiment=agent_quickstart",
         *own,
@@ -139,6 +138,7 @@ def trained_on(run_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_an_actor_killed_in_turn_two_of_three_costs_no_group(command, small, tmp_path):
     run = stopped_in_turn_two(command, small, tmp_path, "schedule.steps=8")
     (victim,) = processes(run, "RolloutActor")
@@ -154,6 +154,7 @@ def test_an_actor_killed_in_turn_two_of_three_costs_no_group(command, small, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
     command, small, tmp_path
 ):
@@ -177,6 +178,7 @@ def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_sparse_actor_plays_what_a_learner_of_its_rule_scores(command, small, tmp_path):
     own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
     run = command(

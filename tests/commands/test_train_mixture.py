@@ -7,8 +7,6 @@ import pytest
 from conftest import rows, without_times
 from run_documented import blocks
 
-pytestmark = pytest.mark.cluster
-
 
 def documented():
     """The words of the page's first command, but its run_dir."""
@@ -17,8 +15,9 @@ def documented():
     return [w for w in words[1:] if not w.startswith("run_dir=")]
 
 
-@pytest.mark.slow
-def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_a_mixture_trains_and_resumes_exactly(forked, small, tmp_path):
     # of `small`, what is about a single task is not this run's
     settings = [w for w in small if not w.startswith(("task.", "experiment="))]
     words = [*documented(), *settings, "schedule=on_policy", "task.arithmetic.args.max_digits=1"]
@@ -27,11 +26,11 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     words += ["task.digits.args={min_digits: 2, max_digits: 3, credit: digits}"]
     words += ["task.digits.difficulty={problems: 6, keep: 0.5}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    first = command(*words, f"run_dir={whole}", "schedule.steps=4")
+    first = forked(*words, f"run_dir={whole}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
-    second = command(*words, f"run_dir={parts}", "schedule.steps=2")
+    second = forked(*words, f"run_dir={parts}", "schedule.steps=2")
     assert second.wait() == 0, second.text[-3000:]
-    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
+    third = forked("train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
     assert third.wait() == 0, third.text[-3000:]
     assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
     for row in rows(whole):
@@ -56,6 +55,7 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_tasks_of_one_run_are_played_in_their_own_environments(command, small, tmp_path):
     own = [w for w in small if not w.startswith(("experiment=", "task."))]
     run = command(
