@@ -65,9 +65,9 @@ def test_the_documented_judge_is_accepted(tmp_path):
     assert judge.rubric.startswith("Is the reasoning easy to follow?")
 
 
-@pytest.mark.slow
-@pytest.mark.cluster
-def test_a_run_adds_rewards_up_and_keeps_the_key(command, small, tmp_path, grader, monkeypatch):
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_a_run_adds_rewards_up_and_keeps_the_key(forked, small, tmp_path, grader, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     run_dir = tmp_path / "run"
 
@@ -80,7 +80,7 @@ def test_a_run_adds_rewards_up_and_keeps_the_key(command, small, tmp_path, grade
             f"{{weight: 0.25, judge: {{url: '{judge.url}/v1', model: m, rubric: Judge., "
             "api_key_env: JUDGE_KEY, retries: 0, breaker_failures: 2, breaker_rest_s: 0.2}}"
         )
-        run = command(
+        run = forked(
             "train",
             *small,
             *example(grader),
@@ -118,7 +118,7 @@ def test_a_run_adds_rewards_up_and_keeps_the_key(command, small, tmp_path, grade
     # The checkpoint is evaluated by the same rewards.
     with RewardServer(lambda body, number: judgement("Score: 10")) as judge:
         words = f"task.rewards.style.judge.url={judge.url}/v1"
-        evaluation = command("eval", f"run_dir={run_dir}", "resume=auto", words)
+        evaluation = forked("eval", f"run_dir={run_dir}", "resume=auto", words)
         assert evaluation.wait() == 0, evaluation.text[-3000:]
         assert judge.seen
     assert KEY not in evaluation.text
