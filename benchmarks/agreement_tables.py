@@ -10,25 +10,20 @@ from drawn import Drawn
 from jackpot_normaliser import estimates
 from torch import Tensor
 
-from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
+from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.dppo import DppoSpec
+from rlcore.corrections.dvp import OUTSIDE_LOGP, DvpSpec
+from rlcore.corrections.jackpot import JackpotSpec
+from rlcore.corrections.mis import IcePopSpec, MisSpec
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import (
-    AisSpec,
-    CorrectionSpec,
-    DppoSpec,
-    DvpSpec,
-    IcePopSpec,
-    JackpotSpec,
-    MisSpec,
-    RapidSpec,
-    TisSpec,
-    VcpoSpec,
-    VetoSpec,
-)
-from rlcore.objectives.registry import make_advantage
-from rlcore.objectives.rewards import over_tokens, sequence_advantages
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.corrections.rapid import RapidSpec
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.tis import TisSpec
+from rlcore.corrections.vcpo import VcpoSpec
+from rlcore.corrections.veto import VetoSpec
+from rlcore.objectives.advantages import over_tokens, sequence_advantages
+from rlcore.objectives.specs import ObjectiveSpec, make_advantage
 from rlcore.types import StepTensors
 
 Corrections = dict[str, CorrectionSpec]

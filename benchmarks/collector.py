@@ -27,10 +27,9 @@ from control_plane import PUBLISH_EVERY, SAMPLES, STALENESS, empty_buffer
 from harness import machine, table
 
 from rlcore.buffer import journal
-from rlcore.buffer.gathering import Told
-from rlcore.buffer.shard import Shard
+from rlcore.buffer.shard import Shard, Told
 from rlcore.buffer.specs import BatchingSpec
-from rlcore.cluster.collector import keep_passes_short
+from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.references import RecordReference
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory

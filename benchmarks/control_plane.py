@@ -38,15 +38,14 @@ from meters import OUTSIDE, Across, Meter, in_role
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.buffer.store import ReplayBuffer
-from rlcore.cluster.collector import keep_passes_short
+from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.planner.actor import RatedActor
 from rlcore.planner.run import PlannedFleet, PlannedRun
 from rlcore.planner.specs import ActorRates, LearnerRates, LengthSpec, Rates
 from rlcore.serialization import dump_trajectory, record_bytes
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.fake_nodes import FakeNodes
-from rlcore.testing.fakes import FakeLearner, FakeScorer
+from rlcore.simulate.clients import FakeLearner, FakeNodes, FakeScorer
+from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 TOKENS_PER_S = 5_000  # of one actor

@@ -33,15 +33,13 @@ from typing import Any
 import numpy as np
 from harness import machine, table
 
-from rlcore.corrections.specs import (
-    AisSpec,
-    CorrectionSpec,
-    DvpSpec,
-    JackpotSpec,
-    MisSpec,
-    TisSpec,
-    VetoSpec,
-)
+from rlcore.corrections.ais import AisSpec
+from rlcore.corrections.dvp import DvpSpec
+from rlcore.corrections.jackpot import JackpotSpec
+from rlcore.corrections.mis import MisSpec
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.tis import TisSpec
+from rlcore.corrections.veto import VetoSpec
 from rlcore.types import Group, Trajectory
 
 CORRECTIONS: dict[str, dict[str, CorrectionSpec]] = {

@@ -2,7 +2,8 @@
 
     python benchmarks/draft.py --model FOLDER --work FOLDER [--layers 4] [--steps 40]
 
-1. `rlcore.models.cut.cut_model` makes the start: the policy's embeddings and evenly spaced layers.
+1. `rlcore.models.fresh.cut_model` makes the start: the policy's embeddings and evenly spaced
+   layers.
 2. The policy samples answers to training prompts; those that ended by themselves become the worked
    answers of a data file.
 3. `rlcore sft` trains the start on that file.
@@ -24,7 +25,7 @@ from agreement_tables import agreement
 from drawn import Drawn, Prompts, Sums, collect, load, policy_of, sample, save, start
 from harness import machine, read_rows, rlcore, table
 
-from rlcore.models.cut import cut_model
+from rlcore.models.fresh import cut_model
 from rlcore.models.text import decode_response
 from rlcore.rollout.specs import ActorSpec
 from rlcore.types import Trajectory

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.corrections.specs import DvpSpec
+from rlcore.corrections.dvp import DvpSpec
 from rlcore.models.folder import read_config
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer
 from rlcore.rollout.specs import ActorSpec, EngineJob
@@ -176,7 +176,7 @@ class Prompts:
 
 def start(model: str, actor: ActorSpec, k: int, max_len: int = MAX_LEN) -> Any:
     """An engine as an actor of a run starts it; `k`: the most top log-probs of a request."""
-    from rlcore.rollout.registry import start_engine
+    from rlcore.rollout.specs import start_engine
 
     longest = read_config(model).get("max_position_embeddings", max_len)
     return start_engine(EngineJob(actor, "bench-0", model, min(max_len, longest), logprobs_k=k))

@@ -26,8 +26,7 @@ from peers import LOADS, job_of
 
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.registry import start_engine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request
 

@@ -16,8 +16,8 @@ UNCORRECTED = "uncorrected"  # the arm that a sweep runs at each size
 UPDATE = (
     "rlcore/corrections",
     "rlcore/objectives",
-    "rlcore/learner/loss.py",
-    "rlcore/learner/steps.py",
+    "rlcore/learner/update.py",
+    "rlcore/learner/metric_sums.py",
     "rlcore/learner/update.py",
     "rlcore/tasks/digits.py",
 )

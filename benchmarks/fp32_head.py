@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlcore.learner.head import head_pass
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.lm_head import HeadSpec, head_pass
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.learner.sequences import TokenSequence
@@ -62,8 +61,7 @@ def model_folder(folder: Path, scale: float) -> str:
 
 def sampled(path: str, fp32: bool, args: argparse.Namespace) -> tuple[list[Trajectory], float]:
     """What an engine draws, and its best rate in tokens per second."""
-    from rlcore.rollout.registry import start_engine
-    from rlcore.rollout.specs import ActorSpec, EngineJob
+    from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
     actor = ActorSpec(dtype="bfloat16", fp32_head=fp32, max_num_seqs=args.prompts)
     engine = start_engine(EngineJob(actor, "bench-0", path, MAX_LEN, logprobs_k=0))

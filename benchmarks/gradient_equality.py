@@ -59,7 +59,8 @@ def rank_main(
     pipe: Any, rank: int, world: int, port: int, model: str, dtype: str, stages: list[int]
 ) -> None:
     """One rank's process: sends {(stage, micro-batch tokens): (gradients, norm, micro-batches)}."""
-    from rlcore.corrections.specs import JackpotSpec, VetoSpec
+    from rlcore.corrections.jackpot import JackpotSpec
+    from rlcore.corrections.veto import VetoSpec
     from rlcore.learner.rank import LearnerRank
     from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
     from rlcore.objectives.specs import ObjectiveSpec

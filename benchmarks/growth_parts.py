@@ -49,10 +49,9 @@ def learner_step(sizes: dict[str, Any], rounds: int) -> Measured:
     import torch
     from prefix_sharing import step
 
-    from rlcore.learner.costs import PassCosts
-    from rlcore.learner.packing import pack
+    from rlcore.learner.build import share_prefixes
+    from rlcore.learner.packing import PassCosts, pack
     from rlcore.learner.policy import Policy, load_causal_lm
-    from rlcore.learner.sharing import share_prefixes
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +165,8 @@ def publication(parameters: float, actors: int) -> Measured:
     import psutil
     import torch
 
-    from rlcore.weights.checksum import tensor_checksum
-    from rlcore.weights.manifest import make_manifest, verify_checksums
-    from rlcore.weights.object_store import ObjectStoreTransport
+    from rlcore.weights.buckets import ObjectStoreTransport
+    from rlcore.weights.manifest import make_manifest, tensor_checksum, verify_checksums
 
     torch.set_num_threads(1)
     side = 1024

@@ -23,8 +23,7 @@ from rlcore.learner.specs import LearnerSpec
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Wall seconds, CPU seconds (less affected by other load) and extra MiB of one way."""
-    from rlcore.learner.head import head_pass
-    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.lm_head import HeadSpec, head_pass
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -23,12 +23,11 @@ from correction_cost import CORRECTIONS, random_trajectory
 from harness import machine, table
 from torch import Tensor
 
+from rlcore.corrections.dvp import DvpSpec
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import DvpSpec
 from rlcore.learner.batch import Scored, StepBatch, build_batch, observed
-from rlcore.learner.head import head_pass
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.lm_head import HeadSpec, head_pass
 from rlcore.learner.packing import MicroBatch, pack
 from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.objectives.specs import ObjectiveSpec

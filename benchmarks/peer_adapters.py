@@ -14,7 +14,7 @@ from typing import Any
 
 from harness import read_rows
 
-from rlcore.cluster.cpu_libraries import Processor, wanted
+from rlcore.cluster.process_tuning import Processor, wanted
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0

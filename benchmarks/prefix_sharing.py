@@ -21,12 +21,11 @@ import numpy as np
 import torch
 
 from rlcore.attention.specs import SparseSpec
-from rlcore.learner.costs import PassCosts
-from rlcore.learner.head_spec import HeadSpec
-from rlcore.learner.packing import MicroBatch, pack
+from rlcore.learner.build import share_prefixes
+from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.packing import MicroBatch, PassCosts, pack
 from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.learner.sequences import TokenSequence
-from rlcore.learner.sharing import share_prefixes
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.types import TokenScores

@@ -52,8 +52,7 @@ def run(engine, batch: list[Request]) -> tuple[float, float]:
 
 def measure(folder: str, args: argparse.Namespace) -> None:
     """Start one engine and print the table."""
-    from rlcore.rollout.registry import start_engine
-    from rlcore.rollout.specs import ActorSpec, EngineJob
+    from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
     actor = ActorSpec(max_num_seqs=512)
     begun = time.perf_counter()

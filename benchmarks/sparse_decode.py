@@ -52,15 +52,15 @@ def measure(
 
     from rlcore.attention.specs import SparseSpec
     from rlcore.models.folder import read_config
-    from rlcore.rollout.engines.vllm import sparse_backend_cpu
-    from rlcore.rollout.engines.vllm.sparse_layer_cpu import SparseCPUImpl
+    from rlcore.rollout.engines.vllm import sparse_cpu
+    from rlcore.rollout.engines.vllm.sparse_cpu import SparseCPUImpl
 
     layers = int(read_config(model)["num_hidden_layers"])
     attention: list[float] = []
     selection: list[float] = []
     extra: dict[str, Any] = {}
     if kind == "sparse":
-        sparse_backend_cpu.install(SparseSpec(blocks=blocks, sparse_prompt=False))
+        sparse_cpu.install(SparseSpec(blocks=blocks, sparse_prompt=False))
         extra["block_size"] = 16
         timed(SparseCPUImpl, "_select", selection)
     timed(SparseCPUImpl if kind == "sparse" else CPUAttentionBackendImpl, "forward", attention)
@@ -76,7 +76,7 @@ def measure(
         **extra,
     )
     if kind == "sparse":
-        llm.llm_engine.collective_rpc(lambda worker: sparse_backend_cpu.bind(worker.model_runner))
+        llm.llm_engine.collective_rpc(lambda worker: sparse_cpu.bind(worker.model_runner))
     engine, rows = llm.llm_engine, []
     for length in contexts:
         for i in range(batch):

@@ -10,19 +10,23 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
-from pydantic import BaseModel  # noqa: E402
+from pydantic import BaseModel
 
-from rlcore.config.corrections import shipped  # noqa: E402
-from rlcore.config.foreign_keys import ENTRIES  # noqa: E402
-from rlcore.config.groups import COMMAND_LINES, groups  # noqa: E402
-from rlcore.config.help import about, kind_of, meaning_of, written_default  # noqa: E402
-from rlcore.config.schema import RunConfig  # noqa: E402
-from rlcore.config.sentences import sections  # noqa: E402
-from rlcore.corrections.registry import CORRECTIONS  # noqa: E402
-from rlcore.metrics.guide import GUIDES  # noqa: E402
-from rlcore.metrics.metric import Metric  # noqa: E402
-from rlcore.metrics.names import METRICS  # noqa: E402
-from rlcore.registry import resolve  # noqa: E402
+from rlcore.config.groups import COMMAND_LINES, groups
+from rlcore.config.help import about, kind_of, meaning_of, written_default
+from rlcore.config.schema import (
+    RunConfig,
+    shipped,
+)
+from rlcore.config.sentences import sections
+from rlcore.corrections.specs import CORRECTIONS
+from rlcore.extras.foreign_keys import ENTRIES
+from rlcore.metrics.names import (
+    GUIDES,
+    METRICS,
+    Metric,
+)
+from rlcore.registry import resolve
 
 HEADING = {
     "model": "The starting model: [Start here](index.md), README.",

@@ -119,7 +119,7 @@ def _try(given: Given) -> int:
 
 def _sft(given: Given) -> int:
     config = _config(given)
-    from rlcore.commands.sft import sft
+    from rlcore.commands.warm_up import sft
 
     return sft(config)
 
@@ -134,7 +134,7 @@ def _eval(given: Given) -> int:
 
 def _export(given: Given) -> int:
     config = _config(given)
-    from rlcore.commands.export import export
+    from rlcore.commands.evaluate import export
 
     out = given.text("out")
     assert out is not None
@@ -152,7 +152,7 @@ def _scale(given: Given) -> int:
 
 def _launch(given: Given) -> int:
     config = _config(given)
-    from rlcore.commands.launch import launch
+    from rlcore.commands.sweep import launch
 
     config_dir = given.text("config_dir")
     words = [*given.settings, *([f"config_dir={config_dir}"] if config_dir else [])]
@@ -178,7 +178,7 @@ def _compare(given: Given) -> int:
 
 
 def _report(given: Given) -> int:
-    from rlcore.commands.report import report
+    from rlcore.commands.compare import report
 
     return report(given.operands or [_newest_run(given)], given.text("out"))
 
@@ -190,7 +190,7 @@ def _fetch(given: Given) -> int:
 
 
 def _import_config(given: Given) -> int:
-    from rlcore.commands.import_config import import_config
+    from rlcore.extras.foreign import import_config
 
     return import_config(given.operands[0], given.text("out") or "imported")
 
@@ -204,7 +204,7 @@ def _plan(given: Given) -> int:
 
 
 def _plan_measure(given: Given) -> int:
-    from rlcore.commands.plan_measure import measure
+    from rlcore.commands.plan import measure
 
     return measure(given.own["runs"], given.own["out"])
 

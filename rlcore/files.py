@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def shipped(name: str) -> Path:
@@ -93,3 +94,25 @@ def follow_umask(path: Path) -> None:
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file() and not file.is_symlink():
             file.chmod(0o666 & ~mask)
+
+
+PIECE = 100  # entries of a list
+CHARACTERS = 1 << 20  # of a text
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def dump_large(document: Mapping[str, Any]) -> str:
+    """The JSON text of a document, of which large members are lists or texts, in the least of
+    characters."""
+    members = (f"{_encode(name)}:{_member(value)}" for name, value in document.items())
+    return "{" + ",".join(members) + "}"
+
+
+def _member(value: Any) -> str:
+    if isinstance(value, list):
+        pieces = (value[i : i + PIECE] for i in range(0, len(value), PIECE))
+        return "[" + ",".join(_encode(piece)[1:-1] for piece in pieces) + "]"
+    if isinstance(value, str):
+        texts = (value[i : i + CHARACTERS] for i in range(0, len(value), CHARACTERS))
+        return '"' + "".join(_encode(text)[1:-1] for text in texts) + '"'
+    return _encode(value)

@@ -2,7 +2,7 @@
 that lacks a method (`rlcore.registry`), and a method with a body is optional.
 
 Stages import these and `types`. The protocols of the clients of the loop are in
-`loop/clients.py`, those inside the learner in `learner/protocols.py`.
+`loop/role_protocols.py`, those inside the learner in `learner/protocols.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from rlcore.json_text import dump_large
+from rlcore.files import dump_large
 from rlcore.pickling import ByFields
 from rlcore.references import Record
 from rlcore.types import (

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import timing
 
-from rlcore.cluster.cpu_libraries import Processor, wanted
+from rlcore.cluster.process_tuning import Processor, wanted
 
 # What the processes of a run import, DeepSpeed before vLLM, which puts a placeholder in the place
 # of triton.

@@ -71,7 +71,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """A function or method. Example: Routine("learner/head.py", "head_pass", 12, 41, 5)"""
+    """A function or method. Example: Routine("learner/lm_head.py", "head_pass", 12, 41, 5)"""
 
     file: str
     name: str  # qualified: "Class.method", "outer.inner"

@@ -9,7 +9,7 @@ from rlcore.cluster.transports import GroupTransport
 from rlcore.config.compose import load
 from rlcore.config.names import load_own
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.protocol import Environment, Renderer
 from rlcore.environments.renderers import ChatRenderer, PlainRenderer
@@ -17,16 +17,15 @@ from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Correction, RolloutEngine, Task, TransportEnds, WeightTransport
 from rlcore.learner.protocols import Companion, TrainEngine
-from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
+from rlcore.learner.specs import ENGINES as LEARNER_ENGINES
 from rlcore.metrics.logger import open_logger, own_sink
 from rlcore.metrics.sinks import Sink
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
-from rlcore.objectives.registry import ADVANTAGES, LOSSES, make_advantage, make_loss
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ADVANTAGES, LOSSES, ObjectiveSpec, make_advantage, make_loss
 from rlcore.registry import load_object, missing_methods, require_whole, resolve
-from rlcore.rollout.core import DecodeCore
-from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
+from rlcore.rollout.request_book import DecodeCore
+from rlcore.rollout.specs import ENGINES as ROLLOUT_ENGINES
 from rlcore.tasks import TASKS, make_task
 from rlcore.tasks.rewards.protocols import Reward
 from rlcore.tasks.rewards.specs import REWARDS, OwnSpec

@@ -11,10 +11,9 @@ import pytest
 from evidence_studies import STUDIES
 
 from rlcore.config.groups import groups
-from rlcore.corrections.registry import CORRECTIONS
-from rlcore.metrics.guide import GUIDES
-from rlcore.metrics.names import METRICS
-from rlcore.objectives.registry import ADVANTAGES, LOSSES
+from rlcore.corrections.specs import CORRECTIONS
+from rlcore.metrics.names import GUIDES, METRICS
+from rlcore.objectives.specs import ADVANTAGES, LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

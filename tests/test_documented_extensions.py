@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from rlcore.cli import main
 from rlcore.config.compose import load
 from rlcore.corrections.functional import tis
+from rlcore.corrections.numerics import OneRank
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import OneRank
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.tasks import make_task
 from rlcore.types import StepTensors

@@ -53,7 +53,7 @@ def test_a_package_is_imported_in_one_folder(package, folder):
     assert importers
     elsewhere = {str(path) for path in importers if Path(folder) not in path.parents}
     # the learner's end of vLLM's weight transfer
-    ends = {"weights/vllm_transfer.py", "weights/vllm_patches.py"}
+    ends = {"weights/vllm_transfer.py"}
     assert elsewhere == (ends if package == "vllm" else set())
 
 

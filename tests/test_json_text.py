@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore import json_text
+from rlcore import files
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
@@ -16,18 +16,18 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=4), VALUES))
 def test_pieces_make_the_text_that_one_call_makes(document):
-    sizes = json_text.PIECE, json_text.CHARACTERS
-    json_text.PIECE, json_text.CHARACTERS = 2, 3
+    sizes = files.PIECE, files.CHARACTERS
+    files.PIECE, files.CHARACTERS = 2, 3
     try:
-        made = json_text.dump_large(document)
+        made = files.dump_large(document)
     finally:
-        json_text.PIECE, json_text.CHARACTERS = sizes
+        files.PIECE, files.CHARACTERS = sizes
     assert made == json.dumps(document, separators=(",", ":"))
 
 
 def test_no_call_of_the_encoder_is_large(monkeypatch):
     """Else all other threads of the process would wait for it."""
-    longest, plain = 0, json_text._encode
+    longest, plain = 0, files._encode
 
     def encode(value):
         nonlocal longest
@@ -35,7 +35,7 @@ def test_no_call_of_the_encoder_is_large(monkeypatch):
         longest = max(longest, len(text))
         return text
 
-    monkeypatch.setattr(json_text, "_encode", encode)
+    monkeypatch.setattr(files, "_encode", encode)
     groups = [{"group_id": i, "samples": {"0": {"tokens": 5}}} for i in range(20_000)]
-    text = json_text.dump_large({"groups": groups, "state": "x" * 5_000_000})
+    text = files.dump_large({"groups": groups, "state": "x" * 5_000_000})
     assert len(text) > 5_800_000 and longest < 1_100_000

@@ -12,11 +12,11 @@ PARAMETERS = 8
 
 # "file: function" -> why it may have more than eight parameters
 MANY_PARAMETERS = {
-    "corrections/formulas/adaptive.py: ais": "a signature of the outside contract",
-    "corrections/formulas/adaptive.py: ais_weight": "the tensors and settings of that signature",
+    "corrections/ais.py: ais": "a signature of the outside contract",
+    "corrections/ais.py: ais_weight": "the tensors and settings of that signature",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_backend_gpu.py: SparseGPUImpl._flash": "FlashAttention's own",
-    "rollout/engines/vllm/sparse_layer_cpu.py: SparseCPUImpl.forward": "vLLM's interface",
+    "rollout/engines/vllm/sparse_cpu.py: SparseCPUImpl.forward": "vLLM's interface",
     "rollout/engines/vllm/sparse_rows_gpu.py: Flash.__call__": "FlashAttention's own",
     "rollout/engines/vllm/sparse_kernel_gpu.py: _score_kernel": "a Triton kernel: no records",
     "rollout/engines/vllm/sparse_kernel_gpu.py: _select_kernel": "a Triton kernel: no records",

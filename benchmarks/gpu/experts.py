@@ -126,8 +126,7 @@ def write(s: Setting) -> tuple[str, str]:
 def engine(s: Setting, model: str, *, eager: bool) -> Any:
     """An actor as in a run that replays routes; prefixes are cached, and their experts with
     them."""
-    from rlcore.rollout.registry import start_engine
-    from rlcore.rollout.specs import ActorSpec, EngineJob
+    from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
     actor = ActorSpec(
         num_gpus=0 if s.small else 1,
@@ -190,10 +189,9 @@ def log_probs(
     s: Setting, model: str, sequences: list[Any], dtype: torch.dtype
 ) -> tuple[torch.Tensor, float]:
     """Of the samples in order, on the CPU; the share of pairs whose experts differ."""
-    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.lm_head import HeadSpec
     from rlcore.learner.packing import pack
-    from rlcore.learner.policy import Policy, load_causal_lm
-    from rlcore.learner.replay import Replay
+    from rlcore.learner.policy import Policy, Replay, load_causal_lm
 
     name = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[dtype]
     lm = load_causal_lm(model, name, "sdpa").to(s.device).train()

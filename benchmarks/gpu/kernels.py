@@ -196,8 +196,7 @@ def nccl(s: Setting, shape: dict[str, int]) -> None:
 
 def head(s: Setting, shape: dict[str, int]) -> None:
     """Forward and backward of the log-probs of `n` tokens, plain and chunked."""
-    from rlcore.learner.head import head_pass
-    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.lm_head import HeadSpec, head_pass
     from rlcore.learner.specs import LearnerSpec
 
     torch.manual_seed(0)

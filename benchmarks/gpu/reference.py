@@ -49,8 +49,7 @@ class Reference:
     @torch.no_grad()
     def logp(self, t: Any) -> torch.Tensor:
         """[S] float32 on the CPU: log-probs of a trajectory's sampled tokens."""
-        from rlcore.learner.head import head_pass
-        from rlcore.learner.head_spec import HeadSpec
+        from rlcore.learner.lm_head import HeadSpec, head_pass
         from rlcore.learner.specs import LearnerSpec
 
         n = len(t.prompt_ids)

@@ -31,8 +31,7 @@ def engine(
 ) -> Any:
     """An actor of `kind` as in a run, without the prefix cache, which would make a repeated prompt
     free."""
-    from rlcore.rollout.registry import start_engine
-    from rlcore.rollout.specs import ActorSpec, EngineJob
+    from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
     fp8: Row = {"kind": "fp8", "rounding": "fp8" if s.small else "none"}  # emulated on CPU
     options: dict[str, Row] = {

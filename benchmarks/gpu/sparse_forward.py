@@ -57,7 +57,7 @@ def contenders(s: Setting, context: int) -> dict[str, Attend]:
 
 def mask_ms(s: Setting, inputs: list[torch.Tensor]) -> float:
     """Milliseconds to find FlexAttention's blocks: median of a few."""
-    from rlcore.attention.flex import make_block_mask
+    from rlcore.attention.implementation import make_block_mask
 
     query, key, _ = inputs
     bounds = [0, query.shape[2]]

@@ -14,22 +14,211 @@ checkpointing attends as it did the first time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from rlcore.attention.flex import attend_blocks
-from rlcore.attention.seen import QUERY_CHUNK, pages_seen, summaries_of, tokens_seen
+from rlcore.attention.block_topk import (
+    group_queries,
+    page_budget,
+    page_mask,
+    page_summaries,
+    select_pages,
+)
 from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import no_mask
 from rlcore.errors import UserError
+
+QUERY_CHUNK = 512  # queries whose masks over tokens exist at one time
+
+
+@torch.no_grad()
+def summaries_of(key: Tensor, block_size: int) -> Tensor:
+    """Summaries of each row's complete pages: key [B, Hk, T, D] -> [B, Hk, T // block_size, D]."""
+    whole = key.shape[2] // block_size
+    return page_summaries(key[:, :, : whole * block_size].unflatten(2, (whole, block_size)))
+
+
+@torch.no_grad()
+def pages_seen(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
+) -> Tensor:
+    """Which pages the queries at positions `start ..` see.
+
+    query [B, H, C, D], `dense_until` [B] or None -> [B, Hk, C, n] bool, n the pages before the last
+    query's end. Pages beyond a query's own may be among those of a dense query.
+    """
+    end = start + query.shape[2]
+    position = torch.arange(start, end, device=query.device)
+    seen = _pages_by(query, summaries, rule, position, end)
+    if dense_until is not None:
+        seen = seen | (position < dense_until[:, None])[:, None, :, None]
+    return seen
+
+
+@torch.no_grad()
+def seen_from(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, length: int
+) -> Tensor:
+    """Which of a row's first `length` tokens each query sees, at positions of its own.
+
+    query [B, H, C, D], position [B, C] int64, those from `length` on being padding ->
+    [B, Hk, C, length] bool.
+    """
+    at = position.clamp(max=length - 1)[:, None]
+    pages = _pages_by(query, summaries, rule, at, length)
+    tokens = pages.repeat_interleave(rule.block_size, dim=-1)[..., :length]
+    return tokens & (torch.arange(length, device=query.device) <= at[..., None])
+
+
+def _pages_by(
+    query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, end: int
+) -> Tensor:
+    """The rule alone: position [C], or [B, 1, C] where rows differ -> [B, Hk, C, n] bool, n the
+    pages before `end`."""
+    kv_heads, bs = summaries.shape[1], rule.block_size
+    n, pages = (end - 1) // bs + 1, position // bs + 1
+    mean_query = group_queries(query.transpose(1, 2), kv_heads).transpose(1, 2)  # [B, Hk, C, D]
+    # an incomplete last page is the own page of whoever sees it, and needs no score
+    scores = mean_query.new_zeros(*mean_query.shape[:3], n)
+    complete = min(n, summaries.shape[2])
+    scores[..., :complete] = mean_query @ summaries[:, :, :complete].transpose(-1, -2)
+    return _kept(scores, pages, page_budget(rule, pages), rule.max_budget(n))
+
+
+def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
+    """The rule's pages as a mask: on GPUs by a kernel that needs no sorting, where all rows have
+    the same positions."""
+    if scores.is_cuda and pages.dim() == 1:
+        from rlcore.attention.kept_pages_gpu import kept_mask  # Triton, which CPUs may lack
+
+        return kept_mask(scores, pages, budget)
+    return page_mask(select_pages(scores, pages, budget, width), scores.shape[-1])
+
+
+@torch.no_grad()
+def tokens_seen(pages: Tensor, block_size: int, start: int) -> Tensor:
+    """The same as tokens: pages [B, Hk, C, n] of the queries at `start ..` -> [B, Hk, C, start + C]
+    bool."""
+    end = start + pages.shape[2]
+    position = torch.arange(start, end, device=pages.device)
+    seen = pages.repeat_interleave(block_size, dim=-1)[..., :end]
+    return seen & (torch.arange(end, device=pages.device) <= position[:, None])
+
+
+BLOCK = 128  # queries and keys of a block: torch's own size, which its kernels always accept
+FLEX_QUERY_CHUNK = 2048  # queries whose scores exist at one time
+
+
+def attend_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: SparseSpec,
+    bounds: Sequence[int],
+    dense_until: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    """Causal block top-k attention, differentiable on GPUs.
+
+    query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. bounds: where the sequences of
+    every row begin and end, [0, T] for padded rows; dense_until [B, sequences]: positions below it
+    see everything before them.
+    """
+    mask = make_block_mask(query, key, rule, bounds, dense_until)
+    out = _kernel(query.device.type)(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+@cache
+def _kernel(device: str) -> Any:
+    """On a GPU one compiled kernel for all layers and shapes."""
+    return torch.compile(flex_attention) if device == "cuda" else flex_attention
+
+
+@torch.no_grad()
+def make_block_mask(
+    query: Tensor,
+    key: Tensor,
+    rule: SparseSpec,
+    bounds: Sequence[int],
+    dense_until: Tensor | None,
+) -> BlockMask:
+    """What the rule selects, for FlexAttention; the arguments are as of `attend_blocks`."""
+    b, heads, t, _ = query.shape
+    kv_heads, size = key.shape[1], rule.block_size
+    count = -(-t // BLOCK)
+    pages = -(-max(z - a for a, z in pairwise(bounds)) // size)
+    # as many rows as the blocks have: kernels may look beyond the last query
+    seen = query.new_zeros(b, kv_heads, count * BLOCK, pages, dtype=torch.bool)
+    blocks = query.new_zeros(b, kv_heads, count, count, dtype=torch.bool)
+    for i, (a, z) in enumerate(pairwise(bounds)):
+        summaries = summaries_of(key[:, :, a:z], size)
+        until = None if dense_until is None else dense_until[:, i]
+        for start in range(0, z - a, FLEX_QUERY_CHUNK):
+            first, last = a + start, min(z, a + start + FLEX_QUERY_CHUNK)
+            found = pages_seen(query[:, :, first:last], summaries, rule, start, until)
+            seen[:, :, first:last, : found.shape[-1]] = found
+        _note_blocks(blocks, seen[:, :, a:z], size, a)
+    # a dense query may have pages beyond its own
+    blocks &= torch.ones(count, count, dtype=torch.bool, device=blocks.device).tril()
+    per_head = blocks.repeat_interleave(heads // kv_heads, dim=1).int()
+    return BlockMask.from_kv_blocks(
+        per_head.sum(-1, dtype=torch.int32),
+        per_head.argsort(dim=-1, descending=True, stable=True).int(),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_looked_up(seen, bounds, size, heads // kv_heads),
+        seq_lengths=(t, t),
+    )
+
+
+def _note_blocks(blocks: Tensor, seen: Tensor, size: int, start: int) -> None:
+    """Mark the blocks of keys that hold a part of the pages which a block of queries sees.
+
+    seen [B, Hk, queries, pages]: of the sequence whose first token is row and column `start`.
+    """
+    length = seen.shape[2]
+    before = start % BLOCK  # rows of the first block that are another sequence's
+    padded = F.pad(seen, (0, 0, before, -(before + length) % BLOCK))
+    of_block = padded.unflatten(2, (-1, BLOCK)).any(3)[..., : -(-length // size)].int()
+    begin = start + size * torch.arange(of_block.shape[-1], device=seen.device)
+    top, counts = start // BLOCK, torch.zeros_like(blocks, dtype=torch.int32)
+    rows = counts[:, :, top : top + of_block.shape[2]]
+    for offset in (*range(0, size, BLOCK), size - 1):  # a page may reach into further blocks
+        column = (begin + offset).clamp(max=start + length - 1) // BLOCK
+        rows.index_add_(3, column, of_block)
+    blocks |= counts > 0
+
+
+def _looked_up(
+    seen: Tensor, bounds: Sequence[int], size: int, group: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, of the same sequence and not after it."""
+    rows, device = seen.shape[2], seen.device
+    starts = torch.tensor(bounds[:-1], device=device)
+    columns = torch.arange(rows, device=device)
+    sequence = torch.searchsorted(starts, columns, right=True) - 1
+    # columns beyond the last token belong to no query
+    page = ((columns - starts[sequence]) // size).clamp(max=seen.shape[3] - 1)
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same = sequence[query] == sequence[key]
+        return same & (key <= query) & seen[row, head // group, query, page[key]]
+
+    return sees
+
 
 # By the dense implementation. The last two are GPUs' kernels, where block masks take the place of
 # masks over tokens. transformers tries to import any name that contains "flash".

@@ -1,56 +1,176 @@
-"""The staleness bound: what may be admitted, and which finished groups may be trained on next.
-
-Step v turns learner version v into v + 1 and trains on G groups. Weights are published every H
-steps; eta is `max_staleness`. A phase of M*E steps trains on M batches, on each of them E times
-(`buffer/specs.py: Phases`); H and M*E divide one another. A token's staleness at step v is
-`v - version(token)`, in optimizer steps, whatever the epoch. A group admitted while every actor it
-may be sent to serves version a or a later one has no token older than a, so the bound
-
-    staleness <= cap = max(H, M*E) - 1 + eta        for every token trained on
-
-holds if the group is trained on for the last time at or before a + cap. Its last use comes (E-1)*M
-steps after its first, so that its deadline, the last step that may train on it first, is
-
-    deadline = a + cap - (E-1)*M
-
-With M*E = 1 the cap is H - 1 + eta and the deadline a + cap. Two rules keep every deadline, and
-neither throws anything away. They count batches: only the first M steps of a phase take a new one.
-Write W for the groups waiting (in flight or finished, not yet taken), n for the number of the next
-batch, and N(d) for the number of batches whose first step is d or an earlier one.
-
-Admission. At published version a, |W| may grow to (N(a + cap - (E-1)*M) - n) * G: what the batches
-up to the deadline can use. Dropped groups (failed, filtered, evicted) do not count.
-
-Release. A set S of G finished groups may be taken as batch n only if the rest can still be met,
-that is if for every d at most max(0, N(d) - n - 1) * G groups of W \\ S have a deadline <= d.
-Sorted by deadline, the i-th of the rest (i = 0, 1, ...) would be in batch n + 1 + i // G at the
-latest, whose first step must not exceed its deadline.
-
-Why it holds. Invariant I(n): for every d, at most max(0, N(d) - n) * G groups of W have a deadline
-<= d. Admission keeps it: a new group is only counted for d >= its deadline, and there |W| <=
-(N(deadline) - n) * G is at least as strict as I, whatever the order in which published versions
-were seen. Release turns I(n) into I(n + 1) by its own condition. Dropping only lowers counts. So a
-group taken as batch n has a deadline that is not before the batch's first step, always.
-
-Why it never stalls. A phase that begins at step s needs all of its M batches first. Once the
-publishes up to s have arrived, a >= s - max(0, H - M*E), because H and M*E divide one another, so
-that the first steps of these batches, up to s + M - 1, are not after a + cap - (E-1)*M: there is
-room for all of them. If G groups wait and all are finished, the G earliest deadlines satisfy the
-release condition by I(n), since every count falls by G or to zero. In between, only stragglers
-whose deadline is at stake are waited for. Among finished groups the earliest deadlines lower every
-count at once, so if they may not be released no other choice may.
-
-With eta = 0 the order of training must not depend on timing: groups are then taken strictly by id
-(`strict`), which also satisfies the release condition. Which ids survive filtering does not depend
-on timing either, as a new group is admitted only when an earlier one was dropped."""
+"""Admission: the staleness bound, back-pressure by bytes (`cluster.buffer_mib`), and the groups
+that wait for the steps that may use them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rlcore.buffer.specs import BatchingSpec, Phases
-from rlcore.buffer.waiting import Candidate, Waiting
+from rlcore.errors import UserError
+from rlcore.serialization import record_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What the rules know of a waiting group."""
+
+    group_id: int
+    deadline: int  # last step that may train on it first
+    finished: bool
+    task: str = ""
+    uses_left: int = 1
+
+
+class Due:
+    """Groups of one deadline."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.finished: set[int] = set()
+        self._order: list[int] = []  # ascending; those that have left stay until it is made anew
+        self._at = 0  # the place in it of the first id that is unfinished
+        self._before = 0  # ids before that place that have not left
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def put(self, group_id: int, *, finished: bool) -> None:
+        """A group, new or changed; one that is finished stays so."""
+        if group_id not in self.ids:
+            self.ids.add(group_id)
+            if not self._order or group_id > self._order[-1]:
+                self._order.append(group_id)
+            else:  # it comes back
+                self._reorder()
+        if finished:
+            self.finished.add(group_id)
+
+    def _reorder(self) -> None:
+        self._order = sorted(self.ids)
+        self._at = 0
+        self._before = 0
+
+    def remove(self, group_id: int) -> None:
+        """A group that has left."""
+        if self._at == len(self._order) or group_id < self._order[self._at]:
+            self._before -= 1
+        self.ids.remove(group_id)
+        self.finished.discard(group_id)
+
+    def leading(self) -> int:
+        """Finished groups that come before the first unfinished one, by id."""
+        while self._at < len(self._order):
+            group_id = self._order[self._at]
+            if group_id in self.ids:
+                if group_id not in self.finished:
+                    break
+                self._before += 1
+            self._at += 1
+        return self._before
+
+
+class Waiting:
+    """All of them. `changes` counts how often it became another set of groups."""
+
+    def __init__(self, groups: Iterable[Candidate] = ()) -> None:
+        self.uses_left = 0  # over all of them
+        self.finished = 0  # how many of them
+        self.finished_of: Counter[str] = Counter()  # the same by task
+        self.changes = 0
+        self._groups: dict[int, Candidate] = {}
+        self._due: dict[int, Due] = {}  # by deadline
+        for candidate in groups:
+            self.put(candidate)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def candidates(self) -> list[Candidate]:
+        """All of them, ascending by id."""
+        return [self._groups[i] for i in sorted(self._groups)]
+
+    def get(self, group_id: int) -> Candidate | None:
+        """A group, if it waits."""
+        return self._groups.get(group_id)
+
+    def put(self, candidate: Candidate) -> None:
+        """A group, new or changed."""
+        before = self._groups.get(candidate.group_id)
+        reopened = before is not None and before.finished and not candidate.finished
+        if before is not None and (reopened or before.deadline != candidate.deadline):
+            self.remove(candidate.group_id)
+            before = None
+        self._groups[candidate.group_id] = candidate
+        self.changes += before is None
+        self._count(before, -1)
+        self._count(candidate, 1)
+        due = self._due.setdefault(candidate.deadline, Due())
+        due.put(candidate.group_id, finished=candidate.finished)
+
+    def remove(self, group_id: int) -> None:
+        """Forget a group; it may be one that does not wait."""
+        before = self._groups.pop(group_id, None)
+        if before is None:
+            return
+        self.changes += 1
+        self._count(before, -1)
+        due = self._due[before.deadline]
+        due.remove(group_id)
+        if not due:
+            del self._due[before.deadline]
+
+    def _count(self, candidate: Candidate | None, sign: int) -> None:
+        if candidate is not None:
+            self.uses_left += sign * candidate.uses_left
+            self.finished += sign * candidate.finished
+            self.finished_of[candidate.task] += sign * candidate.finished
+
+    def first(self, count: int, *, strict: bool) -> Batch | None:
+        """The first `count` finished groups by (deadline, id), or None while there are fewer.
+        `strict`: the first of all, or None while one of these is unfinished."""
+        taken: list[tuple[int, int]] = []
+        lacking = count
+        for deadline, due in self._in_order():
+            there = min(lacking, len(due) if strict else len(due.finished))
+            if strict and due.leading() < there:
+                return None
+            taken.append((deadline, there))
+            lacking -= there
+            if not lacking:
+                return Batch(self, taken)
+        return None
+
+    def due(self) -> Iterator[tuple[int, int]]:
+        """(deadline, groups of it), ascending."""
+        return ((deadline, len(due)) for deadline, due in self._in_order())
+
+    def finished_first(self, deadline: int, count: int) -> list[int]:
+        """The first finished groups of a deadline, by id."""
+        return heapq.nsmallest(count, self._due[deadline].finished)
+
+    def _in_order(self) -> Iterator[tuple[int, Due]]:
+        return ((deadline, self._due[deadline]) for deadline in sorted(self._due))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Groups that could be taken together, by deadline."""
+
+    waiting: Waiting
+    taken: list[tuple[int, int]]  # (deadline, how many of its first finished groups)
+
+    def ids(self) -> list[int]:
+        """Their ids, ascending."""
+        of_each = (self.waiting.finished_first(deadline, n) for deadline, n in self.taken)
+        return sorted(group_id for ids in of_each for group_id in ids)
+
+    def rest(self) -> Iterator[tuple[int, int]]:
+        """(deadline, groups of it that are not among them), ascending."""
+        taken = dict(self.taken)
+        return ((deadline, n - taken.get(deadline, 0)) for deadline, n in self.waiting.due())
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +247,59 @@ class StalenessBound:
             else:
                 lost.append(c.group_id)
         return lost
+
+
+KEY = "cluster.buffer_mib"
+MIB = 2**20
+
+
+def check_capacity(
+    max_bytes: int,
+    batching: BatchingSpec,
+    *,
+    samples_per_group: int,
+    max_len: int,
+    max_new_tokens: int,
+    logprobs_k: int,
+    expert_bytes: int = 0,
+) -> None:
+    """Refuse a limit below the size of one update phase's groups at full length: p_ref is computed
+    for all of them before the first step.
+
+    max_len: tokens of an episode; max_new_tokens: how many of them are sampled; expert_bytes: of
+    each token's experts (`models/routes.py`). A smaller limit would work only as long as responses
+    are short, and then end the run."""
+    longest = record_bytes(max_len, max_new_tokens, max(0, logprobs_k)) + max_len * expert_bytes
+    groups, batches = batching.groups_per_step, batching.phases.batches
+    needed = batches * groups * samples_per_group * longest
+    if needed > max_bytes:
+        holds = f"{batches} batches" if batches > 1 else "one step"
+        raise UserError(
+            f"{KEY}={max_bytes / MIB:g} is too small: {holds} of schedule.groups_per_step="
+            f"{groups} x rollout.samples_per_prompt={samples_per_group} samples of up to "
+            f"{longest / MIB:.3g} MiB each; use {-(-needed // MIB)} or more, or a smaller "
+            "rollout.max_new_tokens or rollout.logprobs_k."
+        )
+
+
+def groups_that_fit(
+    room: int,
+    *,
+    max_bytes: int,
+    used_bytes: int,
+    completed: tuple[int, int],
+    in_flight: int,
+    missing: int,
+) -> int:
+    """How many of `room` groups may be admitted: those in flight are expected to take the mean size
+    so far, and at least what a step lacks is admitted.
+
+    completed: (groups completed so far, bytes they kept). missing: groups that a step lacks.
+    """
+    free = max_bytes - used_bytes
+    if free <= 0:
+        return 0
+    count, size = completed
+    if not size:
+        return room
+    return min(room, max(missing, int(free // (size / count)) - in_flight))

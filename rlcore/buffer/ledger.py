@@ -1,11 +1,15 @@
-"""The ledger: every admitted group departs exactly once, consumed by a step, evicted with a reason,
-or failed."""
+"""The ledger and what is decided about complete groups: every admitted group departs exactly once,
+consumed by a step, evicted with a reason, or failed with an error."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from rlcore.buffer.specs import SelectionSpec
+from rlcore.errors import UserError
 
 RECENT = 4096  # most recent departures kept by id, for messages and audits
 
@@ -114,3 +118,106 @@ class Ledger:
         )
         ledger.check()
         return ledger
+
+
+FILTERED_EQUAL = "filtered_equal_rewards"
+TOO_FEW = "too_few_samples"
+LEAST_SAMPLES = 2  # with fewer usable samples, a group of two or more has nothing to compare
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Such a group has no advantage to learn from (dynamic sampling; DAPO, arXiv:2503.14476, eq.
+    11)."""
+    return all(r == rewards[0] for r in rewards)
+
+
+def highest(rewards: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` highest rewards, ascending; ties go to the earlier sample."""
+    best = sorted(range(len(rewards)), key=lambda i: (-rewards[i], i))[:count]
+    return sorted(best)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Either `kept` (positions in the rewards given), or the reason why the group leaves."""
+
+    kept: tuple[int, ...] = ()
+    failed: str = ""
+    evicted: str = ""
+
+
+def judge(rewards: Sequence[float], spec: SelectionSpec, samples_per_group: int) -> Verdict:
+    """Decide what happens to a complete group. `rewards` of the usable samples (score ok), by
+    sample_index."""
+    if len(rewards) < min(LEAST_SAMPLES, samples_per_group):
+        return Verdict(failed=TOO_FEW)
+    here = spec.keep_best is not None and spec.kept_by_learner is None
+    kept = highest(rewards, spec.keep_best if here and spec.keep_best else len(rewards))
+    # Judged over what would be trained on: the best of a mixed group are often all equal.
+    if spec.dynamic_sampling and all_equal([rewards[i] for i in kept]):
+        return Verdict(evicted=FILTERED_EQUAL)
+    return Verdict(kept=tuple(kept))
+
+
+@dataclass(slots=True)
+class TaskAccount:
+    """Groups of one task since the start of the run."""
+
+    consumed: int = 0
+    filtered: int = 0  # by dynamic sampling
+    dropped: int = 0  # failed, or evicted for another reason
+    filtered_in_a_row: int = 0
+    last_reward: float = 0.0  # that the samples of the newest filtered group agreed on
+
+
+class TaskAccounts:
+    """The accounts of all tasks, by the first part of their prompt ids."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, TaskAccount] = {}
+
+    def of(self, task: str) -> TaskAccount:
+        """The account of a task."""
+        return self.tasks.setdefault(task, TaskAccount())
+
+    def departed(self, task: str, reason: str | None) -> None:
+        """Count a group that left: trained on (None), or for a reason."""
+        account = self.of(task)
+        account.consumed += reason is None
+        account.filtered += reason == FILTERED_EQUAL
+        account.dropped += reason not in (None, FILTERED_EQUAL)
+
+    def judged(self, task: str, *, filtered: bool, reward: float) -> None:
+        """Note whether a complete group was filtered. `reward`: of one of its samples."""
+        account = self.of(task)
+        account.filtered_in_a_row = account.filtered_in_a_row + 1 if filtered else 0
+        if filtered:
+            account.last_reward = reward
+
+    def check(self, limit: int) -> None:
+        """Raise UserError for a task of which the last `limit` groups were all filtered."""
+        for task, account in self.tasks.items():
+            if account.filtered_in_a_row >= limit:
+                raise UserError(
+                    f"algorithm.dynamic_sampling=true has filtered the last "
+                    f"{account.filtered_in_a_row} groups of task {task}, since all samples of each "
+                    f"had equal rewards (the newest: {account.last_reward:g}), so that nothing of "
+                    "it is trained on: make its problems easier or harder, sample more of each "
+                    f"prompt, leave the task out, or raise algorithm.filter_limit={limit}."
+                )
+
+    def metrics(self) -> dict[str, float]:
+        """`task/<task>/<count>` of every task that has had a group."""
+        return {
+            f"task/{task}/{name}": float(getattr(account, name))
+            for task, account in sorted(self.tasks.items())
+            for name in ("consumed", "filtered", "dropped")
+        }
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return {task: asdict(account) for task, account in self.tasks.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.tasks = {task: TaskAccount(**fields) for task, fields in state.items()}

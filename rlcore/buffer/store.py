@@ -9,19 +9,18 @@ reports a group as `lost`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rlcore.buffer.batches import Batches
-from rlcore.buffer.entry import Entry
-from rlcore.buffer.gathering import Told
-from rlcore.buffer.intake import Intake
+from rlcore.buffer.intake import Intake, batch_metrics, task_metrics
 from rlcore.buffer.ledger import Ledger
-from rlcore.buffer.live import LiveGroups
+from rlcore.buffer.live import ArrivedSample, Entry, LiveGroups
+from rlcore.buffer.shard import Told
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
-from rlcore.buffer.statistics import batch_metrics, task_metrics
+from rlcore.references import Record, RecordReference
 from rlcore.seeding import derive_seed
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
@@ -224,3 +223,109 @@ def _in_turn(entries: Sequence[Entry]) -> list[Entry]:
         keyed.append((places[entry.task], entry))
         places[entry.task] += 1
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
+
+
+AUDITED = 256  # groups that are looked at in one call
+
+
+def audit(buffer: ReplayBuffer, groups: int | None = None) -> None:
+    """Raise LedgerError unless all accounts match: the counts of all groups, and what is in so many
+    groups, the next ones each time; None: in all."""
+    live, batches = buffer.live, buffer.batches
+    live.check()
+    batches.check()
+    entries = list(live.entries.values()) if groups is None else live.next_audited(groups)
+    for entry in entries:
+        live.check_group(entry)
+        batches.check_group(entry)
+
+
+def metrics(buffer: ReplayBuffer) -> dict[str, float]:
+    """`buffer/*` and `ledger/*` as they stand now. Raises LedgerError unless all accounts match, as
+    far as `audit` looks."""
+    audit(buffer, AUDITED)
+    live, intake = buffer.live, buffer.intake
+    finished = len(live.entries) - live.waited_for
+    return {
+        "buffer/groups": float(finished),
+        "buffer/in_flight": float(live.waited_for),
+        "buffer/bytes": float(live.bytes),
+        "buffer/duplicates": float(intake.duplicates),
+        "buffer/late": float(intake.late),
+        "buffer/resampled": float(live.resampled),
+        **intake.totals.metrics(),
+        **live.ledger.metrics(),
+        **(live.accounts.metrics() if live.tasks else {}),
+    }
+
+
+def waiting_for(buffer: ReplayBuffer, step: int) -> str:
+    """One line for an error message: what `take(step)` lacks."""
+    waiting = buffer.batches.waiting()
+    line = (
+        f"step {step} needs {buffer.batches.bound.groups_per_step} groups: {waiting.finished} "
+        f"finished, {len(waiting) - waiting.finished} in flight"
+    )
+    for group_id, (prompt_id, missing) in list(buffer.in_flight().items())[:1]:
+        line += (
+            f"; the oldest in flight is group {group_id} ({prompt_id}), with {len(missing)} of "
+            f"{buffer.live.samples(buffer.live.entries[group_id])} samples missing"
+        )
+    failed, sentence = failed_scores(buffer)
+    return f"{line}; {sentence}" if failed else line
+
+
+def failed_scores(buffer: ReplayBuffer) -> tuple[int, str]:
+    """Samples that could not be scored so far, and a clause that says so with the last reason."""
+    errors, timeouts = buffer.ledger.score_errors, buffer.ledger.score_timeouts
+    sentence = (
+        f"{errors + timeouts} of {buffer.intake.totals.samples} samples so far could not be scored "
+        f"({errors} errors, {timeouts} timeouts), the last: {buffer.intake.failed_score}"
+    )
+    return errors + timeouts, sentence
+
+
+# (group id, sample index, draw id) -> the records of that drawing, if they are written somewhere
+Recover = Callable[[int, int, str], tuple[bytes, ...] | None]
+
+
+def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
+    """The records of a shard are gone; what to ask actors for again."""
+    live, promised = buffer.live, buffer.batches.promised()
+    live.forget_shard(shard)
+    again = []
+    for entry in list(live.entries.values()):
+        if not _forget(entry, shard, recover):
+            continue
+        live.resize(entry)
+        if entry.finished:
+            live.reopen(entry, fixed=bool(entry.uses) or entry.group_id in promised)
+        live.resampled += 1
+        again.append(entry.group_id)
+    return live.in_flight(again)
+
+
+def _forget(entry: Entry, shard: str, recover: Recover) -> bool:
+    """Drop what an entry has in a shard; whether something of it must be sampled again."""
+    missing = False
+    for drawings in entry.drawings.values():
+        for draw_id, drawing in list(drawings.items()):
+            if _inside(shard, (record for _, record in drawing.records.values())):
+                del drawings[draw_id]
+                missing = True
+    for index, sample in list(entry.samples.items()):
+        if not _inside(shard, sample.records):
+            continue
+        written = recover(entry.group_id, index, sample.score.draw_id)
+        if written is None:
+            del entry.samples[index]
+            missing = True
+        else:
+            entry.samples[index] = ArrivedSample(
+                sample.score, sample.tokens, sample.finish_reason, written
+            )
+    return missing
+
+
+def _inside(shard: str, records: Iterable[Record]) -> bool:
+    return any(isinstance(r, RecordReference) and r.shard == shard for r in records)

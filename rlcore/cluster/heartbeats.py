@@ -9,11 +9,11 @@ from typing import Any
 
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayScorer
-from rlcore.cluster.clients.node_scorers import RayNodeScorers
+from rlcore.cluster.clients.scorer import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.ray_cluster import head_answers
 from rlcore.errors import DeadlineExceeded, RoleLost
-from rlcore.loop.clients import RoleWatch
+from rlcore.loop.role_protocols import RoleWatch
 from rlcore.loop.specs import SupervisionSpec
 
 HEAD_MISSES = 2  # unanswered heartbeats in a row after which Ray's head counts as lost

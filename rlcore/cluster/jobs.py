@@ -10,9 +10,8 @@ from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.cluster.specs import RaySpec
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.rollout.answers import StopStrings
-from rlcore.rollout.asked import PromptJob
 from rlcore.rollout.specs import EngineJob
+from rlcore.rollout.text import PromptJob, StopStrings
 from rlcore.tasks.graders import GraderPool
 from rlcore.weights.specs import TransportSpec
 

@@ -19,7 +19,7 @@ from ray._private import ray_constants, ray_logging, services
 from ray._private.accelerators import NvidiaGPUAcceleratorManager
 
 from rlcore.cluster.calls import last_line
-from rlcore.cluster.cpu_libraries import Processor, wanted
+from rlcore.cluster.process_tuning import Processor, wanted
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 

@@ -11,18 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlcore.buffer.record_files import ShardFiles
+from rlcore.buffer.journal import ShardFiles
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.actors.learner import LEARNER_THREADS, LearnerActor
 from rlcore.cluster.actors.rollout import RolloutActor
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.calls import get
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RayScorer
-from rlcore.cluster.clients.node_scorers import scorer_name
-from rlcore.cluster.clients.ranks import RankGroup
+from rlcore.cluster.clients.learner import RankGroup
 from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.clients.scorer import scorer_name
 from rlcore.cluster.clients.shards import read_shards, write_shards
-from rlcore.cluster.collector import keep_passes_short
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import (
     CALL_THREADS,
@@ -32,10 +31,11 @@ from rlcore.cluster.placement import (
     bound_to,
     rendezvous,
 )
+from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.cluster.ray_cluster import joined_address
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, RankPlace
-from rlcore.loop.clients import Spawn, Spawned
+from rlcore.loop.role_protocols import Spawn, Spawned
 from rlcore.types import POLICY
 
 

@@ -108,12 +108,12 @@ class VllmGroup(GroupTransport):
         sender = VllmSender(spec.transport, rank, _address, bucket_bytes=bucket_bytes)
         if spec.whole_every == 1:
             return sender
-        from rlcore.weights.vllm_patches import PatchSender
+        from rlcore.weights.vllm_transfer import PatchSender
 
         return PatchSender(rank, sender, bucket_bytes=bucket_bytes, whole_every=spec.whole_every)
 
     def receiver(self) -> Any:
-        from rlcore.rollout.transfer import EngineReceiver
+        from rlcore.weights.arrival import EngineReceiver
 
         return EngineReceiver()
 

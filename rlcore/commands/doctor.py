@@ -7,25 +7,351 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rlcore.cluster.cpu_libraries import Processor, described
+from rlcore.cluster.process_tuning import Processor, described
 from rlcore.cluster.specs import RaySpec
-from rlcore.commands.diagnosis import diagnosis, lines
-from rlcore.commands.gpu_needs import GpuMachine, lacking, this_machine
+from rlcore.commands.about import GpuMachine, lacking, this_machine
 from rlcore.commands.plan import expected
+from rlcore.commands.preflight import prepare
+from rlcore.commands.train import train
+from rlcore.commands.warm_up import fresh_model
+from rlcore.commands.watch import course_of
 from rlcore.config.compose import load
-from rlcore.config.schema import RunConfig
+from rlcore.config.schema import CorrectionList, RunConfig
+from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.metrics.digest import number
+from rlcore.metrics.rows import Row, read_rows
+from rlcore.metrics.run_folder import records
+
+# Rounding of float32 and bfloat16 arithmetic stays below these, in nats.
+ROUNDING_MEAN, ROUNDING_MAX = 2e-3, 0.1
+HEAVY_SHARE = 0.01  # of the tokens outside [0.5, 2]: truncation alone leaves too many far off
+LOW_ESS = 0.5  # below it, weights hardly help: most of the batch counts for nothing
+DIFFERENT = 0.8  # mean acceptance below which the actor is another policy rather than a noisy one
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`use`: corrections by name, empty for none; `because`: sentences; `without`: name -> why."""
+
+    use: tuple[str, ...]
+    because: tuple[str, ...]
+    without: dict[str, str] = field(default_factory=dict)
+
+
+def advise(row: Row, *, stale: int) -> Advice:
+    """What fits the `mismatch/*` of a row. `stale`: the age in steps that the run's schedule allows
+    its samples, which adds to what was measured."""
+
+    def of(name: str) -> float:
+        return float(row.get(f"mismatch/{name}") or 0.0)
+
+    use, because = _for_mismatch(row)
+    if stale and not use:
+        use = ("tis",)
+        because += (
+            f"samples may be up to {stale} steps old, which adds to this: truncation costs nothing "
+            "where ratios are near 1, and bounds what staleness adds.",
+        )
+    without = {}
+    if not of("truncated_share"):
+        without["tis"] = "no ratio is above its cap of 2"
+    if not of("masked_share"):
+        without["mis"] = without["icepop"] = "no ratio is outside [0.5, 2]"
+    if not of("veto_share"):
+        without["veto"] = "no sequence holds a token with a ratio below 1e-4"
+    if not of("unlikely_share"):
+        without["dvp"] = "every token lies in the learner's safe set (p >= e^-13 of the largest)"
+    if of("acceptance") > DIFFERENT:
+        share = number(of("acceptance"))
+        without["jackpot"] = f"p_ref would accept {share} of the tokens as they are"
+    return Advice(use, because, {k: why for k, why in without.items() if k not in use})
+
+
+def _for_mismatch(row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """By the figures alone."""
+    figures = {name.removeprefix("mismatch/"): float(v) for name, v in row.items() if v is not None}
+    mean, worst = figures.get("abs_dlogp_mean", 0.0), figures.get("abs_dlogp_max", 0.0)
+    ess, masked = figures.get("ess", 1.0), figures.get("masked_share", 0.0)
+    if figures.get("acceptance", 1.0) < DIFFERENT:
+        said = f"mean acceptance is {number(figures['acceptance'])}, below {DIFFERENT}"
+        return ("jackpot",), (
+            f"{said}: the actors sample from another policy, which rejection brings nearer; "
+            "ratios alone would be far from 1.",
+            *_too_low(ess),
+        )
+    if mean < ROUNDING_MEAN and worst < ROUNDING_MAX:
+        return (), (
+            f"|log p_ref - log p_inf| is {number(mean)} in the mean and {number(worst)} at most: "
+            "actors and learner agree to the rounding of their arithmetic.",
+        )
+    if masked >= HEAVY_SHARE:
+        use: tuple[str, ...] = ("mis",)
+        why = f"{masked:.1%} of the ratios are outside [0.5, 2]: such tokens are better left out."
+    else:
+        use = ("tis",)
+        why = (
+            f"|log p_ref - log p_inf| is {number(mean)} in the mean, and {masked:.1%} of the "
+            "ratios are outside [0.5, 2]: truncated weights correct it without a large variance."
+        )
+    extra = []
+    if figures.get("veto_share"):
+        use += ("veto",)
+        share = figures["veto_share"]
+        extra.append(f"{share:.1%} of the sequences hold a token with a ratio below 1e-4.")
+    if figures.get("unlikely_share"):
+        use = ("dvp", *use)
+        share = figures["unlikely_share"]
+        extra.append(f"{share:.2%} of the tokens lie outside the learner's safe set.")
+    return use, (why, *extra, *_too_low(ess))
+
+
+def _too_low(ess: float) -> tuple[str, ...]:
+    if ess >= LOW_ESS:
+        return ()
+    return (
+        f"The effective sample size is {number(ess)}, below {LOW_ESS}: weights will waste most of "
+        "the batch, and a more precise actor is worth more than any correction.",
+    )
+
+
+GROUPS, SAMPLES = 32, 2  # prompts, answers to each
+NEW_TOKENS = 64  # of an answer, at most
+WORST = 8  # tokens that are listed
+BEFORE = 24  # characters of text before a token
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One sampled token. Example: Token("digits/train/3", "8043", "7", -1.25, "bf16-0")"""
+
+    prompt_id: str
+    before: str  # the end of the text before it
+    text: str
+    log_ratio: float  # log p_ref - log p_inf
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the step gave. `row`: of metrics.jsonl; empty where the run did not come so far."""
+
+    seconds: float
+    error: str = ""  # what kept the run from it; empty: nothing did
+    row: Row = field(default_factory=dict)
+    worst: Sequence[Token] = ()
+
+    @property
+    def started(self) -> bool:
+        return not self.error
+
+
+def probe(config: RunConfig, *, fresh: bool = False) -> Probe:
+    """Sample a few hundred tokens of the training prompts with the run's own engines, and take one
+    step on them with its own learner, without corrections. Nothing of it is kept.
+
+    `fresh`: a model of random weights in the place of one that is warmed up. Raises UserError for
+    what a run would refuse.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rlcore-doctor-") as folder:
+        config = shortened(config, str(Path(folder) / "run"))
+        if fresh:
+            config = _with_fresh_model(config, Path(folder))
+        run = Path(config.run_dir)
+        error = ""
+        with _quiet():
+            try:
+                train(config)
+            except (StageError, DeadlineExceeded, OSError) as e:
+                error = str(e)
+        rows = read_rows(run / "metrics.jsonl")
+        found = [r for file in sorted((run / "samples").glob("step_*")) for r in records(file)]
+    seconds = time.monotonic() - began
+    return Probe(seconds, error, rows[0] if rows else {}, worst_tokens(found))
+
+
+def shortened(config: RunConfig, run_dir: str) -> RunConfig:
+    """The run as it is measured: one synchronous step on a few prompts, without corrections,
+    evaluations and checkpoints, which would change what is seen or take longer to see it."""
+    short = {
+        "schedule": {
+            "steps": 1,
+            "groups_per_step": min(config.schedule.groups_per_step, GROUPS),
+            "steps_per_publish": 1,
+            "steps_per_phase": None,
+            "epochs": 1,
+            "max_uses": 1,
+            "max_staleness": 0,
+            "on_publish": "finish",
+        },
+        "rollout": {
+            "samples_per_prompt": min(config.rollout.samples_per_prompt, SAMPLES),
+            "max_new_tokens": min(config.rollout.max_new_tokens, NEW_TOKENS),
+        },
+        "algorithm": {"dynamic_sampling": False, "keep_best": None},
+        "evaluation": {"at_start": False, "prompts": 1, "samples": 1, "greedy": False, "tasks": {}},
+        "checkpoint": {"every": 0, "every_s": 0.0, "at_end": False, "keep_best": None},
+        "logging": {
+            "console": "off",
+            "wandb": "disabled",
+            "prometheus_port": 0,
+            "samples_per_step": GROUPS,
+            "report": False,
+        },
+    }
+    update: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update=changed) for name, changed in short.items()
+    }
+    update["correction"] = CorrectionList.model_validate({"none": {}})
+    return config.model_copy(update=update | {"run_dir": run_dir, "resume": "never"})
+
+
+def _with_fresh_model(config: RunConfig, folder: Path) -> RunConfig:
+    """Its weights are random, so that nothing is trained first and nothing kept in a cache."""
+    path = fresh_model(config, prepare(config), folder / "model")
+    model = config.model.model_copy(update={"path": str(path), "fresh": None, "warmup": None})
+    return config.model_copy(update={"model": model})
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the processes print goes to stderr: stdout is the findings', possibly as JSON."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def worst_tokens(samples: Sequence[dict[str, Any]], count: int = WORST) -> list[Token]:
+    """The tokens whose ratio p_ref/p_inf is the furthest from 1, the furthest first."""
+    found = []
+    for sample in samples:
+        ratios = sample.get("log_ratio") or []
+        before, place = sample["prompt"], 0
+        turns = sample.get("turns") or [{"observed": ""}]
+        for turn, pieces in zip(turns, sample["pieces"]):
+            before += turn["observed"]
+            for text in pieces:
+                ratio = ratios[place] if place < len(ratios) else None
+                if ratio is not None and math.isfinite(ratio):
+                    context = before[-BEFORE:]
+                    token = Token(sample["prompt_id"], context, text, ratio, sample["actor"])
+                    found.append(token)
+                before += text
+                place += 1
+    return sorted(found, key=lambda token: -abs(token.log_ratio))[:count]
+
+
+def refusal(config: RunConfig) -> str:
+    """Why the run would be refused before anything starts; empty if it would not be."""
+    try:
+        with _quiet():
+            prepare(config)
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+# In the order in which they are shown: metric, what it is.
+FIGURES = {
+    "abs_dlogp_mean": "mean |log p_ref - log p_inf| (nats)",
+    "abs_dlogp_max": "largest |log p_ref - log p_inf| (nats)",
+    "kl_k3": "KL(p_inf || p_ref) (nats)",
+    "ess": "effective sample size (share)",
+    "acceptance": "mean of min(1, p_ref/p_inf)",
+    "truncated_share": "tokens with p_ref/p_inf above 2",
+    "masked_share": "tokens with p_ref/p_inf outside [0.5, 2]",
+    "unlikely_share": "tokens outside the learner's safe set",
+    "veto_share": "sequences with a ratio below 1e-4",
+}
+
+
+def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[str, Any]:
+    """Everything that is said of a configured run, for JSON and for text. `forecast`: lines of the
+    planner's, none where it was not asked."""
+    stale = course_of(config).staleness_bound
+    shown: dict[str, Any] = {
+        "starts": found.started,
+        "seconds": round(found.seconds, 1),
+        "error": found.error,
+        "staleness_bound": stale,
+        "forecast": list(forecast),
+    }
+    if not found.row:
+        return shown
+    advice = advise(found.row, stale=stale)
+    figures = {name: found.row.get(f"mismatch/{name}") for name in FIGURES}
+    return shown | {
+        "tokens": found.row.get("train/tokens"),
+        "mismatch": {name: value for name, value in figures.items() if value is not None},
+        "worst_tokens": [asdict(token) for token in found.worst],
+        "advice": asdict(advice) | {"configured": judged_choice(config, advice)},
+    }
+
+
+def judged_choice(config: RunConfig, advice: Advice) -> str:
+    """What the run's own choice of corrections is to this advice, in a sentence."""
+    chosen = tuple(config.correction.chosen())
+    idle = [name for name in chosen if name in advice.without and name not in advice.use]
+    missing = [name for name in advice.use if name not in chosen]
+    said = f"correction=[{','.join(chosen) or 'none'}] "
+    if not idle and not missing:
+        return said + "fits."
+    parts = [f"lacks {', '.join(missing)}"] if missing else []
+    parts += [f"has {', '.join(idle)}, which nothing here calls for"] if idle else []
+    return said + " and ".join(parts) + "."
+
+
+def lines(shown: Mapping[str, Any]) -> list[str]:
+    """The same as text."""
+    if not shown["starts"]:
+        return [f"FAIL  a run of this configuration did not take a step: {shown['error']}"]
+    said = [f"ok    a run of this configuration took a step after {shown['seconds']:.0f} s"]
+    if "mismatch" not in shown:
+        return said
+    said += ["", f"actors against learner, {number(shown['tokens'])} fresh tokens, no correction:"]
+    said += [f"  {FIGURES[k]:44s} {number(v)}" for k, v in shown["mismatch"].items()]
+    if shown["worst_tokens"]:
+        said += ["worst tokens (p_ref/p_inf, after what text, token):"]
+    for token in shown["worst_tokens"]:
+        ratio = number(math.exp(token["log_ratio"]))
+        said.append(
+            f"  {ratio:>8s}  {token['before']!r} {token['text']!r}  "
+            f"{token['actor']} {token['prompt_id']}"
+        )
+    return said + _advised(shown)
+
+
+def _advised(shown: Mapping[str, Any]) -> list[str]:
+    advice = shown["advice"]
+    use = ",".join(advice["use"])
+    said = ["", f"advice: correction={f'[{use}]' if ',' in use else use or 'none'}"]
+    said += [f"  {sentence}" for sentence in advice["because"]]
+    said += [f"  not {name}: {why}" for name, why in advice["without"].items()]
+    said.append(f"  the run's {advice['configured']}")
+    bound = shown["staleness_bound"]
+    if bound:
+        said.append(
+            f"staleness: this schedule trains on tokens up to {bound} steps old, which adds to the "
+            "mismatch above."
+        )
+        wanted = ["  rates=FILE or gpu=NAME forecasts how old they will be."]
+        said += [f"  {line}" for line in shown["forecast"]] or wanted
+    return said
+
 
 PACKAGES = (
     "torch",
@@ -71,7 +397,6 @@ def doctor(
 
 def _started(config: RunConfig | None, rates: Mapping[str, str]) -> dict[str, Any]:
     """A run's first step: Ray, engine, graders, learner and weights between them."""
-    from rlcore.commands.probe import probe  # what a run imports: not for start=false
 
     if config is not None:
         # first: its words may be refused

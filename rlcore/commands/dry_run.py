@@ -8,16 +8,20 @@ from pathlib import Path
 
 from rlcore.cluster.placement import free_port
 from rlcore.cluster.ray_cluster import check_cluster, joined_address
-from rlcore.commands import roles
-from rlcore.commands.memory import check_memory, memory_lines
+from rlcore.commands import jobs
+from rlcore.commands.memory import (
+    check_memory,
+    memory_lines,
+    policy_parameters,
+    published_bytes,
+    stored_bytes,
+)
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
-from rlcore.commands.sizes import policy_parameters, published_bytes, stored_bytes
 from rlcore.commands.warm_up import kept_at, kept_model
 from rlcore.config.compose import check_resume
-from rlcore.config.rewards import tasks
 from rlcore.config.schema import RunConfig
-from rlcore.config.task_checks import mixed
+from rlcore.config.task_checks import mixed, tasks
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests
@@ -86,7 +90,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
     state = checkpoint.state_of(found)
     prepared.prompts.restore(state["prompts"])
     progress = Progress(**state["progress"])
-    roles.plan(config).check_resume(progress)
+    jobs.plan(config).check_resume(progress)
     step = progress.step
     last = int(rows[-1]["step"] or 0) if rows else step
     refuse(
@@ -99,7 +103,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
 
 def _check_places(config: RunConfig, prepared: Prepared) -> None:
     """CPUs, GPUs, the object store, the ports of the metrics and of the learner."""
-    cpus, gpus = roles.needed(config)
+    cpus, gpus = jobs.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
@@ -119,7 +123,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     corrections = [f"{label}: {_settings(spec)}" for label, spec in chosen]
     yield "corrections", corrections or ["none: the mismatch is measured and not corrected"]
     names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
-    idle = roles.idle_clip(config)
+    idle = jobs.idle_clip(config)
     yield "algorithm", [names, *_changed(config.algorithm), *filter(None, [idle])]
     yield "schedule", [_schedule(config), *_changed(config.schedule)]
     yield "learner", _learner(config)
@@ -221,12 +225,12 @@ def _rewards(config: RunConfig) -> list[str]:
 
 def _actors(config: RunConfig) -> list[str]:
     engines = {label: (actor, "") for label, actor in config.actor.items()}
-    plain = roles.evaluation_actor(config)
+    plain = jobs.evaluation_actor(config)
     if plain is not None:
         engines["evaluation"] = (plain, ", for evaluations alone")
     lines = []
     for label, (actor, purpose) in engines.items():
-        what = roles.describe_actor(label, actor, config.model.max_len)
+        what = jobs.describe_actor(label, actor, config.model.max_len)
         ranks = f" of {actor.tensor_parallel} ranks" if actor.tensor_parallel > 1 else ""
         gpus = actor.num_gpus * actor.tensor_parallel
         each = f"{_count(actor.num_cpus, 'CPU')} and {_count(gpus, 'GPU')} each"
@@ -255,7 +259,7 @@ def _learner(config: RunConfig) -> list[str]:
     spec = config.learner
     beside = {"lora": spec.lora, "distill": spec.distill, "draft": spec.draft}
     return [
-        f"{_count(roles.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
+        f"{_count(jobs.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *_changed(spec),
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
@@ -263,13 +267,13 @@ def _learner(config: RunConfig) -> list[str]:
 
 
 def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
-    (cpus, gpus), spec = roles.needed(config), config.cluster
+    (cpus, gpus), spec = jobs.needed(config), config.cluster
     address = joined_address(spec.address)
     where = f"the cluster at {address}" if address else "a cluster of this machine"
     size = published_bytes(config, prepared.tokenizer) / MIB
     lines = [
         f"{_count(cpus, 'CPU')} and {_count(gpus, 'GPU')} on {where}",
-        f"{size:,.1f} MiB of weights a publication, in {roles.wire_dtype(config)} by "
+        f"{size:,.1f} MiB of weights a publication, in {jobs.wire_dtype(config)} by "
         f"{spec.transport}",
         f"{spec.buffer_mib} MiB of trajectories in the buffer",
     ]

@@ -1,26 +1,37 @@
-"""`rlcore eval`: evaluate a run's checkpoint, or a model folder."""
+"""`rlcore eval` and `rlcore export`: commands on a run's checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlcore.commands.checkpoints import named_or_newest
+from rlcore.commands.memory import stored_bytes
 from rlcore.commands.model_checks import check_attention
-from rlcore.commands.notes import note
 from rlcore.commands.owner import own
-from rlcore.commands.preflight import Prepared, prepare
-from rlcore.commands.reward_checks import ask_lean_servers
-from rlcore.commands.session import Session, connected
-from rlcore.commands.sizes import stored_bytes
+from rlcore.commands.preflight import Prepared, ask_lean_servers, note, prepare
+from rlcore.commands.processes import Session, connected
 from rlcore.commands.warm_up import with_drafts
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
+from rlcore.spec import refuse
+
+
+def named_or_newest(
+    config: RunConfig, named: str | None, note: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint that the command names, else the newest valid one of the run, if any.
+
+    Raises UserError if the named one cannot be used.
+    """
+    if named is not None:
+        return checkpoint.require(named)
+    root = Path(config.run_dir) / "checkpoints"
+    return checkpoint.newest_valid(root, note) if root.is_dir() else None
 
 
 def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
@@ -112,3 +123,39 @@ def to_evaluate(config: RunConfig, named: str | None, model_named: bool) -> tupl
 
 def _no_samples(version: int, label: str, verdicts: Sequence[Mapping[str, Any]]) -> None:
     """An evaluation alone keeps no readable samples."""
+
+
+def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = False) -> int:
+    """Write a checkpoint's policy and its tokenizer to `out`.
+
+    Beneath it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter),
+    `draft` (co-trained), and with `optimizer` the learner's state as whole float32 tensors in
+    `learner`. `named`: the checkpoint; None: the run's newest. Raises UserError.
+    """
+    folder = named_or_newest(config, named, note)
+    if folder is None:
+        raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
+    refuse(Path(out).exists(), f"out={out} exists: choose another folder.")
+    prepared = prepare(config, trains=False, evaluates=False)
+    with connected(config, actors=False):
+        model_path = str(checkpoint.state_of(folder)["model_path"])
+        if config.learner.draft is not None:
+            config = with_drafts(config, prepared, note)
+        pad_id = prepared.pad_id
+        session = Session(config, model_path, pad_id=pad_id, note=note, with_actors=False)
+        try:
+            assert session.learner is not None
+            session.learner.load(str(folder / "learner"))
+            session.learner.export(out)
+        finally:
+            session.close()
+    # The ranks write models; a folder is only usable with its tokenizer.
+    for sub in ("", "sparse", "draft"):
+        if (Path(out) / sub).is_dir():
+            prepared.tokenizer.save_pretrained(Path(out) / sub)
+    if optimizer:
+        from rlcore.learner.state_files import join_state
+
+        join_state(folder / "learner", Path(out) / "learner")
+    note(f"{folder.name} written to {out}")
+    return 0

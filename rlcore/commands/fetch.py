@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlcore.commands.notes import note
+from rlcore.commands.preflight import note
 from rlcore.models.packaged import MODELS, fetch_model
 
 

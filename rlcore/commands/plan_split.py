@@ -20,12 +20,11 @@ from rlcore.commands.plan import (
 )
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError, UserError
-from rlcore.planner.forecast import forecast
+from rlcore.planner.forecast import Split, best_of, forecast, least_ranks, searched
 from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, Gpu, Shape, actor_rates, learner_rates
 from rlcore.planner.picture import picture
 from rlcore.planner.run import PlannedFleet
 from rlcore.planner.specs import LengthSpec, Rates
-from rlcore.planner.split import Split, best_of, least_ranks, searched
 from rlcore.spec import refuse
 
 CONFIGURED = "as configured"

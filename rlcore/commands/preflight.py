@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.buffer.capacity import check_capacity
+from rlcore.buffer.admission import check_capacity
+from rlcore.commands.jobs import most_prompt_tokens
 from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
-from rlcore.commands.notes import note
 from rlcore.commands.owner import Owner, own
-from rlcore.commands.reward_checks import check_rewards
-from rlcore.commands.roles import most_prompt_tokens
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
-from rlcore.config.task_checks import mixed
+from rlcore.config.task_checks import mixed, rewards
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.renderers import check_template
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
-from rlcore.loop.difficulty import Difficulty
-from rlcore.loop.mixture import Mixture, task_seed
-from rlcore.loop.prompts import Asked, HeldOutRequests, Prompts, PromptSource, RequestMaker
+from rlcore.loop.prompts import (
+    Asked,
+    Difficulty,
+    HeldOutRequests,
+    Mixture,
+    Prompts,
+    PromptSource,
+    RequestMaker,
+    task_seed,
+)
 from rlcore.metrics.logger import own_sink
 from rlcore.models.fresh import build_char_tokenizer, check_vocabulary
 from rlcore.models.text import encode_prompt, load_tokenizer, padding
-from rlcore.objectives.registry import make_advantage, make_loss
+from rlcore.objectives.specs import make_advantage, make_loss
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
 from rlcore.tasks import make_task, tasks_with_tokens
+from rlcore.tasks.rewards.requests import api_key
+from rlcore.tasks.rewards.specs import LeanSpec
+from rlcore.tasks.rewards.weighted import own_reward
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import Message
+
+
+def note(text: str) -> None:
+    """Print one line at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def check_rewards(config: RunConfig) -> None:
+    """Raise UserError for a key that the environment does not have, a folder without a model, or a
+    class of a user's own that cannot be built. It is built once, and closed.
+
+    No address is asked: a service may come up later than the run.
+    """
+    for key, reward in rewards(config):
+        if reward.endpoint is not None:
+            api_key(key, reward.endpoint)
+        if reward.own is not None:
+            own_reward(key, reward.own).close()
+        if reward.classifier is not None:
+            folder = Path(reward.classifier.path)
+            if not (folder / "config.json").is_file():
+                raise UserError(
+                    f"{key}.path={folder} holds no config.json: give a local Hugging Face folder "
+                    "of a sequence classifier."
+                )
+
+
+def ask_lean_servers(config: RunConfig) -> None:
+    """Raise UserError if a Lean server of a run does not answer.
+
+    Unlike other services it is no service that may come later: it takes minutes to load its
+    library, and without it no sample has a reward.
+    """
+    for key, reward in rewards(config):
+        if reward.lean is not None:
+            _ask(key, reward.lean)
+
+
+def _ask(key: str, spec: LeanSpec) -> None:
+    secret = api_key(key, spec)
+    request = urllib.request.Request(f"{spec.url.rstrip('/')}/health")
+    if secret:
+        request.add_header("Authorization", f"Bearer {secret}")
+    try:
+        with urllib.request.urlopen(request, timeout=spec.start_timeout_s):
+            return
+    except urllib.error.HTTPError as error:
+        why = f"answers status {error.code}"
+        if error.code in (401, 403):
+            why += f" (its key is that of {key}.api_key_env={spec.api_key_env})"
+    except (OSError, ValueError) as error:  # refused, unknown host, no answer in time, no HTTP
+        why = f"does not answer: {error}"
+    raise UserError(
+        f"{key}.url={spec.url} {why.replace(secret, '***') if secret else why}; start a Lean "
+        "server there (project-numina/kimina-lean-server) or name another."
+    )
+
 
 _NO_HELDOUT = "has no held-out problems to evaluate on: name a file of them"
 ALL = 1 << 20  # more rows than are ever checked before a run

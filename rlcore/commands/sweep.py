@@ -13,16 +13,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from rlcore.commands.launch import launch
+from rlcore.commands.compare import report
 from rlcore.commands.owner import own
-from rlcore.commands.report import report
 from rlcore.config.compose import load
 from rlcore.config.groups import each_value
 from rlcore.config.schema import RunConfig
 from rlcore.errors import StageError
+from rlcore.launch import launch as start
 from rlcore.launch import render
-from rlcore.metrics.status import FINAL, read_status
+from rlcore.metrics.sinks import FINAL, read_status
 from rlcore.spec import refuse
+
+
+def launch(config: RunConfig, words: Sequence[str], *, dry_run: bool) -> int:
+    """Start the run that `words` describe; with `dry_run` only print what would be started."""
+    return start(config.cluster.launch, words, config.run_dir, dry_run=dry_run)
+
 
 SUBMITTED = "submitted"  # file in the folder of a run that a scheduler has taken
 STOPPED = 130

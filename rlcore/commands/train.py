@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlcore.cluster.collector import short_passes
-from rlcore.commands import roles
+from rlcore.cluster.process_tuning import short_passes
+from rlcore.commands import jobs
 from rlcore.commands.about import write_about
+from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
-from rlcore.commands.preflight import Prepared, open_run_dir, prepare
-from rlcore.commands.reward_checks import ask_lean_servers
+from rlcore.commands.preflight import Prepared, ask_lean_servers, open_run_dir, prepare
+from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
-from rlcore.commands.session import Session, connected
-from rlcore.commands.sizes import stored_bytes
-from rlcore.commands.stopping import StopSignals
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
 from rlcore.config.compose import check_resume, to_yaml
@@ -28,15 +28,76 @@ from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
-from rlcore.loop.parts import Parts
-from rlcore.loop.plan import Progress
+from rlcore.loop.plan import Parts, Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.log import NAME as LOG
-from rlcore.metrics.logger import MetricsLogger, open_logger
+from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.report import write_report
-from rlcore.metrics.reporter import RunReporter
+
+TOGETHER_S = 5.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """What the signals of one command have asked for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: float | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self._first is not None
+
+    def repeated(self) -> bool:
+        """Note a signal. Whether it is one with the first, which is already acted on."""
+        now = self._clock()
+        if self._first is None:
+            self._first = now
+            return False
+        return now - self._first < TOGETHER_S
+
+    def interrupt(self) -> None:
+        """Have both signals raise KeyboardInterrupt.
+
+        For the time outside the loop, while processes start or end: they are taken down, exit code
+        130. A repeated signal must not interrupt that. Only in the main thread, elsewhere nothing.
+        """
+
+        def raise_once(number: int, frame: object) -> None:
+            if not self.repeated():
+                raise KeyboardInterrupt
+
+        # Tests and embedding programs may run a command in another thread, which gets no signals.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, raise_once)
+
+    def listen(self, controller: Controller, note: Callable[[str], None]) -> None:
+        """While the running event loop lasts, the first signal ends the run after the current step
+        with a checkpoint, and a later one at once, by cancelling the current task."""
+        loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
+        assert main is not None
+
+        def stop(name: str) -> None:
+            if self.requested:
+                if not self.repeated():
+                    main.cancel()
+                return
+            self.repeated()
+            note(
+                f"{name}: finishing the current step, then a checkpoint (press again later to stop "
+                "now)"
+            )
+            controller.request_stop()
+
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop, number.name)
+
 
 STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
 
@@ -109,7 +170,7 @@ def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
         run = Run(config, prepared, logger, reporter, scale, StopSignals(), owner)
         run.stop.interrupt()
-        for news in (owner.news, swept, roles.idle_clip(config)):
+        for news in (owner.news, swept, jobs.idle_clip(config)):
             if news:
                 reporter.note(news)
         try:
@@ -181,7 +242,7 @@ def _start_point(run: Run) -> Start:
     check_resume(run.given)
     state = checkpoint.state_of(found)
     progress = Progress(**state["progress"])
-    roles.plan(run.config).check_resume(progress)
+    jobs.plan(run.config).check_resume(progress)
     run.prepared.prompts.restore(state["prompts"])  # refuses another mixture
     return Start(found, state, progress)
 
@@ -203,13 +264,13 @@ def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
         model_path = str(kept) if kept else starting_model(config, prepared, note)
         config = with_drafts(config, prepared, note)
         for label, actor in config.actor.items():
-            note(roles.describe_actor(label, actor, config.model.max_len))
+            note(jobs.describe_actor(label, actor, config.model.max_len))
         began = time.monotonic()
         session = Session(config, model_path, pad_id=prepared.pad_id, note=note)
         assert session.fleet is not None
         try:
             note(
-                f"{len(session.fleet.members)} rollout actors and {roles.ranks(config)} learner "
+                f"{len(session.fleet.members)} rollout actors and {jobs.ranks(config)} learner "
                 f"ranks are up after {time.monotonic() - began:.0f} s"
             )
             if start.checkpoint is not None:
@@ -256,7 +317,7 @@ async def _loop(run: Run, session: Session, model_path: str, start: Start) -> No
     )
     resumed_from = str(start.checkpoint / "learner") if start.checkpoint else None
     controller = Controller(
-        roles.plan(config), clients, parts, progress=start.progress, resumed_from=resumed_from
+        jobs.plan(config), clients, parts, progress=start.progress, resumed_from=resumed_from
     )
     run.stop.listen(controller, reporter.note)
     await controller.run()

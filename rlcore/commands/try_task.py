@@ -10,17 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.commands import roles
-from rlcore.commands.notes import note
-from rlcore.commands.preflight import make_tasks, tokenizer_of, training_sources
-from rlcore.commands.reward_checks import ask_lean_servers, check_rewards
+from rlcore.commands import jobs
+from rlcore.commands.preflight import (
+    ask_lean_servers,
+    check_rewards,
+    make_tasks,
+    note,
+    tokenizer_of,
+    training_sources,
+)
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import PromptSource
 from rlcore.models.text import decode_response, uses_template
-from rlcore.rollout.answers import cut
+from rlcore.rollout.text import cut
 from rlcore.spec import refuse
 from rlcore.tasks.graders import Graders
 from rlcore.tasks.scoring import Scored
@@ -108,7 +113,7 @@ def _trials(
         f"{config.task_key(label)}.name={config.tasks[label].name} has no problems: name a file of "
         f"them with {config.task_key(label)}.args.train_path.",
     )
-    stop = roles.stop_strings(config)
+    stop = jobs.stop_strings(config)
     trials = []
     for at, item in enumerate(items[:n]):
         lines, refused = _prompt(source, tokenizer, item)
@@ -209,7 +214,7 @@ def _graded(
             scores.update({(a.group_id, a.sample_index): score for a, score in scored})
             arrived.notify_all()
 
-    graders = Graders(roles.grader_pools(config), on_scored=on_scored, note=note)
+    graders = Graders(jobs.grader_pools(config), on_scored=on_scored, note=note)
     deadline = time.monotonic() + config.evaluation.timeout_s
     try:
         graders.submit(answers)

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from rlcore.cluster.start import start_learners, wait_started
-from rlcore.commands import roles
-from rlcore.commands.preflight import Prepared
+from rlcore.commands import jobs as roles
+from rlcore.commands.model_checks import require_end
+from rlcore.commands.preflight import Prepared, note, open_run_dir, prepare
+from rlcore.commands.processes import connected
+from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
-from rlcore.environments.worked import worked_episode
+from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
 from rlcore.loop.prompts import Prompts, PromptSource
@@ -29,6 +32,7 @@ from rlcore.models.masked_folder import mask_token_id
 from rlcore.models.masking import masked_answer
 from rlcore.models.specs import WarmUpSpec
 from rlcore.seeding import derive_seed
+from rlcore.spec import refuse
 from rlcore.types import POLICY, Item
 
 NOTED_EVERY = 20  # steps
@@ -276,3 +280,26 @@ def _fingerprint(config: RunConfig) -> str:
 def _tasks(config: RunConfig) -> list[Any]:
     tasks = [[label, spec.name, spec.args, spec.weight] for label, spec in mixed(config).items()]
     return tasks or [part for s in config.tasks.values() for part in (s.name, s.args)]
+
+
+def sft(config: RunConfig) -> int:
+    """Warm up `model.path` or a fresh model on worked answers; writes `run_dir/model`, a Hugging
+    Face folder."""
+    prepared = prepare(config, evaluates=False)
+    require_end(config, prepared.tokenizer)
+    with open_run_dir(config, "rlcore sft") as owner:
+        if owner.news:
+            note(owner.news)
+        _sft(config, prepared, owner.folder)
+    return 0
+
+
+def _sft(config: RunConfig, prepared: Prepared, run_dir: Path) -> None:
+    out = run_dir / "model"
+    refuse(out.exists(), f"run_dir={run_dir} already holds a model: choose another folder.")
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    start = config.model.path or str(fresh_model(config, prepared, run_dir / "fresh"))
+    warmup = config.model.warmup or WarmUpSpec()
+    with connected(config, actors=False):
+        supervise(config, warmup, prepared, start=start, out=out, note=note)
+    note(f"model written to {out}")

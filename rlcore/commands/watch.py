@@ -11,13 +11,13 @@ from rich.console import Console
 
 from rlcore.buffer.admission import StalenessBound
 from rlcore.config.schema import RunConfig
-from rlcore.metrics.cells import duration
 from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.digest import duration
 from rlcore.metrics.health import Course, Health, warnings
 from rlcore.metrics.log import NAME, read_log, shown
 from rlcore.metrics.rows import Row, RowTail
 from rlcore.metrics.run_folder import records
-from rlcore.metrics.status import FINAL, age_s, read_status
+from rlcore.metrics.sinks import FINAL, age_s, read_status
 
 POLL_S = 1.0
 

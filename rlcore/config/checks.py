@@ -9,19 +9,218 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
-from rlcore.config.colocation import check_colocated
 from rlcore.config.diffusion import check_diffusion
-from rlcore.config.environments import check_environment
 from rlcore.config.names import check_names, load_objectives
-from rlcore.config.publication import check_adapters, check_transport
-from rlcore.config.rewards import check_rewards
 from rlcore.config.schema import AlgorithmSection, RunConfig
-from rlcore.config.task_checks import TASK_RULES
-from rlcore.corrections.specs import DvpSpec
+from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
+from rlcore.corrections.dvp import DvpSpec
+from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
-from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
-from rlcore.rollout.specs import CPU_HEADS
+from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
+from rlcore.rollout.specs import CPU_HEADS, ActorSpec
 from rlcore.spec import refuse
+
+KEY = "schedule.colocated=true"
+
+
+def check_colocated(c: RunConfig) -> None:
+    """What may take turns, and how many of each."""
+    if not c.schedule.colocated:
+        refuse(
+            c.learner.offload_while_sampling,
+            "learner.offload_while_sampling=true makes room for engines on the learner's own GPUs, "
+            "which schedule.colocated=false gives it alone: leave it false.",
+        )
+        return
+    for label, actor in c.actor.items():
+        _engine(label, actor)
+    for name in PARTS:
+        refuse(
+            getattr(c.learner, name) > 1,
+            f"{KEY} is not proven with learner.{name}={getattr(c.learner, name)}: use 1, or GPUs "
+            "of the learner's own.",
+        )
+    _no_further_engine(c)
+    _places(c)
+
+
+def _engine(label: str, actor: ActorSpec) -> None:
+    key = f"actor.{label}"
+    refuse(
+        actor.engine != "vllm",
+        f"{KEY} needs an engine that frees its memory, which {key}.engine={actor.engine} does not: "
+        "use engine=vllm.",
+    )
+    refuse(
+        actor.tensor_parallel > 1,
+        f"{KEY} pairs an engine with the learner rank of one GPU, and {key}.tensor_parallel="
+        f"{actor.tensor_parallel} spans several: use 1, or GPUs of its own.",
+    )
+
+
+def _no_further_engine(c: RunConfig) -> None:
+    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    refuse(
+        bool(drafts),
+        f"{KEY} does not go with actor.{''.join(drafts[:1])}.kind=draft, whose run has a further "
+        "engine for evaluations (and learner.draft further ranks) without a GPU to take turns on.",
+    )
+    refuse(
+        bool(c.evaluation.dense_actor),
+        f"{KEY} does not go with evaluation.dense_actor=true, an engine without a GPU to take "
+        "turns on: leave it null.",
+    )
+
+
+def _places(c: RunConfig) -> None:
+    gpus = {"learner": c.learner.num_gpus} | {f"actor.{n}": a.num_gpus for n, a in c.actor.items()}
+    refuse(
+        set(gpus.values()) not in ({0}, {1}),
+        f"{KEY} gives every role the whole of its GPU in turn, so each num_gpus must be 1, or each "
+        f"0 on a CPU: it has {', '.join(f'{role}.num_gpus={n:g}' for role, n in gpus.items())}.",
+    )
+    engines, ranks = sum(a.count for a in c.actor.values()), c.learner.ranks
+    refuse(
+        engines < ranks,
+        f"{KEY} pairs every learner rank with an engine, and learner.ranks={ranks} is more than "
+        f"actor.*.count={engines} in all: give both the same number.",
+    )
+    refuse(
+        c.cluster.transport == "ipc" and engines > ranks,
+        f"cluster.transport=ipc reads a learner rank's memory on each engine's GPU, and actor.*."
+        f"count={engines} in all is more than learner.ranks={ranks}: use object_store, or as many.",
+    )
+    nodes = c.cluster.launch.learner_nodes
+    refuse(
+        nodes > 0,
+        f"{KEY} does not go with cluster.launch.learner_nodes={nodes}, which gives the learner "
+        "nodes of its own: leave it 0.",
+    )
+
+
+def check_adapters(c: RunConfig) -> None:
+    """Adapters that are published by themselves (publish=adapter)."""
+    learner = c.learner
+    copy = learner.distill.lora if learner.distill is not None else None
+    for name, lora in {"lora": learner.lora, "distill.lora": copy}.items():
+        if lora is None or lora.publish == "merged":
+            continue
+        key = f"learner.{name}.publish=adapter"
+        refuse(
+            c.cluster.transport in ("nccl", "ipc"),
+            f"{key} does not go with cluster.transport={c.cluster.transport}, whose receivers load "
+            "whole weights: use object_store or disk, or publish=merged.",
+        )
+        refuse(
+            learner.draft is not None,
+            f"{key} does not go with learner.draft, whose KL is to the whole policy: use "
+            "publish=merged.",
+        )
+        for label, actor in c.actor.items():
+            _adapter_over(key, label, actor)
+
+
+def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
+    """Whether an actor may have an adapter beside its weights. A draft has weights of its own."""
+    precision = actor.kind if actor.rounding == "none" else actor.rounding
+    # Quantised actors here serve the quantised sum; quantised weights with an adapter beside them
+    # are another policy.
+    refuse(
+        actor.kind == "fp8" or actor.rounding != "none",
+        f"{key} does not go with actor.{label}, which quantises the sum of weights and adapter to "
+        f"{precision}: use publish=merged, or kind=bf16 with rounding=none.",
+    )
+    refuse(
+        actor.kind != "draft" and actor.engine != "vllm",
+        f"{key} is computed by vLLM, and actor.{label}.engine={actor.engine} is another: use "
+        "publish=merged.",
+    )
+
+
+def check_transport(c: RunConfig) -> None:
+    """Whether what is published can travel as asked."""
+    transport = c.cluster.transport
+    # A broadcast reaches every member of the group with the same tensors.
+    several = c.learner.distill is not None or any(a.kind == "draft" for a in c.actor.values())
+    refuse(
+        several and c.cluster.joined,
+        f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
+        "with weights of their own: choose object_store or disk.",
+    )
+    if c.cluster.whole_every > 1:
+        _deltas(c)
+    if transport in ("nccl", "ipc"):
+        _engine_transfer(c, transport)
+
+
+def _deltas(c: RunConfig) -> None:
+    """Publications that send what changed."""
+    key = f"cluster.whole_every={c.cluster.whole_every}"
+    refuse(
+        c.cluster.transport not in ("object_store", "nccl"),
+        f"{key} sends patches, which cannot travel by cluster.transport={c.cluster.transport}: use "
+        "object_store or nccl, or whole_every=1.",
+    )
+    for label, actor in c.actor.items():
+        refuse(
+            c.cluster.transport == "nccl" and actor.quantised_by_engine,
+            f"{key} with cluster.transport=nccl writes what changed into weights as they were "
+            f"published, and actor.{label}.kind={actor.kind} holds them quantised: use "
+            "cluster.transport=object_store, or whole_every=1.",
+        )
+    refuse(
+        c.learner.distill is not None or c.learner.draft is not None,
+        f"{key} is for runs that publish the policy alone, and learner.distill and learner.draft "
+        "publish further weights: use whole_every=1.",
+    )
+    refuse(
+        c.learner.lora is not None and c.learner.lora.publish == "adapter",
+        f"{key} saves nothing with learner.lora.publish=adapter, of which every entry changes: use "
+        "whole_every=1.",
+    )
+
+
+def _engine_transfer(c: RunConfig, transport: str) -> None:
+    """Engines that receive weights by themselves, from GPU to GPU."""
+    gpus = {"learner": c.learner.num_gpus} | {
+        f"actor.{label}": actor.num_gpus for label, actor in c.actor.items()
+    }
+    without = [role for role, count in gpus.items() if count == 0]
+    refuse(
+        bool(without),
+        f"cluster.transport={transport} joins GPUs, and {' and '.join(without)} "
+        f"{'has' if len(without) == 1 else 'have'} num_gpus=0: use object_store or disk.",
+    )
+    colocated = c.schedule.colocated
+    refuse(
+        transport == "nccl" and colocated,
+        "cluster.transport=nccl cannot join two processes on one GPU, and schedule.colocated=true "
+        "gives engines and learner the same ones: use ipc.",
+    )
+    shared = [role for role, count in gpus.items() if count < 1]
+    refuse(
+        transport == "nccl" and bool(shared),
+        f"cluster.transport=nccl cannot join two processes on one GPU, and {' and '.join(shared)} "
+        "asks for a share of one (num_gpus below 1): use ipc, or num_gpus=1.",
+    )
+    refuse(
+        transport == "ipc" and len(shared) < len(gpus) and not colocated,
+        "cluster.transport=ipc reads the learner's memory on the same GPU, so learner.num_gpus and "
+        "actor.*.num_gpus must be shares of one, such as 0.5 each, or schedule.colocated=true has "
+        "them take turns: use nccl for GPUs of their own.",
+    )
+    foreign = [label for label, actor in c.actor.items() if actor.engine != "vllm"]
+    refuse(
+        bool(foreign),
+        f"cluster.transport={transport} is vLLM's, and actor.{''.join(foreign[:1])}.engine is "
+        "another: use object_store or disk.",
+    )
+    dtypes = sorted({actor.compute_dtype for actor in c.actor.values()})
+    refuse(
+        len(dtypes) > 1,
+        f"cluster.transport={transport} sends one set of weights in one dtype, and actors have "
+        f"{' and '.join(dtypes)}: give every actor.*.dtype the same, or use object_store.",
+    )
 
 
 def check(config: RunConfig) -> RunConfig:

@@ -8,9 +8,10 @@ laid over what it composed. A key that the schema knows needs no `+`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra import compose as hydra_compose
@@ -22,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlcore.config import mixture, resuming
+from rlcore.config import resuming
 from rlcore.config.checks import check
 from rlcore.config.groups import (
     LABELLED,
@@ -36,11 +37,195 @@ from rlcore.config.groups import (
     roots,
     settled,
 )
-from rlcore.config.paths import absolute
-from rlcore.config.schema import RunConfig
-from rlcore.config.sentences import one_line, validate
+from rlcore.config.schema import CorrectionList, MixedTask, RunConfig, task_form
+from rlcore.config.sentences import closest, one_line, validate
+from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
+from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
+from rlcore.tasks.rewards.specs import RewardSpec
+from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec, TaskSpec
+
+AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
+# Arguments of shipped tasks that name a file. A user's own task resolves its own.
+FILES = ("train_path", "heldout_path")
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same run with every path resolved against this process's working directory."""
+    model, algorithm, learner = config.model, config.algorithm, config.learner
+    warmup = model.warmup and model.warmup.model_copy(
+        update={"cache_dir": os.path.abspath(model.warmup.cache_dir)}
+    )
+    tasks = {label: _task(task) for label, task in config.evaluation.tasks.items()}
+    names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
+    update: dict[str, Any] = {
+        "run_dir": os.path.abspath(config.run_dir),
+        "model": model.model_copy(update={"path": _path(model.path), "warmup": warmup}),
+        "actor": {label: _actor(actor) for label, actor in config.actor.items()},
+        "correction": _corrections(config.correction),
+        "algorithm": algorithm.model_copy(update=names),
+        "cluster": config.cluster.model_copy(update={"transport": _code(config.cluster.transport)}),
+        "logging": config.logging.model_copy(
+            update={"sinks": tuple(_code(name) for name in config.logging.sinks)}
+        ),
+        "learner": learner.model_copy(
+            update={
+                "engine": _code(learner.engine),
+                "offload": learner.offload.model_copy(
+                    update={"nvme_path": _path(learner.offload.nvme_path)}
+                ),
+            }
+        ),
+        "task": (
+            {label: _task(task) for label, task in config.task.items()}
+            if isinstance(config.task, dict)
+            else _task(config.task)
+        ),
+        "environment": _environment(config.environment),
+        "evaluation": config.evaluation.model_copy(update={"tasks": tasks}),
+    }
+    return config.model_copy(update=update)
+
+
+def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
+    args = dict(environment.args)
+    if isinstance(args.get("rewards"), list):  # functions that score a class written for TRL
+        args["rewards"] = [_code(str(name)) for name in args["rewards"]]
+    if isinstance(args.get("program"), str):  # what environment=endpoint plays
+        args["program"] = _code(args["program"])
+    name = environment.name and _code(environment.name)
+    return environment.model_copy(update={"name": name, "args": args})
+
+
+def _actor(actor: ActorSpec) -> ActorSpec:
+    return actor.model_copy(
+        update={"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
+    )
+
+
+def _corrections(corrections: CorrectionList) -> CorrectionList:
+    entries = tuple(e._replace(name=_code(e.name)) for e in corrections.entries)
+    return corrections.model_copy(update={"entries": entries})
+
+
+def _task(task: AnyTask) -> AnyTask:
+    args = dict(task.args)
+    for name in FILES:
+        if isinstance(args.get(name), str):
+            args[name] = os.path.abspath(args[name])
+    if isinstance(args.get("grader"), str):
+        args["grader"] = _code(args["grader"])
+    rewards = {label: _reward(reward) for label, reward in task.rewards.items()}
+    update: dict[str, Any] = {"name": _code(task.name), "args": args, "rewards": rewards}
+    if isinstance(task, MixedTaskSpec) and task.advantage is not None:
+        update["advantage"] = _code(task.advantage)
+    if isinstance(task, MixedTask) and task.environment is not None:
+        update["environment"] = _environment(task.environment)
+    return task.model_copy(update=update)
+
+
+def _reward(reward: RewardSpec) -> RewardSpec:
+    classifier, own = reward.classifier, reward.own
+    if classifier is not None:
+        classifier = classifier.model_copy(update={"path": os.path.abspath(classifier.path)})
+    if own is not None:
+        own = own.model_copy(update={"name": _code(own.name)})
+    return reward.model_copy(update={"classifier": classifier, "own": own})
+
+
+def _path(path: str | None) -> str | None:
+    return path and os.path.abspath(path)
+
+
+def _code(name: str) -> str:
+    """ "path/to/file.py:Object" with its file made absolute; anything else as it is."""
+    file, colon, thing = name.rpartition(":")
+    return f"{os.path.abspath(file)}:{thing}" if colon and file.endswith(".py") else name
+
+
+GROUP = "task"
+
+
+def names_several(override: Override) -> bool:
+    """Whether a selection is a list of tasks."""
+    chosen = override.key_or_group == GROUP and not override.package
+    return chosen and isinstance(override.value(), list)
+
+
+def selected_tasks(selections: Sequence[Override]) -> list[str]:
+    """The options of `task=[a,b]`, unless a later word chooses a single one."""
+    own = [o for o in selections if o.key_or_group == GROUP and not o.package]
+    chosen = own[-1].value() if own else None
+    return [str(option) for option in chosen] if isinstance(chosen, list) else []
+
+
+def compose_tasks(before: Any, options: Mapping[str, Path]) -> DictConfig:
+    """`task` of a run that selects several. `before`: what the rest of the configuration, such as
+    an experiment, says of `task`; what it says of a selected label counts, what it says of a single
+    task or of other labels does not. `options`: their files."""
+    tasks: dict[str, Any] = {}
+    for option, file in options.items():
+        cfg = OmegaConf.load(file)
+        assert isinstance(cfg, DictConfig)
+        several = task_form(cfg) == "several"
+        own = dict(cfg.items_ex(resolve=False)) if several else {option.rpartition("/")[2]: cfg}
+        for label, section in own.items():
+            name = str(label)
+            refuse(
+                name in tasks,
+                f"task=[{','.join(options)}] has two tasks of the label {name}: leave one out, "
+                "and give it another label, '+task.LABEL={name: ..., args: {...}}'.",
+            )
+            tasks[name] = section
+    if isinstance(before, DictConfig) and task_form(before) == "several":
+        for label in tasks.keys() & before.keys():
+            tasks[label] = OmegaConf.merge(tasks[label], before[label])
+    return OmegaConf.create(tasks)
+
+
+def name_environments(cfg: DictConfig, options: Mapping[str, Path]) -> None:
+    """Replace `task.LABEL.environment=NAME` by the option of that name, or by a user's own class.
+    `options`: the files of the group environment."""
+    for label in task_labels(cfg).get(GROUP, ()):
+        section = cfg[GROUP][label]
+        name = section.get("environment") if isinstance(section, DictConfig) else None
+        if not isinstance(name, str):
+            continue
+        if ":" in name:
+            section["environment"] = {"name": name}
+            continue
+        if name not in options:
+            choices = [*options, "path/to/file.py:Class"]
+            key = f"task.{label}.environment"
+            raise UserError.choice(key, name, choices, closest(name, options))
+        section["environment"] = OmegaConf.load(options[name])
+
+
+def keep_one(task: Any) -> None:
+    """Drop what an experiment says of labels, where its user chooses a single task."""
+    if isinstance(task, DictConfig) and task_form(task) == "one":
+        for key in [k for k in task if k not in TaskSpec.model_fields]:
+            if isinstance(task.get(key), DictConfig):
+                del task[key]
+
+
+def task_labels(cfg: DictConfig) -> dict[str, list[str]]:
+    """{"task": its labels} of a run with several tasks, else nothing."""
+    task = cfg.get(GROUP)
+    if not isinstance(task, DictConfig) or task_form(task) == "one":
+        return {}
+    return {GROUP: [str(label) for label in task]}
+
+
+def require_label(override: Override, known: Sequence[str]) -> None:
+    """Raise UserError for a key of a single task in a run with several."""
+    _, *rest = override.key_or_group.split(".")
+    refuse(
+        bool(rest) and rest[0] in TaskSpec.model_fields and rest[0] not in known,
+        f"{override.input_line} is a key of a run with one task, and this one has "
+        f"task=[{','.join(known)}]: write task.LABEL.{'.'.join(rest)} with one of these labels.",
+    )
 
 
 def load(
@@ -123,8 +308,8 @@ COMPOSITIONS = _Compositions()
 
 
 def _compose(folders: list[Path], selections: Sequence[Override]) -> DictConfig:
-    tasks = mixture.selected(selections)
-    plain = [o for o in selections if not mixture.names_several(o)]
+    tasks = selected_tasks(selections)
+    plain = [o for o in selections if not names_several(o)]
     selected = [hydra_word(o) for o in plain]
     further = ",".join(f"file://{folder}" for folder in folders[1:])
     overrides = [*selected, *([f"hydra.searchpath=[{further}]"] if further else [])]
@@ -150,10 +335,10 @@ def _compose(folders: list[Path], selections: Sequence[Override]) -> DictConfig:
             if part.package == group and part.config_path
         ]
         _keep_selected(cfg, group, [files[group][option] for option in options])
-    if not tasks and any(group_key(o) == mixture.GROUP for o in selections):
-        mixture.keep_one(cfg.get("task"))
+    if not tasks and any(group_key(o) == GROUP for o in selections):
+        keep_one(cfg.get("task"))
     if tasks:
-        cfg["task"] = mixture.composed(cfg.get("task"), {t: files["task"][t] for t in tasks})
+        cfg["task"] = compose_tasks(cfg.get("task"), {t: files["task"][t] for t in tasks})
     return cfg
 
 
@@ -202,10 +387,10 @@ def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) ->
 
 def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Path | None) -> None:
     environments = groups(config_dir)["environment"]
-    mixture.name_environments(cfg, environments)
+    name_environments(cfg, environments)
     # Of the selection: a label that a word adds must not make the next word's typing error valid.
     labels = {group: list(cfg.get(group) or {}) for group in LABELLED}
-    labels |= mixture.labels(cfg)
+    labels |= task_labels(cfg)
     for override in values:
         word = override.input_line
         _require_label(override, labels)
@@ -218,14 +403,14 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Pat
         except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as e:
             raise UserError(f"{word} does not fit: {one_line(e)}.") from e
         # now, since the next word may set one of its keys
-        mixture.name_environments(cfg, environments)
+        name_environments(cfg, environments)
 
 
 def _require_label(override: Override, labels: dict[str, list[str]]) -> None:
     """A key below a label that the run does not select is more likely a mistake than a new one."""
     group, *rest = override.key_or_group.split(".")
     if group == "task" and group in labels:
-        mixture.require_label(override, labels[group])
+        require_label(override, labels[group])
     if group not in labels or len(rest) < 2 or override.is_add():
         return
     refuse(

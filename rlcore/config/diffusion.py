@@ -4,8 +4,8 @@ functions of a `RunConfig`."""
 from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
-from rlcore.corrections.specs import DvpSpec
-from rlcore.learner.part_rules import PARTS
+from rlcore.corrections.dvp import DvpSpec
+from rlcore.learner.specs import PARTS
 from rlcore.models.masked_folder import LAYERS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse

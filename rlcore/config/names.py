@@ -8,14 +8,14 @@ from typing import get_args
 
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import closest
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.environments import ENVIRONMENTS
 from rlcore.errors import UserError
 from rlcore.launch.specs import LaunchSpec
-from rlcore.learner.registry import ENGINES as LEARNER_ENGINES
-from rlcore.objectives.registry import ADVANTAGES, LOSSES
+from rlcore.learner.specs import ENGINES as LEARNER_ENGINES
+from rlcore.objectives.specs import ADVANTAGES, LOSSES
 from rlcore.registry import load_object, resolve
-from rlcore.rollout.registry import ENGINES as ROLLOUT_ENGINES
+from rlcore.rollout.specs import ENGINES as ROLLOUT_ENGINES
 from rlcore.rollout.specs import ActorSpec
 from rlcore.tasks import TASKS
 from rlcore.weights.specs import GROUP_TRANSPORTS, TRANSPORTS
@@ -35,7 +35,7 @@ REGISTRIES: Mapping[str, Mapping[str, str]] = {
 
 # Groups whose options are one for each entry: where the entries are, the entries, other options.
 ENTRIES: Mapping[str, tuple[str, Collection[str], Collection[str]]] = {
-    "correction": ("CORRECTIONS of rlcore/corrections/registry.py", CORRECTIONS, ("none",)),
+    "correction": ("CORRECTIONS of rlcore/corrections/specs.py", CORRECTIONS, ("none",)),
     "task": ("TASKS of rlcore/tasks/__init__.py", TASKS, ("own",)),
     "environment": ("ENVIRONMENTS of rlcore/environments/__init__.py", ENVIRONMENTS, ("none",)),
     "actor": (

@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlcore.config.corrections import CorrectionList, shipped
-from rlcore.config.schema import RunConfig
+from rlcore.config.schema import CorrectionList, RunConfig, shipped
 from rlcore.errors import UserError
 from rlcore.spec import Spec
 

@@ -1,13 +1,15 @@
-"""Rules that join tasks with other rooms: labels, lengths, group sizes, the order of training."""
+"""Rules that join tasks, their rewards and their environments with other packages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from rlcore.config.schema import RunConfig
-from rlcore.objectives.registry import advantage_class
+from rlcore.environments.specs import EnvironmentSpec
+from rlcore.objectives.specs import advantage_class
 from rlcore.spec import refuse
-from rlcore.tasks.specs import MixedTaskSpec
+from rlcore.tasks.rewards.specs import RewardSpec
+from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec
 
 
 def _labels(c: RunConfig) -> None:
@@ -118,3 +120,181 @@ def _shown(c: RunConfig) -> str:
 
 
 TASK_RULES = (_labels, _weights, _lengths, _stops, _group_sizes)
+
+
+def check_environment(c: RunConfig) -> None:
+    """Raise UserError for what an environment does not go with."""
+    _turns(c)
+    for label in c.tasks:
+        _section(c, label)
+    for label, environment in c.played.items():
+        _played(c, label, environment)
+
+
+def _section(c: RunConfig, label: str) -> None:
+    """A task's own section replaces the run's whole, so that one without a name plays nothing."""
+    environment, key = c.environment_of(label), c.environment_key(label)
+    if key == "environment" or environment.played:
+        return
+    given = [n for n, v in environment if v != getattr(EnvironmentSpec(), n)]
+    refuse(
+        bool(given),
+        f"{key}.{''.join(given[:1])} is of an environment that has no name: add "
+        f"{key}.name=NAME (the section environment is not read beside it).",
+    )
+
+
+def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
+    section, task = c.environment_key(label), c.tasks[label]
+    key = f"{section}.name={environment.name}"
+    refuse(
+        task.weighed,
+        f"{key} grades its episodes itself, and {c.task_key(label)}.rewards or "
+        f"{c.task_key(label)}.grade_weight={task.grade_weight} would be ignored: leave both at "
+        f"their defaults, or use {section}=none.",
+    )
+    refuse(
+        task.grader_text != "clean",
+        f"{key} grades its episodes itself, and {c.task_key(label)}.grader_text={task.grader_text} "
+        f"would be ignored: leave it clean, or use {section}=none.",
+    )
+    for actor_label, actor in c.actor.items():
+        # A rule for all positions alike is exact over turns. What is prompt differs: to the engine
+        # all turns before, to the learner the first observation.
+        refuse(
+            actor.sparse is not None and not actor.sparse.sparse_prompt,
+            f"{key} does not go with actor.{actor_label}.sparse.sparse_prompt=false: of a later "
+            "turn, the engine would take the turns before for a dense prompt and the learner would "
+            f"not; set it to true, or {section}=none.",
+        )
+    _endpoint(c, section, environment)
+    share = c.algorithm.overlong_share
+    refuse(
+        share > 0,
+        f"{key} does not go with algorithm.overlong_share={share}, which measures an episode by "
+        "rollout.max_new_tokens, the limit of one turn: leave it 0.",
+    )
+    refuse(
+        environment.step_timeout_s > environment.episode_timeout_s,
+        f"{section}.step_timeout_s={environment.step_timeout_s:g} is above "
+        f"{section}.episode_timeout_s={environment.episode_timeout_s:g}, which ends the episode "
+        "first: lower the first or raise the second.",
+    )
+
+
+def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
+    """What a program that calls the model as an endpoint does not go with."""
+    if environment.name != "endpoint":
+        return
+    key = f"{section}.name=endpoint"
+    refuse(
+        c.model.path is None,
+        f"{key} needs a model whose tokenizer has a chat template, which a fresh model of an "
+        "alphabet has not: set model.path (model=smollm2).",
+    )
+    refuse(
+        c.model.chat_template == "off",
+        f"{key} does not go with model.chat_template=off, which would join the messages of a "
+        "program without their roles: use model.chat_template=auto.",
+    )
+    refuse(
+        c.algorithm.turn_share > 0,
+        f"{key} rewards whole episodes, so that algorithm.turn_share={c.algorithm.turn_share:g} "
+        "would have no rewards of turns: leave it 0.",
+    )
+
+
+def _turns(c: RunConfig) -> None:
+    """What advantages by turn do not go with."""
+    a = c.algorithm
+    key = f"algorithm.turn_share={a.turn_share:g}"
+    refuse(
+        a.turn_share == 0 and a.turn_discount != 1,
+        f"algorithm.turn_discount={a.turn_discount:g} is of algorithm.turn_share, which is 0, so "
+        "that it would be ignored: leave it at 1, or set algorithm.turn_share above 0.",
+    )
+    refuse(
+        a.turn_share == 0 and a.credit == "token",
+        "algorithm.credit=token is of algorithm.turn_share, which is 0, so that it would be "
+        "ignored: leave it at turn, or set algorithm.turn_share above 0.",
+    )
+    if not a.turn_share:
+        return
+    refuse(
+        not c.played and a.credit == "turn",
+        f"{key} shares an episode's reward between its turns, and without an environment every "
+        "episode is one turn: leave it 0, choose an environment, or, where a grader rewards single "
+        "tokens, algorithm.credit=token.",
+    )
+    for label, spec in c.correction.chosen().items():
+        refuse(
+            bool(spec.replaces_advantage),
+            f"{key} would be ignored: correction={label} replaces all advantages by its own of the "
+            "whole episode: leave it 0, or use another correction.",
+        )
+    refuse(
+        a.dynamic_sampling,
+        f"{key} does not go with algorithm.dynamic_sampling=true, which filters groups of equal "
+        "rewards although their turns may differ: leave one of them off.",
+    )
+
+
+def tasks(c: RunConfig) -> dict[str, EvalTaskSpec]:
+    """Config key -> task, of every task of a run: those that are trained on first."""
+    return {
+        **{c.task_key(label): task for label, task in c.tasks.items()},
+        **{f"evaluation.tasks.{label}": task for label, task in c.evaluation.tasks.items()},
+    }
+
+
+def rewards(c: RunConfig) -> Iterator[tuple[str, RewardSpec]]:
+    """(config key of its kind, reward) of every reward of a run."""
+    for key, task in tasks(c).items():
+        for label, reward in task.rewards.items():
+            yield f"{key}.rewards.{label}.{reward.kind}", reward
+
+
+def check_rewards(c: RunConfig) -> None:
+    """Raise UserError for a reward that outlasts those who wait for it, whose key a program might
+    read, or that another task needs."""
+    for key, task in tasks(c).items():
+        _lean(key, task)
+    trained, evaluated = c.schedule.wait_data_timeout_s, c.evaluation.timeout_s
+    for key, reward in rewards(c):
+        of_training = key.startswith("task.")
+        waiting = "schedule.wait_data_timeout_s" if of_training else "evaluation.timeout_s"
+        limit = min(trained, evaluated) if of_training else evaluated
+        waiting = "evaluation.timeout_s" if limit == evaluated else waiting
+        setting = "timeout_s" if reward.classifier else "deadline_s"
+        refuse(
+            reward.deadline_s >= limit,
+            f"{key}.{setting}={reward.deadline_s:g} is not below {waiting}={limit:g}, which would "
+            "end the run before the reward counts as failed: lower the first or raise the second.",
+        )
+    keyed = [key for key, r in rewards(c) if r.endpoint and r.endpoint.api_key_env]
+    programs = {key: task.args for key, task in tasks(c).items()}
+    played = {c.environment_key(label): spec.args for label, spec in c.played.items()}
+    for key, args in {**programs, **played}.items():
+        refuse(
+            bool(keyed) and args.get("confinement") == "reduced",
+            f"{key}.args.confinement=reduced does not go with {''.join(keyed[:1])}.api_key_env: a "
+            "program that the model wrote might read the key out of the memory of another "
+            "process; use confinement=full, or grade the programs in a run without keys.",
+        )
+
+
+def _lean(key: str, task: EvalTaskSpec) -> None:
+    """Statements and who judges their proofs belong together."""
+    found = [label for label, reward in task.rewards.items() if reward.lean is not None]
+    refuse(
+        task.name == "lean" and (not found or task.grade_weight is not None),
+        f"{key}.name=lean has no grader of its own: proofs are judged by a Lean server, "
+        f"{key}.rewards.proof.lean.url=http://HOST:PORT, with {key}.grade_weight=null, as "
+        "configs/task/lean.yaml has them.",
+    )
+    refuse(
+        bool(found) and task.name != "lean" and ":" not in task.name,
+        f"{key}.rewards.{''.join(found[:1])}.lean checks proofs of Lean statements, and "
+        f"{key}.name={task.name} has none: use it with task=lean, or with a task of your own whose "
+        "reference answers are Lean sources up to the proof.",
+    )

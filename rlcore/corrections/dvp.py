@@ -3,11 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import exp, log
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rlcore.corrections.formulas.numerics import total
-from rlcore.corrections.specs import DvpSpec
+from rlcore.corrections.numerics import require, total
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.lazy import torch
+from rlcore.objectives.protocols import Bias
+from rlcore.spec import setting
 from rlcore.types import SamplingSpec, StepTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DvpSpec(CorrectionSpec):
+    """Dynamic vocabulary pruning (papers/dvp.txt).
+
+    Its reference is the policy constrained to its safe set. Biased by the safe set of p_ref where
+    it lacks a token of p_new's: that token has weight 0, from a phase's second step on. With
+    zero=trajectory and weights per token also by the sequences that a token outside takes out."""
+
+    method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
+    sequence_wise: ClassVar[bool] = True
+
+    rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
+    zero: Literal["token", "trajectory"] = setting(
+        "token", "what a token outside the learner's set takes out: itself, or all of its sequence"
+    )
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return (Bias("safe set", {"rho": 1e-300}),)
+
+
+# stands for a pruned logit: exp() of it is 0, and unlike -inf it is safe in a backward pass
+FILL = -1e30
+OUTSIDE_LOGP = -1e6  # stands for the log-prob of a pruned token: its ratio is 0 for every purpose
+
+
+def safe_set_logprobs(
+    logits: Tensor, ids: Tensor, *, rho: float = DvpSpec().rho
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of `ids` under `p(a | a in S)`, with `S = {a : p(a) >= rho max_b p(b)}` (DVP def.
+    5.1 and 5.2).
+
+    Args: logits [..., V] of any float dtype, after temperature; ids [...] int; rho in (0, 1].
+    Returns (logp [...] float32, inside [...] bool, coverage [...] float32 = sum of p over S,
+    detached). logp carries a gradient to the logits, exactly 0 outside S; S itself is taken without
+    one. An id outside S has the constant log-prob -1e6 and no gradient at all: its ratio is 0.
+    """
+    require(
+        0.0 < rho <= 1.0,
+        f"rho={rho} is not accepted: the safe set keeps p >= rho * max p, with rho in (0, 1].",
+    )
+    require(
+        ids.shape == logits.shape[:-1],
+        f"ids has shape {list(ids.shape)}, and logits {list(logits.shape)}: one id a position.",
+    )
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    with torch.no_grad():
+        top = wide.amax(-1, keepdim=True)
+        safe = wide >= top + log(rho)
+        inside = safe.gather(-1, ids.long()[..., None])[..., 0]
+    # subtracted first, because large logits would lose the low-order digits of log-probs
+    wide = wide - top
+    masked = torch.where(safe, wide, FILL)
+    normaliser = masked.logsumexp(-1)
+    logp = masked.gather(-1, ids.long()[..., None])[..., 0] - normaliser
+    coverage = (normaliser - wide.logsumexp(-1)).detach().exp().clamp(max=1.0)
+    return torch.where(inside, logp, OUTSIDE_LOGP), inside, coverage
 
 
 class Dvp(Correction):

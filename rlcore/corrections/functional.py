@@ -27,35 +27,30 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from rlcore.corrections.draws import token_uniforms
-from rlcore.corrections.formulas.adaptive import ais, ais_accumulate, ais_weight
-from rlcore.corrections.formulas.arguments import InvalidArgument
-from rlcore.corrections.formulas.divergence import mismatch_accumulate, mismatch_values
-from rlcore.corrections.formulas.dppo import dppo
-from rlcore.corrections.formulas.groups import best_of_group, rapid_advantages
-from rlcore.corrections.formulas.jackpot import (
+from rlcore.corrections.ais import ais, ais_accumulate, ais_weight
+from rlcore.corrections.dppo import dppo
+from rlcore.corrections.dvp import safe_set_logprobs
+from rlcore.corrections.jackpot import (
+    JackpotSpec,
     JackpotTokens,
     JackpotWeights,
     TopK,
     jackpot,
     jackpot_accumulate,
-)
-from rlcore.corrections.formulas.obrs import (
     jackpot_weight,
     obrs_acceptance,
     obrs_calibrate,
     obrs_divergence,
     obrs_normalizer,
 )
-from rlcore.corrections.formulas.ratios import mis, tis, veto
-from rlcore.corrections.formulas.safe_set import safe_set_logprobs
-from rlcore.corrections.formulas.sequence_mask import opsm
-from rlcore.corrections.formulas.step_size import (
-    sequence_ess,
-    sequence_ess_accumulate,
-    vcpo_scale,
-)
-from rlcore.corrections.specs import JackpotSpec
+from rlcore.corrections.mis import mis
+from rlcore.corrections.mismatch import mismatch_accumulate, mismatch_values
+from rlcore.corrections.numerics import InvalidArgument, token_uniforms
+from rlcore.corrections.opsm import opsm
+from rlcore.corrections.rapid import best_of_group, rapid_advantages
+from rlcore.corrections.tis import tis
+from rlcore.corrections.vcpo import sequence_ess, sequence_ess_accumulate, vcpo_scale
+from rlcore.corrections.veto import veto
 from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
 
 

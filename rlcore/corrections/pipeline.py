@@ -5,23 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from rlcore.corrections.formulas.numerics import at_least_float32, total
+from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
-from rlcore.corrections.specs import AisSpec, CorrectionSpec
+from rlcore.corrections.numerics import at_least_float32, total
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
-from rlcore.objectives.bias import UNCORRECTED, Bias
+from rlcore.lazy import torch
+from rlcore.objectives.advantages import without_truncated
 from rlcore.objectives.kl import penalty_weight
-from rlcore.objectives.registry import loss_class
-from rlcore.objectives.shaping import without_truncated
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.protocols import UNCORRECTED, Bias
+from rlcore.objectives.specs import ObjectiveSpec, loss_class
 from rlcore.registry import LoadError, load_object, require_whole
 from rlcore.types import SamplingSpec, StepTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Stage(NamedTuple):

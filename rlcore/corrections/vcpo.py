@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
-from rlcore.corrections.formulas.step_size import (
-    sequence_ess,
-    sequence_ess_accumulate,
-    vcpo_scale,
-)
-from rlcore.corrections.specs import VcpoSpec
+from math import inf
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from rlcore.corrections.numerics import choice, log_difference, ratio, require, same_shape, sums
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
+from rlcore.lazy import torch
+from rlcore.spec import setting
 from rlcore.types import StepTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class VcpoSpec(CorrectionSpec):
+    """VCPO's step size from the effective sample size (arXiv 2602.17616).
+
+    It scales a whole step, and leaves the expected gradient's direction as it is."""
+
+    method: ClassVar[str] = "rlcore.corrections.vcpo:Vcpo"
+    sequence_wise: ClassVar[bool] = True
+
+    rule: Literal["sqrt", "linear"] = setting(
+        "sqrt", "of the share of effective samples: sqrt for Adam"
+    )
+    base: float = setting(1.0, "share of effective samples that takes the whole step", gt=0, le=1)
+    cap: float | None = setting(
+        None, "sequence ratios count as at most this; null: as they are", ge=1
+    )
+    target: Literal["ref", "new"] = setting("new", "ref: p_ref in the place of p_new")
+
+
+Rule = Literal["sqrt", "linear"]
+
+
+def sequence_ess_accumulate(
+    logp_target: Tensor, logp_inf: Tensor, mask: Tensor, *, cap: float | None = None
+) -> Tensor:
+    """Statistics [3] float64 of some of a batch's sequences, which add up over micro-batches and
+    ranks: `sum w`, `sum w^2` and the sequences, `w = prod_t p_target/p_inf`, at most `cap`.
+
+    Sequences without a usable token are not counted. Log-probs and mask [B, T].
+    """
+    require(cap is None or cap >= 1.0, f"cap={cap} is not accepted: ratio 1 must pass it.")
+    same_shape(logp_target=logp_target, logp_inf=logp_inf, mask=mask)
+    difference, usable = log_difference(logp_target, logp_inf, mask)
+    w = ratio(difference.double().clamp(-1e6, 1e6).sum(-1)).clamp(max=inf if cap is None else cap)
+    present = usable.any(-1)
+    w = torch.where(present, w, 0.0)
+    return sums([w, w * w, present])
+
+
+def sequence_ess(statistics: Tensor) -> float:
+    """`(sum w)^2 / (n sum w^2)` in (0, 1] from summed `sequence_ess_accumulate`; 1 without a
+    sequence. Waits for the device."""
+    require(statistics.shape == (3,), f"statistics has shape {list(statistics.shape)}, not [3].")
+    first, second, count = statistics.tolist()
+    return first**2 / (count * second) if count else 1.0
+
+
+def vcpo_scale(ess: float, *, rule: Rule = "sqrt", base: float = 1.0) -> float:
+    """Factor of the learning rate, in (0, 1]: `min(1, ess/base)`, or its square root (VCPO,
+    arXiv 2602.17616): the root for Adam, whose steps do not grow with the gradient."""
+    choice("rule", rule, ("sqrt", "linear"))
+    require(0.0 < base <= 1.0, f"base={base} is not accepted: it is a share of samples, in (0, 1].")
+    share = min(1.0, ess / base)
+    return share**0.5 if rule == "sqrt" else share
 
 
 class Vcpo(Correction):

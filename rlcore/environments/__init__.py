@@ -16,14 +16,14 @@ from rlcore.interfaces import Task
 from rlcore.registry import load_object, missing_methods, resolve, signature_of
 
 ENVIRONMENTS: dict[str, str] = {
-    "alphabet_sort": "rlcore.environments.alphabet_sort:AlphabetSort",
+    "alphabet_sort": "rlcore.environments.games:AlphabetSort",
     "attempts": "rlcore.environments.attempts:Attempts",
-    "endpoint": "rlcore.environments.endpoint.environment:Endpoint",
-    "higher_lower": "rlcore.environments.higher_lower:HigherLower",
+    "endpoint": "rlcore.environments.endpoint:Endpoint",
+    "higher_lower": "rlcore.environments.games:HigherLower",
     "openenv": "rlcore.environments.openenv:OpenEnv",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
-    "rooms": "rlcore.environments.rooms:Rooms",
-    "task": "rlcore.environments.one_turn:OneTurn",
+    "rooms": "rlcore.environments.games:Rooms",
+    "task": "rlcore.environments.attempts:OneTurn",
     "textarena": "rlcore.environments.textarena:TextArena",
 }
 TRL = "rlcore.environments.trl:trl_maker"

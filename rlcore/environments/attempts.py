@@ -1,4 +1,4 @@
-"""Several attempts at a task's problem: a wrong one is answered by what is wrong with it."""
+"""A task's problems as environments: one attempt, or several with an answer to each wrong one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ from rlcore.interfaces import Task
 from rlcore.tasks.code import CodeTask
 from rlcore.tasks.grades import grade_text
 from rlcore.types import Grade, Item
+
+
+class OneTurn(Environment):
+    """Any task, without a line of code: the first turn is the response."""
+
+    asks_task = True
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def reset(self, item: Item, seed: int) -> Opening:
+        self._item = item
+        self._response = ""
+        return Opening(item.opening())
+
+    def step(self, action: Action) -> Reply:
+        self._response = action.text
+        return Reply(over=True)
+
+    def grade(self) -> Grade:
+        return self._task.grade(self._item, self._response)
+
+    def worked(self) -> str | None:
+        return self._task.worked_answer(self._item)
+
 
 SOLVED = 1.0
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rlcore.environments.protocol import Action, Environment, Opening, Reply
-from rlcore.environments.tools import answer_calls, tool_schema
+from rlcore.environments.protocol import (
+    Action,
+    Environment,
+    Opening,
+    Reply,
+    answer_calls,
+    tool_schema,
+)
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks.arguments import ArgumentError

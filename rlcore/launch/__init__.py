@@ -3,7 +3,6 @@
 Imports no Ray.
 """
 
-from rlcore.launch.job import launch, render
-from rlcore.launch.rendering import Rendered
+from rlcore.launch.job import Rendered, launch, render
 
 __all__ = ["Rendered", "launch", "render"]

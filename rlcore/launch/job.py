@@ -2,16 +2,211 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
 
 from rlcore.errors import StageError, UserError
-from rlcore.launch.kubernetes import render_kubernetes
-from rlcore.launch.rendering import Rendered, train_command
-from rlcore.launch.slurm import render_slurm
-from rlcore.launch.specs import LaunchSpec
+from rlcore.files import shipped
+from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE, RESOURCE_AMOUNT, LaunchSpec
 from rlcore.spec import refuse
+
+TEMPLATES = shipped("launchers")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """What would be started: files to write first (content by path), then one command.
+
+    Example: Rendered(("sbatch", "run/launch/job.sbatch"), {"run/launch/job.sbatch": "#!..."})
+    """
+
+    command: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Everything, readable and in order."""
+        parts = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
+        return "\n".join([*parts, f"# command\n{shlex.join(self.command)}\n"])
+
+
+def train_command(words: Sequence[str]) -> list[str]:
+    """`rlcore train` with the words given; a run that exists already is resumed."""
+    # Schedulers repeat the command: without it the second start would refuse the run directory.
+    resume = [] if any(w.startswith("resume=") for w in words) else ["resume=auto"]
+    return ["rlcore", "train", *words, *resume]
+
+
+def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
+    """`sbatch` and its script: options and values of this run, then launchers/slurm.sh
+    unchanged."""
+    path = f"{run_dir}/launch/job.sbatch"
+    lines = ["#!/usr/bin/env bash", *_options(spec, run_dir), "", *_values(spec, words)]
+    body = (TEMPLATES / "slurm.sh").read_text()
+    return Rendered(("sbatch", path), {path: "\n".join(lines) + "\n\n" + body})
+
+
+def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
+    memory = spec.memory_gib_per_node
+    options = {
+        "job-name": f"rlcore-{Path(run_dir).name}",
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": spec.cpus_per_node,
+        **({"gpus-per-node": spec.gpus_per_node} if spec.gpus_per_node else {}),
+        **({"mem": f"{memory}G"} if memory else {}),
+        "output": f"{run_dir}/launch/slurm-%j.out",
+        "open-mode": "append",  # a requeued job continues its log
+        # B: to the batch script alone, which passes it on to the run
+        "signal": f"B:TERM@{spec.grace_s}",
+        **spec.sbatch,
+    }
+    return [f"#SBATCH --{name}={value}" for name, value in options.items()] + ["#SBATCH --requeue"]
+
+
+def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]
+    # The programs of the environment that rendered this script: the nodes share its file system.
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    counts = {
+        "cpus": spec.cpus_per_node,
+        "gpus": spec.gpus_per_node,
+        "learner_nodes": spec.learner_nodes,
+        "start_timeout_s": spec.start_timeout_s,
+        "grace_s": spec.grace_s,
+        "retries": spec.retries,
+    }
+    return [
+        *exports,
+        f'export PATH={programs}:"$PATH"',
+        *spec.setup,
+        f"command=({shlex.join(train_command(words))})",
+        " ".join(f"{name}={value}" for name, value in counts.items()),
+        f"learner_resources={shlex.quote(json.dumps({LEARNER_RESOURCE: RESOURCE_AMOUNT}))}",
+        f"actor_resources={shlex.quote(json.dumps({ACTOR_RESOURCE: RESOURCE_AMOUNT}))}",
+    ]
+
+
+# Of the head's pod, which holds the controller, the buffer and the graders.
+HEAD_CPUS = 4
+HEAD_MEMORY_GIB = 16
+
+
+def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
+    """`kubectl apply` and its manifest, from launchers/rayjob.yaml.
+
+    Raises UserError for a setting that is missing or does not fit.
+    """
+    memory = _check(spec, run_dir)
+    manifest = yaml.safe_load((TEMPLATES / "rayjob.yaml").read_text())
+    manifest["metadata"] |= {"name": job_name(run_dir), "namespace": spec.namespace}
+    job = manifest["spec"]
+    job["entrypoint"] = shlex.join(train_command(words))
+    job["backoffLimit"] = spec.retries
+    cluster = job["rayClusterSpec"]
+    cluster["rayVersion"] = version("ray")
+    cluster["headGroupSpec"]["template"] = _pod(spec, HEAD_CPUS, HEAD_MEMORY_GIB, gpus=0)
+    cluster["workerGroupSpecs"] = [_workers(spec, memory, *group) for group in _groups(spec)]
+    # Below the working directory, not in run_dir: that is on the volume, which this machine may not
+    # see.
+    path = f"launch/{job_name(run_dir)}.yaml"
+    return Rendered(
+        ("kubectl", "apply", "-f", path), {path: yaml.safe_dump(manifest, sort_keys=False)}
+    )
+
+
+def job_name(run_dir: str) -> str:
+    """A name that Kubernetes accepts (RFC 1123, at most 47 characters for a RayJob)."""
+    # KubeRay appends up to 16 characters to it for the names of its pods.
+    name = re.sub(r"[^a-z0-9]+", "-", Path(run_dir).name.lower()).strip("-")
+    return f"rlcore-{name or 'run'}"[:47].rstrip("-")
+
+
+def _check(spec: LaunchSpec, run_dir: str) -> int:
+    """Refuse missing or unsuitable settings. Returns the memory of a node in GiB."""
+    needed = {key: getattr(spec, key) for key in ("image", "claim", "memory_gib_per_node")}
+    for key, value in needed.items():
+        if value is None:
+            raise UserError(
+                f"cluster.launch.{key} is missing: cluster.launch.kind=kubernetes needs it."
+            )
+    refuse(
+        not PurePosixPath(run_dir).is_relative_to(spec.mount),
+        f"run_dir={run_dir} lies outside cluster.launch.mount={spec.mount}, where the volume is: "
+        f"it would be lost with its pod; choose a run_dir under {spec.mount}.",
+    )
+    return int(needed["memory_gib_per_node"])
+
+
+def _groups(spec: LaunchSpec) -> list[tuple[str, int, str | None]]:
+    """(name, replicas, custom resource) of the worker groups."""
+    if not spec.learner_nodes:
+        return [("nodes", spec.nodes, None)]
+    return [
+        ("learner", spec.learner_nodes, LEARNER_RESOURCE),
+        ("actors", spec.nodes - spec.learner_nodes, ACTOR_RESOURCE),
+    ]
+
+
+def _workers(
+    spec: LaunchSpec, memory_gib: int, name: str, replicas: int, resource: str | None
+) -> dict[str, Any]:
+    params = {"disable-usage-stats": "true"}
+    if resource is not None:
+        # KubeRay puts the value into a shell command: JSON, quoted twice.
+        params["resources"] = json.dumps(json.dumps({resource: RESOURCE_AMOUNT}))
+    return {
+        "groupName": name,
+        "replicas": replicas,
+        "minReplicas": replicas,
+        "maxReplicas": replicas,
+        "rayStartParams": params,
+        "template": _pod(spec, spec.cpus_per_node, memory_gib, spec.gpus_per_node),
+    }
+
+
+def _pod(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:
+    # Ray's object store lives in shared memory, of which a container has 64 MiB by default.
+    shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, memory_gib // 3)}Gi"}
+    return {
+        "spec": {
+            "containers": [_container(spec, cpus, memory_gib, gpus)],
+            "nodeSelector": dict(spec.node_selector),
+            "terminationGracePeriodSeconds": spec.grace_s,
+            "volumes": [
+                {"name": "run", "persistentVolumeClaim": {"claimName": spec.claim}},
+                {"name": "shm", "emptyDir": shared_memory},
+            ],
+        }
+    }
+
+
+def _container(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:
+    amounts: dict[str, Any] = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+    if gpus:
+        amounts["nvidia.com/gpu"] = gpus
+    container: dict[str, Any] = {
+        "name": "rlcore",
+        "image": spec.image,
+        "resources": {"requests": amounts, "limits": dict(amounts)},
+        "env": [{"name": name, "value": value} for name, value in spec.env.items()],
+        "volumeMounts": [
+            {"name": "run", "mountPath": spec.mount},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    if spec.secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": spec.secret}}]
+    return container
 
 
 def _local(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.corrections.formulas.numerics import total
+from rlcore.corrections.numerics import total
 from rlcore.interfaces import Reduce
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
 from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_next_tokens

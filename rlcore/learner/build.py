@@ -2,48 +2,172 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.learner.companions.sparse_copy import SparseCopy
-from rlcore.learner.costs import PassCosts
+from rlcore.learner.cpu_speed import STAT, SpareCores, own_norms
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
-from rlcore.learner.norms import own_norms
-from rlcore.learner.packing import Layout
-from rlcore.learner.policy import Attention, Policy, load_causal_lm
+from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
+from rlcore.learner.policy import Attention, Policy, Replay, load_causal_lm
 from rlcore.learner.protocols import Companion, TrainEngine
-from rlcore.learner.ranks import RankReduce, join_ranks
-from rlcore.learner.registry import ENGINES
-from rlcore.learner.replay import Replay
+from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
 from rlcore.learner.sequences import (
     Reader,
+    TokenSequence,
     masked_reader,
     read_next_tokens,
     read_with_routes,
 )
-from rlcore.learner.shards import Shards, join_groups
-from rlcore.learner.sharing import share_prefixes
-from rlcore.learner.spare_cores import STAT, SpareCores
-from rlcore.learner.specs import LearnerJob, LearnerSpec, LoraSpec, RankPlace
-from rlcore.learner.split_check import hold_in_parts
+from rlcore.learner.sparse_copy import SparseCopy
+from rlcore.learner.specs import ENGINES, LearnerJob, LearnerSpec, LoraSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.models.masked_folder import mask_token_id
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 
-_UNDIVIDED = "this learner.engine computes whole layers"
+# three answers to one prompt, of which two begin alike; modulo the vocabulary's size
+_PROBE = ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 7), (1, 2, 3, 8, 2, 1, 5))
+_PROMPT = 3
+# shares of the largest hidden state by which the two ways may differ: rounding
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+_ALWAYS = PassCosts(position=1.0, score=0.0, key=0.0, query=0.0)
 
+
+def share_prefixes(
+    lm: nn.Module, rule: SparseSpec | None = None, *, divided: bool = False
+) -> str | None:
+    """Prepare a model that was loaded with SDPA for shared prefixes; one that attends by `rule`
+    with block top-k attention beside SDPA.
+
+    Returns None, or why it cannot be: then it is as before. Windows and chunks of attention are
+    found in its configuration, everything else in a pass over a few tokens. `divided`: its
+    parameters are not whole here, so that a random model with the first layers of its kind answers
+    for it.
+    """
+    odd = odd_attention(lm)
+    if odd is not None:
+        return odd
+    config: Any = lm.config.get_text_config()  # type: ignore[union-attr, operator]
+    before = config._attn_implementation
+    try:
+        accept(lm)
+        difference = _sharing_difference(short_model(lm) if divided else lm, rule)
+    except (UnsharedAttentionError, TypeError, ValueError) as e:
+        reason = str(e).splitlines()[0]
+    else:
+        if difference <= TOLERANCE[lm.dtype]:  # type: ignore[index]
+            return None
+        reason = f"hidden states differ by {difference:.2g}"
+    lm.set_attn_implementation(before)  # type: ignore[operator]
+    return reason
+
+
+def odd_attention(lm: Any) -> str | None:
+    """Why a model's attention cannot be replaced by one over whole contexts, if so."""
+    config: Any = lm.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    kinds += [k for k in ("sliding_window", "attention_chunk_size") if getattr(config, k, None)]
+    if kinds:
+        return f"not every layer attends to the whole context ({kinds[0]})"
+    if not getattr(lm, "_supports_attention_backend", False):
+        return f"{type(lm).__name__} has an attention of its own"
+    return None
+
+
+def short_model(lm: Any) -> nn.Module:
+    """A random model of the same architecture with at most two layers, attending alike."""
+    config = copy.deepcopy(lm.config)
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return type(lm)(config).to(lm.dtype)
+
+
+@torch.no_grad()
+def _sharing_difference(lm: nn.Module, rule: SparseSpec | None) -> float:
+    """Largest difference of a probe's hidden states, as a share of the largest of them."""
+    policy = Policy(lm, rule)
+    episodes = probe(policy)
+    (plain_rows,) = pack(episodes, 1000, "sorted")
+    (shared_row,) = pack(episodes, 1000, "sorted", costs=_ALWAYS)
+    with _training(lm):
+        plain, shared = _states(policy, plain_rows), _states(policy, shared_row)
+    return float((plain - shared).abs().max() / plain.abs().max())
+
+
+def probe(policy: Policy) -> list[EpisodeTokens]:
+    """Three short answers to one prompt, of tokens that the policy has."""
+    tokens = [[t % policy.head.weight.shape[0] for t in s] for s in _PROBE]
+    return [(TokenSequence.of_answer(s[:_PROMPT], s[_PROMPT:]),) for s in tokens]
+
+
+def _states(policy: Policy, mb: MicroBatch) -> Tensor:
+    """Hidden states [3, T, D] in the order of the probe's sequences."""
+    dense = mb.dense(policy.hidden(mb), max(map(len, _PROBE)))
+    return dense[mb.episodes.argsort()]
+
+
+@contextmanager
+def _training(lm: nn.Module) -> Iterator[None]:
+    """In training mode, as the model will be: what is random there shows as a difference."""
+    was = lm.training
+    lm.train()
+    try:
+        yield
+    finally:
+        lm.train(was)
+
+
+SplitAttention = Callable[[Any, Shards], None]
+KEY = "learner.sequence_parallel"
+
+
+def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.device) -> None:
+    """Prepare a model, already as it will attend, for parts of sequences, in place. Collective.
+
+    Raises UserError for one that cannot be split: everything that reads other positions than its
+    own outside of attention shows in a pass over a few tokens of a random model of its kind.
+    """
+    reason = odd_attention(lm)
+    if reason is None:
+        plain = short_model(lm).to(device)
+        split(lm, shards)
+        difference = _split_difference(plain, short_model(lm).to(device), shards)
+        if difference > TOLERANCE[lm.dtype]:
+            reason = f"its hidden states would differ by {difference:.2g}"
+    if reason is not None:
+        raise UserError.choice(KEY, shards.count, ("1",), f"of this model, {reason}")
+
+
+@torch.no_grad()
+def _split_difference(plain: Any, parts: Any, shards: Shards) -> float:
+    """Largest difference of a probe's hidden states, as a share of the largest of them."""
+    whole, own = Policy(plain), Policy(parts, shards=shards)
+    (rows,) = pack(probe(whole), 1000, "sorted", device=whole.head.weight.device)
+    expected = whole.hidden(rows)
+    mine = shards.tokens(shards.padded(rows))
+    found = shards.joined(own.hidden(rows), mine, len(rows.targets))
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+_UNDIVIDED = "this learner.engine computes whole layers"
 logger = logging.getLogger(__name__)
 
 

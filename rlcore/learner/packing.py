@@ -16,16 +16,196 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.attention.shared_rows import SharedRows, TreeRow
-from rlcore.learner.costs import PassCosts
-from rlcore.learner.prefixes import PrefixTree, in_batches
+from rlcore.attention.shared_prefix import SharedRows, TreeRow, blocks_of
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
+
+# Keys and values that attention reads again take less memory than the activations of a position
+_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """U nodes, one for each distinct prefix of some sequences' inputs.
+
+    Example, [5, 9, 4] and [5, 9, 7]: PrefixTree([5, 9, 4, 7], [0, 1, 2, 2], [[0, 1, 2],
+    [0, 1, 3]], [0, 2])
+    """
+
+    tokens: np.ndarray  # [U] int64, last token of each prefix
+    depths: np.ndarray  # [U] int64, its position
+    paths: list[np.ndarray]  # of each sequence: [L] int64, the nodes of its positions
+    firsts: list[int]  # of each sequence: the position from which on it added its nodes
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Of each sequence: positions, and those that it added."""
+        return [(len(path), len(path) - first) for path, first in zip(self.paths, self.firsts)]
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence]) -> PrefixTree:
+        inputs = [np.asarray(s.inputs, dtype=np.int64) for s in sequences]
+        keys = [sort_key(s) for s in sequences]
+        order = sorted(range(len(inputs)), key=lambda i: (keys[i], i))
+        paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(inputs)
+        firsts = [0] * len(inputs)
+        nodes, before = 0, None
+        for i in order:
+            # in this order no earlier sequence has more in common with it than the one before
+            first = 0 if before is None else common_length(inputs[before], inputs[i])
+            end = nodes + len(inputs[i]) - first
+            shared = paths[i] if before is None else paths[before][:first]
+            paths[i] = np.concatenate([shared, np.arange(nodes, end)])
+            firsts[i] = first
+            nodes, before = end, i
+        tokens = [inputs[i][firsts[i] :] for i in order]
+        depths = [np.arange(firsts[i], len(inputs[i])) for i in order]
+        return cls(np.concatenate(tokens), np.concatenate(depths), paths, firsts)
+
+
+def in_batches(parts: Sequence[Sequence[TokenSequence]], budget: int) -> list[list[int]]:
+    """Which episodes share a micro-batch of at most `budget` distinct prefixes.
+
+    Episodes that begin alike follow each other, those with the longest sequences first; a group
+    that does not fit is continued in another micro-batch, which computes its prompt again. What
+    attention reads of shared positions, once for every sequence, is bounded too. An episode beyond
+    the budget is alone; those without sequences are left out.
+    """
+    batches: list[list[int]] = []
+    before: TokenSequence | None = None
+    nodes = keys = 0
+    for i in _alike(parts):
+        added = _added(parts[i], before)
+        nodes, keys = nodes + added, keys + sum(map(len, parts[i]))
+        if not batches or max(nodes, keys / _REPEATS) > budget:
+            batches.append([])
+            nodes, keys = _added(parts[i], None), sum(map(len, parts[i]))
+        batches[-1].append(i)
+        before = parts[i][-1]
+    return batches
+
+
+def _alike(parts: Sequence[Sequence[TokenSequence]]) -> list[int]:
+    """Episodes by first observation, then by what follows it."""
+    clusters: dict[bytes, list[tuple[bytes, int]]] = {}
+    for i, sequences in enumerate(parts):
+        if sequences:
+            first = sequences[0]
+            key = sort_key(first)
+            clusters.setdefault(key[: 4 * first.prompt_len], []).append((key, i))
+    longest = {
+        prompt: max(len(s) for _, i in members for s in parts[i])
+        for prompt, members in clusters.items()
+    }
+    order = sorted(clusters, key=lambda prompt: (-longest[prompt], clusters[prompt][0][1]))
+    return [i for prompt in order for _, i in sorted(clusters[prompt])]
+
+
+def _added(sequences: Sequence[TokenSequence], before: TokenSequence | None) -> int:
+    """Positions that follow the common prefix of each sequence with the one before it."""
+    added = 0
+    for s in sequences:
+        inputs = s.inputs
+        added += len(inputs) - (0 if before is None else common_length(before.inputs, inputs))
+        before = s
+    return added
+
+
+def sort_key(sequence: TokenSequence) -> bytes:
+    """Orders sequences by their inputs: those with a common prefix are neighbours."""
+    return np.asarray(sequence.inputs, dtype=">u4").tobytes()
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    at = int(differ.argmax()) if n else 0
+    return at if n and differ[at] else n
+
+
+# Floating-point operations of matrix products that take as long as one of attention, and as moving
+# one number to where attention reads it and its gradient back. Measured on CPU with models of 0.6M
+# to 135M parameters; what is chosen depends little on them, as the layers outweigh both.
+_ATTENTION = 4.0
+_MOVE = 24.0
+# Those that take as long as what a layer costs at any size: a third of 6 to 19 ms a micro-batch of
+# four layers, at 100 GFLOP/s
+_BATCH = 1e8
+
+
+@dataclass(frozen=True, slots=True)
+class PassCosts:
+    """Floating-point operations of a forward pass, by what it consists of; the head is left out,
+    whose work is the same in every layout.
+
+    Example: PassCosts(position=2.7e8, score=2.8e5, key=2.8e5, query=8.3e5)
+    """
+
+    position: float  # one position in every layer, but for attention
+    score: float  # one pair of query and key in every layer
+    key: float  # gathering one position's key and value for attention, in every layer
+    query: float  # gathering one query, and its output back
+    batch: float = 0.0  # one micro-batch, whatever its size
+
+    @classmethod
+    def of(cls, lm: Any) -> PassCosts:
+        """Of a causal LM, whole or divided among the ranks."""
+        config = lm.config.get_text_config()
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        ends = {id(lm.get_input_embeddings().weight), id(lm.get_output_embeddings().weight)}
+        whole = {id(p): getattr(p, "ds_shape", p.shape) for p in lm.parameters()}
+        matrices = [s.numel() for i, s in whole.items() if len(s) >= 2 and i not in ends]
+        return cls(
+            position=2.0 * sum(matrices),
+            score=4.0 * heads * width * layers * _ATTENTION,
+            key=2.0 * kv_heads * width * layers * _MOVE,
+            query=2.0 * heads * width * layers * _MOVE,
+            batch=_BATCH * layers,
+        )
+
+    def plain(self, rows: int, width: int) -> float:
+        """Rows of sequences, each attending by itself."""
+        return rows * width * (self.position + self.score * width / 2)
+
+    def cuts(self, lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[int]:
+        """Where to divide padded rows for the least work: the end of each micro-batch.
+
+        Of items in order of falling length, `rows` each, a micro-batch has at most `budget`
+        positions, or one item. The shortest path over all divisions.
+        """
+        ends = np.concatenate([[0], np.cumsum(rows)])
+        count = len(lengths)
+        best, cut = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+        best[0] = 0.0
+        for i, length in enumerate(lengths):
+            most = int(np.searchsorted(ends, ends[i] + budget // length, side="right")) - 1
+            to = slice(i + 1, max(most, i + 1) + 1)
+            each = self.batch + (ends[to] - ends[i]) * self.plain(1, length)
+            better = best[i] + each < best[to]
+            best[to] = np.where(better, best[i] + each, best[to])
+            cut[to] = np.where(better, i, cut[to])
+        found = [count] if count else []
+        while found and cut[found[-1]]:
+            found.append(int(cut[found[-1]]))
+        return found[::-1]
+
+    def shared(self, tree: PrefixTree) -> float:
+        """The nodes of a tree of sequences."""
+        work = len(tree.tokens) * self.position
+        for block in blocks_of(tree.sizes):
+            rows = len(block.rows)
+            work += block.scores * self.score
+            work += rows * (block.keys * self.key + block.queries * self.query)
+        return work
+
 
 Layout = Literal["sorted", "packed"]
 EpisodeTokens = Sequence[ScoredSequence]  # the parts of one episode, in order; usually one

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,17 +18,76 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.attention.varlen import NAME as VARLEN
 from rlcore.attention.varlen import Sequences, register_varlen
 from rlcore.errors import UserError
-from rlcore.learner.head import Head
-from rlcore.learner.head_kl import KlTarget
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.interfaces import Reduce
+from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
-from rlcore.learner.replay import Replay
-from rlcore.learner.shards import Shards
+from rlcore.learner.ranks import Shards
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.types import TokenScores
 
-logger = logging.getLogger(__name__)
+NONE = -1  # in place of experts: the token's are chosen by the learner itself
 
+
+class Replay:
+    """Makes a model take the argument `routes` [R, W, layers, k] int16, the experts of each
+    position, NONE where it chooses by itself."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        """Raises ValueError for a model without a router that this can replay."""
+        self._now: dict[nn.Module, Tensor | None] = {}  # of each router, in the pass that runs
+        self._differing: Tensor | int = 0
+        self._pairs: Tensor | int = 0
+        for index, layer in enumerate(lm.base_model.layers):  # type: ignore[union-attr, arg-type]
+            router = getattr(getattr(layer, "mlp", None), "gate", None)
+            if not hasattr(router, "norm_topk_prob"):
+                router = None
+            # a hook of the layer, so that a recomputation of its activations passes it too
+            layer.register_forward_pre_hook(partial(self._enter, router, index), with_kwargs=True)
+            if router is not None:
+                router.register_forward_hook(self._choose)
+                self._now[router] = None
+        if not self._now:
+            raise ValueError(f"{type(lm).__name__} has no router whose choices can be replayed")
+
+    def _enter(
+        self, router: nn.Module | None, index: int, layer: nn.Module, args: Any, given: Any
+    ) -> tuple[Any, Any]:
+        """What the layer's router is to choose; the rest of the layer does not see it."""
+        del layer
+        kept = {name: value for name, value in given.items() if name != "routes"}
+        if router is not None:
+            routes = given.get("routes")
+            self._now[router] = None if routes is None else routes[:, :, index].flatten(0, 1).long()
+        return args, kept
+
+    def _choose(self, router: nn.Module, args: Any, output: Any) -> Any:
+        """In place of the router's (logits [N, E], weights [N, k], experts [N, k])."""
+        del args
+        logits, weights, live = output
+        routes = self._now[router]
+        if routes is None:
+            return output
+        given = routes[:, 0] != NONE
+        differs = given & (routes.sort(-1).values != live.sort(-1).values).any(-1)
+        if torch.is_grad_enabled():
+            self._differing = self._differing + differs.sum()
+            self._pairs = self._pairs + given.sum()
+        # in the learner's own order where the experts are the same: then nothing changes
+        experts = torch.where(differs[:, None], routes, live)
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
+        if router.norm_topk_prob:
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        return logits, scores.to(weights.dtype), experts
+
+    def metrics(self, reduce: Reduce) -> dict[str, float]:
+        """Of the differentiated passes since the last call, over all ranks. Collective."""
+        counts = [torch.as_tensor(n, dtype=torch.float64) for n in (self._differing, self._pairs)]
+        self._differing = self._pairs = 0
+        differing, pairs = reduce(torch.stack([n.cpu() for n in counts])).tolist()
+        return {"mismatch/routes_differ": differing / max(pairs, 1.0)}
+
+
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "varlen", "flash_attention_2"]
 # before the name of an attention, where it exchanges the positions that other ranks hold

@@ -18,11 +18,10 @@ from rlcore.types import TokenScores
 
 if TYPE_CHECKING:
     from rlcore.learner.batch import StepBatch
-    from rlcore.learner.head_kl import KlTarget
-    from rlcore.learner.head_spec import HeadSpec
+    from rlcore.learner.lm_head import HeadSpec, KlTarget
     from rlcore.learner.packing import MicroBatch
     from rlcore.learner.policy import FrozenPolicy, Policy
-    from rlcore.learner.shards import Shards
+    from rlcore.learner.ranks import Shards
     from rlcore.learner.specs import LearnerSpec
     from rlcore.learner.split_loading import Split
     from rlcore.learner.state_files import Part, Source
@@ -35,7 +34,7 @@ class TrainEngine(ABC):
     """One rank's model and optimizer. Every method is collective unless it says otherwise.
 
     Built as Engine(policy: Policy, spec: LearnerSpec, total_steps: int, device), after `prepare`.
-    Registered in `learner/registry.py`.
+    Registered in `learner/specs.py`.
     """
 
     device: torch.device

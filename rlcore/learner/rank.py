@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.corrections.jackpot import obrs_acceptance
+from rlcore.corrections.numerics import total
+from rlcore.corrections.rapid import best_of_group
+from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
+    Scored,
     StepBatch,
     build_batch,
     positions,
@@ -23,16 +29,125 @@ from rlcore.learner.batch import (
     staleness_split,
 )
 from rlcore.learner.build import build_parts
-from rlcore.learner.estimates import read_twice, variance
+from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.metric_sums import LOSS, Sums, take_step
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
-from rlcore.learner.selection import keep_accepted, selection_metrics
-from rlcore.learner.sequences import ScoredSequence
+from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.sequences import Reader, ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
-from rlcore.learner.steps import take_step
-from rlcore.learner.supervised import cross_entropy
+from rlcore.models.masking import Estimate
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
+
+SEQUENCES = 4  # of a rank: two short passes a step
+
+
+def read_twice(
+    groups: Sequence[Group], read: Reader, share: float
+) -> tuple[list[ScoredSequence], list[ScoredSequence]]:
+    """The first response of some groups as its record has it, and with the tokens of its prompt
+    hidden anew, each with probability `share`."""
+    records = [t for group in groups for episode in group.episodes[:1] for t in episode.parts]
+    chosen = [t for t in records if len(t.logp_inf)][:SEQUENCES]
+    anew = [replace(t, extras=Estimate.of_record(t).again(share).extras()) for t in chosen]
+    return [read(t, 1.0) for t in chosen], [read(t, 1.0) for t in anew]
+
+
+def variance(pairs: Sequence[tuple[Tensor, Tensor]], reduce: Reduce) -> dict[str, float]:
+    """Metrics of pairs of log-probs [S] of the same tokens under two draws.
+
+    Half the squared difference of two draws estimates their variance without bias. Collective.
+    """
+    tokens = torch.zeros(4, dtype=torch.float64)
+    for one, two in pairs:
+        gap = (one - two).double().cpu()
+        tokens += torch.stack([gap.square().sum() / 2, gap.sum().square() / 2, *_counts(gap)])
+    of_tokens, of_sequences, n, sequences = reduce(tokens).tolist()
+    return {
+        "estimate/token_variance": of_tokens / max(n, 1.0),
+        "estimate/sequence_variance": of_sequences / max(sequences, 1.0),
+    }
+
+
+def _counts(gap: Tensor) -> list[Tensor]:
+    return [torch.tensor(float(n), dtype=torch.float64) for n in (len(gap), 1)]
+
+
+# Plain cross-entropy is the log-likelihood of the untempered model.
+TEMPERATURE = 1.0
+
+
+def cross_entropy(
+    engine: TrainEngine,
+    examples: Sequence[EpisodeTokens],
+    micro: Sequence[MicroBatch],
+    reduce: Reduce,
+    head: HeadSpec,
+) -> Sums:
+    """All backward passes of a step: the mean over the scored tokens of all ranks.
+
+    `micro`: this rank's `examples`, filled up to the count of the other ranks with dummies. `head`:
+    how the policy's head is computed; the temperature is 1.
+    """
+    sums = Sums.of_step({"loss/sft": LOSS}, examples, engine.device)
+    tokens = sum(s.scored for parts in examples for s in parts)
+    count = max(float(reduce(torch.tensor(float(tokens)))), 1.0)
+    spec = HeadSpec(TEMPERATURE, head.chunk, fp32=head.fp32)
+    for i, mb in enumerate(micro):
+        scores = engine.forward(mb, None, spec)
+        # a dummy adds nothing, but its backward joins the other ranks' collectives
+        loss = -scores.logp.sum() / count * (1.0 if len(mb.episodes) else 0.0)
+        engine.backward(loss, last=i == len(micro) - 1)
+        if len(mb.episodes):
+            nonfinite = (~torch.isfinite(scores.logp)).sum()
+            entropy = scores.entropy.sum()
+            sums.add({"loss/sft": loss, "entropy": entropy, "nonfinite_logp": nonfinite})
+    return sums
+
+
+def dense_acceptance(logp_ref: Tensor, logp_inf: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `min(1, p_ref/p_inf)` over each response's tokens, [B]: the share of them that
+    rejection sampling towards the learner's policy would accept (DistillSparse, figure 4).
+
+    Log-probs and mask [B, T]. A token without a usable log-prob counts as rejected, a response
+    without tokens as accepted.
+    """
+    accepted = torch.where(mask, obrs_acceptance(logp_ref, logp_inf), 0.0).sum(-1)
+    count = mask.sum(-1)
+    return torch.where(count > 0, accepted / count.clamp(min=1), 1.0)
+
+
+def keep_accepted(
+    groups: Sequence[Group], batch: StepBatch, ref: Scored, keep: int
+) -> tuple[list[Group], Tensor]:
+    """The groups with the `keep` responses of highest dense acceptance each, and which rows of
+    `batch` [B] bool those are.
+
+    `batch` was built of `groups`, `ref` are its scores. Ties go to the earlier sample. The kept
+    responses do not follow the actor's policy any more, and nothing corrects for that: advantages
+    are normalised over them, and the gradient is biased towards what the learner finds likely.
+    """
+    acceptance = dense_acceptance(ref.logp, batch.sent.logp_inf, batch.sent.mask)
+    kept = best_of_group(acceptance, batch.sent.group_ids, keep=keep)
+    rows = iter(kept.tolist())
+    return [replace(g, episodes=[e for e in g.episodes if next(rows)]) for g in groups], kept
+
+
+def selection_metrics(
+    batch: StepBatch, ref: Scored, kept: Tensor, reduce: Reduce
+) -> dict[str, float]:
+    """Means over the responses of all ranks, before the selection and after it."""
+    acceptance = dense_acceptance(ref.logp, batch.sent.logp_inf, batch.sent.mask)
+    rewards = batch.sent.rewards
+    everything = torch.ones_like(kept)
+    values = [acceptance, acceptance.where(kept, 0.0), rewards.where(kept, 0.0), kept, everything]
+    before, after, reward, count, all_count = total(values, reduce)
+    return {
+        "train/acceptance_mean": before / max(all_count, 1.0),
+        "train/acceptance_kept_mean": after / max(count, 1.0),
+        "train/reward_kept_mean": reward / max(count, 1.0),
+    }
 
 
 class LearnerRank(RankState):

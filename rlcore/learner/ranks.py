@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.interfaces import Reduce
-from rlcore.learner.specs import RankPlace
-from rlcore.weights.rendezvous import rendezvous_store
+from rlcore.learner.packing import MicroBatch
+from rlcore.learner.specs import LearnerSpec, RankPlace
+from rlcore.weights.group import rendezvous_store
 
 
 def join_ranks(place: RankPlace, device: torch.device) -> None:
@@ -75,3 +78,93 @@ class RankReduce(Reduce):
         moved = values.detach().to(self.device, copy=True)
         dist.all_reduce(moved, op=op, group=self.group)
         return moved.to(values.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The ranks that hold the same sequences, and which part is this one's."""
+
+    group: Any  # torch's process group
+    index: int
+    count: int
+
+    def padded(self, mb: MicroBatch) -> MicroBatch:
+        """The same micro-batch, its rows as long as a multiple of `count`.
+
+        Padding continues the last sequence of a row: causal attention keeps it out of the others.
+        """
+        width = mb.input_ids.shape[1]
+        missing = -width % self.count
+        if not missing:
+            return mb
+        last = mb.position_ids[:, -1:]
+        counted = last + 1 + torch.arange(missing, device=last.device)
+        return replace(
+            mb,
+            input_ids=F.pad(mb.input_ids, (0, missing)),
+            position_ids=torch.cat([mb.position_ids, counted], dim=1),
+            predict=mb.predict + mb.predict // width * missing,
+        )
+
+    def tokens(self, mb: MicroBatch) -> Tensor:
+        """[n] int64: which of the tokens of a padded micro-batch are predicted here."""
+        width = mb.input_ids.shape[1]
+        return torch.nonzero(mb.predict % width // (width // self.count) == self.index)[:, 0]
+
+    def own(self, mb: MicroBatch) -> MicroBatch:
+        """This rank's positions [R, W / count] of a padded micro-batch, and the tokens that they
+        predict; what is said of episodes stays as it is."""
+        width = mb.input_ids.shape[1]
+        part, mine = width // self.count, self.tokens(mb)
+        here = slice(self.index * part, (self.index + 1) * part)
+        predict = mb.predict[mine]
+        return replace(
+            mb,
+            input_ids=mb.input_ids[:, here].contiguous(),
+            position_ids=mb.position_ids[:, here].contiguous(),
+            predict=predict // width * part + predict % width - here.start,
+            targets=mb.targets[mine],
+            sharper=None if mb.sharper is None else mb.sharper[mine],
+        )
+
+    def joined(self, values: Tensor, tokens: Tensor, count: int) -> Tensor:
+        """[count, ...] of every rank's `values` [n, ...] at its `tokens` [n]. Collective;
+        differentiable where all ranks make the same of it."""
+        joined: Tensor = _Joined.apply(values, tokens, count, self.group)
+        return joined
+
+
+class _Joined(torch.autograd.Function):
+    """Every entry is one rank's, so that a sum over the ranks is exact."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tokens: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(tokens)
+        whole = values.new_zeros((count, *values.shape[1:]))
+        whole[tokens] = values
+        if values.dtype == torch.bool:
+            summed = whole.to(torch.uint8)
+            dist.all_reduce(summed, group=group)
+            return summed.bool()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return grad.index_select(0, tokens), None, None, None
+
+
+def join_groups(spec: LearnerSpec) -> tuple[Shards | None, Any]:
+    """The ranks that hold the same sequences as this one, None where it holds them whole, and the
+    group of those that hold the same part as this one of other shares. Collective."""
+    parts = spec.parts
+    if parts == 1:
+        return None, None
+    rank, world = dist.get_rank(), dist.get_world_size()
+    same = [list(range(first, first + parts)) for first in range(0, world, parts)]
+    others = [list(range(part, world, parts)) for part in range(parts)]
+    own, _ = dist.new_subgroups_by_enumeration(same)
+    across, _ = dist.new_subgroups_by_enumeration(others)
+    shards = Shards(own, rank % parts, parts) if spec.sequence_parallel > 1 else None
+    return shards, across

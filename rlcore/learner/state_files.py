@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,6 +26,7 @@ from torch import Tensor
 from rlcore.errors import StageError
 from rlcore.files import follow_umask, replace_file
 from rlcore.learner.protocols import Schedule, Write
+from rlcore.learner.ranks import gather_objects, is_first_rank
 
 INDEX = "learner.json"
 SHARD_BYTES = 2**31
@@ -220,3 +222,26 @@ def join_state(folder: Path, out: Path) -> None:
             writer.add(name, Part.whole(source.whole()))
     facts = {k: v for k, v in read_index(folder).items() if k not in ("shapes", "files")}
     writer.close([writer.finish()], **facts)
+
+
+def write_parts(
+    folder: Path,
+    parts: Mapping[str, Part | None],
+    run: Schedule | None = None,
+    **facts: int | str,
+) -> None:
+    """Have every rank write its parts by name, and rank 0 the index. Collective.
+
+    `run` schedules the writing of each rank's files, so that the index may be there before the
+    files of other ranks are; without it all is written on return. `parts` must not change until
+    they are written.
+    """
+    writer = StateWriter(folder, *([run] if run else []), rank=dist.get_rank())
+    for name, part in parts.items():
+        if part is not None:
+            writer.add(name, part)
+    listings = gather_objects(writer.finish())
+    if is_first_rank():
+        writer.close(listings, **facts)
+    if run is None:
+        dist.barrier()  # the index is there for all

@@ -10,30 +10,228 @@ is one step).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import Pipeline
-from rlcore.corrections.reduction import ONE_RANK
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.learner.batch import Scored, StepBatch, observed, rows_of
-from rlcore.learner.head_spec import HeadSpec
-from rlcore.learner.kept_passes import KeptPasses
-from rlcore.learner.loss import StepLoss
+from rlcore.learner.batch import Scored, StepBatch, Turns, observed, rows_of
+from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
-from rlcore.learner.specs import LearnerJob
-from rlcore.learner.sums import Sums
-from rlcore.learner.task_advantages import TaskAdvantages
-from rlcore.objectives.aggregate import coefficients, counts
+from rlcore.learner.specs import LearnerJob, LearnerSpec
+from rlcore.objectives.advantages import (
+    over_tokens,
+    overlong_penalty,
+    rewards_to_go,
+    sequence_advantages,
+    turn_advantages,
+)
 from rlcore.objectives.kl import kl_penalty
-from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.shaping import overlong_penalty
+from rlcore.objectives.losses import coefficients, counts, policy_loss
+from rlcore.objectives.protocols import Advantage, LossTensors
+from rlcore.objectives.specs import ObjectiveSpec, make_advantage, make_loss
 from rlcore.types import TokenScores
+
+
+class StepLoss:
+    """loss = sum over tokens of coefficient * (policy + kl_coef * KL - entropy_coef * entropy)."""
+
+    def __init__(self, spec: ObjectiveSpec, *, short_circuit: bool) -> None:
+        """`short_circuit`: PPO's ratio is p_new / SG(p_new), so that its clip never binds."""
+        self.spec = spec
+        self._policy = make_loss(spec)
+        self._short_circuit = short_circuit
+
+    @property
+    def needs_base_logp(self) -> bool:
+        """Whether log-probs under the frozen starting policy are needed."""
+        return self.spec.kl_coef > 0 and self.spec.kl_estimator != "full"
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the KL over the whole vocabulary is needed."""
+        return self.spec.kl_coef > 0 and self.spec.kl_estimator == "full"
+
+    @property
+    def indicators(self) -> tuple[str, ...]:
+        """Names of the indicators that the policy loss returns, beside its ratio."""
+        return tuple(self._policy.indicators)
+
+    @property
+    def sums(self) -> dict[str, Declared]:
+        """Every sum that `__call__` may return."""
+        declared = {"loss/policy": LOSS}
+        if self.spec.kl_coef:
+            declared["loss/kl"] = LOSS
+        kept = Declared("kept tokens")
+        return declared | {f"policy/{name}": kept for name in ("ratio", *self.indicators)}
+
+    def __call__(
+        self, tokens: LossTensors, coefficients: Tensor, entropy: Tensor, kl: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss (scalar) of whole episodes, and sums over their tokens, by metric name.
+
+        coefficients, entropy, kl: [b, T]; kl is each token's KL to the frozen policy, or None.
+        """
+        per_token, indicators = policy_loss(self._policy, tokens, short_circuit=self._short_circuit)
+        loss = policy = (per_token * coefficients).sum()
+        sums = {"loss/policy": policy}
+        if kl is not None:
+            kl_mean = (kl * coefficients).sum()
+            loss = loss + self.spec.kl_coef * kl_mean
+            sums["loss/kl"] = kl_mean
+        if self.spec.entropy_coef:
+            loss = loss - self.spec.entropy_coef * (entropy * coefficients).sum()
+        sums |= {f"policy/{name}": values.sum() for name, values in indicators.items()}
+        return loss, sums
+
+
+MIB = 1 << 20
+
+
+class KeptPasses:
+    """Whether what these passes hold for their backward passes fits `learner.keep_passes_mib`.
+
+    Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
+    that runs of one seed stay equal.
+    """
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self._most = spec.keep_passes_mib * MIB
+        self._per_position: float | None = None  # bytes; None: not measured yet
+
+    def fit(self, micro: Sequence[MicroBatch]) -> bool:
+        """Whether these may be kept, as far as is known."""
+        if self._per_position is None:
+            return self._most > 0
+        return self._per_position * sum(mb.tokens for mb in micro) <= self._most
+
+    @contextlib.contextmanager
+    def measured(self, mb: MicroBatch, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """The differentiated pass of `mb` within the block is measured, once."""
+        if self._per_position is not None:
+            yield
+            return
+        parameters_at = {p.untyped_storage().data_ptr() for p in parameters}
+        held: dict[int, int] = {}  # bytes by address: views share theirs
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters_at:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self._per_position = sum(held.values()) / mb.tokens
+
+
+class TaskAdvantages:
+    """The advantage of each training task.
+
+    Where there are several, statistics over a batch (`reinforce`, `reinforce_pp`) are over the
+    task's own episodes of the global batch: rewards of two tasks have neither a mean nor a scale in
+    common, and a mean over both would reward every answer to the easier one. Statistics over a
+    group are the same either way.
+    """
+
+    def __init__(self, job: LearnerJob) -> None:
+        self._usual = make_advantage(job.objective)
+        self._by_task = {
+            task: make_advantage(job.objective.model_copy(update={"advantage": name}))
+            for task, name in job.task_advantages.items()
+        }
+        self._share = job.objective.turn_share
+        self._discount = job.objective.turn_discount
+        self._by_token = job.objective.credit == "token"
+
+    def over_tokens(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+        """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
+        token."""
+        mask = batch.sent.mask
+        values = over_tokens(self(batch, reduce), mask)
+        if not self._share:
+            return values
+        turns = self.of_turns(batch, reduce).gather(1, self._turns(batch).of_token) * mask
+        return (1 - self._share) * values + self._share * turns
+
+    def __call__(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+        """[B] float32: the advantage of each episode. Raises ValueError for an episode of a task
+        that the job does not name."""
+        sent, lengths = batch.sent, batch.sent.mask.sum(dim=1)
+
+        def of(advantage: Advantage, rows: Tensor) -> Tensor:
+            rewards, ids = sent.rewards[rows], sent.group_ids[rows]
+            return sequence_advantages(advantage, rewards, ids, reduce, lengths[rows])
+
+        return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
+
+    def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+        """[B, K] float32: the advantage of each turn, or of each token in the place of a turn, from
+        its reward to go."""
+        turns, mask = self._turns(batch), batch.sent.mask
+        to_go = rewards_to_go(turns.rewards, self._discount)
+        numbers = torch.arange(to_go.shape[1], device=to_go.device)
+        present = numbers < turns.count[:, None]
+        tokens = to_go.new_zeros(to_go.shape).scatter_add(1, turns.of_token, mask.to(to_go))
+
+        def of(advantage: Advantage, rows: Tensor) -> Tensor:
+            return turn_advantages(
+                advantage,
+                to_go[rows],
+                batch.sent.group_ids[rows],
+                tokens[rows],
+                reduce,
+                present[rows],
+            )
+
+        return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
+
+    def _turns(self, batch: StepBatch) -> Turns:
+        """What a reward to go is of: `credit`."""
+        if not self._by_token:
+            return batch.turns
+        rewards, mask = batch.turns.token_rewards, batch.sent.mask
+        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        return Turns(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
+
+    def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
+        """Of turns, where advantages are made of them."""
+        if not self._share:
+            return {}
+        turns, ids = self._turns(batch), batch.sent.group_ids
+        numbers = torch.arange(turns.rewards.shape[1], device=ids.device)
+        present = numbers < turns.count[:, None]
+        rows = torch.stack(torch.broadcast_tensors(ids[:, None], numbers), -1)[present]
+        _, reached = torch.unique(rows, dim=0, return_counts=True)
+        alone = torch.tensor([int((reached == 1).sum()), len(rows)], dtype=torch.float64)
+        found, every = reduce(alone).tolist()
+        return {"train/turns_alone_share": found / max(every, 1.0)}
+
+    def _by_rows(
+        self, batch: StepBatch, values: Tensor, of: Callable[[Advantage, Tensor], Tensor]
+    ) -> Tensor:
+        """`values`, filled for each task with what `of` makes of its episodes' rows [B] bool."""
+        if not self._by_task:
+            return of(self._usual, values.new_ones(len(values), dtype=torch.bool))
+        unknown = set(batch.tasks) - set(self._by_task)
+        if unknown:
+            raise ValueError(f"episodes of {sorted(unknown)}, which is no task of this learner")
+        # Every rank goes through all tasks: statistics of the global batch are collective calls.
+        for task, advantage in self._by_task.items():
+            rows = torch.tensor([t == task for t in batch.tasks], dtype=torch.bool)
+            rows = rows.to(values.device)
+            values[rows] = of(advantage, rows)
+        return values
+
 
 Forward = tuple[TokenScores, Tensor | None]  # a differentiated pass: scores, full KL [N]
 

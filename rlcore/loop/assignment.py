@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from rlcore.loop.members import Held, Member, Process, Waiting
-from rlcore.loop.roster import Roster
+from rlcore.loop.members import Held, Member, Process, Roster, Waiting
 from rlcore.loop.supervision import Supervisor
-from rlcore.loop.turns import ITEMS, in_turns
+from rlcore.loop.timing import ITEMS, in_turns
 from rlcore.types import Request
 
 Given = tuple[int, list[Request]]  # group id, its requests

@@ -19,22 +19,210 @@ nothing but its seed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from rlcore.errors import OwnershipLost, RoleLost
-from rlcore.loop.batches import Batches, BatchQueue
-from rlcore.loop.clients import Clients
-from rlcore.loop.colocation import Colocation
+from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
+from rlcore.interfaces import Reporter
 from rlcore.loop.dispatcher import Dispatcher
-from rlcore.loop.pace import CheckpointPace
-from rlcore.loop.parts import Parts
-from rlcore.loop.plan import Plan, Progress
-from rlcore.loop.publisher import Publisher
-from rlcore.loop.rows import RowWriter
-from rlcore.loop.saver import Cut
-from rlcore.loop.shown import ShownSamples
-from rlcore.loop.timeline import Timeline
-from rlcore.loop.timing import Clocks
+from rlcore.loop.fleet import Fleet
+from rlcore.loop.plan import Parts, Plan, Progress
+from rlcore.loop.publisher import Colocation, Publisher
+from rlcore.loop.role_protocols import Batch, BufferClient, Clients
+from rlcore.loop.saver import CheckpointPace, Cut
+from rlcore.loop.timing import Clocks, Timeline, now
+
+Batches = dict[int, Batch]  # by step
+
+
+class BatchQueue:
+    """Takes the batches of one update phase at a time and has the learner fetch them."""
+
+    def __init__(self, plan: Plan, clients: Clients, stopping: Callable[[], bool]) -> None:
+        """`stopping`: whether the run is stopping, which ends all waits."""
+        self._plan = plan
+        self._buffer = clients.buffer
+        self._learner = clients.learner
+        self._stopping = stopping
+        self._next_phase: asyncio.Task[Batches | None] | None = None
+
+    def prepare(self, steps: Sequence[int]) -> None:
+        """Start gathering the batches of these steps, unless that was begun."""
+        if self._next_phase is None:
+            self._next_phase = asyncio.create_task(self._gather(steps))
+
+    async def get(self, steps: Sequence[int]) -> Batches | None:
+        """The batches of these steps, fetched by the learner; None if the run was stopped first.
+
+        Raises DeadlineExceeded, naming what is missing, when they take too long.
+        """
+        self.prepare(steps)
+        limit, gathering = self._plan.schedule.wait_data_timeout_s, self._next_phase
+        assert gathering is not None
+        await asyncio.wait([gathering], timeout=limit)
+        if not gathering.done():
+            lacking = await self._buffer.waiting_for(steps[-1])
+            raise DeadlineExceeded(
+                f"waited {limit:g} s for a batch (schedule.wait_data_timeout_s): {lacking}."
+            )
+        self._next_phase = None
+        return gathering.result()
+
+    async def _gather(self, steps: Sequence[int]) -> Batches | None:
+        plan = self._plan
+        wave = plan.total_groups if plan.synchronous else None
+        batches: Batches = {}
+        for step in steps:
+            while not await self._buffer.wait_ready(step, plan.supervision.heartbeat_s, wave):
+                if self._stopping():
+                    return None
+            batches[step] = await self._buffer.take(step)
+        # the steps of later epochs take these again
+        once = steps[: plan.phases.batches]
+        await self._learner.fetch({step: batches[step] for step in once})
+        return batches
+
+    async def cancel(self) -> None:
+        """Stop gathering."""
+        if self._next_phase is not None:
+            self._next_phase.cancel()
+            await asyncio.gather(self._next_phase, return_exceptions=True)
+            self._next_phase = None
+
+
+SPACE_POLL_S = 2.0  # between two looks whether a full disk has space again
+
+
+class RowWriter:
+    """Writes one row a step. Counts of a resumed run go on from its checkpoint's."""
+
+    def __init__(
+        self,
+        buffer: BufferClient,
+        fleet: Fleet,
+        progress: Progress,
+        reporter: Reporter,
+        timeline: Timeline,
+        *,
+        space_timeout_s: float,
+        stopping: Callable[[], bool],
+    ) -> None:
+        """`space_timeout_s`: how long a full disk is waited for, unless the run is `stopping`."""
+        self._buffer = buffer
+        self._fleet = fleet
+        self._progress = progress
+        self._reporter = reporter
+        self._timeline = timeline
+        self._space_timeout_s = space_timeout_s
+        self._stopping = stopping
+        self._arrived_tokens = 0.0
+        self._row_at = 0.0  # when the last row was written, or the time of the first one began
+
+    async def begin(self) -> None:
+        """The time of the first row begins."""
+        counts = await self._buffer.metrics()
+        self._arrived_tokens = counts["buffer/arrived_tokens"]
+        self._fleet.take_busy_s()
+        self._row_at = now()
+        self._timeline.begin(self._progress.seconds)
+
+    async def write(
+        self, metrics: Mapping[str, float], clocks: Clocks, others: Mapping[str, float]
+    ) -> None:
+        """Report the step just taken. `metrics`: the learner's, the batch's and an evaluation's.
+        `others`: of publications that ended and of dispatch."""
+        progress, at = self._progress, now()
+        step_s, self._row_at = at - self._row_at, at
+        progress.seconds += step_s
+        counts = await self._buffer.metrics()
+        arrived = counts["buffer/arrived_tokens"]
+        learn_s = clocks.parts.get("learn", 0.0) + clocks.parts.get("begin", 0.0)
+        row = {
+            "step": progress.step,
+            "policy_version": progress.step,
+            **metrics,
+            **counts,
+            "time/rollout_s": self._fleet.take_busy_s(),
+            "time/publish_s": 0.0,
+            **self._fleet.step_costs(),
+            **others,
+            "time/step_s": step_s,
+            "time/wait_data_s": clocks.parts.get("wait_data", 0.0),
+            "time/learn_s": learn_s,
+            "time/total_s": progress.seconds,
+            "throughput/rollout_tokens_per_s": (arrived - self._arrived_tokens) / step_s,
+            "throughput/train_tokens_per_s": metrics.get("train/tokens", 0.0) / max(learn_s, 1e-9),
+            "rollout/replacements": self._fleet.supervisor.replacements,
+            "rollout/in_rotation": len(self._fleet.rotation()),
+        }
+        self._arrived_tokens = arrived
+        await self._write(row)
+        self._fleet.draw(self._timeline)
+        self._reporter.timeline(progress.step, self._timeline.take())
+
+    async def _write(self, row: dict[str, float | int | None]) -> None:
+        """Report a row; training waits while the disk has no space for it. Raises NoSpace."""
+        until = now() + self._space_timeout_s
+        waiting = False
+        while True:
+            try:
+                self._reporter.row(row)
+            except NoSpace as e:
+                if now() >= until or self._stopping():
+                    raise
+                if not waiting:
+                    self._reporter.note(
+                        f"{e}: training waits for space until "
+                        f"schedule.wait_space_timeout_s={self._space_timeout_s:g} s have passed"
+                    )
+                waiting = True
+                await asyncio.sleep(SPACE_POLL_S)
+                continue
+            if waiting:
+                self._reporter.note("there is space again: training continues")
+            return
+
+
+VALUES_KEPT = 4096  # tokens of a sample whose ratios are written
+
+
+class ShownSamples:
+    """At most `count` samples of each update phase."""
+
+    def __init__(self, clients: Clients, reporter: Reporter, count: int) -> None:
+        self._scorer = clients.scorer
+        self._learner = clients.learner
+        self._reporter = reporter
+        self._count = count
+        self._samples: list[dict[str, Any]] = []
+        self._step = 0
+
+    async def fetch(self, first: int) -> None:
+        """Show samples of the batch of step `first`, of which nothing else is known yet."""
+        if not self._count:
+            return
+        self._step = first
+        self._samples = await self._scorer.samples(first, self._count)
+        for sample in self._samples:
+            sample["learner_version"] = first
+        # also now: if the step fails, these are what one looks at
+        self._reporter.samples(first + 1, self._samples)
+
+    async def complete(self) -> None:
+        """After the first step on that batch: show them again, with the ratios of their tokens."""
+        samples, self._samples = self._samples, []
+        if not samples:
+            return
+        keys = [(s["group_id"], s["sample"]) for s in samples]
+        found = await self._learner.log_ratios(keys)
+        if not found:
+            return
+        for key, sample in zip(keys, samples):
+            if key in found:
+                sample["log_ratio"] = found[key][:VALUES_KEPT]
+        self._reporter.samples(self._step + 1, samples)
+
 
 ANSWER_S = 10.0  # for learner and buffer to answer after a failure
 BETWEEN = "between steps"

@@ -4,12 +4,193 @@ the fleet on request."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 from rlcore.errors import UserError
-from rlcore.loop.clients import BufferClient
-from rlcore.loop.in_flight import GroupsInFlight
-from rlcore.loop.parts import Parts
-from rlcore.loop.plan import Plan
+from rlcore.loop.members import Held
+from rlcore.loop.plan import Parts, Plan
+from rlcore.loop.role_protocols import BufferClient, Missing
+from rlcore.loop.timing import in_turns, now
+from rlcore.types import request_id
+
+ADMITTED = 512  # prompts that are admitted in one call of the buffer
+LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fails
+
+
+class GroupsInFlight:
+    """Assigns admitted groups to the fleet, and reassigns those that actors or graders lost."""
+
+    def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: Parts) -> None:
+        self._timeout_s = request_timeout_s
+        self._buffer = buffer
+        self._assignments = parts.fleet.assignments
+        self._requests = parts.requests
+        self._evaluator = parts.evaluator
+        self._note = parts.reporter.note
+        self._due: dict[int, float] = {}  # group id -> when it is looked for, unless it is whole
+        self._idle: set[int] = set()  # of these some sample was with no actor at the last look
+        # held from what the buffer says of groups until they are assigned or withdrawn: else one
+        # could land between the two and be followed without end
+        self._asking = asyncio.Lock()
+
+    @property
+    def cut_requests(self) -> int:
+        """That took longer than rollout.request_timeout_s allows and were moved."""
+        return self._assignments.cut_requests
+
+    async def assign(self, groups: Missing) -> None:
+        """Ask the fleet for these samples of these groups."""
+        requests = await self._asked_of(groups)
+        self._due.update(dict.fromkeys(groups, now() + self._timeout_s))
+        await self._assignments.assign_in_turns(requests)
+
+    async def admit(self, room: int) -> None:
+        """Admit up to `room` of the next prompts, as many as the buffer takes now, and assign
+        them. Nobody else may move the prompts on meanwhile."""
+        prompts, asked = self._requests.prompts, self._requests.asked
+        admitted: Missing = {}
+        async with self._asking:
+            while len(admitted) < room:
+                ahead = [i.prompt_id for i in prompts.peek(min(ADMITTED, room - len(admitted)))]
+                ids = await self._buffer.admit(ahead)
+                prompts.advance(len(ids))
+                for group_id, prompt_id in zip(ids, ahead):
+                    admitted[group_id] = (prompt_id, tuple(range(asked(prompt_id).samples)))
+                if len(ids) < len(ahead):
+                    break
+            await self.assign(admitted)
+
+    async def _asked_of(self, groups: Missing) -> Held:
+        return {
+            g: [r for r in self._requests.group(g, prompt_id) if r.sample_index in samples]
+            async for g, (prompt_id, samples) in in_turns(groups.items())
+        }
+
+    async def resume(self) -> None:
+        """Assign the groups that were in flight at the checkpoint, and list them."""
+        in_flight = await self._buffer.in_flight()
+        if in_flight:
+            self._note(
+                f"{len(in_flight)} groups were in flight at the checkpoint: assigned again "
+                f"({spans(in_flight)})"
+            )
+            await self.assign(in_flight)
+
+    async def look(self) -> None:
+        """Withdraw from the actors what is not in flight any more: finished, evicted or given
+        up."""
+        async with self._asking:
+            left = self._due.keys() & set(await self._buffer.landed())
+            for group_id in left:
+                del self._due[group_id]
+            self._idle -= left
+            self._assignments.withdraw(sorted(left))
+
+    async def reissue_waiting(self) -> None:
+        """Assign again what failed actors were working on, and what silent ones are."""
+        assignments = self._assignments
+        training, evaluation = assignments.take_waiting().split(lambda g: g >= 0)
+        # evaluations have their own deadline and no ledger entry
+        assignments.assign_waiting(evaluation)
+        if training.lost:
+            await self._assign_again(list(training.lost), "were held by lost actors")
+        if not training.idle and not training.delayed:
+            return
+        async with self._asking:
+            in_flight = await self._buffer.in_flight([*training.idle, *training.delayed])
+            await self.assign({g: in_flight[g] for g in training.idle if g in in_flight})
+            delayed = {g: in_flight[g] for g in training.delayed if g in in_flight}
+            assignments.assign(await self._asked_of(delayed), beside=True)
+
+    async def reissue_vanished(self) -> None:
+        """Reassign groups that an actor or the graders lost without an error: samples that no actor
+        works on and that have not arrived rollout.request_timeout_s later."""
+        due = [g for g, at in self._due.items() if at < now()]
+        if not due:
+            await self.look()
+            return
+        still_open = await self._assignments.open_requests()
+        await self.look()  # afterwards: a sample may finish between the two
+        in_flight = await self._buffer.in_flight(due)
+        due = [g for g in due if g in in_flight and g in self._due]
+        idle = {g for g in due if not self._all_open(g, in_flight[g][1], still_open)}
+        vanished = sorted(idle & self._idle)
+        self._due.update(dict.fromkeys(due, now() + self._timeout_s))
+        self._idle = (self._idle - set(due)) | (idle - set(vanished))
+        if vanished:
+            await self._assign_again(vanished, "missed rollout.request_timeout_s")
+
+    @staticmethod
+    def _all_open(group_id: int, samples: tuple[int, ...], still_open: set[str]) -> bool:
+        return all(request_id("train", group_id, i) in still_open for i in samples)
+
+    async def help_slow(self) -> None:
+        """Requests that have decoded for too long are moved to another actor with the tokens they
+        have. Nothing is drawn twice: of two draws the shorter would come first, and long answers
+        would be rarer than the policy gives them."""
+        assignments = self._assignments
+        slow = assignments.overrunning(self._timeout_s)
+        if not slow:
+            return
+        in_flight = await self._buffer.in_flight(slow)
+        groups = [g for g in slow if g in in_flight]
+        self._note(
+            f"{len(groups)} groups have decoded for longer than rollout.request_timeout_s="
+            f"{self._timeout_s:g} allows: other actors go on with them ({spans(groups)})"
+        )
+        assignments.move(groups)
+
+    async def _assign_again(self, group_ids: list[int], what: str) -> None:
+        """Count a loss of these groups and assign them again, or let them fail: a prompt that
+        crashes every actor must not reach all of them."""
+        async with self._asking:
+            again, given_up = await self._buffer.lost(group_ids, LOSSES)
+            if again:
+                self._note(f"{len(again)} groups {what}: assigned again ({spans(again)})")
+                await self.assign(again)
+        if given_up:
+            named = ", ".join(f"{g} ({prompt_id})" for g, prompt_id in given_up.items())
+            self._note(f"{len(given_up)} groups {what}, {LOSSES} times by now: given up ({named})")
+            self._assignments.withdraw(given_up)
+
+    async def reissue_unscored(self) -> None:
+        """A graders' process died with its queued answers: request again every sample that no
+        actor is still sampling."""
+        before = await self._buffer.in_flight()
+        still_open = await self._assignments.open_requests()
+        idle = [
+            g for g, (_, samples) in before.items() if not self._all_open(g, samples, still_open)
+        ]
+        async with self._asking:
+            # what they lacked before the actors were asked, of those that are still in flight
+            in_flight = await self._buffer.in_flight(idle)
+            lost = {g: before[g] for g in idle if g in in_flight}
+            self._note(
+                f"a graders' process died with its queue: {len(lost)} groups are assigned again"
+            )
+            await self.assign(lost)
+        self._evaluator.again()
+
+    async def reissue_stored(self, shard: str) -> None:
+        """A node is lost with the records of finished samples: request these again."""
+        async with self._asking:
+            lost = await self._buffer.shard_lost(shard)
+            self._note(
+                f"the records that {shard} kept are lost: {len(lost)} groups are sampled again"
+                + (f" ({spans(lost)})" if lost else "")
+            )
+            await self.assign(lost)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """All of them, briefly: "3-5, 9"."""
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 class Dispatcher:

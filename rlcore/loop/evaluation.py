@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.loop.clients import ScorerClient
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.prompts import HeldOutRequests
+from rlcore.loop.role_protocols import ScorerClient
 from rlcore.loop.specs import EvaluationSpec
 from rlcore.loop.timing import now
 from rlcore.types import Request, SamplingSpec

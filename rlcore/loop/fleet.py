@@ -8,14 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from rlcore.errors import UserError
 from rlcore.interfaces import Wake
 from rlcore.loop.assignment import Assignments
-from rlcore.loop.clients import ActorClient, Publication
-from rlcore.loop.joint_loading import JointLoading, Send
-from rlcore.loop.loading import WeightLoading
-from rlcore.loop.members import ActorPool, Member, Process
-from rlcore.loop.roster import Roster
+from rlcore.loop.loading import JointLoading, Send, WeightLoading
+from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.role_protocols import ActorClient, Publication
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.supervision import Supervisor
-from rlcore.loop.timeline import Timeline
+from rlcore.loop.timing import Timeline
 
 
 class Fleet:

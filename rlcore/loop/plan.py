@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rlcore.errors import UserError
+from rlcore.interfaces import Reporter
 from rlcore.loop.specs import CheckpointSpec, Phases, ScheduleSpec, SupervisionSpec
+
+if TYPE_CHECKING:
+    from rlcore.loop.evaluation import Evaluator
+    from rlcore.loop.fleet import Fleet
+    from rlcore.loop.prompts import RequestMaker
+    from rlcore.loop.saver import Saver
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +109,26 @@ class Progress:
     # values of checkpoint.keep_best's metric, by its name and the version that was evaluated: a run
     # may be resumed with another one
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def _never() -> None:
+    return None
+
+
+def _to_nobody(refused: str) -> None:
+    """Nobody has asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The controller's parts. `scale_requests`: the actor counts requested by `rlcore scale`
+    since the last call, by label; None: no request; UserError: one that cannot be read.
+    `scale_answer` is given the reason why it was refused, or ""."""
+
+    fleet: Fleet
+    requests: RequestMaker
+    evaluator: Evaluator
+    saver: Saver
+    reporter: Reporter
+    scale_requests: Callable[[], dict[str, int] | None] = _never
+    scale_answer: Callable[[str], None] = _to_nobody

@@ -7,20 +7,192 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
-from rlcore.loop.difficulty import Difficulty
+from rlcore.loop.specs import DifficultySpec
 from rlcore.models.text import fitting_prompt
 from rlcore.seeding import derive_seed
 from rlcore.types import Item, Message, Request, SamplingSpec
 
+CIRCLE = 1 << 64
+GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / phi, odd: n * GOLDEN has no short period
+
+
+class TaskOrder:
+    """Labels in the order in which prompts are drawn: random access by number."""
+
+    def __init__(self, weights: Mapping[str, float], run_seed: int) -> None:
+        """Raises ValueError unless some weight is positive and none is negative."""
+        total = sum(weights.values())
+        if min(weights.values(), default=0.0) < 0 or not total > 0:
+            raise ValueError(f"weights of tasks must not be negative, nor all 0: {dict(weights)}")
+        drawn = {label: weight for label, weight in weights.items() if weight > 0}
+        self._labels = list(drawn)
+        # the last bound is the whole circle, whatever rounding did
+        ends = [int(end / total * CIRCLE) for end in accumulate(drawn.values())]
+        self._ends = [*ends[:-1], CIRCLE]
+        self._start = derive_seed(run_seed, "mixture") << 1
+
+    def label(self, number: int) -> str:
+        """The task of draw `number`, from 0."""
+        point = (self._start + number * GOLDEN) % CIRCLE
+        return next(label for label, end in zip(self._labels, self._ends) if point < end)
+
+
+class Mixture:
+    """Walks several tasks, each by a cursor of its own."""
+
+    def __init__(
+        self, sources: Mapping[str, PromptSource], weights: Mapping[str, float], *, run_seed: int
+    ) -> None:
+        """`sources` and `weights` by label; a task of weight 0 is never drawn."""
+        self.sources = dict(sources)
+        self.drawn = 0  # prompts so far
+        self._weights = dict(weights)
+        self._order = TaskOrder(weights, run_seed)
+
+    def source(self, prompt_id: str) -> PromptSource:
+        """The source of the task that a prompt is of."""
+        return self.sources[prompt_id.partition("/")[0]]
+
+    def peek(self, count: int) -> list[Item]:
+        """The next `count` items; nothing moves."""
+        labels = self._labels(count)
+        ahead = {label: iter(self.sources[label].peek(labels.count(label))) for label in {*labels}}
+        return [next(ahead[label]) for label in labels]
+
+    def advance(self, count: int) -> None:
+        """Move on over `count` items."""
+        labels = self._labels(count)
+        for label in dict.fromkeys(labels):
+            self.sources[label].advance(labels.count(label))
+        self.drawn += count
+
+    def next(self) -> Item:
+        """The next item; moves on."""
+        item = self.peek(1)[0]
+        self.advance(1)
+        return item
+
+    def _labels(self, count: int) -> list[str]:
+        return [self._order.label(self.drawn + i) for i in range(count)]
+
+    def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> Mixture:
+        """The same tasks, from the beginning."""
+        sources = {
+            label: source.another_walk(
+                run_seed=task_seed(run_seed, label), max_prompt_tokens=max_prompt_tokens
+            )
+            for label, source in self.sources.items()
+        }
+        return Mixture(sources, self._weights, run_seed=run_seed)
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {
+            "drawn": self.drawn,
+            "tasks": {label: source.state() for label, source in self.sources.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. With other weights, the next draws follow them; a task that is
+        new begins with its first prompt. Raises UserError where a task is missing: groups of it
+        may be in flight, and a run that says what it was trained on must go on saying so."""
+        now = ",".join(self.sources)
+        if "tasks" not in state:
+            raise UserError(
+                f"task=[{now}] cannot continue a run with a single task: resume with that one, or "
+                "start another run_dir, with model.path=FOLDER of an export of this run."
+            )
+        missing = [label for label in state["tasks"] if label not in self.sources]
+        if missing:
+            raise UserError(
+                f"task=[{now}] lacks {' and '.join(missing)}, which this run has trained on: keep "
+                f"it and set task.{missing[0]}.weight=0 to draw no more prompts of it, or start "
+                "another run_dir."
+            )
+        self.drawn = int(state["drawn"])
+        for label, saved in state["tasks"].items():
+            self.sources[label].restore(saved)
+
+    def begin_anew(self) -> None:
+        """Return to the first prompt, and remember nothing."""
+        self.drawn = 0
+        for source in self.sources.values():
+            source.begin_anew()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether pass rates of some task are wanted."""
+        return any(source.remembers for source in self.sources.values())
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Remember the pass rates of groups that have arrived."""
+        for prompt_id, rate in outcomes:
+            self.source(prompt_id).observe([(prompt_id, rate)])
+
+    def metrics(self) -> dict[str, float]:
+        """`task/<task>/<count>` of what is remembered."""
+        return {n: v for source in self.sources.values() for n, v in source.metrics().items()}
+
+
+def task_seed(run_seed: int, label: str) -> int:
+    """Seed of one task's walk: two labels of the same data must not walk it in step."""
+    return derive_seed(run_seed, "task", label)
+
+
+SEEDS = 1 << 63  # `derive_seed` is below
+
+
+class Difficulty:
+    """What is remembered of one task's problems, by their index.
+
+    Whether a problem is passed over depends on (seed, cursor) and on what is remembered, never on
+    timing; a problem that was not seen yet is always drawn.
+    """
+
+    def __init__(self, spec: DifficultySpec, run_seed: int) -> None:
+        self.spec = spec
+        self.rates: dict[int, float] = {}
+        self._seed = run_seed
+
+    def draws(self, index: int, cursor: int) -> bool:
+        """Whether problem `index`, whose turn comes at `cursor`, is drawn."""
+        rate = self.rates.get(index)
+        if rate is None or self.spec.hopeless < rate < self.spec.solved:
+            return True
+        return derive_seed(self._seed, "difficulty", cursor) < self.spec.keep * SEEDS
+
+    def note(self, index: int, rate: float) -> None:
+        """Remember the pass rate of a problem's newest group."""
+        self.rates[index] = rate
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of problems, by pool."""
+        solved = sum(rate >= self.spec.solved for rate in self.rates.values())
+        hopeless = sum(rate <= self.spec.hopeless for rate in self.rates.values())
+        return {
+            "seen": float(len(self.rates)),
+            "solved": float(solved),
+            "hopeless": float(hopeless),
+        }
+
+    def state(self) -> dict[str, float]:
+        """As JSON, whose keys are text."""
+        return {str(index): rate for index, rate in self.rates.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.rates = {int(index): float(rate) for index, rate in state.items()}
+
+
 ENDLESS_CHECK = 256  # items of a generated task that are checked before a run
 NO_TOKENS = np.zeros(0, np.int32)
-
 Outcome = tuple[str, float]  # prompt id, share of its samples that passed
 # token ids of a question or of messages, chat template applied
 Encode = Callable[[str | Sequence[Message]], list[int]]

@@ -3,20 +3,142 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
-from rlcore.loop.clients import Clients
-from rlcore.loop.disk import Disk
 from rlcore.loop.plan import Progress
+from rlcore.loop.role_protocols import Clients
 from rlcore.loop.specs import CheckpointSpec
+from rlcore.loop.timing import now
+
+T = TypeVar("T")
+POLL_S = 0.02
+
+
+class Disk(Executor):
+    """Runs each job in a thread of its own that ends with the process: unlike those of a thread
+    pool, one that hangs keeps neither later jobs nor the exit waiting."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> int:
+        """Jobs that have not ended, including abandoned ones."""
+        return self._running
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Start a job."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._running += 1
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as e:  # passed to the waiter, as by any executor
+                error = e
+            # first: who sees the result must not see the job running
+            with self._lock:
+                self._running -= 1
+            if error is None:
+                future.set_result(result)  # type: ignore[arg-type]
+            else:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="disk", daemon=True).start()
+        return future
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Whether every job has ended, after waiting for up to `timeout_s` of real time."""
+        deadline = time.monotonic() + timeout_s
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return not self._running
+
+    async def run(self, job: Callable[[], T], *, timeout_s: float, what: str) -> T:
+        """A job's result. Raises DeadlineExceeded after `timeout_s`; the job may go on."""
+        running = asyncio.get_running_loop().run_in_executor(self, job)
+        # not wait_for: it would cancel a job that has begun, and lose what it raises
+        done, _ = await asyncio.wait([running], timeout=timeout_s)
+        if not done:
+            running.add_done_callback(lambda late: late.cancelled() or late.exception())
+            raise DeadlineExceeded(f"the disk took more than {timeout_s:g} s to {what}")
+        return running.result()
+
+    def leave(self, job: Callable[[], object]) -> None:
+        """Run a job in the background and ignore its errors."""
+        running = asyncio.get_running_loop().run_in_executor(self, job)
+        running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+COST_SHARE = 0.02  # of the time between two checkpoints that a run may stand still for one
+
+
+class CheckpointPace:
+    """Decides when a checkpoint is due, and measures what each one costs.
+
+    Time is the event loop's (`timing.now`).
+    """
+
+    def __init__(self, spec: CheckpointSpec, note: Callable[[str], None]) -> None:
+        self.interval_s = spec.every_s  # grows where one checkpoint costs more than COST_SHARE
+        self._every = spec.every
+        self._note = note
+        self._since = 0.0  # when the last one was taken, or the run began
+        self._standstill_s = 0.0  # since the last `take_standstill_s`
+
+    def begin(self) -> None:
+        """The time to the first checkpoint begins."""
+        self._since = now()
+
+    def due_by_steps(self, step: int) -> bool:
+        """Whether `step` is one of those that `checkpoint.every` names."""
+        return bool(self._every) and step % self._every == 0
+
+    def due_by_time(self) -> bool:
+        """Whether the last one was taken `interval_s` ago."""
+        return bool(self.interval_s) and now() - self._since >= self.interval_s
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """Around all that training stands still for. The interval grows if that was too long."""
+        begun = now()
+        try:
+            yield
+        finally:
+            self._since = now()
+            self._spent(self._since - begun)
+
+    def _spent(self, seconds: float) -> None:
+        self._standstill_s += seconds
+        if 0 < self.interval_s < seconds / COST_SHARE:
+            # by half at least: checkpoints of a growing run are each a little slower
+            self.interval_s = max(seconds / COST_SHARE, 1.5 * self.interval_s)
+            self._note(
+                f"training stood still for {seconds:.1f} s for a checkpoint: those by time come "
+                f"every {self.interval_s:.0f} s from now on, so that they cost at most "
+                f"{COST_SHARE:.0%} of the run (checkpoint.every_s)"
+            )
+
+    def take_standstill_s(self) -> float:
+        """Seconds that training stood still for checkpoints since the last call."""
+        seconds, self._standstill_s = self._standstill_s, 0.0
+        return seconds
+
 
 FOLDER_S = 10.0  # to make an empty folder, for which the run stands still
 

@@ -15,8 +15,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from rlcore.metrics.cells import BRIEF, CELLS, duration, evaluations, number
-from rlcore.metrics.digest import Digest
+from rlcore.metrics.digest import BRIEF, CELLS, Digest, duration, evaluations, number
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import Decoded, Sink
 

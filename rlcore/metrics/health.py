@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from rlcore.metrics.cells import number
+from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
 from rlcore.metrics.specs import WarningsSpec
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rlcore.errors import OwnershipLost
-from rlcore.interfaces import Span
+from rlcore.files import replace_file
+from rlcore.interfaces import Reporter, Span
 from rlcore.metrics.console import ConsoleSink
 from rlcore.metrics.health import Course, Health
 from rlcore.metrics.log import LogSink
@@ -20,13 +24,56 @@ from rlcore.metrics.sinks import (
     JsonlSink,
     SamplesSink,
     Sink,
+    StatusSink,
     WandbSink,
     unguarded,
 )
 from rlcore.metrics.specs import LoggingSpec
-from rlcore.metrics.status import StatusSink
-from rlcore.metrics.timeline import TimelineSink
 from rlcore.registry import resolve
+
+KEPT = 100  # steps; the file holds at most twice as many
+
+
+def read_timeline(path: Path) -> list[dict[str, Any]]:
+    """The steps of a file that may still be written: {"step": 12, "spans": [[who, what, start s,
+    end s, share], ...]}. Empty where there is no file; a line that is cut off is left out."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+class TimelineSink(Sink):
+    """Appends each step; now and then, steps that are too old are dropped from the file."""
+
+    title = "timeline.jsonl"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "timeline.jsonl"
+        self._lines: deque[str] = deque(maxlen=KEPT)
+        self._written = 0  # lines of the file; 0: written anew with the next
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        line = json.dumps({"step": step, "spans": spans}, separators=(",", ":")) + "\n"
+        self._lines.append(line)
+        written, self._written = self._written, 0  # a line that was cut off is written anew
+        if 0 < written < 2 * KEPT:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line)
+        else:
+            replace_file(self._path, "".join(self._lines))
+            written = len(self._lines) - 1
+        self._written = written + 1
+
+    def resume_at(self, step: int) -> None:
+        kept = [found for found in read_timeline(self._path) if found["step"] <= step]
+        lines = [json.dumps(found, separators=(",", ":")) + "\n" for found in kept]
+        self._lines = deque(lines, maxlen=KEPT)
+        self._written = 0
+
 
 RETRY_S = 60.0  # between two tries of a sink that has failed
 
@@ -198,3 +245,34 @@ def _endpoint(run_dir: Path, spec: LoggingSpec, total_steps: int) -> Sink:
 
     host, port = spec.prometheus_host, spec.prometheus_port
     return PrometheusSink(run_dir, total_steps, host=host, port=port)
+
+
+class RunReporter(Reporter):
+    """Rows, samples and notes of a run, through the metric sinks of its directory."""
+
+    def __init__(self, logger: MetricsLogger) -> None:
+        self._logger = logger
+
+    def row(self, row: Mapping[str, float | int | None]) -> None:
+        self._logger.log(dict(row))
+
+    def samples(self, step: int, decoded: Sequence[Mapping[str, Any]]) -> None:
+        self._logger.samples(f"step_{step:06d}", [dict(d) for d in decoded])
+
+    def evaluation_samples(
+        self, version: int, label: str, verdicts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        name = f"eval_{version:06d}_{label.replace('/', '_')}"
+        self._logger.samples(name, [dict(v) for v in verdicts])
+
+    def note(self, text: str) -> None:
+        self._logger.note(text)
+
+    def activity(self, name: str, waits_for: str, step: int) -> None:
+        self._logger.activity(name, waits_for, step)
+
+    def timeline(self, step: int, spans: Sequence[Span]) -> None:
+        self._logger.timeline(step, spans)
+
+    def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
+        self._logger.fleet(actors)

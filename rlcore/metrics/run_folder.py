@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from rlcore.errors import UserError
+from rlcore.metrics.logger import read_timeline
 from rlcore.metrics.names import combine, declared
 from rlcore.metrics.rows import Row, read_rows
-from rlcore.metrics.timeline import read_timeline
 
 MAX_POINTS = 1000  # points a curve at most
 MAX_SAMPLES = 12  # of one evaluation

@@ -5,15 +5,193 @@ No torch at import; the statistics are in `rewards.py`.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+from rlcore.interfaces import Reduce
+from rlcore.lazy import torch
 from rlcore.objectives.protocols import Advantage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlcore.objectives.rewards import Rewards
     from rlcore.objectives.specs import ObjectiveSpec
+
+
+def overlong_penalty(lengths: Tensor, *, max_len: int, buffer: int, penalty: float) -> Tensor:
+    """DAPO's soft overlong penalty [B] float32, to be added to the rewards (Yu et al. 2025, eq.
+    13).
+
+    lengths [B]: response tokens; max_len: the longest response allowed. Over its last `buffer`
+    tokens the penalty rises from 0 to `penalty`, and stays there beyond. buffer=0: off.
+    """
+    if buffer == 0:
+        return torch.zeros(len(lengths), device=lengths.device)
+    over = lengths.float() - (max_len - buffer)
+    return -penalty * (over / buffer).clamp(0.0, 1.0)
+
+
+def without_truncated(mask: Tensor, truncated: Tensor | None) -> Tensor:
+    """DAPO's overlong filtering: `mask` [B, T] bool less the sequences that were cut off.
+
+    truncated [B] bool, None for none. A sequence that leaves the mask leaves every denominator with
+    it, so the loss is the mean over what is left; its reward still enters its group's mean and
+    standard deviation, and the batch's. So the gradient is that of the responses that ended by
+    themselves: biased towards them, by the share that was cut off.
+    """
+    return mask if truncated is None else mask & ~truncated[:, None]
+
+
+class Rewards:
+    """One rank's share of a step, one reward per episode.
+
+    The `batch_*` statistics are of the global batch: every rank must read the same ones in the same
+    order."""
+
+    def __init__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        reduce: Reduce,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """`tokens` [B]: sampled tokens of each episode, where an advantage asks for them."""
+        self.values = rewards.detach().double()
+        self.group_ids = group_ids
+        self._tokens = tokens
+        self._reduce = reduce  # group statistics never use it: ranks may differ in their groups
+
+    @cached_property
+    def _groups(self) -> tuple[int, Tensor]:
+        """Number of groups, and the group [B] of each episode."""
+        unique, index = torch.unique(self.group_ids, return_inverse=True)
+        return len(unique), index
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[B] float64: the sum of `values` [B] over each episode's group."""
+        count, index = self._groups
+        sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+        return sums.index_add(0, index, values)[index]
+
+    @cached_property
+    def group_size(self) -> Tensor:
+        """[B] float64: episodes in each episode's group."""
+        return self.group_sum(torch.ones_like(self.values))
+
+    @cached_property
+    def group_centred(self) -> Tensor:
+        """[B]: rewards less the mean of their group."""
+        count, index = self._groups
+        high = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.values.device)
+        low = -high
+        high = high.scatter_reduce(0, index, self.values, "amax")
+        low = low.scatter_reduce(0, index, self.values, "amin")
+        # compared, not subtracted: the rounded mean of equal rewards need not be that reward
+        flat = (high == low)[index]
+        mean = self.group_sum(self.values) / self.group_size
+        return torch.where(flat, 0.0, self.values - mean)
+
+    @cached_property
+    def group_std(self) -> Tensor:
+        """[B]: sample standard deviation of each episode's group, 0 in a group of one."""
+        squares = self.group_sum(self.group_centred**2)
+        return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B] float64: sampled tokens of each episode. Raises ValueError if nobody said."""
+        if self._tokens is None:
+            raise ValueError("the numbers of sampled tokens were not given")
+        return self._tokens.double()
+
+    def centred_in_batch(self, values: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+        """`values` [B] less their global mean, each counted `weight` [B] times, and the sum of all
+        weights.
+
+        Exactly 0 where all counted values of the global batch are equal.
+        """
+        count, summed = self._reduce(torch.stack([weight.sum(), (weight * values).sum()])).tolist()
+        counted = values[weight > 0]
+        # an empty share takes part with the neutral element: every rank makes the same reductions
+        lowest = counted.min().neg() if len(counted) else values.new_tensor(-torch.inf)
+        highest = counted.max() if len(counted) else values.new_tensor(-torch.inf)
+        extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
+        if extremes[0] == -extremes[1]:
+            return torch.zeros_like(values), count
+        return values - summed / max(count, 1.0), count
+
+    def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
+        """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
+        return float(self._reduce((weight * centred**2).sum()[None]).item())
+
+    @cached_property
+    def _batch(self) -> tuple[Tensor, float]:
+        """Rewards less the global mean, and the number of episodes of the global batch."""
+        return self.centred_in_batch(self.values, torch.ones_like(self.values))
+
+    @property
+    def batch_centred(self) -> Tensor:
+        """[B]: rewards less the mean of the global batch."""
+        return self._batch[0]
+
+    @cached_property
+    def batch_std(self) -> float:
+        """Sample standard deviation over the global batch's episodes."""
+        centred, count = self._batch
+        squares = self.batch_squares(centred, torch.ones_like(centred))
+        return float((squares / max(count - 1.0, 1.0)) ** 0.5)
+
+
+def sequence_advantages(
+    advantage: Advantage,
+    rewards: Tensor,
+    group_ids: Tensor,
+    reduce: Reduce,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """Advantage [B] float32 of each episode. tokens [B]: its sampled tokens (`Rewards.tokens`)."""
+    return advantage(Rewards(rewards, group_ids, reduce, tokens)).float()
+
+
+def over_tokens(advantage: Tensor, mask: Tensor) -> Tensor:
+    """[B] repeated over the tokens of a [B, T] mask, 0 outside it; float32."""
+    return advantage.float()[:, None] * (mask != 0)
+
+
+def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
+    """[B, K] float64: `G_t = sum over s >= t of discount^(s - t) r_s` of rewards [B, K] by turn."""
+    out = rewards.detach().double().clone()
+    for turn in range(out.shape[1] - 2, -1, -1):
+        out[:, turn] += discount * out[:, turn + 1]
+    return out
+
+
+def turn_advantages(
+    advantage: Advantage,
+    to_go: Tensor,
+    group_ids: Tensor,
+    tokens: Tensor,
+    reduce: Reduce,
+    present: Tensor,
+) -> Tensor:
+    """Advantage [B, K] float32 of each turn from its reward to go, [B, K]; 0 where not `present`
+    [B, K] bool. tokens [B, K]: sampled ones of each turn.
+
+    A turn is compared with the group's turns of the same number, of the samples that have one;
+    statistics of the batch are over all its turns. Biased by what is compared: a turn that no other
+    sample of the group reaches has nothing to be compared with and advantage 0, as a group of one
+    has. So under `rloo` the gradient of turn t is scaled by the probability that another sample
+    reaches it, under `group_mean` by the mean of (m - 1)/m with m the samples that do; both are the
+    gradient of the expected reward in direction, turn by turn.
+    """
+    turns = torch.arange(to_go.shape[1], device=to_go.device)
+    ids = group_ids[:, None] * to_go.shape[1] + turns
+    out = torch.zeros(to_go.shape, device=to_go.device)
+    out[present] = sequence_advantages(
+        advantage, to_go[present], ids[present], reduce, tokens[present]
+    )
+    return out
+
 
 LEAST_VARIANCE = 1e-8  # OpenRLHF's bound of the variance over tokens
 EPS = 1e-6  # keeps a division by a vanishing standard deviation finite

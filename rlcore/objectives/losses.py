@@ -4,13 +4,71 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from rlcore.objectives.bias import WIDE, Bias
-from rlcore.objectives.protocols import PolicyLoss
+from rlcore.interfaces import Reduce
+from rlcore.lazy import torch
+from rlcore.objectives.kl import CLAMP, at_least_float32
+from rlcore.objectives.protocols import WIDE, Bias, LossTensors, PolicyLoss
+from rlcore.objectives.specs import Aggregation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rlcore.objectives.specs import ObjectiveSpec
+
+
+def policy_loss(
+    loss: PolicyLoss, tokens: LossTensors, *, short_circuit: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`-SG(weight) * objective` [B, T], and indicators [B, T] by name; 0 where the mask is 0.
+
+    With `short_circuit` the ratio is `p_new/SG(p_new)`: its value is 1, so no clip ever binds
+    (TIS-adjusted and Jackpot B.1). The mean of an indicator over the global mask is the metric of
+    that name: the loss's own, and `ratio`.
+    """
+    on = tokens.mask != 0
+    logp_new = at_least_float32(tokens.logp_new)
+    anchored = short_circuit or not loss.carries_ratio
+    anchor = logp_new.detach() if anchored else at_least_float32(tokens.logp_ref.detach())
+    # A kept token that is NaN must show; a rejected one counts for a sequence's ratio only where
+    # its own is defined.
+    defined = on | torch.isfinite(logp_new.detach() - anchor)
+    counted = (tokens.sampled != 0) & defined
+    log_ratio = torch.where(counted, logp_new - anchor, 0.0).clamp(-CLAMP, CLAMP)
+    advantages = torch.where(on, at_least_float32(tokens.advantages.detach()), 0.0)
+    objective, indicators = loss(log_ratio, advantages, counted)
+    weight = torch.where(on, at_least_float32(tokens.weight.detach()), 0.0)
+    indicators["ratio"] = log_ratio.detach().exp()
+    return -weight * objective, {
+        name: torch.where(on, value, 0.0).to(weight.dtype) for name, value in indicators.items()
+    }
+
+
+def counts(mask: Tensor, reduce: Reduce) -> tuple[int, int]:
+    """Kept tokens, and sequences with at least one, of the whole step over all ranks.
+
+    `mask` [B, T] is the rank's.
+    """
+    on = mask != 0
+    tokens, sequences = reduce(torch.stack([on.sum(), on.any(-1).sum()]).double()).tolist()
+    return int(tokens), int(sequences)
+
+
+def coefficients(
+    mode: Aggregation, mask: Tensor, global_tokens: int, global_sequences: int, max_len: int
+) -> Tensor:
+    """Coefficient [B, T] float32 of each token's loss; 0 where the mask is 0.
+
+    token-mean: 1/global_tokens. seq-mean-token-mean: 1/(tokens of its sequence * global_sequences).
+    seq-mean-token-sum-norm: 1/(max_len * global_sequences), `max_len` a constant of the run (Dr.
+    GRPO). Rows are whole sequences.
+    """
+    on = (mask != 0).float()
+    if mode == "token-mean":
+        return on / max(global_tokens, 1)
+    if mode == "seq-mean-token-mean":
+        return on / (on.sum(-1, keepdim=True).clamp(min=1) * max(global_sequences, 1))
+    return on / (max_len * max(global_sequences, 1))
+
 
 Terms = tuple["Tensor", "dict[str, Tensor]"]
 CLIP_SHARES = ("clip_low_share", "clip_high_share")

@@ -13,16 +13,36 @@ One class and one line in `registry.py` make a new one:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
-
-from rlcore.objectives.bias import Bias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rlcore.objectives.rewards import Rewards
+    from rlcore.objectives.advantages import Rewards
     from rlcore.objectives.specs import ObjectiveSpec
+
+WIDE = 1e9  # a threshold that never binds
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """One named departure, and when it is gone; the method's docstring uses the name.
+
+    Example: Bias("truncation", {"cap": WIDE})
+    """
+
+    name: str
+    #: settings of the method under which it is gone; empty: none
+    opened: Mapping[str, Any] = field(default_factory=dict)
+    #: what else it needs to be gone: nothing; the actor's policy equal to the one that weights lead
+    #: to; or sequences of a single token
+    where: Literal["", "matched", "one token"] = ""
+
+
+#: of a run whose list of corrections weighs nothing (`corrections/pipeline.py: Pipeline`)
+UNCORRECTED = Bias("no correction", where="matched")
 
 
 class Advantage(ABC):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import ceil
 from typing import ClassVar, Literal
 
-from rlcore.objectives.bias import WIDE, Bias
+from rlcore.objectives.protocols import WIDE, Advantage, Bias, PolicyLoss
+from rlcore.registry import resolve
 from rlcore.spec import Spec, setting
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -67,3 +68,42 @@ class ObjectiveSpec(Spec):
     def overlong_buffer(self, max_new_tokens: int) -> int:
         """Tokens before the limit over which the overlong penalty rises; 0: off."""
         return ceil(self.overlong_share * max_new_tokens)
+
+
+ADVANTAGES: dict[str, str] = {
+    "grpo": "rlcore.objectives.advantages:Grpo",
+    "dr_grpo": "rlcore.objectives.advantages:GroupMean",
+    "rloo": "rlcore.objectives.advantages:Rloo",
+    "reinforce_pp": "rlcore.objectives.advantages:ReinforcePp",
+    "reinforce_pp_baseline": "rlcore.objectives.advantages:ReinforcePpBaseline",
+    "reinforce": "rlcore.objectives.advantages:Reinforce",
+    "group_mean": "rlcore.objectives.advantages:GroupMean",
+}
+LOSSES: dict[str, str] = {
+    "ppo": "rlcore.objectives.losses:Ppo",
+    "gspo": "rlcore.objectives.losses:Gspo",
+    "cispo": "rlcore.objectives.losses:Cispo",
+    "reinforce": "rlcore.objectives.losses:Reinforce",
+}
+
+
+def advantage_class(name: str, key: str = "algorithm.advantage") -> type[Advantage]:
+    """The advantage of a name or "file.py:Class". Raises UserError naming `key`."""
+    cls: type[Advantage] = resolve(ADVANTAGES, name, key=key, like=Advantage)
+    return cls
+
+
+def loss_class(name: str) -> type[PolicyLoss]:
+    """The policy loss of a name or "file.py:Class". Raises UserError naming algorithm.loss."""
+    cls: type[PolicyLoss] = resolve(LOSSES, name, key="algorithm.loss", like=PolicyLoss)
+    return cls
+
+
+def make_advantage(spec: ObjectiveSpec, key: str = "algorithm.advantage") -> Advantage:
+    """The advantage that `spec.advantage` names; `key`: where a run names it."""
+    return advantage_class(spec.advantage, key)(spec)
+
+
+def make_loss(spec: ObjectiveSpec) -> PolicyLoss:
+    """The policy loss that `spec.loss` names."""
+    return loss_class(spec.loss)(spec)

@@ -13,17 +13,23 @@ import numpy as np
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.interfaces import Reporter, Span
-from rlcore.loop.clients import LogRatios, SampleKey, Spawned
 from rlcore.loop.members import ActorPool
+from rlcore.loop.role_protocols import LogRatios, SampleKey, Spawned
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
-from rlcore.planner.actor import RatedActor, Runs, answer_length, of_names, uniform
-from rlcore.planner.answers import Answers, PlannedScorer
+from rlcore.planner.actor import (
+    Answers,
+    PlannedScorer,
+    RatedActor,
+    Runs,
+    answer_length,
+    of_names,
+    uniform,
+)
 from rlcore.planner.specs import ActorRates, Rates
 from rlcore.seeding import derive_seed
-from rlcore.testing.fake_reporter import FakeReporter
-from rlcore.testing.fake_work import Drawing, spawned
-from rlcore.testing.fakes import FakeLearner, FakeScorer
-from rlcore.testing.simulation import Scenario, Simulation
+from rlcore.simulate.actors import Drawing, spawned
+from rlcore.simulate.clients import FakeLearner, FakeScorer
+from rlcore.simulate.loop import FakeReporter, Scenario, Simulation
 from rlcore.types import Request
 
 LONGEST = 64  # simulated tokens of the longest answer: each stands for `unit` real ones

@@ -7,21 +7,74 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from rlcore.interfaces import StepLoad
-from rlcore.rollout.core import CoreRequest, DecodeCore, Output
+from rlcore.interfaces import RolloutEngine, StepLoad, Wake
 from rlcore.rollout.segments import Draw
 from rlcore.rollout.specs import EngineJob
-from rlcore.rollout.stop_text import StopWatcher
+from rlcore.rollout.text import StopWatcher
 from rlcore.seeding import derive_seed
-from rlcore.types import FinishReason, Request, Trajectory
+from rlcore.types import FinishReason, Request, SamplingSpec, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class CoreRequest:
+    """A request as the core receives it, new or resubmitted with the tokens it already has.
+
+    Example: CoreRequest("train:17:0", [3, 4, 5, 9], 3, sampling, max_tokens=63, seed=1)
+    """
+
+    request_id: str
+    token_ids: Sequence[int]  # the prompt, then the response tokens sampled before
+    prompt_len: int  # tokens of the prompt alone
+    sampling: SamplingSpec
+    max_tokens: int  # still to be sampled
+    seed: int
+    cache_salt: str | None = None  # requests share cached prefixes only within the same salt
+
+
+class Output(NamedTuple):
+    """What one step sampled for one request. Without tokens it says that the core has begun with
+    it."""
+
+    request_id: str
+    tokens: list[int]
+    # ids and log-probs [tokens, >= k+1], the sampled token first; None if none were asked for
+    rows: tuple[np.ndarray, np.ndarray] | None
+    finish: FinishReason | None  # None: unfinished
+    extras: Mapping[str, np.ndarray] | None = None  # of a finished one: further arrays by name
+    # [n, layers, k]: the experts of the next n tokens that the core has read of it since it was
+    # queued (`models/routes.py`); None where it records none
+    routes: np.ndarray | None = None
+
+
+class DecodeCore(ABC):
+    """Requests in, tokens and log-prob rows out, one step at a time."""
+
+    @abstractmethod
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests that are queued or running."""
+
+    @abstractmethod
+    def step(self) -> Iterable[Output]:
+        """One step. Raises RuntimeError if a request failed or the model is lost."""
+
+    @abstractmethod
+    def settle(self) -> Iterable[Output]:
+        """What steps that were begun have yet to give, without beginning another; nothing is in
+        flight then. Raises as `step` does."""
 
 
 class RequestBook:
@@ -267,3 +320,95 @@ class RequestBook:
             draw.switch(self.version)
             draw.resubmissions += bool(draw.tokens)
             self._submit(draw)
+
+
+class BookedEngine(RolloutEngine):
+    """A rollout engine whose requests are a `RequestBook`'s. Not thread-safe: one thread owns
+    it."""
+
+    def __init__(self, book: RequestBook) -> None:
+        self._book = book
+        self._ready: list[Trajectory] = []  # finished by an update
+
+    @property
+    def version(self) -> int:
+        """Policy version that the tokens sampled now carry."""
+        return self._book.version
+
+    def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
+        """Queue requests, all or none, some of them with the tokens that another engine sampled.
+        Raises ValueError for one that the engine cannot serve."""
+        self._book.add(requests, begun)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Drop requests; unknown ids are ignored."""
+        self._book.abort(request_ids)
+
+    def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
+        """Drop requests and return what they have so far."""
+        return self._book.cut(request_ids)
+
+    def unfinished(self) -> int:
+        """Requests queued, running, held back by a drain, or finished by an update and not yet
+        given by `step`."""
+        return self._book.unfinished() + len(self._ready)
+
+    def step(self) -> list[Trajectory]:
+        """One decode step; the trajectories that finished in it, unscored.
+
+        Raises RuntimeError if the core failed a request.
+        """
+        done, self._ready = self._ready, []
+        return done + self._book.decode() if self._book.active else done
+
+    def load_of_step(self) -> StepLoad:
+        """What the last step had to do."""
+        return self._book.step_load
+
+    def decoding_s(self) -> dict[str, float]:
+        """Seconds of decode steps since the first output of each request that has one; waiting and
+        loading weights do not count."""
+        return self._book.decoding_s()
+
+    def begin_drain(self) -> None:
+        """Let the requests that have begun finish; hold back all others and all new."""
+        self._book.begin_drain()
+
+    def end_drain(self) -> None:
+        """Queue what was held back, in order, under the current version."""
+        self._book.end_drain()
+
+    def drained(self) -> bool:
+        """True if a drain was begun and nothing runs any more."""
+        return self._book.drained()
+
+    def sleep(self) -> float:
+        """Free the memory that another process is to have; bytes freed. Requests that run, and new
+        ones, are held until `wake`."""
+        self._ready += self._book.settle()
+        self._book.hold_all()
+        return self._free()
+
+    def wake(self, what: Wake) -> None:
+        """Take memory back: first for the "weights", which may then be loaded, then for "all"."""
+        self._take_back(what)
+        if what == "all":
+            self._book.end_drain()
+
+    def _free(self) -> float:
+        """What an engine frees in `sleep`; nothing by default."""
+        return 0.0
+
+    def _take_back(self, what: Wake) -> None:
+        """Undo it."""
+
+    def set_version(self, version: int) -> None:
+        """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
+        self._ready += self._book.settle()
+        self._book.set_version(version)
+
+    def _finish_active(self) -> None:
+        """Decode what is in the core to its end."""
+        while self._book.active:
+            self._ready += self._book.decode()
+        self._ready += self._book.settle()

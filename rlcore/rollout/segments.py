@@ -12,7 +12,7 @@ from rlcore.models.routes import ROUTES, RouteLog
 from rlcore.types import ActorKind, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
-    from rlcore.rollout.stop_text import StopWatcher
+    from rlcore.rollout.text import StopWatcher
 
 # Rows are views into the arrays of a whole step; they are copied regularly so that these can be
 # freed.

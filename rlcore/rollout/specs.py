@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
+from rlcore.registry import resolve
 from rlcore.spec import Spec, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec
 from rlcore.weights.adapters import AdapterShape
@@ -259,3 +261,16 @@ class EngineJob:
     def key(self) -> str:
         """The configuration key of `actor`, for messages."""
         return f"actor.{self.actor_id.rpartition('-')[0] or self.actor_id}"
+
+
+ENGINES: dict[str, str] = {
+    "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
+    "diffusion": "rlcore.rollout.engines.diffusion.engine:DiffusionEngine",
+}
+
+
+def start_engine(job: EngineJob) -> RolloutEngine:
+    """The engine that `job.actor.engine` names, started. Raises UserError if it cannot work."""
+    cls = resolve(ENGINES, job.actor.engine, key=f"{job.key}.engine", like=RolloutEngine)
+    engine: RolloutEngine = cls(job)
+    return engine

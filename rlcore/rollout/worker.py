@@ -4,17 +4,228 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
-from rlcore.errors import DeadlineExceeded
+from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import RolloutEngine, Wake, WeightStream
-from rlcore.rollout.commands import Call, CommandQueue, Update, describe, settle
-from rlcore.rollout.counters import Counters
 from rlcore.rollout.step_costs import StepCosts
-from rlcore.rollout.updates import Updates
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
+from rlcore.weights.manifest import verify_checksums
+
+
+@dataclass(slots=True)
+class Counters:
+    """Written only by the engine thread, read by any thread. Seconds and counts since the start."""
+
+    steps: int = 0
+    tokens: int = 0
+    submitted: int = 0
+    finished: int = 0
+    running: int = 0
+    waiting: int = 0
+    version: int = 0
+    updates: int = 0
+    busy_s: float = 0.0  # inside engine steps
+    update_stop_s: float = 0.0  # stopped for loading and verifying weights
+    drain_s: float = 0.0  # draining before an update: old requests still decode, new ones wait
+    # request id -> seconds it has decoded, of those that have a token; replaced, never changed
+    decoding_s: dict[str, float] = field(default_factory=dict)
+    # monotonic times: last turn of the thread, idle ones included, and last engine step
+    heartbeat: float = field(default_factory=time.monotonic)
+    last_step: float = field(default_factory=time.monotonic)
+    loading_until: float = 0.0  # deadline of the weights being loaded; 0: none are
+
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the thread last turned; while it loads weights, since their deadline.
+
+        A large set takes longer than a process may be silent, and has a deadline of its own.
+        """
+        return max(0.0, time.monotonic() - max(self.heartbeat, self.loading_until))
+
+
+# Errors that only the caller gets; the engine continues.
+_REFUSED = (ValueError, KeyError, UserError)
+
+
+@dataclass(slots=True)
+class Call:
+    """A function to run between two steps."""
+
+    run: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Update:
+    """A set of weights to load. Its result is {"stop_s", "drain_s"}."""
+
+    version: int
+    weights: WeightStream
+    on_publish: OnPublish
+    manifest: WeightManifest | None
+    timeout_s: float  # of the publication: bounds the drain of on_publish=finish
+    future: Future[dict[str, float]] = field(default_factory=Future)
+    begun: float = 0.0  # monotonic seconds
+
+
+class CommandQueue:
+    """Commands in order. Any thread puts, one takes; after `end` nothing is accepted."""
+
+    def __init__(self) -> None:
+        self._commands: deque[Call | Update] = deque()
+        self._changed = threading.Condition()
+        self._ended: BaseException | None = None
+        self.closing = False  # the owner takes no further commands
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def put(self, command: Call | Update) -> Future[Any]:
+        """Queue a command. Raises RuntimeError if the queue has ended or is closing."""
+        with self._changed:
+            if self._ended is not None:
+                raise RuntimeError(
+                    f"the rollout engine has failed: {describe(self._ended)}"
+                ) from self._ended
+            if self.closing:
+                raise RuntimeError("the rollout worker is closed")
+            self._commands.append(command)
+            self._changed.notify()
+        return command.future
+
+    def take(self, *, updates: bool) -> Call | Update | None:
+        """The next command, None if there is none or if it is an update and those must wait."""
+        if not self._commands or (isinstance(self._commands[0], Update) and not updates):
+            return None
+        return self._commands.popleft()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a command waits, when the queue closes, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._commands and not self.closing:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    return
+
+    def close(self) -> None:
+        """Accept no further commands."""
+        with self._changed:
+            self.closing = True
+            self._changed.notify()
+
+    def end(self, error: BaseException | None) -> None:
+        """Fail what is queued; `error`, if any, is raised by every later `put`."""
+        with self._changed:
+            self._ended = error
+            pending = list(self._commands)
+            self._commands.clear()
+        for command in pending:
+            fail(command.future, error or RuntimeError("the rollout worker is closed"))
+
+
+def settle(future: Future[Any], run: Callable[[], Any]) -> None:
+    """Run a command and settle its future. Errors other than refusals are raised here too."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(run())
+    except _REFUSED as e:
+        future.set_exception(e)
+    except BaseException as e:
+        future.set_exception(e)
+        raise
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Fail the future of a command that will not run."""
+    if not future.done():
+        future.set_exception(RuntimeError(f"the rollout engine has stopped: {describe(error)}"))
+
+
+def describe(error: BaseException) -> str:
+    """One line. Example: OSError: no space left"""
+    return f"{type(error).__name__}: {error}"
+
+
+class Updates:
+    """Applies updates to the engine. `before_load` is called while the old weights still serve."""
+
+    def __init__(
+        self, engine: RolloutEngine, counters: Counters, before_load: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._counters = counters
+        self._before_load = before_load
+        self._draining: Update | None = None
+
+    @property
+    def draining(self) -> bool:
+        """Whether an update waits for running requests to finish."""
+        return self._draining is not None
+
+    def begin(self, update: Update) -> None:
+        """Apply an update, at once or, with on_publish=finish, when running requests are done."""
+        update.begun = time.monotonic()
+        if update.on_publish == "finish":
+            self._engine.begin_drain()
+            self._draining = update
+            self.advance()
+        else:
+            self._apply(update)
+
+    def advance(self) -> None:
+        """Apply the waiting update if the engine has drained; fail it after its timeout."""
+        update = self._draining
+        if update is None:
+            return
+        waited = time.monotonic() - update.begun
+        if self._engine.drained():
+            self._draining = None
+            self._counters.drain_s += waited
+            self._apply(update)
+        elif waited > update.timeout_s:
+            self._draining = None
+            self._engine.end_drain()
+            update.future.set_exception(
+                DeadlineExceeded(
+                    f"waited {waited:.1f} s for running requests to finish before version "
+                    f"{update.version} (schedule.on_publish=finish, schedule.publish_timeout_s)"
+                )
+            )
+
+    def _apply(self, update: Update) -> None:
+        self._before_load()
+        self._counters.loading_until = time.monotonic() + update.timeout_s
+        try:
+            settle(update.future, lambda: self._load(update))
+        finally:
+            self._counters.loading_until = 0.0
+            self._counters.heartbeat = time.monotonic()
+
+    def _load(self, update: Update) -> dict[str, float]:
+        begun = time.monotonic()
+        try:
+            self._engine.update_weights(update.version, update.weights, update.on_publish)
+        finally:
+            self._engine.end_drain()  # also after a refused update: the old weights stay in use
+        if update.manifest is not None:
+            verify_checksums(update.manifest, self._engine.checksums(update.manifest.checksums))
+        stop_s = time.monotonic() - begun
+        self._counters.update_stop_s += stop_s
+        self._counters.updates += 1
+        self._counters.version = update.version
+        return {"stop_s": stop_s, "drain_s": begun - update.begun}
+
+    def end(self, error: BaseException) -> None:
+        """Fail the update that waits, if any."""
+        if self._draining is not None:
+            fail(self._draining.future, error)
+            self._draining = None
+
 
 # an idle thread still loops, so that its heartbeat differs from that of a hung one
 _IDLE_TURN_S = 0.1

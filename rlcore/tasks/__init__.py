@@ -15,19 +15,19 @@ from rlcore.tasks.grades import wants_tokens
 from rlcore.tasks.specs import EvalTaskSpec
 
 TASKS: dict[str, str] = {
-    "alphabet_sort": "rlcore.tasks.alphabet_sort:AlphabetSort",
+    "alphabet_sort": "rlcore.tasks.games:AlphabetSort",
     "arithmetic": "rlcore.tasks.arithmetic:Arithmetic",
     "countdown": "rlcore.tasks.countdown:Countdown",
     "digits": "rlcore.tasks.digits:Digits",
     "file": "rlcore.tasks.file:FileTask",
     "gsm8k": "rlcore.tasks.gsm8k:Gsm8k",
-    "higher_lower": "rlcore.tasks.higher_lower:HigherLowerTask",
-    "lean": "rlcore.tasks.lean:Lean",
+    "higher_lower": "rlcore.tasks.games:HigherLowerTask",
+    "lean": "rlcore.extras.lean:Lean",
     "leetcode": "rlcore.tasks.code:Leetcode",
     "math": "rlcore.tasks.math:Math",
     "mbpp": "rlcore.tasks.code:Mbpp",
-    "metamath": "rlcore.tasks.metamath:Metamath",
-    "metamath_file": "rlcore.tasks.metamath_file:MetamathFile",
+    "metamath": "rlcore.extras.metamath:Metamath",
+    "metamath_file": "rlcore.extras.metamath:MetamathFile",
     "reasoning_gym": "rlcore.tasks.reasoning_gym:ReasoningGym",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }

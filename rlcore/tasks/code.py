@@ -2,19 +2,171 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import logging
 import re
+import symtable
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rlcore.errors import UserError
-from rlcore.tasks import code_preamble
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
-from rlcore.tasks.code_names import BadTests, names_under_test
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
 from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
 from rlcore.types import Grade, Item
 
+
+class BadTests(ValueError):
+    """Tests that cannot judge a program; the message says why."""
+
+
+def names_under_test(tests: str, reference: str, given: Collection[str]) -> list[str]:
+    """Names that the tests use and that the program must define.
+
+    These are what the reference solution defines, and what neither Python nor the preamble (its
+    names are `given`) nor the tests themselves define. Everything else in the tests, `set` and
+    `sorted` among it, means what it means in Python, whatever the program does to it.
+
+    Without a reference a function under test may have the name of one that is given (`gcd`): if
+    there is no other candidate, it is what the tests call first. Raises BadTests for tests that
+    are not Python or that use nothing of a program.
+    """
+    try:
+        used = _free_names(tests)
+    except SyntaxError as error:
+        raise BadTests(f"not Python: {error}") from error
+    own = _defined(reference) & used
+    known = set(given) | set(dir(builtins))
+    found = own | (used - known)
+    if not found:
+        called = [name for name in _called(tests) if name in used]
+        found = set([*(n for n in called if n in given), *called][:1])
+    if not found:
+        raise BadTests("they use no name that a program could define")
+    return sorted(found)
+
+
+def _free_names(source: str) -> set[str]:
+    """Names that the source reads and does not define."""
+    top = symtable.symtable(source, "<tests>", "exec")
+    bound = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+    read = {s.get_name() for s in top.get_symbols() if s.is_referenced()}
+    for table in _nested(top):
+        for symbol in table.get_symbols():
+            if symbol.is_global() and symbol.is_referenced():
+                read.add(symbol.get_name())
+            elif symbol.is_declared_global() and symbol.is_assigned():
+                bound.add(symbol.get_name())
+    return read - bound
+
+
+def _nested(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    for child in table.get_children():
+        yield child
+        yield from _nested(child)
+
+
+def _defined(source: str) -> set[str]:
+    """Names that a solution defines at its top level, imports aside; none if it is not Python."""
+    try:
+        table = symtable.symtable(source, "<reference>", "exec")
+    except (SyntaxError, ValueError):
+        return set()
+    return {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
+
+
+def _called(source: str) -> list[str]:
+    """Names that are called, in the order of the source."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+
+
+# Names of the modules that solutions use most, for any task.
+COMMON = """\
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string
+import sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from typing import *
+from builtins import pow
+sys.setrecursionlimit(20000)
+"""
+# What LeetCode's own environment imports before a Python solution, in that order; a later name
+# hides an earlier one. numpy is there too, for programs that mention it.
+LEETCODE = """\
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from io import *
+from sys import *
+from json import *
+from builtins import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics
+import itertools, functools, operator, io, sys, json, decimal, fractions, queue, threading, time
+from typing import *
+try:
+    import sortedcontainers
+    from sortedcontainers import *
+except ImportError:  # not installed here
+    pass
+sys.setrecursionlimit(20000)
+"""
+# The site's node classes, and helpers of the tests. They cross between a program and its tests as
+# the values that they hold (`sandbox.values`).
+LEETCODE_NODES = """\
+class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val = val
+        self.next = next
+
+class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val = val
+        self.left = left
+        self.right = right
+
+def list_node(values):
+    head = None
+    for value in reversed(values):
+        head = ListNode(value, head)
+    return head
+
+def is_same_list(a, b):
+    while a and b and a.val == b.val:
+        a, b = a.next, b.next
+    return a is None and b is None
+
+def tree_node(values):
+    nodes = [None if value is None else TreeNode(value) for value in values]
+    children = iter(nodes[1:])
+    for node in nodes:
+        if node is not None:
+            node.left, node.right = next(children, None), next(children, None)
+    return nodes[0] if nodes else None
+
+def is_same_tree(a, b):
+    if a is None or b is None:
+        return a is b
+    return a.val == b.val and is_same_tree(a.left, b.left) and is_same_tree(a.right, b.right)
+"""
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
 TRACEBACK = "Traceback (most recent call last):\n"
 PROGRAM_FRAME = '  File "<program>"'
@@ -33,7 +185,7 @@ class CodeTask(RecordTask):
     layer (`sandbox.confinement`), "reduced" goes on with those that it has, and says so.
     """
 
-    preamble = code_preamble.COMMON  # names that programs and tests find
+    preamble = COMMON  # names that programs and tests find
 
     # A task's arguments are its constructor's: `make_task` reads them off here.
     def __init__(
@@ -161,7 +313,7 @@ class Leetcode(CodeTask):
     """
 
     name = "leetcode"
-    preamble = code_preamble.LEETCODE + code_preamble.LEETCODE_NODES
+    preamble = LEETCODE + LEETCODE_NODES
 
     def __init__(
         self,

@@ -7,9 +7,8 @@ from typing import Any
 
 from rlcore.registry import LoadError, load_object
 from rlcore.tasks.arguments import ArgumentError
-from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import as_grade, wants_tokens
-from rlcore.tasks.records import Record, RecordTask, pick, pick_text
+from rlcore.tasks.records import Record, RecordTask, pick, pick_question, pick_text
 from rlcore.types import Grade, Item
 
 

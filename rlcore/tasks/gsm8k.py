@@ -7,10 +7,9 @@ import re
 from typing import Any
 
 from rlcore.tasks.arguments import share
-from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import final_number, is_number, number_text
-from rlcore.tasks.records import Record, RecordTask, RowError, pick_text
+from rlcore.tasks.records import Record, RecordTask, RowError, pick_question, pick_text
 from rlcore.types import Grade, Item
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")

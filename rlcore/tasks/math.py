@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlcore.tasks.arguments import share
-from rlcore.tasks.conversations import pick_question
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed
-from rlcore.tasks.records import Record, RecordTask, pick_text
+from rlcore.tasks.records import Record, RecordTask, pick_question, pick_text
 from rlcore.types import Grade, Item
 
 

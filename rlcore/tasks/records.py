@@ -2,16 +2,114 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlcore.interfaces import Split, Task
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
-from rlcore.tasks.row_files import rows
 from rlcore.types import Grade, Item, Message
+
+Row = dict[str, Any]
+# What `datasets.save_to_disk` writes: beside the files of one split, and above those of several.
+STATE, SPLITS = "state.json", "dataset_dict.json"
+
+
+def rows(argument: str, path: str) -> Iterator[tuple[int, Row]]:
+    """(row number from 1, row) of a file, or of a folder that `save_to_disk` wrote; in a JSONL file
+    the row number is the line number. Raises ArgumentError for `argument`."""
+    file = Path(str(path)).expanduser()
+    if file.is_dir():
+        yield from enumerate(_saved(argument, file), 1)
+        return
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": _arrow}
+    if file.suffix not in readers:
+        raise ArgumentError(
+            argument,
+            path,
+            "is not accepted: give a .jsonl, .parquet or .arrow file, or a folder that a Hugging "
+            "Face data set was saved to.",
+        )
+    if not file.is_file():
+        raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
+    yield from readers[file.suffix](argument, file)
+
+
+def _saved(argument: str, folder: Path) -> Iterator[Row]:
+    """Rows of a split's folder, in the order of its state."""
+    if (folder / SPLITS).is_file():
+        splits = sorted(p.name for p in folder.iterdir() if (p / STATE).is_file())
+        raise ArgumentError(
+            argument,
+            folder,
+            f"holds the splits {', '.join(splits) or 'of a data set, but none of their folders'}: "
+            f"name one of them, such as {folder / splits[0] if splits else folder / 'train'}.",
+        )
+    if not (folder / STATE).is_file():
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8])
+        raise ArgumentError(
+            argument,
+            folder,
+            f"is no folder that a Hugging Face data set was saved to: it has no {STATE} (it has: "
+            f"{found or 'nothing'}).",
+        )
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        files = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(argument, folder, f"has a {STATE} that cannot be read.") from error
+    for name in files:
+        for _, row in _arrow(argument, folder / name):
+            yield row
+
+
+def _jsonl(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ArgumentError(
+                            argument, file, f"has a bad row: row {number} is not a JSON object."
+                        )
+                    yield number, row
+    except json.JSONDecodeError as error:
+        raise ArgumentError(
+            argument, file, f"has a bad row: row {number} is not JSON ({error.msg})."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(argument, file, f"cannot be read: {error}.") from error
+
+
+def _parquet(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ArgumentError(argument, file, f"cannot be read as Parquet: {error}.") from error
+
+
+def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
+    """Of Arrow's stream format, which `datasets` writes, or its file format."""
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(file)) as source:
+            seekable = source.read(6) == b"ARROW1"
+            source.seek(0)
+            opened = pyarrow.ipc.open_file if seekable else pyarrow.ipc.open_stream
+            table = opened(source).read_all()
+            yield from enumerate(table.to_pylist(), 1)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ArgumentError(argument, file, f"cannot be read as Arrow: {error}.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +271,86 @@ def pick_text(row: dict[str, Any], path: str, *, answer: bool = False) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise RowError(f"field {path} is {type(value).__name__}, not text or a number")
     return str(value)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+COLUMNS = ("question", "prompt", "messages")  # looked for where no column is named
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a row asks. Example: Asked("2+2?", ({"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2?"}), "4")"""
+
+    question: str  # the last message
+    messages: tuple[Message, ...] = ()  # (): a single question
+    answer: str | None = None  # the last turn, where it is the assistant's
+
+
+def pick_question(row: dict[str, Any], path: str | None) -> Asked:
+    """The question at a dotted path; None: in the first of COLUMNS that the row has.
+
+    A conversation ends with what the model is asked; a last turn of the assistant is its answer.
+    Raises RowError.
+    """
+    field = path or next((name for name in COLUMNS if row.get(name) is not None), None)
+    if field is None:
+        raise RowError(
+            f"it has none of the fields {', '.join(COLUMNS)} (the row has: "
+            f"{', '.join(map(str, row))}): name one with task.args.question_field"
+        )
+    value = _turned(pick(row, field))
+    if not isinstance(value, list):
+        return Asked(pick_text(row, field))
+    messages = [_message(m, f"{field}.{i}") for i, m in enumerate(value)]
+    answer = messages.pop()["content"] if len(messages) and _said(messages[-1]) else None
+    if not messages:
+        raise RowError(f"field {field} holds no message before the assistant's")
+    last = messages[-1]
+    if last["role"] not in ("user", "tool"):
+        raise RowError(f"field {field} ends with a {last['role']} turn: the model is asked nothing")
+    if not last["content"].strip():
+        raise RowError(f"field {field} ends with an empty {last['role']} turn")
+    plain = len(messages) == 1 and set(last) == {"role", "content"} and last["role"] == "user"
+    return Asked(last["content"], () if plain else tuple(messages), answer)
+
+
+def _said(message: Message) -> bool:
+    return bool(message["role"] == "assistant")
+
+
+def _turned(value: Any) -> Any:
+    """Messages that Arrow holds by column, {"role": [...], "content": [...]}, one by one."""
+    lists = (
+        isinstance(value, Mapping) and value and all(isinstance(v, list) for v in value.values())
+    )
+    if not lists:
+        return value
+    return [dict(zip(value, turn)) for turn in zip(*value.values())]
+
+
+def _message(value: Any, where: str) -> Message:
+    """One message with a role and a text. Keys that are null, as Arrow fills them, are dropped; the
+    others are the template's to read."""
+    if not isinstance(value, Mapping):
+        raise RowError(f"field {where} is {type(value).__name__}, not a message")
+    message = {str(key): part for key, part in value.items() if part is not None}
+    role = message.get("role")
+    if role not in ROLES:
+        raise RowError(
+            f"field {where} has role {role!r}, not one of {', '.join(ROLES)} (the message has: "
+            f"{', '.join(message) or 'nothing'})"
+        )
+    return {**message, "content": _text(message, where)}
+
+
+def _text(message: Message, where: str) -> str:
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        kinds = [part.get("type") if isinstance(part, Mapping) else part for part in content]
+        if any(kind != "text" for kind in kinds):
+            raise RowError(f"field {where} has parts other than text: {kinds}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise RowError(f"field {where} has no text as its content")
+    return content

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP
-from rlcore.learner.head_kl import KlTarget, TopkTarget
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.corrections.dvp import OUTSIDE_LOGP
+from rlcore.learner.lm_head import HeadSpec, KlTarget, TopkTarget
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.protocols import Schedule, TrainEngine
 from rlcore.learner.state_files import Part, Source

@@ -8,8 +8,8 @@ from rlcore.spec import Spec, setting
 
 # Classes that inherit `interfaces.WeightTransport`; a user's own is named by its path.
 TRANSPORTS: dict[str, str] = {
-    "object_store": "rlcore.weights.object_store:ObjectStoreTransport",
-    "disk": "rlcore.weights.disk:DiskTransport",
+    "object_store": "rlcore.weights.buckets:ObjectStoreTransport",
+    "disk": "rlcore.weights.buckets:DiskTransport",
 }
 # Learner and actors join one group: classes that inherit `cluster.transports.GroupTransport`.
 GROUP_TRANSPORTS: dict[str, str] = {

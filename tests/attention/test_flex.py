@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from rlcore.attention import flex
-from rlcore.attention.flex import make_block_mask
-from rlcore.attention.implementation import SparseRows, attend_rows, attend_rows_by_blocks
-from rlcore.attention.seen import pages_seen, summaries_of, tokens_seen
+from rlcore.attention import implementation
+from rlcore.attention.implementation import (
+    SparseRows,
+    attend_rows,
+    attend_rows_by_blocks,
+    make_block_mask,
+    pages_seen,
+    summaries_of,
+    tokens_seen,
+)
 from rlcore.attention.specs import SparseSpec
 
 PROMPTS_DENSE = SparseSpec(block_size=16, blocks=2, sparse_prompt=False)
@@ -74,8 +80,8 @@ def test_outputs_and_gradients_are_those_of_masked_sdpa(case):
 @cases
 @pytest.mark.parametrize(("block", "chunk"), [(16, 512), (32, 50), (128, 512)])
 def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monkeypatch):
-    monkeypatch.setattr(flex, "BLOCK", block)
-    monkeypatch.setattr(flex, "QUERY_CHUNK", chunk)
+    monkeypatch.setattr(implementation, "BLOCK", block)
+    monkeypatch.setattr(implementation, "QUERY_CHUNK", chunk)
     (q, k, _), rows = tensors(case)
     bounds = list(rows.cu_seqlens or [0, q.shape[2]])
     until = None
@@ -100,7 +106,9 @@ def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monke
 def test_a_compiled_kernel_that_skips_blocks_gives_the_same(monkeypatch):
     """The plain implementation looks at every block; inductor's CPU kernel, forward only, at those
     that are listed."""
-    monkeypatch.setattr(flex, "_kernel", lambda device: torch.compile(torch_flex.flex_attention))
+    monkeypatch.setattr(
+        implementation, "_kernel", lambda device: torch.compile(torch_flex.flex_attention)
+    )
     rule = SparseSpec(block_size=16, blocks=2)
     (q, k, v), rows = tensors((1, 4, 2, 900, rule, {"cu_seqlens": [0, 211, 900]}))
     mask = make_block_mask(q, k, rule, [0, 211, 900], None)

@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.attention.implementation import SparseRows, attend_rows
-from rlcore.attention.shared_prefix import UnsharedAttentionError, _attend
-from rlcore.attention.shared_rows import SharedRows, TreeRow, blocks_of
+from rlcore.attention.shared_prefix import (
+    SharedRows,
+    TreeRow,
+    UnsharedAttentionError,
+    _attend,
+    blocks_of,
+)
 from rlcore.attention.specs import SparseSpec
-from rlcore.learner.prefixes import PrefixTree
+from rlcore.learner.packing import PrefixTree
 from rlcore.learner.sequences import TokenSequence
 
 # few tokens, so that sequences begin alike, repeat and are prefixes of one another

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.attention.block_topk import page_budget
+from rlcore.attention.block_topk import page_budget, plan_step
 from rlcore.attention.specs import SparseSpec
-from rlcore.attention.step_plan import plan_step
 
 RULES = st.builds(
     SparseSpec, block_size=st.just(4), blocks=st.integers(2, 5), sparse_prompt=st.booleans()

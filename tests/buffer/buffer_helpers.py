@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rlcore.buffer import ReplayBuffer, journal, reports
+from rlcore.buffer import ReplayBuffer, journal, store
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.serialization import dump_trajectory, load_group
 from rlcore.testing.records import make_score, make_trajectory
@@ -132,7 +132,7 @@ class Run:
         self.taken = []  # (ids, groups) of batches not trained on yet, the next step's first
         while self.version < self.steps:
             self.rng.choice(self.events())()
-            reports.metrics(self.buffer)
+            store.metrics(self.buffer)
             if self.rng.random() < self.restart:
                 self.go_on()
         return self
@@ -164,7 +164,7 @@ class Run:
         events += [self.take] if can_take else []
         events += [self.learn] if self.buffer.next_step >= end else []
         if not events:  # what was lost was noticed by nobody: its deadline passes
-            assert self.buffer.in_flight(), reports.waiting_for(self.buffer, self.version)
+            assert self.buffer.in_flight(), store.waiting_for(self.buffer, self.version)
             events = [self.overdue]
         return events
 

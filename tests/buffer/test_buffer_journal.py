@@ -16,7 +16,7 @@ from buffer_helpers import (
     sample,
 )
 
-from rlcore.buffer import journal, reports
+from rlcore.buffer import journal, store
 
 
 def fresh():
@@ -48,8 +48,8 @@ def test_round_trip_keeps_groups_accounts_and_the_uncommitted_batch(tmp_path):
     old = midway()
     new = reloaded(tmp_path / "buffer", old, fresh())
     unpaired = len(sample(4, 0, prompt_id="digits/train/4")[0])
-    expected = reports.metrics(old)
-    assert reports.metrics(new) == expected | {"buffer/bytes": expected["buffer/bytes"] - unpaired}
+    expected = store.metrics(old)
+    assert store.metrics(new) == expected | {"buffer/bytes": expected["buffer/bytes"] - unpaired}
     assert new.in_flight() == old.in_flight() and list(new.in_flight()) == [2, 4]
     assert new.next_step == 0
     batch = new.take(0)
@@ -64,7 +64,7 @@ def test_an_unpaired_half_is_asked_for_again(tmp_path):
     assert new.in_flight([4]) == {4: ("digits/train/4", (0, 1))}
     fill(new, [4], 2, prompt_id="digits/train/4")
     assert list(new.in_flight()) == [2]
-    reports.metrics(new)
+    store.metrics(new)
 
 
 def test_a_batch_of_another_size_is_chosen_anew_after_the_stop(tmp_path):
@@ -73,7 +73,7 @@ def test_a_batch_of_another_size_is_chosen_anew_after_the_stop(tmp_path):
     new = make_buffer(3, 2, steps_per_publish=2, max_staleness=1, run_seed=3)
     reloaded(tmp_path / "buffer", old, new)
     assert ids_of(new.take(0)) == [0, 1, 3]
-    reports.metrics(new)
+    store.metrics(new)
 
 
 @pytest.mark.parametrize(("first", "then"), [(4, 2), (2, 4)])
@@ -89,7 +89,7 @@ def test_a_resume_with_another_number_of_samples_finishes_every_group(tmp_path, 
     batch = new.take(0)
     assert ids_of(batch) == [0, 1, 2]
     assert [len(g.episodes) for g in new.stored(0, [0, 1, 2])] == [then] * 3
-    reports.metrics(new)
+    store.metrics(new)
 
 
 def test_an_empty_buffer_round_trips(tmp_path):

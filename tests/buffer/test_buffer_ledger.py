@@ -5,7 +5,7 @@ from buffer_helpers import Run, make_buffer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.buffer import reports
+from rlcore.buffer import store
 from rlcore.buffer.ledger import Ledger, LedgerError
 
 
@@ -57,7 +57,7 @@ def test_a_second_departure_names_the_first():
 def test_accounts_of_a_whole_run_match_what_happened(seed, eta):
     buffer = make_buffer(2, 3, max_staleness=eta, dynamic_sampling=True)
     run = Run(buffer, seed, steps=8, bad_scores=0.3).play()
-    m = reports.metrics(buffer)
+    m = store.metrics(buffer)
     left = {g: how for g, how in buffer.ledger.recent}
     assert {g for g, how in left.items() if how.startswith("consumed")} == {
         g for batch in run.batches for g in batch

@@ -5,12 +5,11 @@ from buffer_helpers import deliver, fill, give_up, groups_of, ids_of, make_buffe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.buffer import journal, reports
-from rlcore.buffer.admission import StalenessBound
-from rlcore.buffer.sampling import Sampler
-from rlcore.buffer.selection import highest
+from rlcore.buffer import journal, store
+from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
+from rlcore.buffer.batches import Sampler
+from rlcore.buffer.ledger import highest
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
-from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.errors import UserError
 from rlcore.serialization import dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory
@@ -98,7 +97,7 @@ def test_what_the_learner_chooses_by_acceptance_leaves_the_buffer_whole():
 def test_oversampling_keeps_the_best_and_frees_the_rest():
     buffer = one([0.0, 1.0, 0.5, 1.0], keep_best=2)
     size = len(sample(0, 0)[0])
-    assert reports.metrics(buffer)["buffer/bytes"] == 2 * size
+    assert store.metrics(buffer)["buffer/bytes"] == 2 * size
     batch = buffer.take(0)
     (group,) = groups_of(buffer, 0, batch)
     assert [e.sample_index for e in group.episodes] == [1, 3]
@@ -120,7 +119,7 @@ def test_failed_scores_are_left_out_and_counted_never_read_as_zero():
 def test_too_few_usable_samples_fail_the_group(rewards):
     buffer = one(rewards)
     assert buffer.ledger.failed == {"too_few_samples": 1}
-    assert buffer.room() == 1 and reports.metrics(buffer)["buffer/bytes"] == 0
+    assert buffer.room() == 1 and store.metrics(buffer)["buffer/bytes"] == 0
 
 
 def test_a_group_of_one_sample_is_enough_where_groups_have_one():
@@ -171,7 +170,7 @@ def test_uniform_replay_trains_on_a_group_up_to_max_uses_and_then_lets_it_go():
     for step in range(3):
         used += ids_of(buffer.take(step))
         buffer.commit(step)
-        reports.metrics(buffer)
+        store.metrics(buffer)
     assert max(used.count(i) for i in ids) == 2
     assert buffer.ledger.consumed == sum(used.count(i) == 2 for i in ids)
     buffer.set_versions(4, 4)  # past the cap: used groups leave as consumed, unused ones as stale

@@ -8,10 +8,9 @@ from buffer_helpers import PROMPT, Run, deliver, fill, give_up, ids_of, make_buf
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlcore.buffer import journal, reports
-from rlcore.buffer.admission import StalenessBound
+from rlcore.buffer import journal, store
+from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
 from rlcore.buffer.specs import Phases
-from rlcore.buffer.waiting import Candidate, Waiting
 from rlcore.errors import UserError
 
 runs = settings(max_examples=50, deadline=None)
@@ -32,7 +31,7 @@ def test_bound_holds_and_nothing_stalls_or_ages_out(
     used = [g for batch in run.batches for g in batch]
     assert len(used) == len(set(used)) == 10 * per_step
     assert all(batch == sorted(batch) for batch in run.batches)
-    assert reports.metrics(buffer)["ledger/consumed"] == len(used)
+    assert store.metrics(buffer)["ledger/consumed"] == len(used)
     assert "stale" not in buffer.ledger.evicted
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from buffer_helpers import PROMPT, deliver, load, make_buffer, sample
 
-from rlcore.buffer import journal, reports
-from rlcore.buffer.statistics import ArrivalTotals
+from rlcore.buffer import journal, store
+from rlcore.buffer.intake import ArrivalTotals
 
 # no binary fraction among them, as partial credit has it: their rounded sums depend on the order
 REWARDS = [i / 7 for i in range(7)] + [i / 5 for i in range(5)] + [0.1, 1e-9]
@@ -18,7 +18,7 @@ def arrived(buffer, order):
     """Deliver the single samples of these groups, in this order."""
     for g in order:
         deliver(buffer, sample(g, 0, reward=REWARDS[g], tokens=1 + g))
-    return {k: v for k, v in reports.metrics(buffer).items() if k.startswith("buffer/arrived")}
+    return {k: v for k, v in store.metrics(buffer).items() if k.startswith("buffer/arrived")}
 
 
 def admitted():

@@ -12,8 +12,8 @@ from buffer_helpers import (
     sample,
 )
 
-from rlcore.buffer import reports
-from rlcore.buffer.capacity import check_capacity
+from rlcore.buffer import store
+from rlcore.buffer.admission import check_capacity
 from rlcore.buffer.specs import BatchingSpec
 from rlcore.errors import UserError
 from rlcore.serialization import dump_trajectory, load_trajectory
@@ -62,15 +62,15 @@ def test_halves_of_two_drawings_do_not_make_a_sample_and_the_first_whole_one_cou
     buffer.add_records([lost[0]])  # its score died with the graders
     buffer.add_scores([second[1], third[1]])
     assert not buffer.ready(0)
-    held = reports.metrics(buffer)["buffer/bytes"]
+    held = store.metrics(buffer)["buffer/bytes"]
     buffer.add_records([second[0]])
-    assert reports.metrics(buffer)["buffer/bytes"] == held - len(lost[0]) + len(second[0])
+    assert store.metrics(buffer)["buffer/bytes"] == held - len(lost[0]) + len(second[0])
     batch = buffer.take(0)
     (group,) = groups_of(buffer, 0, batch)
     assert group.episodes[0].score.draw_id == "bf16-1:7" and batch.groups == [(0, 3)]
     buffer.add_records([third[0]])
     buffer.add_scores([lost[1]])
-    metrics = reports.metrics(buffer)
+    metrics = store.metrics(buffer)
     assert (metrics["buffer/duplicates"], metrics["buffer/arrived_samples"]) == (2, 1)
 
 
@@ -96,7 +96,7 @@ def test_second_copies_and_samples_of_departed_groups_are_counted_and_ignored():
     assert [e.score.reward for e in group.episodes] == [0.0, 1.0]
     buffer.commit(0)
     deliver(buffer, sample(0, 1))
-    metrics = reports.metrics(buffer)
+    metrics = store.metrics(buffer)
     assert (
         metrics["buffer/duplicates"],
         metrics["buffer/late"],
@@ -108,10 +108,10 @@ def test_a_failed_score_keeps_no_record():
     buffer = make_buffer(1, 2)
     buffer.admit([PROMPT])
     deliver(buffer, sample(0, 0, status="timeout", error="the grader passed its deadline of 10 s"))
-    metrics = reports.metrics(buffer)
+    metrics = store.metrics(buffer)
     assert metrics["buffer/bytes"] == 0 and metrics["ledger/score_timeouts"] == 1
     assert metrics["buffer/arrived_tokens"] == 2
-    failed, sentence = reports.failed_scores(buffer)
+    failed, sentence = store.failed_scores(buffer)
     assert failed == 1 and sentence == (
         "1 of 1 samples so far could not be scored (0 errors, 1 timeouts), the last: "
         "digits/train/0: the grader passed its deadline of 10 s"
@@ -209,11 +209,11 @@ def test_steps_are_taken_in_order_and_kept_until_committed():
         buffer.take(1)
     # the next batch may be fetched early
     assert [ids_of(buffer.take(s)) for s in (0, 1)] == [[0], [1]]
-    assert reports.metrics(buffer)["ledger/consumed"] == 0
+    assert store.metrics(buffer)["ledger/consumed"] == 0
     with pytest.raises(ValueError, match=r"groups \[2\] are not in a taken batch 1"):
         buffer.stored(1, [1, 2])
     buffer.commit(0)
-    metrics = reports.metrics(buffer)
+    metrics = store.metrics(buffer)
     assert metrics["ledger/consumed"] == 1 and metrics["buffer/groups"] == 2
     with pytest.raises(ValueError, match="step 0 was not taken, or is committed"):
         buffer.commit(0)
@@ -240,7 +240,7 @@ def test_a_dead_learner_gets_the_same_batches_again():
     buffer.commit(0)
     buffer.commit(1)
     assert [ids_of(buffer.take(s)) for s in (2, 3)] == [[0], [1]]
-    reports.metrics(buffer)
+    store.metrics(buffer)
 
 
 def test_over_the_byte_limit_nothing_is_admitted_until_a_batch_is_committed():
@@ -251,7 +251,7 @@ def test_over_the_byte_limit_nothing_is_admitted_until_a_batch_is_committed():
     ids = buffer.admit([PROMPT] * 2)
     assert buffer.room() == 0  # those in flight are expected to take as much
     fill(buffer, ids, 1)
-    assert reports.metrics(buffer)["buffer/bytes"] == 3 * size and buffer.room() == 0
+    assert store.metrics(buffer)["buffer/bytes"] == 3 * size and buffer.room() == 0
     buffer.take(0)
     assert buffer.room() == 0
     buffer.commit(0)
@@ -313,7 +313,7 @@ def test_a_step_that_just_fits_is_not_held_up_by_the_limit():
         assert ids_of(buffer.take(step)) == [3 * step, 3 * step + 1, 3 * step + 2]
         buffer.commit(step)
         buffer.set_versions(step + 1, step + 1)
-    assert reports.metrics(buffer)["ledger/consumed"] == 12
+    assert store.metrics(buffer)["ledger/consumed"] == 12
 
 
 def test_statistics_of_a_batch():
@@ -334,7 +334,7 @@ def test_statistics_of_a_batch():
         "response_length/truncated_share": 0.25,
         "reward_parts/format": 0.5,
     }
-    metrics = reports.metrics(buffer)
+    metrics = store.metrics(buffer)
     assert metrics["buffer/arrived_tokens"] == 16 and metrics["buffer/arrived_reward_mean"] == 0.5
     assert metrics["buffer/arrived_reward_std"] == 0.5
     assert metrics["buffer/arrived_response_length_mean"] == 4
@@ -372,7 +372,7 @@ def test_what_a_wait_lacks_is_said_in_one_line():
     buffer.admit([PROMPT, PROMPT])
     fill(buffer, [1], 2)
     deliver(buffer, sample(0, 1))
-    assert reports.waiting_for(buffer, 0) == (
+    assert store.waiting_for(buffer, 0) == (
         "step 0 needs 2 groups: 1 finished, 1 in flight; the oldest in flight is group 0 "
         "(digits/train/0), with 1 of 2 samples missing"
     )

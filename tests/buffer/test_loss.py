@@ -6,18 +6,17 @@ from buffer_helpers import deliver, fill, ids_of, load, make_buffer, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.buffer import journal, reports
-from rlcore.buffer.gathering import Told
-from rlcore.buffer.loss import lose_shard
-from rlcore.buffer.record_files import (
+from rlcore.buffer import journal, store
+from rlcore.buffer.journal import (
     JournalError,
     RecordFile,
     dealt,
     file_of,
-    read_records,
-    write_records,
+    read_record_file,
+    write_record_file,
 )
-from rlcore.buffer.shard import Shard, with_records
+from rlcore.buffer.shard import Shard, Told, with_records
+from rlcore.buffer.store import lose_shard
 from rlcore.references import RecordReference, ShardLost
 
 PROMPTS = [f"digits/train/{i}" for i in range(8)]
@@ -48,10 +47,12 @@ class Nodes:
 
     def write(self, folder, keys):
         read = self.fetch(keys)
-        return {s: write_records(folder / file_of(s), read[s]) for s in keys}
+        return {s: write_record_file(folder / file_of(s), read[s]) for s in keys}
 
     def read(self, folder, files):
-        return {s: [self.shards[s].keep(read_records(folder, f)) for f in files[s]] for s in files}
+        return {
+            s: [self.shards[s].keep(read_record_file(folder, f)) for f in files[s]] for s in files
+        }
 
     def lose(self, name, written=None):
         del self.shards[name]
@@ -80,7 +81,7 @@ def test_a_batch_is_the_same_whether_its_records_are_here_or_there():
         isinstance(r, RecordReference) for g in stored for e in g.episodes for r in e.records
     )
     assert with_records(stored, there.fetch) == here.stored(0, [0, 1])
-    assert reports.metrics(there.buffer) == reports.metrics(here)
+    assert store.metrics(there.buffer) == store.metrics(here)
 
 
 def test_a_shard_keeps_what_may_still_be_read_and_no_more():
@@ -115,7 +116,7 @@ def test_what_a_lost_shard_had_is_sampled_again_under_the_same_account():
     missing = {0: (0, 1), 2: (0, 1), 3: (0, 1)}
     assert again == {g: (PROMPTS[g], samples) for g, samples in missing.items()}
     assert not buffer.whole(0, [0, 1]) and buffer.whole(0, [1])
-    counts = reports.metrics(buffer)
+    counts = store.metrics(buffer)
     assert (counts["buffer/resampled"], counts["buffer/in_flight"]) == (3, 3)
     assert (counts["ledger/live"], counts["ledger/evicted"], counts["ledger/failed"]) == (4, 0, 0)
     for group in (0, 2, 3):
@@ -126,7 +127,7 @@ def test_what_a_lost_shard_had_is_sampled_again_under_the_same_account():
     buffer.set_versions(0, 1)
     assert ids_of(buffer.take(1)) == [2, 3]
     buffer.commit(1)
-    counts = reports.metrics(buffer)
+    counts = store.metrics(buffer)
     assert counts["ledger/consumed"] == counts["ledger/admitted"] == 4
 
 
@@ -142,7 +143,7 @@ def test_a_batch_that_is_trained_on_meanwhile_is_consumed_once():
     assert nodes.buffer.live.take_landed() == [0]
     nodes.fill("two", 0, draw_id="again")
     nodes.drop_released()
-    counts = reports.metrics(nodes.buffer)
+    counts = store.metrics(nodes.buffer)
     assert counts["ledger/consumed"] == 1 and counts["buffer/late"] == 2
     assert nodes.kept() == [0]
 
@@ -161,7 +162,7 @@ def test_a_group_that_a_batch_has_stays_whatever_its_new_samples_are(rewards):
     (group,) = nodes.buffer.stored(0, [0])
     assert len(group.episodes) == sum(r is not None for r in rewards)
     nodes.buffer.commit(0)
-    assert reports.metrics(nodes.buffer)["ledger/consumed"] == 1
+    assert store.metrics(nodes.buffer)["ledger/consumed"] == 1
 
 
 def test_a_batch_that_was_put_back_waits_for_what_is_sampled_again():

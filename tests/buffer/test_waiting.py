@@ -7,11 +7,10 @@ from buffer_helpers import PROMPT, deliver, make_buffer, sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.buffer import reports
-from rlcore.buffer.admission import StalenessBound
+from rlcore.buffer import store
+from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.specs import Phases
-from rlcore.buffer.waiting import Candidate, Waiting
 
 
 def plain_release(bound, groups, step, strict):
@@ -106,7 +105,7 @@ def test_the_counts_of_a_run_are_those_found_anew_after_every_call(schedule, see
             buffer.set_versions(at, version)
         elif kind == "back" and len(taken) > 1:
             buffer.rollback(taken.pop())
-        reports.audit(buffer)
+        store.audit(buffer)
         # all of them, and in the same order as if they were found anew
         assert buffer.batches.waiting().candidates() == buffer.batches._look()
     assert batches > 3
@@ -128,10 +127,10 @@ def test_a_wrong_count_is_noticed():
     buffer.admit([PROMPT] * 4)
     buffer.batches.waiting().remove(3)
     with pytest.raises(LedgerError, match="not those that were counted"):
-        reports.audit(buffer)
+        store.audit(buffer)
     buffer.live.waited_for -= 1
     with pytest.raises(LedgerError, match="3 groups in flight counted, not 4"):
-        reports.metrics(buffer)
+        store.metrics(buffer)
 
 
 def test_every_group_is_looked_at_within_a_round():
@@ -139,7 +138,7 @@ def test_every_group_is_looked_at_within_a_round():
     buffer.admit([PROMPT] * 4)
     deliver(buffer, *(sample(g, 0) for g in range(4)))
     for _ in range(4):
-        reports.audit(buffer, 1)
+        store.audit(buffer, 1)
     seen = [buffer.live.next_audited(3), buffer.live.next_audited(3)]
     assert sorted(e.group_id for found in seen for e in found) == [0, 1, 2, 3]
     for wrong in range(4):
@@ -148,6 +147,6 @@ def test_every_group_is_looked_at_within_a_round():
         buffer.live.bytes += 1
         with pytest.raises(LedgerError, match=f"bytes counted of group {wrong}"):
             for _ in range(4):
-                reports.audit(buffer, 1)
+                store.audit(buffer, 1)
         entry.held -= 1
         buffer.live.bytes -= 1

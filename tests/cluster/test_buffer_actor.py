@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from rlcore.buffer.gathering import Told
-from rlcore.buffer.shard import Shard
+from rlcore.buffer.shard import Shard, Told
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.clock import run_simulated
+from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 

@@ -12,14 +12,14 @@ from test_start import hosting
 from timing import deadline
 
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
-from rlcore.cluster.collector import NEVER, keep_passes_short
 from rlcore.cluster.jobs import BufferJob
+from rlcore.cluster.process_tuning import NEVER, keep_passes_short
 from rlcore.cluster.start import start_buffer, wait_started
 from rlcore.commands import train
 from rlcore.loop.plan import Progress
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.simulation import Scenario, Simulation
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, Simulation
 
 
 @pytest.fixture

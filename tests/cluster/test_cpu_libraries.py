@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.cluster.cpu_libraries import KERNELS, Processor, described, wanted
+from rlcore.cluster.process_tuning import KERNELS, Processor, described, wanted
 
 AMD = Processor("AuthenticAMD", frozenset({"avx2", "avx512f"}))
 

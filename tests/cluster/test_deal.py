@@ -1,4 +1,4 @@
-from rlcore.cluster.clients.ranks import RankGroup, deal
+from rlcore.cluster.clients.learner import RankGroup, deal
 
 
 def test_groups_are_dealt_whole_and_evenly():

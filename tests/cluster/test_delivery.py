@@ -10,7 +10,7 @@ from rlcore.cluster.delivery import Delivery, Outlets
 from rlcore.environments.episode import Played
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import decode_response
-from rlcore.rollout.answers import StopStrings, read_answer
+from rlcore.rollout.text import StopStrings, read_answer
 from rlcore.serialization import load_trajectory
 from rlcore.testing.records import make_score, make_trajectory
 

@@ -4,7 +4,7 @@ import pytest
 import ray
 from timing import wait_until
 
-from rlcore.cluster.outlets import NodeOutlet
+from rlcore.cluster.delivery import NodeOutlet
 
 
 def receiver():

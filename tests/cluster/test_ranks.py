@@ -11,7 +11,7 @@ import ray
 from timing import deadline
 
 from rlcore.cluster.calls import get
-from rlcore.cluster.clients.ranks import RankGroup
+from rlcore.cluster.clients.learner import RankGroup
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import RoleLost, StageError

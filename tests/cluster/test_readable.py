@@ -1,6 +1,6 @@
 """Verdicts and samples as a person reads them: their keys are read by reports and by users."""
 
-from rlcore.cluster.readable import first_shown, pieces, readable, verdict, without_texts
+from rlcore.cluster.sample_text import first_shown, pieces, readable, verdict, without_texts
 from rlcore.serialization import StoredEpisode, dump_trajectory
 from rlcore.testing.records import make_answer, make_score, make_trajectory
 

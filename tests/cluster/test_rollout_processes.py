@@ -18,9 +18,9 @@ from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import UserError
-from rlcore.loop.clients import Publication, Spawned
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
+from rlcore.loop.role_protocols import Publication, Spawned
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.testing.records import make_sampling
 from rlcore.types import POLICY, Request, WeightManifest

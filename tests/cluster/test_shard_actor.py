@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from rlcore.buffer.gathering import Heard
-from rlcore.cluster.actors.shard import ShardActor
+from rlcore.buffer.shard import Heard
+from rlcore.cluster.clients.shards import ShardActor
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.clock import run_simulated
+from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
 
 

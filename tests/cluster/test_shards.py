@@ -9,12 +9,12 @@ import ray
 from ray.cluster_utils import Cluster
 from timing import wait_until
 
-from rlcore.buffer.gathering import Heard
-from rlcore.buffer.record_files import JournalError, RecordFile, file_of
+from rlcore.buffer.journal import JournalError, RecordFile, file_of
+from rlcore.buffer.shard import Heard
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.clients import shards as shards_module
 from rlcore.cluster.clients.shards import RayShards, fetch_records, read_shards, write_shards
-from rlcore.cluster.outlets import NodeOutlet
+from rlcore.cluster.delivery import NodeOutlet
 from rlcore.cluster.placement import actor_class, on_node, shard_name
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.references import ShardLost
@@ -96,7 +96,7 @@ def test_a_shard_that_dies_alone_is_replaced_and_its_records_are_lost(
     two_nodes, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(shards_module, "AGAIN_S", 1.0)
-    monkeypatch.setattr("rlcore.cluster.outlets.LOOK_S", 0.5)
+    monkeypatch.setattr("rlcore.cluster.delivery.LOOK_S", 0.5)
     here = ray.get_runtime_context().get_node_id()
     (there,) = (n["NodeID"] for n in ray.nodes() if n["NodeID"] != here)
     buffer = buffer_class().remote()

@@ -9,10 +9,9 @@ import pytest
 import torch
 from timing import deadline, wait_until
 
-from rlcore.cluster.actors.learner import LearnerActor
+from rlcore.cluster.actors.learner import LearnerActor, WriteBehind
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.specs import RaySpec
-from rlcore.cluster.write_behind import WriteBehind
 from rlcore.errors import DeadlineExceeded
 from rlcore.files import replace_file
 from rlcore.learner.state_files import Part, StateWriter, open_state, read_index
@@ -96,7 +95,7 @@ def test_jobs_are_done_in_order(tmp_path):
 @pytest.mark.processes
 def test_a_hung_write_does_not_keep_the_process_from_ending():
     code = (
-        "import time\nfrom rlcore.cluster.write_behind import WriteBehind\n"
+        "import time\nfrom rlcore.cluster.actors.learner import WriteBehind\n"
         "from threading import Event\nbegun, behind = Event(), WriteBehind()\n"
         "behind.put(lambda: begun.set() or time.sleep(10**6))\nbegun.wait()"
     )

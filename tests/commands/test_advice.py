@@ -2,9 +2,7 @@
 
 import pytest
 
-from rlcore.commands.advice import advise
-from rlcore.commands.diagnosis import diagnosis, lines
-from rlcore.commands.probe import Probe, Token, shortened, worst_tokens
+from rlcore.commands.doctor import Probe, Token, advise, diagnosis, lines, shortened, worst_tokens
 from rlcore.config.compose import load
 
 ROUNDING = {"abs_dlogp_mean": 1e-6, "abs_dlogp_max": 1e-5, "ess": 1.0, "acceptance": 1.0}

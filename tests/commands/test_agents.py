@@ -10,7 +10,7 @@ from conftest import rows
 
 GAME = """
 import time
-from rlcore.environments.higher_lower import HigherLower
+from rlcore.environments.games import HigherLower
 
 class Moody(HigherLower):
     def reset(self, item, seed):
@@ -91,7 +91,7 @@ WAITING = """
 import os
 import pathlib
 import time
-from rlcore.environments.higher_lower import HigherLower
+from rlcore.environments.games import HigherLower
 
 HERE = pathlib.Path(__file__).parent
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rlcore.cli import main
+from rlcore.commands.about import GpuMachine
 from rlcore.commands.doctor import smallest_run
-from rlcore.commands.gpu_needs import GpuMachine
 
 
 def _doctor(command, small, *words, code=0):

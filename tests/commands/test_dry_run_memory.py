@@ -59,7 +59,7 @@ def hollow_folder(folder, kind, settings):
     """A model folder of these sizes that takes no space."""
     import transformers
 
-    from rlcore.learner.meta import meta_shapes
+    from rlcore.learner.split_loading import meta_shapes
 
     config = getattr(transformers, kind)(max_position_embeddings=131072, **settings)
     config.save_pretrained(folder)

@@ -1,6 +1,6 @@
 """What `rlcore doctor` says of keys that need a GPU."""
 
-from rlcore.commands.gpu_needs import GpuMachine, lacking
+from rlcore.commands.about import GpuMachine, lacking
 
 WHOLE = frozenset({"vllm", "triton", "flash_attn"})
 

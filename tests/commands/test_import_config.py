@@ -6,10 +6,9 @@ import pytest
 import yaml
 
 from rlcore.cli import main
-from rlcore.config.foreign import translate
-from rlcore.config.foreign_files import read
-from rlcore.config.foreign_keys import ENTRIES, SOURCES
 from rlcore.config.sentences import keys
+from rlcore.extras.foreign import read, translate
+from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 

@@ -3,9 +3,9 @@
 import pytest
 
 from rlcore.buffer.specs import TaskShare
-from rlcore.commands import roles
+from rlcore.commands import jobs as roles
 from rlcore.config.compose import load
-from rlcore.corrections.specs import TisSpec
+from rlcore.corrections.tis import TisSpec
 
 
 def run(*words):

@@ -77,5 +77,5 @@ def test_the_clock_of_the_wall_decides_nothing():
     ]
     # the hour beside a note, the date of an entry of log.jsonl, the Unix times that Prometheus is
     # given, and for how long a watched run has done what it does
-    shown = ("metrics/console.py", "metrics/log.py", "metrics/prometheus.py", "metrics/status.py")
+    shown = ("metrics/console.py", "metrics/log.py", "metrics/prometheus.py", "metrics/sinks.py")
     assert all(c.startswith(shown) for c in calls), calls

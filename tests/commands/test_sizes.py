@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from rlcore.commands import sizes
+from rlcore.commands import memory
 from rlcore.commands.model_checks import check_dense, check_experts
 from rlcore.config.compose import load
 from rlcore.errors import UserError
@@ -27,11 +27,11 @@ TOKENIZER = build_char_tokenizer(ALPHABET)
 )
 def test_parameters_are_those_of_the_model_that_is_made(tmp_path, spec):
     folder = build_fresh_model(tmp_path / "model", ALPHABET, spec, seed=0, max_len=64)
-    assert sizes.folder_parameters(str(folder)) == sizes.fresh_parameters(spec, len(TOKENIZER))
+    assert memory.folder_parameters(str(folder)) == memory.fresh_parameters(spec, len(TOKENIZER))
 
 
 def published(*words):
-    return sizes.published_bytes(load(["run_dir=x", *words]), TOKENIZER)
+    return memory.published_bytes(load(["run_dir=x", *words]), TOKENIZER)
 
 
 def test_a_publication_holds_every_set_of_weights():
@@ -40,7 +40,7 @@ def test_a_publication_holds_every_set_of_weights():
     assert published("actor=sparse", "learner.distill={}") == 2 * policy
     alone, beside = published("experiment=draft_frozen"), published("experiment=draft_cotrain")
     draft = load(["run_dir=x", "experiment=draft_cotrain"]).actor["draft"].draft_fresh
-    assert beside - alone == 4 * sizes.fresh_parameters(draft, len(TOKENIZER))
+    assert beside - alone == 4 * memory.fresh_parameters(draft, len(TOKENIZER))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -49,19 +49,19 @@ def test_an_adapter_that_is_published_alone_is_all_that_is_sent(tmp_path, heads)
     shape = ("model.fresh.kv_heads=2", f"model.fresh.heads={heads}")
     spec = load(["run_dir=x", *shape]).model.fresh
     folder = build_fresh_model(tmp_path / "model", ALPHABET, spec, seed=0, max_len=64)
-    shapes = sizes.read_shapes(folder)
+    shapes = memory.read_shapes(folder)
     adapted = [s for n, s in shapes.items() if "_proj." in n]
     expected = 4 * sum(4 * (rows + columns) for rows, columns in adapted)
     assert published(lora, *shape) == expected
     assert published(lora, f"model.path={folder}") == expected
-    assert {n: shapes[n] for n in sizes.linear_shapes(spec)} == sizes.linear_shapes(spec)
+    assert {n: shapes[n] for n in memory.linear_shapes(spec)} == memory.linear_shapes(spec)
     sparse = published("actor=sparse", "learner.distill={lora:{rank:4,publish:adapter}}", *shape)
     assert sparse == published(*shape) + expected
 
 
 def test_only_the_object_store_must_hold_it():
     def stored(*words):
-        return sizes.stored_bytes(load(["run_dir=x", *words]), TOKENIZER)
+        return memory.stored_bytes(load(["run_dir=x", *words]), TOKENIZER)
 
     assert stored() == published()
     assert stored("cluster.transport=disk") == stored("cluster.transport=gloo") == 0

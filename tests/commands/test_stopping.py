@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import left_over, rows
 
-from rlcore.commands.stopping import TOGETHER_S, StopSignals
+from rlcore.commands.train import TOGETHER_S, StopSignals
 
 
 def test_signals_that_come_together_are_one_request():
@@ -46,7 +46,7 @@ def test_a_later_signal_stops_at_once():
 
 INTERRUPTED = """
 import os, signal, sys, time
-from rlcore.commands.stopping import StopSignals
+from rlcore.commands.train import StopSignals
 StopSignals().interrupt()
 first, second = (getattr(signal, name) for name in sys.argv[1:])
 try:

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from rlcore.config.compose import load, to_yaml
-from rlcore.config.corrections import CorrectionList
-from rlcore.corrections.registry import CORRECTIONS
-from rlcore.corrections.specs import TisSpec
+from rlcore.config.schema import CorrectionList
+from rlcore.corrections.specs import CORRECTIONS
+from rlcore.corrections.tis import TisSpec
 from rlcore.errors import UserError
 
 MINE = '''

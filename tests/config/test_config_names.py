@@ -8,13 +8,13 @@ from rlcore.cli import main
 from rlcore.config import groups as groups_of
 from rlcore.config.compose import load
 from rlcore.config.names import ENTRIES, REGISTRIES, load_own, registered
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.errors import UserError
 
 MINE = '''
 from rlcore.objectives.advantages import Grpo
 from rlcore.objectives.losses import Reinforce
-from rlcore.rollout.booked import BookedEngine
+from rlcore.rollout.request_book import BookedEngine
 from rlcore.testing.tabular import TabularEngine
 
 
@@ -119,7 +119,7 @@ def test_a_file_without_an_entry_is_refused_with_the_registrys_name(group, confi
 
 
 def test_a_correction_that_is_registered_alone_asks_for_its_file(monkeypatch):
-    monkeypatch.setitem(CORRECTIONS, "mine", "rlcore.corrections.specs:TisSpec")
+    monkeypatch.setitem(CORRECTIONS, "mine", "rlcore.corrections.tis:TisSpec")
     with pytest.raises(UserError, match=r"correction/mine\.yaml is missing: CORRECTIONS of"):
         run()
 

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 import rlcore.corrections.jackpot as jackpot_method
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import Pipeline
-from rlcore.corrections.reduction import ONE_RANK
 from rlcore.interfaces import Corrected
-from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.kl import kl_penalty
-from rlcore.objectives.policy_loss import policy_loss
+from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.registry import make_loss
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, make_loss
 from rlcore.types import StepTensors
 
 V, DRAWS = 3, 4

@@ -12,7 +12,7 @@ import torch
 from timing import deadline
 
 from rlcore.corrections.pipeline import Pipeline, build
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import load_object
 from rlcore.types import StepTensors

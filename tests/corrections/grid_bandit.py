@@ -20,9 +20,10 @@ from correction_helpers import on_ranks
 from torch import Tensor
 
 import rlcore.corrections.jackpot as jackpot_method
+from rlcore.corrections.dvp import DvpSpec
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import CorrectionSpec, DvpSpec
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch, Turns, rows_of
 from rlcore.learner.packing import dummy, pack
@@ -30,10 +31,9 @@ from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerJob, LearnerSpec
 from rlcore.learner.update import Update
+from rlcore.objectives.advantages import Rewards
 from rlcore.objectives.protocols import Advantage
-from rlcore.objectives.registry import loss_class
-from rlcore.objectives.rewards import Rewards
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, loss_class
 from rlcore.testing.records import make_sampling
 from rlcore.testing.tabular import TabularEngine, TabularPolicy
 from rlcore.types import StepTensors
@@ -267,7 +267,7 @@ def constrained(p: Tensor, rho: float | None) -> Tensor:
 
 
 def reference(case: Case, advantages: Tensor) -> Tensor:
-    """The policy gradient that the case is compared with, [V + 1, V]. See `objectives/bias.py`."""
+    """The policy gradient that the case is compared with, [V + 1, V]."""
     batch = case.batch
     inf = batch.inf
     ref = batch.at(constrained(case.policies.ref, case.rho))

@@ -16,12 +16,10 @@ from rlcore.config.checks import check
 from rlcore.config.compose import load
 from rlcore.config.sentences import validate
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.registry import CORRECTIONS
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec
 from rlcore.errors import UserError
-from rlcore.objectives.bias import UNCORRECTED, Bias
-from rlcore.objectives.registry import LOSSES, loss_class
-from rlcore.objectives.specs import Aggregation, KlEstimator, ObjectiveSpec
+from rlcore.objectives.protocols import UNCORRECTED, Bias
+from rlcore.objectives.specs import LOSSES, Aggregation, KlEstimator, ObjectiveSpec, loss_class
 from rlcore.registry import load_object
 
 AGGREGATIONS = get_args(Aggregation)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from correction_helpers import mismatched_step, pipeline_of
 
-from rlcore.corrections.dvp import Dvp
+from rlcore.corrections.dvp import Dvp, DvpSpec
 from rlcore.corrections.functional import ais
+from rlcore.corrections.jackpot import JackpotSpec
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import DvpSpec, JackpotSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Needs
 from rlcore.objectives.specs import ObjectiveSpec

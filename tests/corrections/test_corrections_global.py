@@ -10,15 +10,12 @@ import pytest
 import torch
 from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
 
-from rlcore.corrections.draws import token_uniforms
+from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import AisSpec
-from rlcore.objectives.aggregate import coefficients, counts
-from rlcore.objectives.policy_loss import policy_loss
+from rlcore.corrections.numerics import ONE_RANK, token_uniforms
+from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.registry import make_loss
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, make_loss
 from rlcore.types import StepTensors
 
 CHOICES: list[dict[str, dict[str, Any]]] = [

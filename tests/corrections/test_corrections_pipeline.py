@@ -9,13 +9,11 @@ import pytest
 import torch
 from correction_helpers import log_softmax, make_step, mismatched_step, pipeline_of, rows
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.interfaces import Needs
-from rlcore.objectives.aggregate import coefficients, counts
-from rlcore.objectives.policy_loss import policy_loss
+from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.registry import make_loss
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, make_loss
 from rlcore.testing.records import make_sampling
 from rlcore.types import StepTensors
 

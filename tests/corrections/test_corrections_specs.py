@@ -8,9 +8,10 @@ import pytest
 from correction_helpers import mismatched_step, pipeline_of
 from pydantic import ValidationError
 
+from rlcore.corrections.jackpot import JackpotSpec
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.specs import CorrectionSpec, JackpotSpec
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Reduce
 from rlcore.objectives.specs import ObjectiveSpec

@@ -12,9 +12,9 @@ from correction_helpers import mismatched_step, pipeline_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.formulas.dppo import binary_divergence
+from rlcore.corrections.dppo import binary_divergence
 from rlcore.corrections.functional import InvalidArgument, dppo
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.objectives.specs import ObjectiveSpec
 
 WIDE = 1e9

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.formulas import safe_set
+from rlcore.corrections import dvp
 from rlcore.corrections.functional import safe_set_logprobs
 from rlcore.errors import UserError
 
@@ -50,7 +50,7 @@ def test_the_fill_value_changes_no_output_and_no_gradient(seed: int, fill: float
 
     usual = outputs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safe_set, "FILL", fill)
+        patch.setattr(dvp, "FILL", fill)
         for a, b in zip(usual, outputs()):
             assert torch.equal(a, b)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlcore.corrections import functional as F
 from rlcore.corrections.functional import InvalidArgument, opsm
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.objectives.specs import ObjectiveSpec
 
 

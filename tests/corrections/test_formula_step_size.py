@@ -12,13 +12,9 @@ from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.formulas.step_size import (
-    sequence_ess,
-    sequence_ess_accumulate,
-    vcpo_scale,
-)
 from rlcore.corrections.functional import InvalidArgument
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
+from rlcore.corrections.vcpo import sequence_ess, sequence_ess_accumulate, vcpo_scale
 
 
 def ess_of(weights: list[float]) -> float:

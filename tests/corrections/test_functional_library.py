@@ -11,7 +11,7 @@ from correction_helpers import log_softmax, mismatched_step, pipeline_of, rows
 
 from rlcore.corrections import functional as F
 from rlcore.corrections.functional import JackpotSpec, JackpotTokens, TopK
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.errors import UserError
 from rlcore.types import StepTensors
 

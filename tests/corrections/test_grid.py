@@ -31,10 +31,9 @@ from grid_cells import (
 
 from rlcore.corrections import pipeline
 from rlcore.corrections.pipeline import Pipeline
-from rlcore.corrections.registry import CORRECTIONS
-from rlcore.objectives.bias import UNCORRECTED, Bias
-from rlcore.objectives.registry import LOSSES, loss_class
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.corrections.specs import CORRECTIONS
+from rlcore.objectives.protocols import UNCORRECTED, Bias
+from rlcore.objectives.specs import LOSSES, ObjectiveSpec, loss_class
 from rlcore.registry import load_object
 
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from rlcore.objectives.registry import ADVANTAGES, LOSSES
+from rlcore.objectives.specs import ADVANTAGES, LOSSES
 
 pytestmark = pytest.mark.processes
 
 ASK = """
 import sys
-import rlcore.corrections.specs, rlcore.corrections.registry
-from rlcore.objectives.registry import ADVANTAGES, LOSSES, advantage_class, loss_class
+import rlcore.corrections.specs, rlcore.corrections.specs
+from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
 traits = [advantage_class(a).compares_group for a in ADVANTAGES]
 traits += [loss_class(name).carries_ratio for name in LOSSES]
 print(len(traits), *(m for m in ("torch", "ray", "vllm", "numpy") if m in sys.modules))

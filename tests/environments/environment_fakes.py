@@ -13,9 +13,8 @@ import numpy as np
 from timing import deadline
 
 from rlcore.environments.play import Play
-from rlcore.environments.protocol import Opening, Reply
+from rlcore.environments.protocol import Opening, Reply, answer_calls, tool_schema
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
-from rlcore.environments.tools import answer_calls, tool_schema
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.testing.records import make_sampling, make_trajectory
 from rlcore.types import Grade, Request

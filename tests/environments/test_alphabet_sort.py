@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from environment_fakes import ScriptedSampler, ask
 
-from rlcore.environments.alphabet_sort import AlphabetSort
+from rlcore.environments.games import AlphabetSort
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec

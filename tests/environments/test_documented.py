@@ -9,8 +9,8 @@ from environment_fakes import ScriptedSampler, ask
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action, ToolCall
+from rlcore.environments.renderers import worked_episode
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
-from rlcore.environments.worked import worked_episode
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.tasks import make_task
@@ -93,7 +93,7 @@ def test_worked_episodes_mark_what_a_model_would_have_sampled(name):
     ],
 )
 def test_an_environment_that_cannot_be_worked_is_refused_in_a_sentence(tmp_path, code, words):
-    body = "from rlcore.environments.higher_lower import HigherLower\n\nclass Game(HigherLower):\n"
+    body = "from rlcore.environments.games import HigherLower\n\nclass Game(HigherLower):\n"
     (tmp_path / "game.py").write_text(f"{body}    def worked(self):\n        {code}\n")
     task = make_task("higher_lower", {})
     spec = EnvironmentSpec(name=f"{tmp_path}/game.py:Game")

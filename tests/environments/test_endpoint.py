@@ -12,8 +12,7 @@ from agent_fakes import TEMPLATE
 from environment_fakes import ScriptedSampler, ask
 from timing import deadline
 
-from rlcore.config.compose import load
-from rlcore.config.paths import absolute
+from rlcore.config.compose import absolute, load
 from rlcore.environments import environment_maker
 from rlcore.environments.play import Play
 from rlcore.environments.renderers import check_template

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.environments.higher_lower import HigherLower
+from rlcore.environments.games import HigherLower
 from rlcore.environments.protocol import Action
 from rlcore.types import Item
 

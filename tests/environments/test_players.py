@@ -11,8 +11,7 @@ import pytest
 from environment_fakes import ask, make_job
 from timing import deadline
 
-from rlcore.environments.player import Exits
-from rlcore.environments.players import Players
+from rlcore.environments.player import Exits, Players
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.testing.records import make_trajectory
 

@@ -7,9 +7,8 @@ from environment_fakes import ScriptedSampler, ask, make_job
 from timing import deadline
 
 from rlcore.environments.play import Play
-from rlcore.environments.protocol import Opening, ToolCall
+from rlcore.environments.protocol import Opening, ToolCall, answer_calls, tool_schema
 from rlcore.environments.renderers import make_renderer
-from rlcore.environments.tools import answer_calls, tool_schema
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt, load_tokenizer
 from rlcore.tasks import make_task

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from rlcore.environments.games import DIRECTIONS, Rooms, house, way
 from rlcore.environments.protocol import Action
-from rlcore.environments.rooms import DIRECTIONS, Rooms, house, way
 from rlcore.types import Item
 
 ITEM = Item("any/train/0", "", "")

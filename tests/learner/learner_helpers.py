@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.learner.batch import StepBatch, build_batch
-from rlcore.learner.costs import PassCosts
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
-from rlcore.learner.packing import Layout, pack
+from rlcore.learner.packing import Layout, PassCosts, pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
 from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
 from rlcore.learner.update import Update

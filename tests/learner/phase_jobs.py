@@ -11,8 +11,7 @@ from learner_helpers import VOCAB, make_groups
 from rank_jobs import learner, share, state, untimed
 
 from rlcore.learner.rank import LearnerRank
-from rlcore.learner.state_files import open_state
-from rlcore.learner.state_parts import write_parts
+from rlcore.learner.state_files import open_state, write_parts
 from rlcore.types import Group
 
 

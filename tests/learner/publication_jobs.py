@@ -19,11 +19,9 @@ from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.testing.live_bytes import LiveBytes
 from rlcore.types import POLICY, WeightManifest
-from rlcore.weights.disk import DiskTransport
-from rlcore.weights.group import BroadcastGroup
+from rlcore.weights.buckets import DiskTransport, ObjectStoreTransport
+from rlcore.weights.group import BroadcastGroup, Rendezvous
 from rlcore.weights.manifest import announce
-from rlcore.weights.object_store import ObjectStoreTransport
-from rlcore.weights.rendezvous import Rendezvous
 
 BUCKET = 1 << 17
 SHAPE = FreshModelSpec(

@@ -17,7 +17,7 @@ from rlcore.learner import limits
 from rlcore.learner import policy as policy_module
 from rlcore.learner.batch import Scored, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.rank import LearnerRank
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.split_loading import load_split

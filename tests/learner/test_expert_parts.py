@@ -5,7 +5,7 @@ import torch
 from learner_helpers import small_model
 
 from rlcore.errors import UserError
-from rlcore.learner.engines.expert_parts import ExpertParts, autoep_config, check_experts
+from rlcore.learner.engines.model_parallel import ExpertParts, autoep_config, check_experts
 from rlcore.learner.policy import load_causal_lm
 from rlcore.testing.experts import tiny_mixture
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from learner_helpers import disturb, make_batch, make_update, sharp_policy, small_model
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.learner.batch import build_batch
 from rlcore.testing.records import make_group, make_score, make_trajectory
 from rlcore.types import Episode, Group

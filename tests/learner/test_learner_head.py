@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlcore.corrections.formulas.safe_set import OUTSIDE_LOGP, safe_set_logprobs
-from rlcore.learner.head import head_pass
-from rlcore.learner.head_kl import TopkTarget, full_kl_pass, topk_kl_pass
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.corrections.dvp import OUTSIDE_LOGP, safe_set_logprobs
+from rlcore.learner.lm_head import HeadSpec, TopkTarget, full_kl_pass, head_pass, topk_kl_pass
 
 
 def _spec(**over):

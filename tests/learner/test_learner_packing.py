@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.learner.build import layer_sizes
-from rlcore.learner.costs import PassCosts
-from rlcore.learner.head_spec import HeadSpec
 from rlcore.learner.limits import ROOM, LayerSizes, most_positions
-from rlcore.learner.packing import dummy, pack
+from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.packing import PassCosts, dummy, pack
 from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerSpec

@@ -6,7 +6,7 @@ import torch
 from learner_helpers import make_batch, make_groups
 
 from rlcore.learner.batch import Scored
-from rlcore.learner.selection import dense_acceptance, keep_accepted
+from rlcore.learner.rank import dense_acceptance, keep_accepted
 
 
 def test_dense_acceptance_by_hand():

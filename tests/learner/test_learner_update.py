@@ -14,7 +14,7 @@ from learner_helpers import (
     with_rewards,
 )
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.learner.batch import Scored, build_batch, sample_log_ratios
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec

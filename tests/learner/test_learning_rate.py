@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.learner.engines.learning_rate import RateSchedule
+from rlcore.learner.engines.deepspeed import RateSchedule
 from rlcore.learner.specs import OptimizerSpec
 
 

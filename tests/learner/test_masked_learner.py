@@ -6,12 +6,12 @@ import pytest
 import torch
 from learner_helpers import PlainEngine, make_job
 
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.reduction import ONE_RANK
 from rlcore.learner.batch import build_batch
-from rlcore.learner.estimates import read_twice, variance
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
+from rlcore.learner.rank import read_twice, variance
 from rlcore.learner.sequences import MaskedSequence, masked_reader
 from rlcore.learner.update import Update
 from rlcore.models.masking import Estimate

@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from rlcore.learner.norms import own_norms, rms_norm
+from rlcore.learner.cpu_speed import own_norms, rms_norm
 from rlcore.learner.policy import load_causal_lm
 
 

@@ -19,13 +19,12 @@ from learner_helpers import (
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
 from rlcore.learner.batch import Scored
-from rlcore.learner.costs import PassCosts
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.build import share_prefixes
+from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import add_adapters
-from rlcore.learner.packing import pack
+from rlcore.learner.packing import PassCosts, pack
 from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.learner.sequences import TokenSequence
-from rlcore.learner.sharing import share_prefixes
 from rlcore.learner.specs import LoraSpec
 from rlcore.types import TokenScores
 

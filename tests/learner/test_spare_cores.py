@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from learner_helpers import on_ranks, small_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from rlcore.learner.cpu_speed import SpareCores, Usage, threads_for, usage
 from rlcore.learner.policy import load_causal_lm
-from rlcore.learner.spare_cores import SpareCores, Usage, threads_for, usage
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 
@@ -54,7 +54,7 @@ def test_usage_is_of_the_given_cores(tmp_path):
 
 
 def test_every_layer_looks_forward_and_backward(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlcore.learner.spare_cores.WINDOW_S", 0.0)
+    monkeypatch.setattr("rlcore.learner.cpu_speed.WINDOW_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     free = {"cores": 0.0, "looks": 0}
 

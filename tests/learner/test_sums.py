@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.learner.sums import LOSS, Declared, Sums
+from rlcore.corrections.numerics import ONE_RANK
+from rlcore.learner.metric_sums import LOSS, Declared, Sums
 
 CPU = torch.device("cpu")
 

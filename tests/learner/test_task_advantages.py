@@ -13,8 +13,8 @@ from learner_helpers import (
     with_rewards,
 )
 
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.learner.task_advantages import TaskAdvantages
+from rlcore.corrections.numerics import ONE_RANK
+from rlcore.learner.update import TaskAdvantages
 
 NAMES = ("grpo", "dr_grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from learner_helpers import make_groups, make_update, sharp_policy, small_model
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.learner.batch import build_batch
 from rlcore.learner.packing import pack
 

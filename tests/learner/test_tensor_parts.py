@@ -8,7 +8,7 @@ from learner_helpers import PlainEngine, make_job, make_place, small_model
 
 from rlcore.errors import UserError
 from rlcore.learner import build
-from rlcore.learner.engines.tensor_parts import TensorParts, check_layers
+from rlcore.learner.engines.model_parallel import TensorParts, check_layers
 from rlcore.learner.policy import load_causal_lm
 from rlcore.testing.experts import tiny_mixture
 

@@ -12,11 +12,11 @@ from learner_helpers import make_batch, make_update, sharp_policy, small_model
 from rlcore.config.checks import check
 from rlcore.config.compose import load
 from rlcore.config.sentences import validate
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.corrections.registry import CORRECTIONS
+from rlcore.corrections.numerics import ONE_RANK
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.errors import UserError
 from rlcore.learner.batch import observed
-from rlcore.objectives.registry import LOSSES
+from rlcore.objectives.specs import LOSSES
 from rlcore.registry import load_object
 from rlcore.testing.records import make_score, make_trajectory
 from rlcore.types import Episode, Group

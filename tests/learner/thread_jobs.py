@@ -10,8 +10,8 @@ import torch
 from learner_helpers import make_groups
 from rank_jobs import JACKPOT, RECORDING, RecordingEngine, learner, untimed
 
-from rlcore.learner import spare_cores
-from rlcore.learner.spare_cores import Usage
+from rlcore.learner import cpu_speed
+from rlcore.learner.cpu_speed import Usage
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"corrections": JACKPOT, "kl_coef": 0.1},
@@ -34,8 +34,8 @@ def threads_that_change(rank: int, world: int, port: int, model: str) -> dict[st
         periods, into = divmod(round(at / 0.1), 8)
         return Usage(at, at, 0.3 * (4 * periods + max(0, into - 4)))
 
-    spare_cores.usage = usage  # type: ignore[assignment]
-    spare_cores.WINDOW_S = 0.0
+    cpu_speed.usage = usage  # type: ignore[assignment]
+    cpu_speed.WINDOW_S = 0.0
     os.sched_getaffinity = lambda _: set(range(4))  # type: ignore[assignment]
     out = {}
     groups = make_groups(6, samples=6)

@@ -4,9 +4,9 @@ import pytest
 
 from rlcore.loop.specs import ScheduleSpec
 from rlcore.serialization import dump_trajectory
-from rlcore.testing.fake_actors import Speed
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.loop import Scenario, simulate
 from rlcore.testing.records import make_trajectory
-from rlcore.testing.simulation import Scenario, simulate
 
 RECORD = len(dump_trajectory(make_trajectory(1000, 1, turns=[((1, 2), (7,) * 10)])))
 GROUPS, SAMPLES = 4, 2

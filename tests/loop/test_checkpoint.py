@@ -11,10 +11,9 @@ from timing import deadline, wait_until
 
 from rlcore.errors import DeadlineExceeded, OwnershipLost, StageError, UserError
 from rlcore.loop import checkpoint
-from rlcore.loop.clients import Clients
-from rlcore.loop.disk import Disk
 from rlcore.loop.plan import Progress
-from rlcore.loop.saver import Cut, Saver
+from rlcore.loop.role_protocols import Clients
+from rlcore.loop.saver import Cut, Disk, Saver
 from rlcore.loop.specs import CheckpointSpec
 
 GREEDY = "eval/digits/greedy"

@@ -9,8 +9,8 @@ from loop_audit import audit_uses
 
 from rlcore.errors import RoleLost, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.testing.fake_actors import Speed
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.loop import Scenario, simulate
 
 STEPS = 12
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rlcore.loop.assignment import allowed_s
-from rlcore.loop.in_flight import spans
+from rlcore.loop.dispatcher import spans
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.testing.fake_actors import Speed
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.loop import Scenario, simulate
 from rlcore.testing.records import make_sampling
-from rlcore.testing.simulation import Scenario, simulate
 from rlcore.types import Request
 
 ASYNC = ScheduleSpec(steps=30, groups_per_step=2, max_staleness=1, on_publish="in_flight")

@@ -11,11 +11,11 @@ import pytest
 
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.serialization import dump_trajectory, load_group
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.fake_actors import FakeActor
-from rlcore.testing.fakes import FakeLearner
+from rlcore.simulate.actors import FakeActor
+from rlcore.simulate.clients import FakeLearner
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, Simulation
 from rlcore.testing.records import make_score, make_trajectory
-from rlcore.testing.simulation import Scenario, Simulation
 
 STEPS, GROUPS, SAMPLES, TURNS = 12, 4, 3, 3
 SYNCHRONOUS = {"on_policy": {}, "large_batch": {"steps_per_publish": 4}}
@@ -103,7 +103,7 @@ class EpisodeRun(Simulation):
 
 @pytest.fixture
 def play(monkeypatch, tmp_path):
-    monkeypatch.setattr("rlcore.testing.simulation.FakeActor", EpisodeActor)
+    monkeypatch.setattr("rlcore.simulate.loop.FakeActor", EpisodeActor)
 
     def run(schedule, folder, events=None, *, resume=False):
         spec = ScheduleSpec(steps=STEPS, groups_per_step=GROUPS, **schedule)

@@ -3,12 +3,12 @@ import random
 import pytest
 
 from rlcore.errors import DeadlineExceeded
-from rlcore.loop.clients import Publication
 from rlcore.loop.evaluation import evaluate_alone, summarise
+from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.fake_actors import Speed
-from rlcore.testing.simulation import Scenario, Simulation, simulate
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, Simulation, simulate
 from rlcore.types import POLICY, WeightManifest
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from rlcore.errors import StageError, UserError
-from rlcore.loop.clients import Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
+from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
-from rlcore.loop.turns import ITEMS
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.fake_actors import FakeActor, Speed, spawned
+from rlcore.loop.timing import ITEMS
+from rlcore.simulate.actors import FakeActor, Speed, spawned
+from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_sampling
 from rlcore.types import POLICY, Request, WeightManifest
 

@@ -6,14 +6,14 @@ import asyncio
 import pytest
 
 from rlcore.errors import RoleLost
-from rlcore.loop.clients import Publication
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
+from rlcore.loop.role_protocols import Publication
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.fake_actors import FakeActor, Speed, spawned
-from rlcore.testing.fakes import FakeLearner
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.actors import FakeActor, Speed, spawned
+from rlcore.simulate.clients import FakeLearner
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, simulate
 from rlcore.types import POLICY, WeightManifest
 
 LIMITS = (

@@ -11,16 +11,15 @@ import pytest
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
-from rlcore.loop.parts import Parts
+from rlcore.loop.plan import Parts
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.metrics.health import Course
 from rlcore.metrics.log import read_log
-from rlcore.metrics.logger import open_logger
-from rlcore.metrics.reporter import RunReporter
+from rlcore.metrics.logger import RunReporter, open_logger
 from rlcore.metrics.rows import read_rows
 from rlcore.metrics.specs import LoggingSpec
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.simulation import Scenario, Simulation
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, Simulation
 
 SCHEDULES = {
     "synchronous": ScheduleSpec(steps=8, groups_per_step=2, max_staleness=0),
@@ -32,8 +31,8 @@ COURSE = Course(staleness_bound=1, takes_turns=False)
 WRITES = {
     "rlcore.metrics.rows.RowFile._append": "metrics.jsonl",
     "rlcore.metrics.sinks.replace_file": "samples/",
-    "rlcore.metrics.status.replace_file": "status.json",
-    "rlcore.metrics.timeline.TimelineSink.timeline": "timeline.jsonl",
+    "rlcore.metrics.sinks.replace_file": "status.json",
+    "rlcore.metrics.logger.TimelineSink.timeline": "timeline.jsonl",
     "rlcore.metrics.log.LogSink._write": "log.jsonl",
     "rlcore.metrics.console.ConsoleSink.show": "console",
     "rlcore.metrics.health.Health.add": "warnings",

@@ -8,7 +8,7 @@ from loop_audit import audit_uses
 
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
 from rlcore.references import RecordReference
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.loop import Scenario, simulate
 
 STEPS = 8
 FAST = SupervisionSpec(heartbeat_s=1, hang_timeout_s=20)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import UserError
-from rlcore.loop.mixture import Mixture, TaskOrder
-from rlcore.loop.prompts import PromptSource
+from rlcore.loop.prompts import Mixture, PromptSource, TaskOrder
 from rlcore.types import Item
 
 # multiples of 1/8, some of them 0: shares differ by more than the bound below

@@ -7,8 +7,8 @@ import pytest
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
-from rlcore.testing.fake_actors import Speed
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.loop import Scenario, simulate
 
 TASKS = {"a": TaskShare(2, 3.0), "b": TaskShare(5, 1.0)}
 SCHEDULES = {

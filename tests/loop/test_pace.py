@@ -3,10 +3,10 @@ import asyncio
 import pytest
 
 from rlcore.errors import RoleLost
-from rlcore.loop.pace import CheckpointPace
+from rlcore.loop.saver import CheckpointPace
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
-from rlcore.testing.clock import run_simulated
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.clock import run_simulated
+from rlcore.simulate.loop import Scenario, simulate
 
 
 def taken(standstill_s, *, seconds, step_s=10.0, **settings):

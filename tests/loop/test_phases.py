@@ -8,7 +8,7 @@ from loop_audit import audit_uses, steps_by_group
 from rlcore.buffer.admission import StalenessBound
 from rlcore.errors import UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.loop import Scenario, simulate
 
 SCHEDULES = {
     "epochs": {"epochs": 3},

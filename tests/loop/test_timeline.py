@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rlcore.loop.specs import ScheduleSpec
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.loop import Scenario, simulate
 
 
 @pytest.mark.parametrize("eta", [0, 2])

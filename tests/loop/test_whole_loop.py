@@ -6,8 +6,8 @@ import pytest
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.testing.fake_actors import Speed
-from rlcore.testing.simulation import Scenario, simulate
+from rlcore.simulate.actors import Speed
+from rlcore.simulate.loop import Scenario, simulate
 
 SCHEDULES = {
     "on_policy": {},

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.loop.members import ActorPool, Member, Process
-from rlcore.loop.roster import Roster
-from rlcore.loop.turns import Turns, in_turns
-from rlcore.testing.clock import run_simulated
+from rlcore.loop.members import ActorPool, Member, Process, Roster
+from rlcore.loop.timing import Turns, in_turns
+from rlcore.simulate.clock import run_simulated
 
 PURPOSES = ("all", "training", "evaluation")
 

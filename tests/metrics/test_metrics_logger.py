@@ -14,8 +14,8 @@ from rich.console import Console
 from timing import deadline
 
 from rlcore.errors import OwnershipLost, StageError
-from rlcore.metrics.cells import duration, number
 from rlcore.metrics.console import ConsoleSink
+from rlcore.metrics.digest import duration, number
 from rlcore.metrics.log import LogSink, read_log
 from rlcore.metrics.logger import MetricsLogger, open_logger
 from rlcore.metrics.rows import read_rows, sanitize

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import UserError
+from rlcore.metrics.figures import swimlanes
 from rlcore.metrics.logger import open_logger
-from rlcore.metrics.report import write_report
-from rlcore.metrics.report_samples import samples, shown
+from rlcore.metrics.report import samples, shown, write_report
 from rlcore.metrics.rows import sanitize
 from rlcore.metrics.run_folder import MAX_POINTS, Run, thin
 from rlcore.metrics.specs import LoggingSpec
-from rlcore.metrics.swimlanes import swimlanes
 
 EVIL = "</script><script>alert(1)</script>&<b>"
 

@@ -37,7 +37,7 @@ def test_it_says_what_the_run_does_and_waits_for(tmp_path):
 
 def test_since_is_when_it_began_to_wait(tmp_path, monkeypatch):
     clock = iter(["10:00", "10:05"])
-    monkeypatch.setattr("rlcore.metrics.status.time.strftime", lambda *_: next(clock))
+    monkeypatch.setattr("rlcore.metrics.sinks.time.strftime", lambda *_: next(clock))
     with open_logger(tmp_path, QUIET, config={}, total_steps=9) as logger:
         for _ in range(3):
             logger.activity("rollout", "a training batch", 3)

@@ -1,6 +1,6 @@
 """timeline.jsonl: the last steps, through resumes, in a file that stays small."""
 
-from rlcore.metrics.timeline import KEPT, TimelineSink, read_timeline
+from rlcore.metrics.logger import KEPT, TimelineSink, read_timeline
 
 
 def spans(step):

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.errors import UserError
-from rlcore.models.cut import cut_model, spread
-from rlcore.models.fresh import build_fresh_model
+from rlcore.models.fresh import build_fresh_model, cut_model, spread
 from rlcore.models.specs import FreshModelSpec
 
 

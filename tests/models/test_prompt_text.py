@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlcore.environments.one_turn import OneTurn
+from rlcore.environments.attempts import OneTurn
 from rlcore.environments.renderers import make_renderer
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer

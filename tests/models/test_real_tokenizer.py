@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer, padding
-from rlcore.rollout.stop_text import StopWatcher
+from rlcore.rollout.text import StopWatcher
 
 pytestmark = pytest.mark.processes  # the model is made by pip once
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlcore.objectives.distill import distill_sampled, distill_topk
+from rlcore.objectives.kl import distill_sampled, distill_topk
 
 V = 7
 

@@ -7,13 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
-from rlcore.objectives.registry import advantage_class, make_advantage
-from rlcore.objectives.rewards import Rewards, over_tokens, sequence_advantages
-from rlcore.objectives.shaping import overlong_penalty
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.advantages import Rewards, over_tokens, overlong_penalty, sequence_advantages
+from rlcore.objectives.specs import ObjectiveSpec, advantage_class, make_advantage
 
 PLAIN = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reinforce"]
 OVER_TOKENS = ["reinforce_pp/tokens", "reinforce_pp_baseline/tokens"]

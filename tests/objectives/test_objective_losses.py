@@ -11,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.corrections.reduction import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK
 from rlcore.errors import UserError
-from rlcore.objectives.aggregate import coefficients, counts
 from rlcore.objectives.kl import entropy, full_kl, sampled_kl
-from rlcore.objectives.policy_loss import policy_loss
+from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
-from rlcore.objectives.registry import loss_class, make_loss
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, loss_class, make_loss
 
 KINDS = ["ppo", "gspo", "cispo", "reinforce"]
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.corrections.reduction import ONE_RANK
-from rlcore.objectives.registry import ADVANTAGES, make_advantage
-from rlcore.objectives.rewards import rewards_to_go, sequence_advantages, turn_advantages
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.corrections.numerics import ONE_RANK
+from rlcore.objectives.advantages import rewards_to_go, sequence_advantages, turn_advantages
+from rlcore.objectives.specs import ADVANTAGES, ObjectiveSpec, make_advantage
 
 STOP, LEFT, RIGHT = 0, 1, 2
 # rewards of the turns of each way to play; the first knows nothing of the second choice

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rlcore.planner.forecast import Forecast
+from rlcore.planner.forecast import Forecast, best_of, least_ranks, searched
 from rlcore.planner.picture import picture
-from rlcore.planner.split import best_of, least_ranks, searched
 
 
 def balanced(ranks, actors):

@@ -12,13 +12,12 @@ from timing import deadline
 
 from rlcore.interfaces import RolloutEngine, StepLoad, Wake, WeightStream
 from rlcore.models.fresh import build_char_tokenizer
-from rlcore.rollout.core import CoreRequest, DecodeCore, Output
-from rlcore.rollout.request_book import RequestBook
+from rlcore.rollout.request_book import CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.seeding import derive_seed
 from rlcore.testing.records import make_sampling
 from rlcore.types import OnPublish, Request, Trajectory
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import tensor_checksum
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 VOCAB = len(ALPHABET) + 3

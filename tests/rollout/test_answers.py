@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.rollout.answers import read_answer
+from rlcore.rollout.text import read_answer
 from rlcore.testing.records import make_trajectory
 
 

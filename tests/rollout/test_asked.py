@@ -9,7 +9,7 @@ from rlcore.errors import UserError
 from rlcore.loop.prompts import PromptSource, RequestMaker
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt, load_tokenizer
-from rlcore.rollout.asked import PromptEncoder, PromptJob
+from rlcore.rollout.text import PromptEncoder, PromptJob
 from rlcore.tasks import make_task
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request

@@ -8,8 +8,7 @@ from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
 from rlcore.interfaces import StepLoad
 from rlcore.models.fresh import build_char_tokenizer
-from rlcore.rollout.core import Output
-from rlcore.rollout.request_book import RequestBook
+from rlcore.rollout.request_book import Output, RequestBook
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import Trajectory
 

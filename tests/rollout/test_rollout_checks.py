@@ -9,8 +9,7 @@ import pytest
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.checks import attention_heads, check_heads, check_length, check_vocabulary
-from rlcore.rollout.registry import start_engine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 
 
 def model_folder(path, alphabet="abc", vocab_size=8, **config):

@@ -6,13 +6,13 @@ import textwrap
 import pytest
 from timing import deadline
 
-from rlcore.tasks import code_preamble
-from rlcore.tasks.code_names import BadTests, names_under_test
+from rlcore.tasks import code
+from rlcore.tasks.code import BadTests, names_under_test
 from rlcore.tasks.sandbox import Limits, Sandbox
 
 pytestmark = pytest.mark.processes
 
-PREAMBLE = code_preamble.LEETCODE + code_preamble.LEETCODE_NODES
+PREAMBLE = code.LEETCODE + code.LEETCODE_NODES
 
 
 @pytest.fixture(scope="module")

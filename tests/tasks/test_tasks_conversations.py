@@ -8,8 +8,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.conversations import Asked, pick_question
-from rlcore.tasks.records import RowError
+from rlcore.tasks.records import Asked, RowError, pick_question
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from rlcore.errors import UserError
-from rlcore.tasks import make_task
-from rlcore.tasks.lean_source import (
+from rlcore.extras.lean import (
     NoStatement,
     Statement,
     axioms_of,
@@ -14,6 +13,7 @@ from rlcore.tasks.lean_source import (
     forbidden,
     proof_in,
 )
+from rlcore.tasks import make_task
 
 TEXT = "theorem mathd_1 (x : ℝ) (h₀ : x = 2) :\n  x + 1 = 3 :="
 STATEMENT = Statement.of(f"import Mathlib\n\n{TEXT} by\n")

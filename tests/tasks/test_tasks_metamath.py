@@ -9,11 +9,19 @@ import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
+from rlcore.extras.metamath import Judge, Proof, read_proof
+from rlcore.extras.metamath_checker import (
+    GOAL,
+    SET_MM,
+    Assertion,
+    Checker,
+    CheckerError,
+    Database,
+    Hypothesis,
+    UnknownSymbol,
+)
+from rlcore.extras.metamath_statements import LABELS, SCHEMAS, assertion, infix, theorems
 from rlcore.tasks import make_task
-from rlcore.tasks.proofs.attempt import Judge, Proof, read_proof
-from rlcore.tasks.proofs.checker import SET_MM, Checker, CheckerError
-from rlcore.tasks.proofs.database import GOAL, Assertion, Database, Hypothesis, UnknownSymbol
-from rlcore.tasks.proofs.propositions import LABELS, SCHEMAS, assertion, infix, theorems
 
 NEEDED = pytest.mark.skipif(
     shutil.which("metamath") is None or not SET_MM.is_file(),

@@ -4,8 +4,8 @@ import pytest
 from test_tasks_metamath import NEEDED
 
 from rlcore.errors import UserError
+from rlcore.extras.metamath_statements import BadStatement, read_statements
 from rlcore.tasks import make_task
-from rlcore.tasks.proofs.statements import BadStatement, read_statements
 
 RAW = """
 ${

@@ -11,7 +11,7 @@ from timing import deadline
 
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.countdown import evaluate
-from rlcore.tasks.problem_space import Permutation, ProblemSpace
+from rlcore.tasks.procedural import Permutation, ProblemSpace
 from rlcore.tasks.sudoku4x4 import reduced_grids, unique_puzzles
 from rlcore.types import Item
 

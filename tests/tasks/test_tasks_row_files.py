@@ -7,7 +7,7 @@ import pyarrow.ipc
 import pytest
 
 from rlcore.tasks.arguments import ArgumentError
-from rlcore.tasks.row_files import rows
+from rlcore.tasks.records import rows
 
 ROWS = [{"question": f"{n}?", "turns": [{"role": "user", "content": str(n)}]} for n in range(6)]
 

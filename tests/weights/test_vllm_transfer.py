@@ -9,7 +9,7 @@ import pytest
 import torch
 from transfer_ends import SHAPES, Engine, Model, Receivers, ports, weights
 
-from rlcore.rollout.engines.vllm.weight_receivers import BACKENDS, IpcReceiver, NcclReceiver
+from rlcore.rollout.engines.vllm.worker_side import BACKENDS, IpcReceiver, NcclReceiver
 from rlcore.weights.manifest import make_manifest
 from rlcore.weights.vllm_transfer import VllmSender
 

@@ -14,10 +14,8 @@ import torch
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.weights.arrival import Arrival
-from rlcore.weights.checksum import tensor_checksum
-from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver
-from rlcore.weights.manifest import ArrivalError, make_manifest
-from rlcore.weights.rendezvous import Rendezvous
+from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver, Rendezvous
+from rlcore.weights.manifest import ArrivalError, make_manifest, tensor_checksum
 
 pytestmark = pytest.mark.processes
 HOST = "127.0.0.1"

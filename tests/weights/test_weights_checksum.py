@@ -7,8 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.weights.checksum import CHUNK, sample_names, tensor_checksum
-from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums, verify_tensors
+from rlcore.weights.manifest import (
+    CHUNK,
+    ArrivalError,
+    make_manifest,
+    sample_names,
+    tensor_checksum,
+    verify_checksums,
+    verify_tensors,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
 

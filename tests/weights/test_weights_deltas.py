@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from rlcore.types import WeightManifest
-from rlcore.weights.deltas import DeltaTransport, changed_entries
+from rlcore.weights.deltas import DeltaTransport, changed_entries, changed_share, sent_bytes
 from rlcore.weights.manifest import ArrivalError, make_manifest
-from rlcore.weights.sendings import changed_share, sent_bytes
 
 
 class Store:

@@ -17,10 +17,8 @@ import torch
 from safetensors.torch import load
 
 from rlcore.weights.blob import from_blob, to_blob, write_blob
-from rlcore.weights.checksum import tensor_checksum
-from rlcore.weights.disk import DiskTransport
-from rlcore.weights.manifest import ArrivalError, make_manifest
-from rlcore.weights.object_store import ObjectStoreTransport
+from rlcore.weights.buckets import DiskTransport, ObjectStoreTransport
+from rlcore.weights.manifest import ArrivalError, make_manifest, tensor_checksum
 from rlcore.weights.stream import arriving, in_order
 
 

@@ -11,12 +11,11 @@ import torch
 from timing import deadline
 
 import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
-from rlcore.rollout.engines.vllm.held_weights import HeldWeights
-from rlcore.rollout.engines.vllm.weight_receivers import BACKENDS, NcclReceiver
+from rlcore.rollout.engines.vllm.weight_loader import HeldWeights
+from rlcore.rollout.engines.vllm.worker_side import BACKENDS, NcclReceiver
 from rlcore.rollout.specs import ActorSpec
-from rlcore.rollout.transfer import EngineTransfer
-from rlcore.weights.arrival import Arrival
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.arrival import Arrival, EngineTransfer
+from rlcore.weights.manifest import tensor_checksum
 
 SHAPES = {f"w{i}": (4, 8) for i in range(9)} | {"lm_head.weight": (2,)}
 WAIT_S = deadline(20)
@@ -122,10 +121,10 @@ class Engine:
     """An actor's process: a thread that stops for weights, and calls from outside."""
 
     def __init__(self, monkeypatch, ranks):
-        from rlcore.rollout.engines.vllm import held_weights
+        from rlcore.rollout.engines.vllm import weight_loader
 
         self.ranks = Ranks(ranks)
-        monkeypatch.setattr(held_weights, "read_shapes", lambda path: SHAPES)
+        monkeypatch.setattr(weight_loader, "read_shapes", lambda path: SHAPES)
         self.held = HeldWeights("", self.ranks, ActorSpec(num_gpus=1))
         self.arrival = None
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.buffer import ReplayBuffer, journal, reports
-from rlcore.buffer.gathering import PAUSE_S, Heard, Told
-from rlcore.buffer.loss import lose_shard
-from rlcore.buffer.record_files import NO_SHARDS, RecordFile, ShardFiles, Written
+from rlcore.buffer import ReplayBuffer, journal, store
+from rlcore.buffer.journal import NO_SHARDS, RecordFile, ShardFiles, Written
+from rlcore.buffer.shard import PAUSE_S, Heard, Told
+from rlcore.buffer.store import lose_shard
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
-from rlcore.loop.clients import Missing
+from rlcore.loop.role_protocols import Missing
 from rlcore.serialization import StoredEpisode, StoredGroup
 from rlcore.types import Score
 
@@ -137,16 +137,16 @@ class BufferActor:
         return again
 
     async def waiting_for(self, step: int) -> str:
-        return reports.waiting_for(self.buffer, step)
+        return store.waiting_for(self.buffer, step)
 
     async def outcomes(self) -> list[tuple[str, float]]:
         return self.buffer.intake.take_outcomes()
 
     async def failed_scores(self) -> tuple[int, str]:
-        return reports.failed_scores(self.buffer)
+        return store.failed_scores(self.buffer)
 
     async def metrics(self) -> dict[str, float]:
-        return reports.metrics(self.buffer)
+        return store.metrics(self.buffer)
 
     # ---- from learner ranks and for display ------------------------------------------------------
 

@@ -3,25 +3,108 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import ray
 
 from rlcore.cluster.jobs import Hosting
-from rlcore.cluster.write_behind import Discarded, WriteBehind
 from rlcore.errors import DeadlineExceeded
 from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.references import ShardLost
 from rlcore.serialization import StoredGroup, load_group
 from rlcore.types import POLICY, Group, WeightManifest
+from rlcore.weights.deltas import Sending
 from rlcore.weights.group import GroupSender, Receivers
-from rlcore.weights.sendings import Sending
+
+Job = Callable[[], object]
+
+
+class WriteBehind:
+    """Jobs of one checkpoint, done in order in a thread that ends with the process.
+
+    After an error, or once `wait` has given up, the jobs that have not begun are dropped, and with
+    them the memory they hold.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._ended: Future[None] = Future()
+        self._given_up = False
+        threading.Thread(target=self._work, name="checkpoint", daemon=True).start()
+
+    @property
+    def running(self) -> bool:
+        """Whether it is still writing."""
+        return not self._ended.done()
+
+    def put(self, job: Job) -> None:
+        """Queue a job."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """No more jobs come."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        while (job := self._jobs.get()) is not None:
+            if error is not None or self._given_up:
+                continue
+            try:
+                job()
+            except BaseException as e:  # raised by `wait`
+                error = e
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all is written, after `close`. Raises what a job raised, and DeadlineExceeded
+        after `timeout_s`."""
+        try:
+            self._ended.exception(timeout_s)
+        except TimeoutError as e:
+            self._given_up = True
+            raise DeadlineExceeded(
+                f"the disk took more than {timeout_s:g} s to write the learner's state "
+                f"(checkpoint.write_timeout_s={timeout_s:g})."
+            ) from e
+        self._ended.result()
+
+
+class Discarded(WriteBehind):
+    """In place of a checkpoint that would have to wait for one before it: nothing is written."""
+
+    def __init__(self) -> None:
+        """Without a thread."""
+
+    @property
+    def running(self) -> bool:
+        """False: no later checkpoint waits for this one."""
+        return False
+
+    def put(self, job: Job) -> None:
+        """Drop a job."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises DeadlineExceeded."""
+        raise DeadlineExceeded(
+            "the learner's disk has not ended what it was asked for at an earlier checkpoint."
+        )
+
 
 PHASE_WEIGHTS = "phase_weights"  # folder of a state
 ANSWER_S = 5.0  # that an answer may come after its deadline
@@ -226,7 +309,7 @@ class LearnerActor:
         try:
             self.rank.save(folder, behind.put)
             if in_phase:
-                from rlcore.learner.state_parts import write_parts
+                from rlcore.learner.state_files import write_parts
 
                 write_parts(Path(folder) / PHASE_WEIGHTS, self._phase_weights, behind.put)
         finally:

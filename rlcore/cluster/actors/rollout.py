@@ -20,7 +20,7 @@ from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
 if TYPE_CHECKING:
-    from rlcore.environments.players import Players
+    from rlcore.environments.player import Players
 
 T = TypeVar("T")
 SUBMIT_TIMEOUT_S = 600.0  # an engine thread that has not taken a command by then is stuck
@@ -44,13 +44,13 @@ class RolloutActor:
         self._open: set[str] = set()
 
     def start(self, job: RolloutJob) -> int:
-        from rlcore.cluster.clients.node_scorers import scorer_name
-        from rlcore.cluster.outlets import NodeOutlet
+        from rlcore.cluster.clients.scorer import scorer_name
+        from rlcore.cluster.delivery import NodeOutlet
         from rlcore.cluster.placement import shard_name
         from rlcore.cluster.transports import make_group, make_transport
         from rlcore.models.text import decode_response, load_tokenizer
-        from rlcore.rollout.asked import PromptEncoder
-        from rlcore.rollout.registry import start_engine
+        from rlcore.rollout.specs import start_engine
+        from rlcore.rollout.text import PromptEncoder
         from rlcore.rollout.worker import RolloutWorker
 
         tokenizer = load_tokenizer(job.tokenizer_path)
@@ -80,8 +80,7 @@ class RolloutActor:
         return os.getpid()
 
     def _players(self, job: RolloutJob) -> Players | None:
-        from rlcore.environments.player import Exits
-        from rlcore.environments.players import Players
+        from rlcore.environments.player import Exits, Players
         from rlcore.models.text import load_tokenizer
 
         if not job.environments:
@@ -130,7 +129,7 @@ class RolloutActor:
     ) -> dict[str, float]:
         """Receive, load between two engine steps, and verify arrival. Returns seconds of each
         part."""
-        from rlcore.weights.parts import receive
+        from rlcore.weights.adapters import receive
         from rlcore.weights.stream import announced
 
         limit = self._publish_timeout_s

@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 
+from rlcore.cluster.delivery import NodeOutlet
 from rlcore.cluster.jobs import ScorerJob
-from rlcore.cluster.outlets import NodeOutlet
 from rlcore.cluster.placement import shard_name
-from rlcore.cluster.readable import first_shown, readable, verdict, without_texts
+from rlcore.cluster.sample_text import first_shown, readable, verdict, without_texts
 from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode
 from rlcore.types import Answer, Score

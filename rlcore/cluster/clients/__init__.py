@@ -1,4 +1,4 @@
-"""The processes of a run as the loop calls them: `rlcore.loop.clients` over Ray."""
+"""The processes of a run as the loop calls them: `rlcore.loop.role_protocols` over Ray."""
 
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.clients.learner import RayLearner

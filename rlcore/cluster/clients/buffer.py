@@ -9,7 +9,7 @@ import ray
 
 from rlcore.cluster.calls import call, get
 from rlcore.cluster.jobs import Hosting
-from rlcore.loop.clients import Batch, BufferClient, Missing
+from rlcore.loop.role_protocols import Batch, BufferClient, Missing
 
 
 class RayBuffer(BufferClient):

@@ -10,7 +10,7 @@ import ray
 from rlcore.cluster.calls import answer, call
 from rlcore.cluster.jobs import Hosting
 from rlcore.interfaces import Wake
-from rlcore.loop.clients import ActorClient
+from rlcore.loop.role_protocols import ActorClient
 from rlcore.types import OnPublish, Request, WeightManifest
 
 WHO = "its process"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
+from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.calls import call, get
+from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.jobs import Hosting, ScorerJob
-from rlcore.loop.clients import ScorerClient
+from rlcore.cluster.placement import CALL_THREADS, actor_class, on_node, other_actor_nodes
+from rlcore.errors import DeadlineExceeded, RoleLost
+from rlcore.loop.role_protocols import ScorerClient
 
 WHO = "the graders' process"
 SAMPLES_TIMEOUT_S = 60.0
@@ -72,3 +80,104 @@ class RayScorer(ScorerClient):
     def kill(self) -> None:
         """End the process for good."""
         ray.kill(self.handle)
+
+
+def scorer_name(buffer: str, node_id: str = "") -> str:
+    """The name of the graders' process of a node, under which other processes find it; without a
+    node that of the one beside the driver."""
+    return f"{buffer}-graders" + (f"-{node_id[:12]}" if node_id else "")
+
+
+class RayNodeScorers:
+    """The graders' processes that there are beside actors. Ray restarts one whose process dies; one
+    that cannot go on is given up, and the actors of its node then send to the driver's."""
+
+    def __init__(
+        self, buffer: RayBuffer, hosting: Hosting, job: ScorerJob, note: Callable[[str], None]
+    ) -> None:
+        self._buffer = buffer
+        self._hosting = hosting
+        self._job = job
+        self._note = note
+        self._processes = sum(pool.grading.grader_processes for pool in job.pools)
+        self._clients: dict[str, RayScorer] = {}  # by node
+        self._pids: dict[str, int] = {}
+        self._known: set[str] = set()  # nodes that were looked at
+        self.start()
+
+    def start(self) -> None:
+        """Start those of nodes that are new and have a CPU beside those of the grading
+        processes."""
+        found = other_actor_nodes(own_nodes=self._hosting.own_nodes)
+        for node_id, resources in found.items():
+            if node_id not in self._known:
+                self._known.add(node_id)
+                if resources.get("CPU", 0) > self._processes:
+                    self._clients[node_id] = self._spawn(node_id)
+
+    def _spawn(self, node_id: str) -> RayScorer:
+        actor = actor_class(
+            ScorerActor,
+            num_cpus=0,
+            name=scorer_name(self._buffer.name, node_id),
+            scheduling_strategy=on_node(node_id),
+            max_concurrency=CALL_THREADS,
+            max_restarts=self._hosting.supervision.max_restarts,
+            max_task_retries=-1,
+        )
+        handle = actor.remote(self._buffer.name, self._job, scorer_name(self._buffer.name))
+        return RayScorer(handle, handle.__ray_ready__.remote(), self._hosting, self._job)
+
+    async def watch(self) -> list[str]:
+        """A heartbeat of all; the nodes whose queued answers are lost, once each. Raises what
+        stopped the scoring anywhere."""
+        await asyncio.to_thread(self.start)
+        alive = set(other_actor_nodes(own_nodes=self._hosting.own_nodes))
+        nodes = list(self._clients)
+        lost = await asyncio.gather(*(self._lost(node, node in alive) for node in nodes))
+        return [node for node, gone in zip(nodes, lost, strict=True) if gone]
+
+    async def _lost(self, node: str, lives: bool) -> bool:
+        client = self._clients[node]
+        if lives and not _started(client):
+            return False
+        try:
+            pid = await client.pid() if lives else None
+            for sentence in await client.notes() if lives else ():
+                self._note(f"on node {node[:12]}: {sentence}")
+        except DeadlineExceeded:
+            client.restart()
+            return True
+        except RoleLost:
+            pid = None
+        if pid is None:
+            self._give_up(node)
+            return True
+        before = self._pids.get(node, pid)
+        self._pids[node] = pid
+        return pid != before
+
+    def _give_up(self, node: str) -> None:
+        self._note(
+            f"the graders of node {node[:12]} are lost: what its actors sample is graded on the "
+            "driver's node"
+        )
+        self._pids.pop(node, None)
+        with contextlib.suppress(RayError):
+            self._clients.pop(node).kill()
+
+    def close(self) -> None:
+        """End their grading processes. Blocks."""
+        for client in self._clients.values():
+            client.close()
+
+    def kill(self) -> None:
+        """End all of them for good."""
+        for client in self._clients.values():
+            with contextlib.suppress(RayError):
+                client.kill()
+
+
+def _started(client: RayScorer) -> bool:
+    """Whether its start is over, well or not: until then it answers no heartbeat."""
+    return bool(ray.wait([client.starting[0][0]], timeout=0)[0])

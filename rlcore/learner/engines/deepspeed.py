@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError
-from rlcore.learner.engines.expert_parts import ExpertParts, autoep_config, check_experts
-from rlcore.learner.engines.learning_rate import RateSchedule
-from rlcore.learner.engines.offload import swap_folder
-from rlcore.learner.engines.parameter_groups import parameter_groups
-from rlcore.learner.engines.parts import Parts, gradients_of
-from rlcore.learner.engines.settings import deepspeed_config
-from rlcore.learner.engines.splitting import SplitFrozenPolicy, splitter
-from rlcore.learner.engines.tensor_parts import TensorParts, autotp_config, check_layers
-from rlcore.learner.engines.zero_state import ZeroState
-from rlcore.learner.head_kl import KlTarget
-from rlcore.learner.head_spec import HeadSpec
+from rlcore.learner.engines.model_parallel import (
+    ExpertParts,
+    Parts,
+    TensorParts,
+    autoep_config,
+    autotp_config,
+    check_experts,
+    check_layers,
+    gradients_of,
+)
+from rlcore.learner.engines.zero_state import ZeroState, offload_config, swap_folder
+from rlcore.learner.lm_head import HeadSpec, KlTarget
 from rlcore.learner.lora import (
     adapted_layers,
     factors,
@@ -47,12 +49,139 @@ from rlcore.learner.lora import (
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy, Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
-from rlcore.learner.shards import Shards
-from rlcore.learner.specs import LearnerSpec
+from rlcore.learner.ranks import Shards
+from rlcore.learner.specs import LearnerSpec, OptimizerSpec
 from rlcore.learner.split_loading import Split
 from rlcore.learner.state_files import Part, Source
 from rlcore.types import TokenScores
 from rlcore.weights.experts import single_shapes, singles
+
+
+def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
+    """Without what depends on the model."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        # not used for accumulation: see `deepspeed.py`
+        "gradient_accumulation_steps": 1,
+        # between experts on other ranks its norm would be wrong: see `expert_parts.py`
+        "gradient_clipping": 0.0 if spec.expert_parallel > 1 else spec.grad_clip,
+        "steps_per_print": 2**31,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                # torch's AdamW: no C++ build, and the same arithmetic on CPU and GPU
+                "torch_adam": True,
+                # one kernel for all weights, where there is one: GPUs
+                "fused": spec.num_gpus > 0,
+                "lr": spec.lr,
+                "betas": list(spec.betas),
+                "weight_decay": spec.weight_decay,
+            },
+        },
+        "zero_optimization": {
+            "stage": spec.zero_stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            **offload_config(spec),
+        },
+    }
+    if spec.compute_dtype == "bfloat16":
+        # sums of many micro-batches in bfloat16 would lose the small ones
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
+    return config
+
+
+class RateSchedule:
+    """Linear warm-up, then constant, or down to `lr_final` * lr at the end.
+
+    The end is `lr_decay_steps`, or `total_steps` (of the run) where that is not given.
+    """
+
+    def __init__(self, spec: OptimizerSpec, total_steps: int) -> None:
+        self._spec = spec
+        self._end = spec.lr_decay_steps or total_steps
+
+    def __call__(self, step: int) -> float:
+        """Rate of optimizer step `step`, from 0."""
+        lr, warmup = self._spec.lr, self._spec.lr_warmup_steps
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        if self._spec.lr_schedule == "constant":
+            return lr
+        done = min(1.0, (step - warmup) / max(1, self._end - warmup))
+        linear = self._spec.lr_schedule == "linear"
+        remaining = 1.0 - done if linear else 0.5 * (1.0 + cos(pi * done))
+        return lr * (self._spec.lr_final + (1.0 - self._spec.lr_final) * remaining)
+
+
+def parameter_groups(policy: nn.Module, spec: LearnerSpec) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not."""
+    params = [p for p in policy.parameters() if p.requires_grad]
+    # a parameter that ZeRO-3 has divided has one dimension itself
+    matrices = [p for p in params if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in params if len(getattr(p, "ds_shape", p.shape)) < 2]
+    groups = [
+        {"params": matrices, "weight_decay": spec.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if spec.expert_parallel > 1:  # DeepSpeed makes groups of experts of them, by name
+        groups = [{"name": name, **g} for name, g in zip(("matrices", "vectors"), groups)]
+    return [g for g in groups if g["params"]]
+
+
+def splitter(config: dict[str, Any]) -> Split:
+    """Divides one parameter after another by DeepSpeed's zero.Init. `config`: DeepSpeed's."""
+    import deepspeed
+
+    def split(p: nn.Parameter) -> None:
+        holder = nn.Module()
+        holder.register_parameter("weight", p)
+        deepspeed.zero.Init(module=holder, config_dict_or_path=config)
+
+    return split
+
+
+class SplitFrozenPolicy(FrozenPolicy):
+    """The frozen policy, divided as the trained one is: a layer is whole while it is computed.
+    Every method is collective."""
+
+    def __init__(self, policy: Policy, config: dict[str, Any]) -> None:
+        """`config`: DeepSpeed's of the trained policy."""
+        import deepspeed
+
+        super().__init__(policy)
+        # without an optimizer, DeepSpeed gathers and frees layers and keeps no other state
+        own = {k: v for k, v in config.items() if k != "optimizer"}
+        zero = own["zero_optimization"]
+        own["zero_optimization"] = {k: v for k, v in zero.items() if k != "offload_optimizer"}
+        self._engine = deepspeed.initialize(model=policy, config=own)[0]
+        self._engine.eval()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        import deepspeed
+
+        held = dict(self.policy.lm.named_parameters())
+        for name, tensor in tensors.items():
+            p = held[name]
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
+                p.copy_(tensor)
+
+    @torch.no_grad()
+    def forward(self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec) -> TokenScores:
+        return TokenScores(*self._engine(mb, ids, spec)[1:])
+
+    @torch.no_grad()
+    def base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The head's weight is a whole copy, which lives until the micro-batch's KL is computed."""
+        import deepspeed
+
+        hidden = self._engine(mb, None, None)
+        weight = self.policy.head.weight
+        with deepspeed.zero.GatheredParameters([weight]):
+            return hidden, weight.detach().clone()
+
 
 LARGEST_BUCKET = 500_000_000  # entries of gradients that are reduced together
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from rlcore.attention.varlen import no_mask
 from rlcore.errors import UserError
 from rlcore.learner.policy import IN_PARTS
-from rlcore.learner.shards import Shards
+from rlcore.learner.ranks import Shards
 
 Attend = Callable[..., tuple[Tensor, Any]]
 

@@ -7,6 +7,10 @@ them, divide the writing.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +20,98 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlcore.errors import StageError
-from rlcore.learner.engines.masters import flat_masters
-from rlcore.learner.engines.parts import Parts
-from rlcore.learner.engines.tensor_parts import whole_shape
+from rlcore.errors import StageError, UserError
+from rlcore.learner.engines.model_parallel import Parts, whole_shape
 from rlcore.learner.protocols import Schedule
-from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index
-from rlcore.learner.state_parts import write_parts
+from rlcore.learner.specs import LearnerSpec
+from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index, write_parts
 from rlcore.weights.storages import EmptiedStorages
+
+# what they are called at stages 1 and 2 (both data types) and 3
+_FLAT_MASTERS = (
+    "fp32_groups_flat_partition",
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+)
+
+
+def flat_masters(optimizer: Any, stage: int) -> list[Tensor]:
+    """The tensors that torch's AdamW holds states for; at stage 0 they are the parameters.
+
+    Raises StageError for an optimizer that has none under a known name.
+    """
+    if stage == 0:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+    for attribute in _FLAT_MASTERS:
+        if hasattr(optimizer, attribute):
+            return list(getattr(optimizer, attribute))
+    raise StageError(
+        f"unknown DeepSpeed optimizer {type(optimizer).__name__} at ZeRO stage {stage}"
+    )
+
+
+_PREFIX = "rlcore-swap-"
+_LOCK = "in_use"
+_locks: list[int] = []  # descriptors that hold this process's folders until it ends
+
+
+def offload_config(spec: LearnerSpec) -> dict[str, dict[str, Any]]:
+    """Entries of DeepSpeed's `zero_optimization`; of NVMe without its folder."""
+    offload = spec.offload
+    pinned = offload.pin_memory and spec.num_gpus > 0  # there is no faster copy to a CPU
+    found: dict[str, dict[str, Any]] = {}
+    if offload.optimizer != "none":
+        found["offload_optimizer"] = {"device": offload.optimizer, "pin_memory": pinned}
+    if offload.parameters != "none":
+        found["offload_param"] = {"device": offload.parameters, "pin_memory": pinned}
+    return found
+
+
+def swap_folder(parent: Path) -> str:
+    """A new folder for this process's files; those of processes that have died are removed.
+
+    DeepSpeed names its files by rank alone, and leaves them. Raises UserError if it has no
+    asynchronous file access here.
+    """
+    _refuse_without_aio()
+    parent.mkdir(parents=True, exist_ok=True)
+    for old in parent.glob(f"{_PREFIX}*"):
+        held = _lock(old)
+        if held is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(held)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    (folder / _LOCK).touch()
+    held = _lock(folder)
+    assert held is not None
+    _locks.append(held)
+    return str(folder)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that locks the folder, which the kernel undoes when the process ends; None if it
+    is locked, or another process is about to lock it."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _refuse_without_aio() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            "learner.offload.optimizer=nvme needs libaio with its headers (package libaio-dev) and "
+            "a C++ compiler on every learner node: install them, or choose cpu or none."
+        )
+
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 

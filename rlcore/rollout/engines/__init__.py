@@ -1,1 +1,1 @@
-"""Rollout engines, one package each. They are listed in `rollout/registry.py`."""
+"""Rollout engines, one package each. They are listed in `rollout/specs.py`."""

@@ -219,9 +219,9 @@ class RewardSpec(Spec):
 # Classes that inherit `rewards.protocols.Reward`, by the section of their settings.
 REWARDS: dict[str, str] = {
     "http": "rlcore.tasks.rewards.http:HttpReward",
-    "judge": "rlcore.tasks.rewards.judge:JudgeReward",
+    "judge": "rlcore.tasks.rewards.http:JudgeReward",
     "classifier": "rlcore.tasks.rewards.classifier:ClassifierReward",
-    "lean": "rlcore.tasks.rewards.lean:LeanReward",
+    "lean": "rlcore.extras.lean_server:LeanReward",
 }
 KINDS = (*REWARDS, "own")
 

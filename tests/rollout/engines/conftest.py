@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_helpers import Model, build_model, drain, make_job, requests
 
-from rlcore.rollout.registry import start_engine
+from rlcore.rollout.specs import start_engine
 from rlcore.types import Request, Trajectory
 from rlcore.weights.stream import whole
 

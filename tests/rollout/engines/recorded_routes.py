@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm")
 
 from rlcore.models.routes import ROUTES
-from rlcore.rollout.registry import start_engine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 from rlcore.testing.experts import tiny_mixture
 from rlcore.weights.stream import whole
 

@@ -73,9 +73,9 @@ _let_vllm_schedule_ahead()
 
 def pytest_sessionstart(session: Any) -> None:
     """Fail where vLLM does not run as this module says."""
-    from rlcore.rollout.engines.vllm import core
+    from rlcore.rollout.engines.vllm import engine
 
-    start = core._start
+    start = engine._start
 
     def checked(job: Any, vocab: int) -> Any:
         llm = start(job, vocab)
@@ -83,4 +83,4 @@ def pytest_sessionstart(session: Any) -> None:
         assert llm.vllm_config.use_v2_model_runner == SECOND
         return llm
 
-    core._start = checked
+    engine._start = checked

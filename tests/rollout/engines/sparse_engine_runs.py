@@ -29,8 +29,8 @@ from vllm.v1.attention.selector import _cached_get_attn_backend  # noqa: E402
 from rlcore.attention.specs import SparseSpec  # noqa: E402
 from rlcore.models.fresh import build_fresh_model  # noqa: E402
 from rlcore.models.specs import FreshModelSpec  # noqa: E402
-from rlcore.rollout.engines.vllm import sparse_backend_cpu as sparse  # noqa: E402
-from rlcore.rollout.engines.vllm.prompt_lengths import PROMPT_LEN  # noqa: E402
+from rlcore.rollout.engines.vllm import sparse_cpu as sparse  # noqa: E402
+from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN  # noqa: E402
 
 MAX_LEN = 512
 RULES = {

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from rlcore.models.folder import read_weights
 from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
-from rlcore.rollout.core import CoreRequest
-from rlcore.rollout.engines.diffusion.denoising import Denoising
+from rlcore.rollout.engines.diffusion.engine import Denoising
+from rlcore.rollout.request_book import CoreRequest
 from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_sampling
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.rounding import round_tensor
 from rlcore.weights.stream import whole
 

@@ -9,8 +9,7 @@ import pytest
 from engine_helpers import model_logp
 from timing import deadline
 
-from rlcore.environments.player import Exits
-from rlcore.environments.players import Players
+from rlcore.environments.player import Exits, Players
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.worker import RolloutWorker

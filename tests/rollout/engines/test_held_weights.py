@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rlcore.rollout.engines.vllm import worker_extension
-from rlcore.rollout.engines.vllm.held_weights import HeldWeights
+from rlcore.rollout.engines.vllm.weight_loader import HeldWeights
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_the_mixture_is_that_of_transformers(tmp_path):
-    from rlcore.rollout.engines.vllm.live_experts_cpu import mixed
+    from rlcore.rollout.engines.vllm.experts_cpu import mixed
 
     block = tiny_mixture(tmp_path, "0123456789", seed=2).model.layers[0].mlp
     x = torch.randn(7, 64)

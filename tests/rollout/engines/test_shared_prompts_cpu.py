@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rlcore.rollout.engines.vllm import shared_prompts_cpu
-from rlcore.rollout.engines.vllm.norms_cpu import use_norm_kernels
+from rlcore.rollout.engines.vllm.decoder_cpu import use_norm_kernels
 from rlcore.rollout.engines.vllm.shared_prompts_cpu import Positions, SharedPrompts
 from rlcore.weights.stream import whole
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from timing import deadline
 
-from rlcore.rollout.engines.vllm.shared_tensors import shared_file
+from rlcore.rollout.engines.vllm.weight_loader import shared_file
 
 pytestmark = pytest.mark.processes
 
@@ -22,7 +22,7 @@ print(load_file(sys.argv[1])["w"].sum().item())
 """
 OWNER = """
 import time, torch
-from rlcore.rollout.engines.vllm.shared_tensors import shared_file
+from rlcore.rollout.engines.vllm.weight_loader import shared_file
 with shared_file({"w": torch.ones(8 << 20)}) as path:
     print(path, flush=True)
     time.sleep(10**6)

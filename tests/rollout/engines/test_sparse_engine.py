@@ -22,7 +22,7 @@ ACTOR = """
 import json, sys
 import numpy as np
 from rlcore.models.folder import read_weights
-from rlcore.rollout.registry import start_engine
+from rlcore.rollout.specs import start_engine
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request

@@ -10,8 +10,8 @@ import torch
 
 import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment
 from rlcore.attention import implementation
+from rlcore.attention.block_topk import plan_step
 from rlcore.attention.specs import SparseSpec
-from rlcore.attention.step_plan import plan_step
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
     attend_dense,

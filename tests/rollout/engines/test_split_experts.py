@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 pytest.importorskip("vllm")
 
-from rlcore.rollout.registry import start_engine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 from rlcore.testing.experts import tiny_mixture
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.stream import whole
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

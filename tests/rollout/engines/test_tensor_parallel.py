@@ -14,7 +14,7 @@ import torch
 from engine_helpers import build_model
 from timing import wait_for_end, wait_until
 
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.stream import whole
 
 pytestmark = pytest.mark.engine

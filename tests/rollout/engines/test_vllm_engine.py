@@ -14,11 +14,10 @@ from safetensors.torch import save_file
 from rlcore.errors import UserError
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.answers import read_answer
-from rlcore.rollout.engines.vllm.quantization import quantization_options
-from rlcore.rollout.registry import start_engine
-from rlcore.rollout.specs import ActorSpec
-from rlcore.weights.checksum import tensor_checksum
+from rlcore.rollout.engines.vllm.arguments import quantization_options
+from rlcore.rollout.specs import ActorSpec, start_engine
+from rlcore.rollout.text import read_answer
+from rlcore.weights.manifest import tensor_checksum
 
 pytestmark = pytest.mark.engine
 

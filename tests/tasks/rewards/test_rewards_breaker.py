@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rlcore.tasks.rewards.breaker import Breaker, CircuitOpen
+from rlcore.tasks.rewards.requests import Breaker, CircuitOpen
 
 
 class Service:

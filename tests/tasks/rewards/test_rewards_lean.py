@@ -10,7 +10,7 @@ import pytest
 from test_rewards_requests import QUICK, ask
 from timing import deadline, listens, wait_until
 
-from rlcore.commands.reward_checks import ask_lean_servers
+from rlcore.commands.preflight import ask_lean_servers
 from rlcore.commands.try_task import try_task
 from rlcore.config.compose import load
 from rlcore.errors import UserError

@@ -2,19 +2,97 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from vllm import __version_tuple__
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.platforms import current_platform
 
-from rlcore.rollout.engines.vllm.adapter_folder import buffer_rank
-from rlcore.rollout.engines.vllm.folder_loader import LOAD_FORMAT
+from rlcore.models.folder import INDEX_FILE, weight_files
 from rlcore.rollout.engines.vllm.noise import NoiseProcessor
-from rlcore.rollout.engines.vllm.quantization import quantization_options
-from rlcore.rollout.engines.vllm.weight_receivers import BACKENDS
-from rlcore.rollout.engines.vllm.worker_side import WorkerSide
+from rlcore.rollout.engines.vllm.worker_side import BACKENDS, WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.spec import refuse
+
+
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here."""
+    return bool(current_platform.is_cpu())
+
+
+def check_platform(actor: ActorSpec, key: str) -> None:
+    """Raise UserError if the actor asks for other hardware than vLLM has here."""
+    refuse(
+        actor.on_cpu != on_cpu(),
+        f"{key}.num_gpus={actor.num_gpus:g} does not fit this machine, where vLLM runs on "
+        f"{'the CPU: use 0' if on_cpu() else 'GPUs: use 1'}.",
+    )
+
+
+def quantization_options(actor: ActorSpec) -> dict[str, Any]:
+    """Engine arguments for FP8 W8A8 with dynamic activation scales; none for other actors.
+
+    Layers whose name contains one of `keep_high_precision` stay as they are, as in the emulation.
+    vLLM refuses a pattern that matches only part of a layer that it fuses (q, k, v; gate, up).
+    """
+    if not actor.quantised_by_engine:
+        return {}
+    ignored = [f"*{pattern}*" for pattern in actor.keep_high_precision]
+    return {
+        "quantization": f"fp8_per_{actor.scales}",
+        "quantization_config": {"ignore": ignored},
+    }
+
+
+LOAD_FORMAT = "rlcore_folder"
+
+
+@register_model_loader(LOAD_FORMAT)
+class FolderLoader(DefaultModelLoader):
+    """Reads the files of `weight_files` and no others.
+
+    vLLM's own loader reads every safetensors file of a folder without an index, and with "auto" it
+    would unpickle other formats.
+    """
+
+    def _prepare_weights(self, model_name_or_path: str, *_: Any, **__: Any) -> Any:
+        files = [str(f) for f in weight_files(model_name_or_path)]
+        if __version_tuple__ < (0, 27):  # of the GPU kit: it finds the index by itself
+            return model_name_or_path, files, True
+        return model_name_or_path, files, True, INDEX_FILE
+
+
+# what vLLM can lay an adapter's buffers out for (vllm/config/lora.py: MaxLoRARanks)
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def buffer_rank(rank: int) -> int:
+    """The smallest of vLLM's ranks that holds an adapter of this one."""
+    return min(r for r in RANKS if r >= rank)
+
+
+@contextmanager
+def adapter_folder(tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[str]:
+    """A PEFT folder with these factors (`weights/adapters.py`), for processes on this machine."""
+    with TemporaryDirectory(prefix="rlcore-adapter-") as folder:
+        named = {f"base_model.model.{n}": t.contiguous() for n, t in tensors.items()}
+        save_file(named, str(Path(folder) / "adapter_model.safetensors"))
+        modules = sorted({n.split(".lora_")[0].rpartition(".")[2] for n in tensors})
+        # alpha = rank: B has the scale already
+        config = {"r": rank, "lora_alpha": rank, "target_modules": modules, "peft_type": "LORA"}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
+        yield folder
+
 
 _SMALLEST_STEP = 2048  # tokens of an engine step, unless one sequence or the batch needs more
 

@@ -3,23 +3,252 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason as VllmFinish
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from rlcore.interfaces import Wake, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
-from rlcore.rollout.booked import BookedEngine
 from rlcore.rollout.checks import check_model
-from rlcore.rollout.engines.vllm.core import VllmCore
-from rlcore.rollout.engines.vllm.held_weights import HeldWeights
-from rlcore.rollout.engines.vllm.platform import check_platform
-from rlcore.rollout.request_book import RequestBook
+from rlcore.rollout.engines.vllm.arguments import check_platform, engine_args, on_cpu
+from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN
+from rlcore.rollout.engines.vllm.weight_loader import HeldWeights, shared_file
+from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
-from rlcore.rollout.transfer import EngineTransfer
-from rlcore.types import OnPublish, Request, Trajectory
+from rlcore.types import FinishReason, OnPublish, Request, SamplingSpec, Trajectory
+from rlcore.weights.arrival import EngineTransfer
+
+# The adapter of every request, where the job has one. vLLM reads no folder of this name: an adapter
+# is loaded before the first request, and replaced in place.
+_ADAPTER = LoRARequest("published", 1, "published")
+_FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
+
+
+class VllmCore(DecodeCore):
+    """One engine of vLLM whose scheduler runs in this process.
+
+    With several ranks the model runs in as many child processes, which end with this one.
+    """
+
+    def __init__(self, job: EngineJob, vocab: int) -> None:
+        """Start it. `vocab`: rows of the model's embedding."""
+        self._ranks = job.actor.tensor_parallel
+        self._temperature_scale = job.actor.temperature_scale
+        self._vocab = vocab
+        self._adapter = None if job.adapter is None else _ADAPTER
+        self._llm = _start(job, vocab)
+        self._core = self._llm.engine_core
+        self._tasks = self._llm.get_supported_tasks()
+        self._params: dict[SamplingSpec, SamplingParams] = {}
+        # A step that is under way when a request is dropped still gives a token for its name. The
+        # request may come back meanwhile: so vLLM gets a name that no other one ever had.
+        self._names: dict[str, str] = {}  # request id -> vLLM's name for it
+        self._count = itertools.count()
+        self.rpc("rl_plain_gather")
+        #: why the model runs as vLLM's modules; None: `decoder_cpu` runs it
+        self.by_modules: str | None = "the engine has several ranks"
+        #: why the common positions of requests are not computed once; None: they are
+        self.unshared: str | None = "the engine has several ranks"
+        if self._ranks == 1:
+            self.by_modules = self.rpc("rl_run_plainly")
+            self.unshared = self.rpc("rl_share_prompts")
+        if job.routes and on_cpu():
+            scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
+            blocks = scheduler.kv_cache_manager.get_block_ids
+            scheduler.aux_output_connector = self.rpc("rl_record_routes", blocks)
+        self._quick = None if self.by_modules else self._quick_steps()
+
+    def _quick_steps(self) -> Any:
+        from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
+
+        runner = self._llm.model_executor.driver_worker.model_runner
+        scheduler = self._core.engine_core.scheduler  # type: ignore[attr-defined]
+        return QuickSteps.of(scheduler, runner, runner.rl_decoder)
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+        params = self._sampling_params(request.sampling)
+        params.max_tokens = request.max_tokens
+        params.seed = request.seed
+        # Sparse attention: the tokens of a resubmitted response are no prompt.
+        params.extra_args = {PROMPT_LEN: request.prompt_len}
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.token_ids)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        name = f"{request.request_id}/{next(self._count)}"
+        core_request = self._llm.input_processor.process_inputs(
+            name,
+            prompt,  # type: ignore[arg-type]
+            params,
+            lora_request=self._adapter,
+            supported_tasks=self._tasks,
+        )
+        core_request.external_req_id = name
+        self._core.add_request(core_request)
+        self._names[request.request_id] = name
+
+    def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
+        """A template per kind of request; vLLM copies it when a request is queued."""
+        if spec not in self._params:
+            self._params[spec] = SamplingParams(
+                temperature=spec.temperature * self._temperature_scale,
+                top_p=spec.top_p,
+                top_k=spec.top_k,
+                min_p=spec.min_p,
+                logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
+                flat_logprobs=True,
+                detokenize=False,
+                skip_clone=True,  # a shallow copy: only its plain fields differ between requests
+            )
+        return self._params[spec]
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Drop requests that are queued or running."""
+        names = (self._names.pop(i, None) for i in request_ids)
+        self._core.abort_requests([n for n in names if n is not None])
+
+    def step(self) -> Iterable[Output]:
+        """One engine step. Raises RuntimeError if vLLM failed a request or lost a rank."""
+        for out in self._outputs():
+            request_id = out.request_id.rpartition("/")[0]
+            if self._names.get(request_id) != out.request_id:
+                continue  # dropped while the step was under way
+            if out.finish_reason is not None:
+                del self._names[request_id]
+                if out.finish_reason not in _FINISH:
+                    raise RuntimeError(
+                        f"vLLM ended {request_id} with {out.finish_reason.name}: {out.stop_reason}"
+                    )
+            rows = out.new_logprobs[:2] if out.new_logprobs is not None else None
+            finish = None if out.finish_reason is None else _FINISH[out.finish_reason]
+            yield Output(request_id, out.new_token_ids, rows, finish, routes=out.routed_experts)
+
+    def settle(self) -> Iterable[Output]:
+        """With asynchronous scheduling a step is under way between two calls of `step`: what it
+        gives, without another being scheduled. Raises as `step` does."""
+        engine: Any = self._core.engine_core  # type: ignore[attr-defined]
+        if engine.batch_queue is None:
+            return
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        try:
+            while any(s.total_num_scheduled_tokens for _, s, _ in engine.batch_queue):
+                yield from self.step()
+        finally:
+            engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _outputs(self) -> list[Any]:
+        if self._quick is not None and (found := self._quick.step()) is not None:
+            return found
+        try:
+            return list(self._core.get_output().outputs)
+        except RuntimeError as e:
+            # vLLM's own message is only "cancelled" when the process of a rank has ended.
+            if self._ranks > 1 and self._llm.model_executor.is_failed:
+                raise RuntimeError(f"one of the engine's {self._ranks} ranks died") from e
+            raise
+
+    def running(self) -> int:
+        """Requests in the current batch."""
+        return len(self._core.engine_core.scheduler.running)  # type: ignore[attr-defined]
+
+    def forget_prefixes(self, *, running: bool = False) -> bool:
+        """Drop cached keys and values; those of `running` requests are recomputed.
+
+        False: vLLM did not do it.
+        """
+        return bool(self._llm.reset_prefix_cache(reset_running_requests=running))
+
+    def sleep(self) -> float:
+        """Free keys and values, and on GPUs the weights, which are copied to the host; bytes freed
+        on the first rank. No request may be queued or running.
+
+        Not vLLM's level 2, which drops the weights and with them tensors that are neither
+        parameters nor buffers and that no publication brings (vLLM's issue 29341).
+        """
+        if on_cpu():
+            self.forget_prefixes()
+            return float(self.rpc("rl_release"))
+        before = self.rpc("rl_free_bytes")
+        self._llm.sleep(level=1)
+        return float(self.rpc("rl_free_bytes") - before)
+
+    def wake(self, what: Wake) -> None:
+        """Take memory back: of the weights, then of all."""
+        if on_cpu():
+            if what == "all":
+                self.rpc("rl_take_back")
+            return
+        # without tags vLLM would map again what is awake already
+        asleep: set[str] = self._llm.model_executor.sleeping_tags
+        self._llm.wake_up(tags=["weights"] if what == "weights" else sorted(asleep))
+
+    def rpc(self, method: str | Callable[..., Any], *args: Any) -> Any:
+        """Call a method of `WorkerSide`, or a function of the worker, on every rank.
+
+        Returns what the first rank returned; raises what any rank raised.
+        """
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    def send(self, method: str, tensors: Mapping[str, torch.Tensor], *args: Any) -> Any:
+        """`rpc` of a method whose first argument is tensors."""
+        if self._ranks == 1:
+            return self.rpc(method, tensors, *args)
+        with shared_file(tensors) as path:
+            return self.rpc("rl_with_file", method, path, *args)
+
+    def load_adapter(self, folder: str) -> None:
+        """Replace the adapter of all requests on every rank, by that of a PEFT folder."""
+        new = LoRARequest(_ADAPTER.lora_name, _ADAPTER.lora_int_id, folder, load_inplace=True)
+        if not self._llm.add_lora(new):
+            raise RuntimeError("vLLM did not load the adapter that was published")
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        self._core.shutdown()
+
+
+def _start(job: EngineJob, vocab: int) -> LLMEngine:
+    """The engine, on the model runner that its actor asks for."""
+    second = _on_second_runner(job)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))
+    llm = _start_with_attention(job, vocab)
+    if llm.vllm_config.use_v2_model_runner != second:
+        raise RuntimeError(
+            "vLLM keeps the model runner of the first engine of a process: start an engine on "
+            f"{'the second' if second else 'the first'} in another process"
+        )
+    return llm
+
+
+def _on_second_runner(job: EngineJob) -> bool:
+    """vLLM 0.26 returns experts from its first runner alone, 0.32 from its second."""
+    if job.routes and not on_cpu() and job.actor.second_runner is None:
+        return importlib.util.find_spec("vllm.config.aux_output") is not None
+    return job.actor.on_second_runner
+
+
+def _start_with_attention(job: EngineJob, vocab: int) -> LLMEngine:
+    """The engine; a sparse rule replaces the platform's attention backend first."""
+    args = engine_args(job, vocab)
+    if job.actor.sparse is None:
+        return LLMEngine.from_engine_args(args)
+    name = "sparse_backend_cpu" if on_cpu() else "sparse_backend_gpu"
+    backend = importlib.import_module(f"rlcore.rollout.engines.vllm.{name}")
+    backend.install(job.actor.sparse)
+    llm = LLMEngine.from_engine_args(args)
+    backend.bind(llm.model_executor.driver_worker.model_runner)
+    return llm
 
 
 class VllmEngine(BookedEngine):

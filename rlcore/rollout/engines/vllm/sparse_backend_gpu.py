@@ -43,10 +43,9 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from rlcore.attention.block_topk import StepPlan
 from rlcore.attention.specs import SparseSpec
-from rlcore.attention.step_plan import StepPlan
 from rlcore.errors import UserError
-from rlcore.rollout.engines.vllm.prompt_lengths import bind_prompt_lengths
 from rlcore.rollout.engines.vllm.sparse_kernel_gpu import select_blocks, summarise_blocks
 from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     DecodeBuffers,
@@ -56,7 +55,12 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     attend_rows,
     mixed_rows,
 )
-from rlcore.rollout.engines.vllm.sparse_rule import StepPlanner, installed_rule, set_rule
+from rlcore.rollout.engines.vllm.sparse_rule import (
+    StepPlanner,
+    bind_prompt_lengths,
+    installed_rule,
+    set_rule,
+)
 
 
 def install(rule: SparseSpec) -> None:

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 
 from rlcore.attention.block_topk import (
+    StepPlan,
     group_queries,
     page_budget,
     page_summaries,
     select_pages,
 )
 from rlcore.attention.specs import SparseSpec
-from rlcore.attention.step_plan import StepPlan
 
 ROW_CHUNK = 2048  # prompt tokens whose scores exist at one time
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from rlcore.weights.checksum import tensor_checksum
 from rlcore.weights.experts import as_held, engine_place, in_engine
+from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.storages import EmptiedStorages
 
 DIFFERENT = -1  # no tensor's checksum

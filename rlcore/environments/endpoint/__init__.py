@@ -1,1 +1,0 @@
-"""Programs that speak to an OpenAI-style chat completions endpoint, as environments."""

@@ -1,0 +1,20 @@
+"""`torch` for modules that the configuration reads: imported when something of it is first used.
+
+A correction stands in one file with its settings, and `--help` or a wrong key must be answered
+without the seconds that an import of torch takes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(importlib.import_module("torch"), name)
+
+    torch = _Torch()

@@ -1,1 +1,0 @@
-"""Companions: what is trained beside the policy in its ranks (`learner.protocols.Companion`)."""

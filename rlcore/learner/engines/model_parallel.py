@@ -1,0 +1,272 @@
+"""Layers of which each of several ranks holds a part: matrices by DeepSpeed's tensor parallelism,
+and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlcore.errors import UserError
+from rlcore.weights.experts import FAMILIES
+
+
+class Parts(Protocol):
+    """Which parameters are parts, and their whole tensors. What makes whole tensors is
+    collective."""
+
+    #: of torch's: the ranks that hold all parts of a tensor together
+    group: Any
+
+    def shape(self, p: Tensor) -> torch.Size:
+        """Of the whole parameter."""
+
+    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        """All ranks' parts of what `read` gives for what is held of a parameter, in its shape."""
+
+    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """(parameter held here, its part of a whole tensor)."""
+
+    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
+        """Sum of squares of gradients (parameter, gradient), whose sum over ranks counts every
+        entry once: over those of `group` if `all_held`, when a rank has whole gradients of what it
+        holds, and over all ranks where ZeRO has divided them."""
+
+
+def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:
+    """(parameter, gradient that this rank holds) of DeepSpeed's optimizer; without one, of the
+    model's parameters themselves."""
+    if hasattr(optimizer, "fp32_groups_gradients"):
+        for params, grads in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients):
+            yield from zip(params, grads)
+    elif hasattr(optimizer, "averaged_gradients"):
+        for i, grads in optimizer.averaged_gradients.items():
+            held = (g for g in grads if not getattr(g, "_zero_padding", False))
+            yield from zip(optimizer.params_in_partition[i], held)
+    else:
+        yield from ((p, p.grad) for p in model.parameters() if p.grad is not None)
+
+
+TENSOR_KEY = "learner.tensor_parallel"
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUTS = ("o_proj", "down_proj")
+# norms over one head: a rank's gradient is that of its own heads
+_OF_HEADS = ("q_norm", "k_norm")
+
+
+def autotp_config(count: int) -> dict[str, Any]:
+    """DeepSpeed's section `tensor_parallel`. Its own table of models would divide the head too,
+    whose weight the head pass reads whole."""
+
+    def spec(names: tuple[str, ...], kind: str, **more: Any) -> dict[str, Any]:
+        pattern = rf".*\.layers\.\d+\..*\.({'|'.join(names)})\.(weight|bias)$"
+        return {"patterns": [pattern], "partition_type": kind, **more}
+
+    specs = [
+        spec(_BY_OUTPUTS, "column"),
+        spec(_BY_INPUTS, "row"),
+        spec(_OF_HEADS, "skip", grad_allreduce=True),
+    ]
+    partition = {"use_default_specs": False, "layer_specs": specs}
+    return {"autotp_size": count, "partition_config": partition}
+
+
+def check_layers(lm: Any, count: int) -> None:
+    """Raise UserError for a model whose layers hold anything that this division does not know, or
+    whose heads or MLP the ranks do not divide evenly."""
+    odd = [name for name, p in lm.named_parameters() if not _known(name, p, lm)]
+    if odd:
+        raise UserError.choice(
+            TENSOR_KEY, count, ("1",), f"it does not know how to divide {odd[0]}"
+        )
+    config = lm.config.get_text_config()
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    inner = getattr(config, "intermediate_size", None) or 1
+    sizes = (heads, key_heads, inner)
+    fits = [n for n in range(1, key_heads + 1) if not any(size % n for size in sizes)]
+    if count not in fits:
+        raise UserError.choice(
+            TENSOR_KEY,
+            count,
+            tuple(map(str, fits)),
+            f"the model has {heads} heads, {key_heads} key heads and {inner} inner units",
+        )
+
+
+def _known(name: str, p: Tensor, lm: Any) -> bool:
+    """Whether a parameter is divided, or whole and outside of what is divided."""
+    *path, kind = name.split(".")
+    if "layers" not in path:
+        return True
+    layer = path[-1]
+    if layer in _OF_HEADS:
+        config = lm.config.get_text_config()
+        width = getattr(config, "head_dim", None)
+        return tuple(p.shape) == (width or config.hidden_size // config.num_attention_heads,)
+    if layer in _BY_OUTPUTS + _BY_INPUTS:
+        return kind in ("weight", "bias") and p.dim() <= 2
+    inside = path[path.index("layers") + 2 :]
+    return p.dim() == 1 and len(inside) == 1 and layer.endswith("norm")
+
+
+class TensorParts:
+    """The parts of matrices that this rank holds (`parts.Parts`)."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], count: int) -> None:
+        """`trained`: by Hugging Face name, already divided."""
+        from deepspeed.utils import groups
+
+        self.count = count
+        self.group = groups.get_tensor_model_parallel_group()
+        self.index = dist.get_rank(self.group)
+        dims = {p: _divided(name) for name, p in trained.items()}
+        self._dims: dict[Tensor, int] = {p: dim for p, dim in dims.items() if dim is not None}
+
+    def shape(self, p: Tensor) -> torch.Size:
+        """Of the whole parameter."""
+        sizes = list(p.shape)
+        if p in self._dims:
+            sizes[self._dims[p]] *= self.count
+        return torch.Size(sizes)
+
+    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        """All ranks' parts of what `read` gives for the parameter, in its shape."""
+        part = read(p)
+        if p not in self._dims:
+            return part
+        part = part.detach().contiguous()
+        found = [torch.empty_like(part) for _ in range(self.count)]
+        dist.all_gather(found, part, group=self.group)
+        return torch.cat(found, dim=self._dims[p])
+
+    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameter, and this rank's part of it."""
+        if p not in self._dims:
+            return [(p, whole)]
+        return [(p, whole.chunk(self.count, dim=self._dims[p])[self.index])]
+
+    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
+        """See `Parts`: what is not divided, all ranks of the group hold, of a partition as well."""
+        del all_held
+        each = [
+            g.detach().float().square().sum() / (1 if p in self._dims else self.count)
+            for p, g in pairs
+        ]
+        return torch.stack(each).sum() if each else torch.zeros(())
+
+
+def _divided(name: str) -> int | None:
+    """The dimension by which a parameter is divided."""
+    *_, layer, kind = name.split(".")
+    if layer in _BY_OUTPUTS:
+        return 0
+    return 1 if layer in _BY_INPUTS and kind == "weight" else None
+
+
+def whole_shape(p: nn.Parameter) -> torch.Size:
+    """Shape of a parameter, also of one that ZeRO-3 has partitioned."""
+    return getattr(p, "ds_shape", p.shape)
+
+
+EXPERT_KEY = "learner.expert_parallel"
+# what AutoEP makes of a stacked parameter, in the order of its rows
+_PIECES = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
+_ROUTER, _MOVED = ".mlp.gate.weight", ".mlp.router.gate.weight"
+
+
+def check_experts(lm: Any, count: int) -> None:
+    """Raise UserError for a model whose experts cannot be divided so."""
+    config = lm.config.get_text_config()
+    reason = None
+    if config.model_type not in FAMILIES:
+        reason = f"experts are known of model_type {', '.join(FAMILIES)}, not {config.model_type}"
+    elif any(not hasattr(layer.mlp, "experts") for layer in lm.base_model.layers):
+        reason = "the model has layers without experts"
+    if reason is not None:
+        raise UserError.choice(EXPERT_KEY, count, ("1",), reason)
+    experts = config.num_experts
+    fits = [n for n in range(1, experts + 1) if experts % n == 0]
+    if count not in fits:
+        raise UserError.choice(
+            EXPERT_KEY, count, tuple(map(str, fits)), f"the model has {experts} experts in a layer"
+        )
+
+
+def autoep_config(lm: Any, count: int) -> dict[str, Any]:
+    """DeepSpeed's section `expert_parallel`. It sees the policy around the model, and reads no
+    configuration of that."""
+    config = lm.config.get_text_config()
+    return {
+        "enabled": True,
+        "autoep_size": count,
+        "preset_model": config.model_type,
+        "moe_layer_pattern": r"lm\.model\.layers\.\d+\.mlp",
+        "top_k": config.num_experts_per_tok,
+        "route_norm": config.norm_topk_prob,
+    }
+
+
+class ExpertParts:
+    """The experts that this rank holds (`parts.Parts`)."""
+
+    def __init__(self, names: list[str], held: Mapping[str, nn.Parameter], count: int) -> None:
+        """`names`: of the model's parameters before AutoEP, `held`: those after it."""
+        from deepspeed.utils import groups
+
+        self.count = count
+        self.group = groups._get_expert_parallel_group(f"ep_size_{count}")
+        self.index = dist.get_rank(self.group)
+        self._pieces: dict[Tensor, tuple[nn.Parameter, ...]] = {}
+        #: parameters under their usual names, in the usual order
+        self.named = {name: self._under(name, held) for name in names}
+        self._divided = {piece for pieces in self._pieces.values() for piece in pieces}
+
+    def _under(self, name: str, held: Mapping[str, nn.Parameter]) -> nn.Parameter:
+        if name.endswith(_ROUTER):
+            return held[name.removesuffix(_ROUTER) + _MOVED]
+        for ending, kinds in _PIECES.items():
+            if name.endswith(ending):
+                experts = name.removesuffix(ending) + "experts"
+                return self._stand_in(tuple(held[f"{experts}.{kind}"] for kind in kinds))
+        return held[name]
+
+    def _stand_in(self, pieces: tuple[nn.Parameter, ...]) -> nn.Parameter:
+        experts, rows, columns = pieces[0].shape
+        shape = (experts * self.count, rows * len(pieces), columns)
+        p = nn.Parameter(torch.empty(shape, dtype=pieces[0].dtype, device="meta"))
+        self._pieces[p] = pieces
+        return p
+
+    def shape(self, p: Tensor) -> torch.Size:
+        """Of the whole parameter, which stand-ins have."""
+        return p.shape
+
+    def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
+        """[E, rows, columns] of all ranks' experts; of any other parameter what `read` gives."""
+        if p not in self._pieces:
+            return read(p)
+        mine = torch.cat([read(piece).detach() for piece in self._pieces[p]], dim=1)
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(found, mine, group=self.group)
+        return torch.cat(found)
+
+    def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """This rank's experts of it, by what AutoEP holds them as."""
+        if p not in self._pieces:
+            return [(p, whole)]
+        pieces = self._pieces[p]
+        mine = whole.chunk(self.count)[self.index]
+        return list(zip(pieces, mine.chunk(len(pieces), dim=1), strict=True))
+
+    def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
+        """See `Parts`: what is no expert's, all ranks of the group hold."""
+        each = [
+            g.detach().float().square().sum()
+            / (self.count if all_held and p not in self._divided else 1)
+            for p, g in pairs
+        ]
+        return torch.stack(each).sum() if each else torch.zeros(())

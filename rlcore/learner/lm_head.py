@@ -1,0 +1,360 @@
+"""What a pass through the LM head computes, and in which chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rlcore.corrections.dvp import OUTSIDE_LOGP
+from rlcore.models.largest import largest_columns, row_maxima
+from rlcore.objectives.kl import distill_topk, full_kl
+from rlcore.types import TokenScores
+
+_FEWEST = 64  # positions that a chunk may always have: fewer would waste the products
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """What the head pass computes besides log p and entropy.
+
+    Example: HeadSpec(temperature=1.0, chunk=1024, topk=20)
+    """
+
+    temperature: float  # divides the logits, as the actor does
+    chunk: int  # most positions per chunk
+    topk: int = 0  # own top entries; 0: none
+    # DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}; None: on everything
+    safe_set_rho: float | None = None
+    entropy_grad: bool = False  # whether gradients flow through the entropy
+    # products in float32 on both passes, from a float32 copy of the weight: a bfloat16 model's
+    # logits and their gradient are then not rounded
+    fp32: bool = False
+
+    def slices(self, n: int) -> list[slice]:
+        """The chunks of n positions: `chunk` at most, and an eighth of n, but never fewer than
+        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times). Of none, an empty
+        one: a rank that predicts no token takes part all the same."""
+        rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
+        return [slice(start, min(start + rows, n)) for start in range(0, max(n, 1), rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class TopkTarget:
+    """A policy known at some tokens only: its log-probs [N, k] float32 at ids [N, k] int64 (-1
+    pads)."""
+
+    ids: Tensor
+    logp: Tensor
+
+
+# (hidden states [N, D'], head weight [V, D']) of a whole policy, or some of its log-probs
+KlTarget = tuple[Tensor, Tensor] | TopkTarget
+
+
+def kl_pass(hidden: Tensor, weight: Tensor, target: KlTarget, spec: HeadSpec) -> Tensor:
+    """KL(p_new || target) per position [N] float32, at the spec's temperature.
+
+    hidden [N, D] and weight [V, D] are the policy's and carry the gradient.
+    """
+    if isinstance(target, TopkTarget):
+        return topk_kl_pass(hidden, weight, target, spec)
+    return full_kl_pass(hidden, weight, target, spec)
+
+
+def full_kl_pass(
+    hidden: Tensor, weight: Tensor, base: tuple[Tensor, Tensor], spec: HeadSpec
+) -> Tensor:
+    """Exact KL(p_new || p_base) over the vocabulary. base: its hidden states and head weight."""
+    weight, w_whole = _as_products_take_it(weight, spec), _as_products_take_it(base[1], spec)
+
+    def chunk(h: Tensor, w: Tensor, h_base: Tensor, w_base: Tensor) -> Tensor:
+        new = _log_probs(h, w, spec.temperature)
+        return full_kl(new, _log_probs(h_base, w_base, spec.temperature))
+
+    parts = [
+        checkpoint(chunk, hidden[s], weight, base[0][s], w_whole, use_reentrant=False)
+        for s in spec.slices(len(hidden))
+    ]
+    return torch.cat(parts)
+
+
+def topk_kl_pass(hidden: Tensor, weight: Tensor, target: TopkTarget, spec: HeadSpec) -> Tensor:
+    """KL(p_new || target) over the target's tokens and one bin for all others."""
+    weight = _as_products_take_it(weight, spec)
+
+    def chunk(h: Tensor, w: Tensor, ids: Tensor, logp: Tensor) -> Tensor:
+        new = _log_probs(h, w, spec.temperature)
+        return distill_topk(new.gather(1, ids.clamp_min(0)), logp, ids, torch.ones_like(ids[:, 0]))
+
+    parts = [
+        checkpoint(chunk, hidden[s], weight, target.ids[s], target.logp[s], use_reentrant=False)
+        for s in spec.slices(len(hidden))
+    ]
+    return torch.cat(parts)
+
+
+def _as_products_take_it(weight: Tensor, spec: HeadSpec) -> Tensor:
+    return weight.float() if spec.fp32 else weight
+
+
+def _log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    logits = hidden.to(weight.dtype) @ weight.t()
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+class _Buffers:
+    """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk,
+    V] float32; `weight` is [V, D] as the products take it, a float32 copy where asked for."""
+
+    def __init__(self, rows: int, weight: Tensor, *, both: bool, fp32: bool) -> None:
+        shape, device = (rows, weight.shape[0]), weight.device
+        self.weight = weight = weight.float() if fp32 else weight
+        self.z = torch.empty(shape, dtype=torch.float32, device=device)
+        self.e = torch.empty_like(self.z) if both else self.z
+        self.low = (
+            None
+            if weight.dtype == torch.float32
+            else torch.empty(shape, dtype=weight.dtype, device=device)
+        )
+
+    def logits(self, hidden: Tensor, temperature: float) -> Tensor:
+        """`z[:n] = hidden @ weight.T / temperature`, the product in the weight's dtype, the result
+        float32."""
+        z, w = self.z[: hidden.shape[0]], self.weight.t()
+        hidden = hidden.to(w.dtype)
+        if self.low is None:
+            return torch.addmm(z, hidden, w, beta=0.0, alpha=1.0 / temperature, out=z)
+        low = torch.mm(hidden, w, out=self.low[: hidden.shape[0]])
+        return torch.mul(low, 1.0 / temperature, out=z)
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Result tensors of a pass over N positions; the optional ones exist when asked for."""
+
+    logp: Tensor
+    entropy: Tensor
+    top: Tensor  # [N, 1] row maximum of the tempered logits
+    total: Tensor  # [N, 1] sum of exp(logit - top), over the safe set if there is one
+    topk_ids: Tensor | None = None
+    topk_logp: Tensor | None = None
+    at_ids: Tensor | None = None
+    inside: Tensor | None = None
+    coverage: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls, n: int, k: int, ids: Tensor | None, safe: bool, device: torch.device
+    ) -> _Outputs:
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        out = cls(new(n), new(n), new(n, 1), new(n, 1))
+        if k:
+            out.topk_ids, out.topk_logp = new(n, k, dtype=torch.int64), new(n, k)
+        if ids is not None:
+            out.at_ids = new(*ids.shape)
+        if safe:
+            out.inside, out.coverage = new(n, dtype=torch.bool), new(n)
+        return out
+
+
+def _keep_safe(e: Tensor, rho: float) -> Tensor:
+    """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which
+    is 1), in place."""
+    return torch.threshold_(e, _below(rho), 0.0)
+
+
+def _below(rho: float) -> float:
+    """The largest float32 below `rho`: `threshold_` zeroes what is not greater, the safe set keeps
+    equality."""
+    return float(torch.nextafter(torch.tensor(rho, dtype=torch.float32), torch.tensor(0.0)))
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """sum_v a[n, v] * b[n, v] without a temporary of that size."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
+
+
+# seven parameters: the tensors of one chunk, which a record would only rename
+def _score_chunk(
+    out: _Outputs,
+    s: slice,
+    z: Tensor,
+    e: Tensor,
+    targets: Tensor,
+    ids: Tensor | None,
+    rho: float | None,
+) -> None:
+    """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are
+    overwritten."""
+    k = 0 if out.topk_ids is None else out.topk_ids.shape[1]
+    out.top[s], blocks = row_maxima(z, k)
+    z.sub_(out.top[s])  # shifted first: entropy and log-probs then lose nothing to cancellation
+    torch.exp(z, out=e)
+    total = e.sum(dim=1)
+    if rho is not None and out.coverage is not None:
+        everything, total = total, _keep_safe(e, rho).sum(dim=1)
+        out.coverage[s] = total / everything
+    out.total[s] = total.unsqueeze(1)
+    log_total = total.log().unsqueeze(1)
+    out.entropy[s] = log_total.squeeze(1) - _row_dot(e, z) / total
+
+    def at(columns: Tensor) -> Tensor:
+        values = z.gather(1, columns) - log_total
+        if rho is None:
+            return values
+        return values.masked_fill_(e.gather(1, columns) == 0.0, OUTSIDE_LOGP)
+
+    out.logp[s] = at(targets.unsqueeze(1)).squeeze(1)
+    if out.inside is not None:
+        out.inside[s] = e.gather(1, targets.unsqueeze(1)).squeeze(1) > 0.0
+    if out.topk_ids is not None and out.topk_logp is not None:
+        columns = largest_columns(z, blocks, k)
+        out.topk_ids[s], out.topk_logp[s] = columns, at(columns)
+    if ids is not None and out.at_ids is not None:
+        out.at_ids[s] = at(ids.clamp_min(0)).masked_fill_(ids < 0, 0.0)
+
+
+class _HeadFunction(torch.autograd.Function):
+    """(logp, entropy, topk_ids, topk_logp, logp_at_ids, inside, coverage).
+
+    Gradients flow through logp and entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ids: Tensor | None,
+        spec: HeadSpec,
+    ) -> tuple:
+        n, rho = hidden.shape[0], spec.safe_set_rho
+        k = min(spec.topk, weight.shape[0])
+        out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
+        chunks = spec.slices(n)
+        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True, fp32=spec.fp32)
+        for s in chunks:
+            z = buffers.logits(hidden[s], spec.temperature)
+            its_ids = None if ids is None else ids[s]
+            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, rho)
+        ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
+        ctx.spec = spec
+        extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
+        ctx.mark_non_differentiable(*(t for t in extras if t is not None))
+        # no zero gradients of [N] for outputs that no loss uses
+        ctx.set_materialize_grads(False)
+        return (out.logp, out.entropy, *extras)
+
+    @staticmethod
+    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Any) -> tuple:
+        hidden, weight, targets, top, total, entropy, inside = ctx.saved_tensors
+        spec: HeadSpec = ctx.spec
+        g_entropy = g_entropy if spec.entropy_grad else None
+        if g_logp is None and g_entropy is None:
+            return None, None, None, None, None
+        g = torch.zeros_like(entropy) if g_logp is None else g_logp
+        if inside is not None:
+            g = g.masked_fill(~inside, 0.0)  # log p of a token outside the set is a constant
+        d_hidden = torch.empty_like(hidden)
+        d_weight = None
+        if ctx.needs_input_grad[1]:  # with adapters the head's weight is frozen
+            d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # logits are computed again, chunk by chunk, instead of having been kept
+        chunks = spec.slices(hidden.shape[0])
+        rows = chunks[0].stop if chunks else 0
+        buffers = _Buffers(rows, weight, both=g_entropy is not None, fp32=spec.fp32)
+        for s in chunks:
+            z = buffers.logits(hidden[s], spec.temperature).sub_(top[s])
+            e = torch.exp(z, out=buffers.e[: len(z)])
+            if spec.safe_set_rho is not None:
+                _keep_safe(e, spec.safe_set_rho)
+            ge = None if g_entropy is None else g_entropy[s]
+            dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
+            dz = dz.to(buffers.weight.dtype)
+            d_hidden[s] = torch.mm(dz, buffers.weight)
+            if d_weight is not None:
+                _add_product(d_weight, dz, hidden[s])
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a.T @ b, in the float32 of `total`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a.t(), b.float())
+    else:
+        total.add_(torch.mm(a.t(), b))
+
+
+# eight parameters: the tensors of one chunk, which a record would only rename
+def _d_logits(
+    z: Tensor,
+    e: Tensor,
+    total: Tensor,
+    entropy: Tensor,
+    g: Tensor,
+    ge: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Gradient at the logits before temperature: (g (onehot - p) - ge p (log p + H)) / T, in place
+    of `z` or `e`.
+
+    z: [n, V] shifted tempered logits, not read when no gradient goes through the entropy; e: their
+    exponentials.
+    """
+    scale = 1.0 / (temperature * total)  # [n, 1]: p / T = e * scale
+    if ge is None:
+        dz = e.mul_(-g.unsqueeze(1) * scale)
+    else:
+        z.sub_((total.log().squeeze(1) - entropy).unsqueeze(1))  # log p + H
+        z.mul_(-ge.unsqueeze(1) * scale).sub_(g.unsqueeze(1) * scale)
+        dz = z.mul_(e)
+    return dz.scatter_add_(1, targets.unsqueeze(1), g.unsqueeze(1) / temperature)
+
+
+def head_pass(
+    hidden: Tensor, weight: Tensor, targets: Tensor, spec: HeadSpec, ids: Tensor | None = None
+) -> TokenScores:
+    """Scores of N positions.
+
+    hidden: [N, D] float32 or bfloat16, the state that predicts each target. weight: [V, D], same
+    dtype. targets: [N] int64. ids: [N, k'] int64, -1 where there is none. Logits are `hidden @
+    weight.T / temperature`, rounded to that dtype unless `spec.fp32`. Gradients flow to `hidden`
+    and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP) they
+    are exactly 0 at logits outside it, and `logp` of a token outside it is the constant
+    OUTSIDE_LOGP.
+    """
+    logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
+    return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)
+
+
+class Head(nn.Module):
+    """Holds the LM-head weight as its own parameter, so that ZeRO-3's hooks gather it around this
+    pass."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        ids: Tensor | None,
+        spec: HeadSpec,
+        base: KlTarget | None,
+    ) -> tuple:
+        """The KL to `base` or None, then the fields of TokenScores: DeepSpeed inspects only tuples.
+
+        hidden [N, D], targets [N], ids [N, k'] or None.
+        """
+        kl = None if base is None else kl_pass(hidden, self.weight, base, spec)
+        s = head_pass(hidden, self.weight, targets, spec, ids)
+        return kl, s.logp, s.entropy, s.topk_ids, s.topk_logp, s.logp_at_ids, s.inside, s.coverage

@@ -1,1 +1,0 @@
-"""Proofs in Metamath: databases, files of statements, the checker, and small theorems."""
