@@ -31,7 +31,6 @@ COURSE = Course(staleness_bound=1, takes_turns=False)
 WRITES = {
     "rlcore.metrics.rows.RowFile._append": "metrics.jsonl",
     "rlcore.metrics.sinks.replace_file": "samples/",
-    "rlcore.metrics.sinks.replace_file": "status.json",
     "rlcore.metrics.logger.TimelineSink.timeline": "timeline.jsonl",
     "rlcore.metrics.log.LogSink._write": "log.jsonl",
     "rlcore.metrics.console.ConsoleSink.show": "console",
