@@ -19,7 +19,7 @@ DOCUMENTS = [name for name in pages() if not name.startswith("docs/evidence/")]
 FILES = {  # what pages of docs/ have their reader write
     "graders.py": "",
     "tasks.py": "class Reverse: pass",
-    "corrections.py": "from rlcore.corrections.specs import TisSpec\n\n\n"
+    "corrections.py": "from rlcore.corrections.tis import TisSpec\n\n\n"
     "class PowerSpec(TisSpec):\n    power: float = 1.0",
     "train.jsonl": "",
 }

@@ -130,7 +130,7 @@ def test_a_test_that_hangs_ends_after_the_scaled_timeout_of_its_kind(suite):
 
 
 def test_tests_belong_to_what_they_import_themselves_or_by_one_module_or_by_helpers():
-    assert changes.tests_of(["rlcore/loop/saver.py"]) == ["tests/loop/test_pace.py"]
+    assert "tests/loop/test_pace.py" in changes.tests_of(["rlcore/loop/saver.py"])
     assert "tests/config/test_config_compose.py" in changes.tests_of(["rlcore/config/groups.py"])
     assert changes.tests_of(["tests/test_seeding.py", "docs/index.md"]) == ["tests/test_seeding.py"]
     helped = changes.tests_of(["tests/buffer/buffer_helpers.py"])

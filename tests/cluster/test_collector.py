@@ -117,7 +117,7 @@ def test_a_run_settles_its_own_process_before_the_loop_begins(collector, monkeyp
     monkeypatch.setattr(train, "stored_bytes", lambda *a: 0)
     monkeypatch.setattr(train, "with_drafts", lambda config, *a: config)
     monkeypatch.setattr(train, "starting_model", lambda *a: "model")
-    monkeypatch.setattr(train.roles, "ranks", lambda config: 1)
+    monkeypatch.setattr(train.jobs, "ranks", lambda config: 1)
     monkeypatch.setattr(train, "Session", MagicMock())
     before = gc.get_threshold(), gc.get_freeze_count()
     train._attempt(MagicMock(), train.Start(progress=Progress()), 0.0)

@@ -61,8 +61,10 @@ def test_what_would_be_started_is_printed_and_nothing_is_written(tmp_path, capsy
 
 
 def test_phases_are_shown_and_a_clip_that_cannot_bind_is_said(tmp_path, capsys):
-    assert "the clip of algorithm.loss=ppo never binds" in printed(capsys, "run_dir=x")
-    words = ("schedule.steps_per_phase=2", "schedule.epochs=3")
+    assert "the clip of algorithm.loss=ppo never binds" in printed(
+        capsys, "run_dir=x", "algorithm.eps_high=0.3"
+    )
+    words = ("algorithm.eps_high=0.3", "schedule.steps_per_phase=2", "schedule.epochs=3")
     shown = printed(capsys, "run_dir=x", *words)
     assert "one p_ref for 2 batches x 3 epochs" in shown and "never binds" not in shown
     assert "published every 6 steps" in printed(

@@ -11,32 +11,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from vllm import __version_tuple__
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.platforms import current_platform
 
-from rlcore.models.folder import INDEX_FILE, weight_files
 from rlcore.rollout.engines.vllm.noise import NoiseProcessor
-from rlcore.rollout.engines.vllm.worker_side import BACKENDS, WorkerSide
+from rlcore.rollout.engines.vllm.worker_side import BACKENDS, LOAD_FORMAT, WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
-from rlcore.spec import refuse
-
-
-def on_cpu() -> bool:
-    """Whether vLLM runs on the CPU here."""
-    return bool(current_platform.is_cpu())
-
-
-def check_platform(actor: ActorSpec, key: str) -> None:
-    """Raise UserError if the actor asks for other hardware than vLLM has here."""
-    refuse(
-        actor.on_cpu != on_cpu(),
-        f"{key}.num_gpus={actor.num_gpus:g} does not fit this machine, where vLLM runs on "
-        f"{'the CPU: use 0' if on_cpu() else 'GPUs: use 1'}.",
-    )
 
 
 def quantization_options(actor: ActorSpec) -> dict[str, Any]:
@@ -52,24 +32,6 @@ def quantization_options(actor: ActorSpec) -> dict[str, Any]:
         "quantization": f"fp8_per_{actor.scales}",
         "quantization_config": {"ignore": ignored},
     }
-
-
-LOAD_FORMAT = "rlcore_folder"
-
-
-@register_model_loader(LOAD_FORMAT)
-class FolderLoader(DefaultModelLoader):
-    """Reads the files of `weight_files` and no others.
-
-    vLLM's own loader reads every safetensors file of a folder without an index, and with "auto" it
-    would unpickle other formats.
-    """
-
-    def _prepare_weights(self, model_name_or_path: str, *_: Any, **__: Any) -> Any:
-        files = [str(f) for f in weight_files(model_name_or_path)]
-        if __version_tuple__ < (0, 27):  # of the GPU kit: it finds the index by itself
-            return model_name_or_path, files, True
-        return model_name_or_path, files, True, INDEX_FILE
 
 
 # what vLLM can lay an adapter's buffers out for (vllm/config/lora.py: MaxLoRARanks)

@@ -21,7 +21,8 @@ from rlcore.interfaces import Wake, WeightStream
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
-from rlcore.rollout.engines.vllm.arguments import check_platform, engine_args, on_cpu
+from rlcore.rollout.engines.vllm.arguments import engine_args
+from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN
 from rlcore.rollout.engines.vllm.weight_loader import HeldWeights, shared_file
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from vllm import __version_tuple__
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
@@ -14,17 +15,19 @@ from vllm.distributed.weight_transfer.sparse_nccl_engine import (
     SparseNCCLWeightTransferEngine,
     SparseNCCLWeightTransferUpdateInfo,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 from vllm.v1.outputs import LogprobsTensors
 
+from rlcore.models.folder import INDEX_FILE, weight_files
 from rlcore.models.largest import largest
 
 # Imported here too, so that every rank's process registers the loader and the receivers.
-from rlcore.rollout.engines.vllm import arguments  # noqa: F401
-from rlcore.rollout.engines.vllm.arguments import on_cpu
+from rlcore.rollout.engines.vllm.platform import on_cpu
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension, second_names
 from rlcore.weights.experts import as_held
 from rlcore.weights.manifest import tensor_checksum
@@ -142,6 +145,24 @@ class IpcReceiver(Recording, IPCWeightTransferEngine):
 
 WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], __name__, NcclReceiver.__name__)
 WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], __name__, IpcReceiver.__name__)
+
+
+LOAD_FORMAT = "rlcore_folder"
+
+
+@register_model_loader(LOAD_FORMAT)
+class FolderLoader(DefaultModelLoader):
+    """Reads the files of `weight_files` and no others.
+
+    vLLM's own loader reads every safetensors file of a folder without an index, and with "auto" it
+    would unpickle other formats.
+    """
+
+    def _prepare_weights(self, model_name_or_path: str, *_: Any, **__: Any) -> Any:
+        files = [str(f) for f in weight_files(model_name_or_path)]
+        if __version_tuple__ < (0, 27):  # of the GPU kit: it finds the index by itself
+            return model_name_or_path, files, True
+        return model_name_or_path, files, True, INDEX_FILE
 
 
 class WorkerSide(WeightExtension):
