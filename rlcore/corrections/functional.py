@@ -17,9 +17,10 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
-`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`. Nothing waits for a device,
-except what returns Python numbers: `ais`, `obrs_calibrate`, `mismatch_values` and `sequence_ess`.
-In the one-call forms `reduce` sums over ranks.
+`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`, which besides takes the
+maximum of `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what
+returns Python numbers: `ais`, `obrs_calibrate`, `mismatch_values` and `sequence_ess`. In the
+one-call forms `reduce` sums over ranks.
 """
 
 from collections.abc import Iterable
@@ -49,7 +50,12 @@ from rlcore.corrections.numerics import InvalidArgument, token_uniforms
 from rlcore.corrections.opsm import opsm
 from rlcore.corrections.rapid import best_of_group, rapid_advantages
 from rlcore.corrections.tis import tis
-from rlcore.corrections.vcpo import sequence_ess, sequence_ess_accumulate, vcpo_scale
+from rlcore.corrections.vcpo import (
+    sequence_ess,
+    sequence_ess_accumulate,
+    sequence_ess_largest,
+    vcpo_scale,
+)
 from rlcore.corrections.veto import veto
 from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
 
@@ -91,6 +97,7 @@ __all__ = [
     "sampled_kl",
     "sequence_ess",
     "sequence_ess_accumulate",
+    "sequence_ess_largest",
     "tis",
     "token_uniforms",
     "vcpo_scale",

@@ -20,7 +20,6 @@ from rlcore.corrections.mis import MisSpec
 from rlcore.corrections.numerics import (
     CLAMP,
     at_least_float32,
-    ratio,
     require,
     same_shape,
     sums,
@@ -49,6 +48,7 @@ _MEANS = (
     "truncated_share",
     "masked_share",
 )
+WIDEST = 300.0  # exp of twice this, summed over any batch, is finite in float64
 _COUNTS = ("tokens", "all_tokens", "usable", "vetoed", "sequences")
 _LENGTH = len(_MEANS) + len(_COUNTS)
 
@@ -67,7 +67,9 @@ def mismatch_accumulate(
     on = finite if inside is None else finite & inside
     difference = at_least_float32(logp_ref) - at_least_float32(logp_inf)
     d = torch.where(on, difference, 0.0).double()
-    w = ratio(d)
+    # Clamped far beyond any log-prob and not at +-20: the ESS and the coefficient of variation do
+    # not depend on a common factor, so a ratio that is small everywhere must stay small.
+    w = d.clamp(-WIDEST, WIDEST).exp()
     # probabilities of the sampled tokens are compared unclamped: they are bounded by themselves
     dprob = torch.where(on, logp_ref.double().exp() - logp_inf.double().exp(), 0.0).abs()
     k3 = torch.expm1(d.clamp(-CLAMP, CLAMP)) - d

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -11,18 +12,65 @@ from bandit import Bandit
 from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributions import Normal
 
 from rlcore.corrections.functional import InvalidArgument
 from rlcore.corrections.numerics import ONE_RANK
-from rlcore.corrections.vcpo import sequence_ess, sequence_ess_accumulate, vcpo_scale
+from rlcore.corrections.vcpo import (
+    sequence_ess,
+    sequence_ess_accumulate,
+    sequence_ess_largest,
+    vcpo_scale,
+)
 
 
 def ess_of(weights: list[float]) -> float:
     """Of sequences of one token with these ratios."""
     logs = torch.tensor([[w] for w in weights], dtype=torch.float64).log()
-    return sequence_ess(
-        sequence_ess_accumulate(logs, torch.zeros_like(logs), torch.ones_like(logs))
-    )
+    return ess(logs, torch.ones_like(logs))
+
+
+def ess(logs: torch.Tensor, mask: torch.Tensor, parts: int = 1) -> float:
+    """Of sequences whose tokens have these log ratios [B, T], in micro-batches."""
+    cut = zip(*(x.tensor_split(parts) for x in (logs, torch.zeros_like(logs), mask)))
+    tokens = list(cut)
+    largest = torch.stack([sequence_ess_largest(*part) for part in tokens]).max()
+    statistics = [sequence_ess_accumulate(*part, largest=largest) for part in tokens]
+    return sequence_ess(torch.stack(statistics).sum(0))
+
+
+def exact(sums: list[float]) -> float:
+    """(sum w)^2 / (n sum w^2) in decimal arithmetic of any exponent."""
+    w = [Decimal(s).exp() for s in sums]
+    return float(sum(w) ** 2 / len(w) / sum(x * x for x in w))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sums=st.lists(st.floats(-2000, -10), min_size=2, max_size=12),
+    shift=st.floats(-500, 3000),
+    parts=st.integers(1, 3),
+)
+def test_the_ess_of_long_answers_is_exact(sums: list[float], shift: float, parts: int) -> None:
+    logs = torch.tensor([[s + shift] for s in sums], dtype=torch.float64)
+    found = ess(logs, torch.ones_like(logs), parts)
+    assert found == pytest.approx(exact([row[0] for row in logs.tolist()]), rel=1e-9)
+
+
+def test_answers_of_eight_thousand_tokens_have_one_effective_sample() -> None:
+    """64 answers of 8,000 tokens, -0.005 +- 0.1 a token: the quantiles of their sums."""
+    quantiles = Normal(-40.0, 0.1 * 8000**0.5).icdf((torch.arange(64).double() + 0.5) / 64)
+    logs = (quantiles / 8000)[:, None].expand(64, 8000)
+    found = ess(logs, torch.ones_like(logs))
+    assert found == pytest.approx(exact(quantiles.tolist()), rel=1e-9)
+    assert round(found, 3) == 0.016 and round(vcpo_scale(found), 3) == 0.128
+
+
+def test_an_impossible_sequence_counts_with_weight_0() -> None:
+    logs = torch.tensor([[-30.0, -math.inf], [-40.0, -1.0], [-41.0, 0.0]])
+    assert ess(logs, torch.ones(3, 2)) == pytest.approx(2 / 3)
+    assert ess(logs[:1], torch.ones(1, 2)) == 0.0
+    assert ess(logs, torch.zeros(3, 2)) == 1.0
 
 
 @settings(max_examples=50, deadline=None)
@@ -39,18 +87,20 @@ def test_the_ess_lies_between_one_sample_and_all_and_ignores_a_common_factor(
 def test_equal_ratios_are_all_effective_and_one_large_one_is_alone() -> None:
     assert ess_of([2.0] * 5) == pytest.approx(1.0)
     assert ess_of([1e6, 1e-6, 1e-6, 1e-6]) == pytest.approx(0.25)
-    assert sequence_ess(torch.zeros(3)) == 1.0
 
 
 def test_a_sequence_s_weight_is_the_product_of_its_tokens_and_may_be_capped() -> None:
     logs = torch.tensor([[2.0, 3.0, 7.0], [0.5, 9.0, 9.0], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]]).log()
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
-    found = sequence_ess_accumulate(logs, torch.zeros(4, 3), mask)
+    tokens = (logs, torch.zeros(4, 3), mask)
+    assert sequence_ess_largest(*tokens).exp().item() == pytest.approx(6.0)
+    assert sequence_ess_largest(*tokens, cap=2.0).exp().item() == pytest.approx(2.0)
+    found = sequence_ess_accumulate(*tokens, largest=torch.tensor(0.0))
     assert found.tolist() == pytest.approx([7.5, 36 + 0.25 + 1, 3])
-    capped = sequence_ess_accumulate(logs, torch.zeros(4, 3), mask, cap=2.0)
+    capped = sequence_ess_accumulate(*tokens, largest=torch.tensor(0.0), cap=2.0)
     assert capped.tolist() == pytest.approx([3.5, 4 + 0.25 + 1, 3])
     with pytest.raises(InvalidArgument, match="cap="):
-        sequence_ess_accumulate(logs, torch.zeros(4, 3), mask, cap=0.5)
+        sequence_ess_largest(*tokens, cap=0.5)
 
 
 def test_the_rules_and_the_base() -> None:
@@ -77,6 +127,8 @@ def test_on_the_bandit_it_is_the_ratio_s_own_moments(target: str) -> None:
 
 def test_every_rank_takes_the_same_factor_and_scales_multiply() -> None:
     step = mismatched_step(noise=0.5)
+    # long answers: every sequence's ratio is far below e^-20
+    step.logp_new = step.logp_new - 10.0
     pipeline = pipeline_of({"vcpo": {"rule": "linear"}, "veto": {}})
     whole = pipeline.correct(step, ONE_RANK)
     shares: list[Any] = [slice(0, 3), slice(3, 8)]

@@ -59,12 +59,26 @@ def test_ais_of_micro_batches_is_ais_of_the_batch(cut: list[Any]) -> None:
 def test_the_step_size_of_micro_batches_is_that_of_the_batch(cut: list[Any]) -> None:
     s = step_of()
     logs = torch.where(s.mask != 0, s.logp_new - s.logp_inf, 0.0).double()
-    w = logs.sum(-1).clamp(-20, 20).exp()[s.mask.any(-1)]
+    w = logs.sum(-1).exp()[s.mask.any(-1)]
     share = float(w.sum() ** 2 / (len(w) * (w * w).sum()))
     parts = [rows(s, list(part)) for part in cut]
-    statistics = F.merge(F.sequence_ess_accumulate(p.logp_new, p.logp_inf, p.mask) for p in parts)
+    tokens = [(p.logp_new, p.logp_inf, p.mask) for p in parts]
+    largest = torch.stack([F.sequence_ess_largest(*t) for t in tokens]).max()
+    statistics = F.merge(F.sequence_ess_accumulate(*t, largest=largest) for t in tokens)
     assert F.vcpo_scale(F.sequence_ess(statistics)) == pytest.approx(share**0.5, rel=1e-6)
     assert share < 0.9
+
+
+def test_the_share_of_effective_tokens_ignores_how_small_all_ratios_are() -> None:
+    logs = torch.tensor([[-1.0, -2.0, -5.0]], dtype=torch.float64)
+
+    def found(shift: float) -> dict[str, float]:
+        ones, zeros = torch.ones_like(logs), torch.zeros_like(logs)
+        return F.mismatch_values(F.mismatch_accumulate(logs + shift, zeros, ones))
+
+    for name in ("ess", "cv"):
+        assert found(-40.0)[name] == pytest.approx(found(0.0)[name], rel=1e-9)
+    assert found(-40.0)["ess"] < 0.7
 
 
 def test_ais_in_two_phases_on_next_to_nothing() -> None:
