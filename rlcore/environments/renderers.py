@@ -12,7 +12,13 @@ import numpy as np
 from rlcore.environments.protocol import Action, Environment, Message, Opening, Renderer, ToolCall
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
-from rlcore.models.text import decode_response, plain_text, uses_template, with_system
+from rlcore.models.text import (
+    decode_response,
+    encode_opening,
+    plain_text,
+    uses_template,
+    with_system,
+)
 from rlcore.seeding import derive_seed
 from rlcore.types import Item
 
@@ -50,7 +56,8 @@ class PlainRenderer(Renderer):
     def open(self, opening: Opening) -> list[int]:
         if opening.tools:
             raise ValueError("tools need a tokenizer with a chat template, which tells of them")
-        return self._encode(plain_text(with_system(opening.messages, self._system_prompt)))
+        text = plain_text(with_system(opening.messages, self._system_prompt))
+        return encode_opening(self._tokenizer, text)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -61,7 +61,7 @@ def encode_prompt(
     given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     messages = with_system(given, system_prompt)
     if not uses_template(tokenizer, chat_template):
-        return list(tokenizer.encode(plain_text(messages), add_special_tokens=False))
+        return encode_opening(tokenizer, plain_text(messages))
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
@@ -74,6 +74,19 @@ def encode_prompt(
             "model.chat_template=off."
         ) from error
     return list(ids)
+
+
+def encode_opening(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that begins a sequence, behind what the tokenizer itself puts before one:
+    a BOS token or nothing. A text that begins with the BOS token gets no second one, and what the
+    tokenizer puts behind a sequence is left out, since the model continues it."""
+    plain = list(tokenizer.encode(text, add_special_tokens=False))
+    given = list(tokenizer.encode(text, add_special_tokens=True))
+    before = next(
+        (at for at in range(len(given)) if given[at : at + len(plain)] == plain), len(given)
+    )
+    opening = given[:before]
+    return plain if plain[:before] == opening else [*opening, *plain]
 
 
 def fitting_prompt(ids: Sequence[int], prompt_id: str, most: int) -> np.ndarray:

@@ -1,13 +1,22 @@
 """Conversations as tokens: with a chat template and without, with system turns of their own."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlcore.commands.warm_up import example
 from rlcore.environments.attempts import OneTurn
 from rlcore.environments.renderers import make_renderer
 from rlcore.errors import UserError
+from rlcore.loop.prompts import PromptSource
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import encode_prompt
-from rlcore.types import Item
+from rlcore.rollout.text import PromptEncoder, PromptJob
+from rlcore.tasks import make_task
+from rlcore.testing.records import make_sampling
+from rlcore.types import Item, Request
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
 SYSTEM = {"role": "system", "content": "brief"}
@@ -17,6 +26,26 @@ SAID = {"role": "assistant", "content": "two"}
 
 def made(template=None):
     tokenizer = build_char_tokenizer("<>abcdefghijklmnopqrstuvwxyz\n")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+
+def base(around="<s> $0", template=None):
+    """A byte-level tokenizer whose post-processor puts control tokens around a sequence, as those
+    of Gemma and Llama 3 do."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(CONTROL))
+    ids = [(token, core.token_to_id(token)) for token in CONTROL]
+    if around:
+        core.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **names)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -61,3 +90,42 @@ def test_an_environment_of_a_task_opens_with_the_same_tokens(template):
     ids = renderer.open(OneTurn(None).reset(item, seed=0))
     settings = {"chat_template": "auto", "system_prompt": "own"}
     assert ids == encode_prompt(tokenizer, item.messages, **settings)
+
+
+@pytest.mark.parametrize("around", ["<s> $0", "<s> $0 </s>", "$0 </s>", ""])
+@pytest.mark.parametrize("off", [True, False])
+def test_a_base_tokenizer_s_own_bos_begins_every_prompt(tmp_path, around, off):
+    tokenizer = base(around, TEMPLATE if off else None)
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    begins = "<s>" if around.startswith("<s>") else ""
+    settings = {"chat_template": "off" if off else "auto", "system_prompt": None}
+    ids = encode_prompt(tokenizer, "3+4=", **settings)
+    assert tokenizer.decode(ids) == f"{begins}3+4="
+    assert text(tokenizer, (SYSTEM, USER, USER), **settings) == f"{begins}brief\noneone"
+
+
+def test_a_template_that_writes_the_bos_gets_no_second_one():
+    tokenizer = base(template="{{ bos_token }}" + TEMPLATE)
+    assert text(tokenizer, "one") == "<s><user>one<a>"
+
+
+def test_rollout_warm_up_and_environments_begin_with_the_same_tokens():
+    tokenizer, task = base(), make_task("digits", {})
+    settings = {"chat_template": "auto", "system_prompt": None}
+    source = PromptSource(
+        task, lambda a: encode_prompt(tokenizer, a, **settings), run_seed=0, max_prompt_tokens=64
+    )
+    item = task.item("train", 0)
+    ids = source.encode(item).tolist()
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    asked = Request(0, 0, item.prompt_id, source.encode(item)[:0], make_sampling(), 0)
+    encoder = PromptEncoder(tokenizer, PromptJob({"digits": 64}))
+    (made,) = encoder.encoded([replace(asked, asked=item.question)])
+    assert made.prompt_ids.tolist() == ids
+    taught = example(source, item, tokenizer).token_ids.tolist()
+    assert taught[: len(ids)] == ids and taught.count(tokenizer.bos_token_id) == 1
+    renderer = make_renderer(tokenizer, stop=(), **settings)
+    assert renderer.open(OneTurn(None).reset(item, seed=0)) == ids
+    longer = renderer.extend(ids, [{"role": "user", "content": "and"}])
+    assert tokenizer.decode(longer[len(ids) :]) == "and"
