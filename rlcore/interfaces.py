@@ -77,7 +77,7 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What one engine step had to do. Example: StepLoad(tokens=4, context_tokens=90,
+    """The work of one engine step. Example: StepLoad(tokens=4, context_tokens=90,
     prompt_tokens=20)"""
 
     tokens: int = 0  # sampled
@@ -134,7 +134,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_of_step(self) -> StepLoad:
-        """What the last step had to do."""
+        """Return the work of the last step."""
 
     @abstractmethod
     def decoding_s(self) -> dict[str, float]:
@@ -186,7 +186,8 @@ class RolloutEngine(ABC):
 
 @dataclass(frozen=True, slots=True)
 class TransportEnds:
-    """What a weight transport is built on, at either of its ends. Both have all of it.
+    """The arguments of a weight transport's constructor, equal at both of its ends. All fields are
+    set at both ends.
 
     Example: TransportEnds(store.put, store.get, Path("run/weights"), 512 << 20, 1)
     """
@@ -232,7 +233,7 @@ class Reduce(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a correction wants computed. The learner computes the union and nothing more.
+    """The quantities that a correction requires. The learner computes the union and nothing more.
 
     Example: Needs(topk=True, batch_stats=True) (Jackpot towards p_ref)
     """
@@ -313,7 +314,7 @@ class Reporter(Protocol):
         """One line for the user."""
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
-        """What the run does and waits for from now on, after `step` steps."""
+        """Record the run's activity and the object of its wait from now on, after `step` steps."""
         return None
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:

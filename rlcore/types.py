@@ -58,7 +58,7 @@ class Item:
     messages: tuple[Message, ...] = ()
 
     def opening(self) -> list[Message]:
-        """What the model is asked, as the messages of a conversation."""
+        """Return the question to the model, as the messages of a conversation."""
         return list(self.messages) or [{"role": "user", "content": self.question}]
 
 
@@ -191,7 +191,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Score(ByFields):
-    """What a grader said of one episode; it joins the episode's records in the buffer.
+    """A grader's verdict on one episode; it joins the episode's records in the buffer.
 
     A failed score has a status and no reward; it is never read as 0.
 
@@ -223,7 +223,7 @@ class Score(ByFields):
 
 @dataclass(frozen=True, slots=True)
 class Answer(ByFields):
-    """What a grader receives of an episode: the model's text and its identifiers. No arrays.
+    """A grader's input from an episode: the model's text and its identifiers. No arrays.
 
     Example: Answer(17, 0, "bf16-0:4", "digits/train/17", "0237", tokens=5, versions=(3, 4))
     """
@@ -340,7 +340,7 @@ class TokenScores:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What a publish contains, so that an actor can verify that all of it arrived."""
+    """The contents of a publication, so that an actor can verify that all of it arrived."""
 
     version: int
     names: tuple[str, ...]  # Hugging Face parameter names, tied weights once

@@ -1,1 +1,1 @@
-"""What attention reads: block top-k sparse attention, shared prefixes, packed sequences."""
+"""The attention of a pass: block top-k sparse attention, shared prefixes, packed sequences."""

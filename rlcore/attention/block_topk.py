@@ -131,7 +131,8 @@ class PlannedRows:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Which tokens attend densely, which by the rule, and which pages this step completes."""
+    """The tokens of a step that attend densely and by the rule, and the pages that the step
+    completes."""
 
     dense: DenseSpans | None
     sparse: PlannedRows | None

@@ -52,7 +52,7 @@ def summaries_of(key: Tensor, block_size: int) -> Tensor:
 def pages_seen(
     query: Tensor, summaries: Tensor, rule: SparseSpec, start: int, dense_until: Tensor | None
 ) -> Tensor:
-    """Which pages the queries at positions `start ..` see.
+    """Return the pages that the queries at positions `start ..` see.
 
     query [B, H, C, D], `dense_until` [B] or None -> [B, Hk, C, n] bool, n the pages before the last
     query's end. Pages beyond a query's own may be among those of a dense query.
@@ -69,7 +69,8 @@ def pages_seen(
 def seen_from(
     query: Tensor, summaries: Tensor, rule: SparseSpec, position: Tensor, length: int
 ) -> Tensor:
-    """Which of a row's first `length` tokens each query sees, at positions of its own.
+    """Return which of a row's first `length` tokens each query sees; queries have positions of
+    their own.
 
     query [B, H, C, D], position [B, C] int64, those from `length` on being padding ->
     [B, Hk, C, length] bool.
@@ -156,7 +157,8 @@ def make_block_mask(
     bounds: Sequence[int],
     dense_until: Tensor | None,
 ) -> BlockMask:
-    """What the rule selects, for FlexAttention; the arguments are as of `attend_blocks`."""
+    """Build the rule's selection as a mask for FlexAttention; the arguments are those of
+    `attend_blocks`."""
     b, heads, t, _ = query.shape
     kv_heads, size = key.shape[1], rule.block_size
     count = -(-t // BLOCK)
@@ -205,7 +207,7 @@ def _note_blocks(blocks: Tensor, seen: Tensor, size: int, start: int) -> None:
 def _looked_up(
     seen: Tensor, bounds: Sequence[int], size: int, group: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, of the same sequence and not after it."""
+    """Return whether a query sees a key: one of its own sequence and not after it."""
     rows, device = seen.shape[2], seen.device
     starts = torch.tensor(bounds[:-1], device=device)
     columns = torch.arange(rows, device=device)

@@ -118,7 +118,7 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Which rows a block holds, by index, padded to `keys` and `queries`."""
+    """The rows of a block, by index, padded to `keys` and `queries`."""
 
     rows: tuple[int, ...]
     keys: int

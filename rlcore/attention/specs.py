@@ -12,7 +12,7 @@ ROUNDING_SLACK = 1e-9
 
 
 class SparseSpec(Spec):
-    """Which pages of keys each query attends to (METHODS.md, DistillSparse).
+    """The selection of pages of keys that each query attends to (METHODS.md, DistillSparse).
 
     Example: SparseSpec(block_size=16, blocks=24)
     """

@@ -15,7 +15,7 @@ from rlcore.serialization import record_bytes
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the rules know of a waiting group."""
+    """A waiting group, as the rules of admission see it."""
 
     group_id: int
     deadline: int  # last step that may train on it first
@@ -218,8 +218,8 @@ class StalenessBound:
         return max(0, usable - self.phases.batches_before(step)) * self.groups_per_step
 
     def feasible(self, rest: Iterable[tuple[int, int]], step: int) -> bool:
-        """Whether groups can all be taken by the batches after that of `step`. `rest`: (deadline,
-        how many have it), ascending."""
+        """Return whether the batches after that of `step` can take all groups. `rest`: (deadline,
+        number of groups with it), ascending."""
         following, before = self.phases.batches_before(step) + 1, 0
         for deadline, count in rest:
             before += count

@@ -1,4 +1,4 @@
-"""Which groups each step trains on, from the room for new ones to the commit of a batch.
+"""The choice of the groups of each step, from the capacity for new groups to the commit of a batch.
 
 A step is consumed in two parts: `take(step)` fixes its batch, `commit(step)` says that it was
 trained on. Until then the batch is kept, and `rollback(step)` puts it back, to be taken again as
@@ -53,7 +53,7 @@ class Sampler:
 
     @property
     def hard_cap(self) -> bool:
-        """Whether groups may pass their deadline unused and must then be evicted."""
+        """True if groups may pass their deadline unused and must then be evicted."""
         return self._order != "fifo"
 
     def draw(self, waiting: Waiting, step: int, *, pool_complete: bool) -> list[int] | None:
@@ -256,7 +256,8 @@ class Batches:
             self._live.evict_stale(self._live.entries[group_id])
 
     def _in_time(self, ids: Sequence[int], first: int) -> bool:
-        """Whether these groups may be trained on first at `first`, or have been already."""
+        """Return whether these groups may be trained on for the first time at `first`, or have been
+        already."""
         admitted = (self._live.entries[i].admitted_version for i in ids)
         return first < self.next_step or all(first <= self.bound.deadline(a) for a in admitted)
 
@@ -291,7 +292,7 @@ class Batches:
         return {i for ids in self.taken.values() for i in ids} | self._all_pinned()
 
     def forget(self) -> None:
-        """What waits is to be found anew."""
+        """Drop the cached list of waiting groups; the next call builds it anew."""
         self._found = self._pinned_ids = None
 
     def _touch(self, group_ids: Sequence[int]) -> None:
@@ -312,7 +313,7 @@ class Batches:
         return [candidate for candidate in found if candidate is not None]
 
     def _candidate(self, entry: Entry) -> Candidate | None:
-        """What the rules know of a group, if a later step may use it."""
+        """Return a group as the rules see it, or None if no later step may use it."""
         uses_left = self._max_uses - entry.uses - len(entry.taken_by)
         leaves_at_commit = entry.taken_by and self._expired(entry)
         if uses_left <= 0 or entry.group_id in self._all_pinned() or leaves_at_commit:
@@ -350,8 +351,8 @@ class Batches:
         return batches * self.bound.groups_per_step
 
     def _stuck(self) -> bool:
-        """Whether no commit will free bytes until the phase that takes the next new batch has all
-        of its batches."""
+        """Return whether no commit will free bytes until the phase that takes the next new batch
+        has all of its batches."""
         start = self.bound.phases.start(self._horizon)
         return all(step >= start for step in (*self.taken, *self.pinned))
 

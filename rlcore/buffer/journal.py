@@ -70,7 +70,7 @@ class ShardFiles:
 
 
 def no_shards(folder: Path, files: Mapping[str, object], timeout_s: float = 0.0) -> NoReturn:
-    """What a buffer without shards has in place of them; never called."""
+    """Stand in for the reader of shards in a buffer without shards; never called."""
     raise StageError(f"there are no shards to read or write {sorted(files)}")
 
 
@@ -197,15 +197,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a snapshot is made of; `groups` of its state are still to come."""
+    """The contents of a snapshot; the `groups` of its state are still to be added."""
 
     state: dict[str, Any]
     entries: list[EntryCut]  # ascending by group id
 
 
 def cut(buffer: ReplayBuffer) -> Cut:
-    """What a checkpoint of this moment needs, unaffected by what happens to the buffer later.
-    Cheap, since its process answers nobody meanwhile."""
+    """Return the contents of a checkpoint of this moment; later changes of the buffer do not affect
+    it. Cheap, since the buffer's process answers no call meanwhile."""
     live, intake, batches = buffer.live, buffer.intake, buffer.batches
     state = {
         "published": live.published,
@@ -316,7 +316,7 @@ class Loaded:
 def read(
     directory: str | Path, shards: Sequence[str] = (), read_shards: ReadShards = no_shards
 ) -> Loaded:
-    """What `save` wrote, to `restore` a fresh buffer from. Safe to run in another thread.
+    """Read the files of `save`, to `restore` a fresh buffer from. Safe to run in another thread.
 
     `shards`: names of those that there are now: the records that shards wrote are read by these,
     through `read_shards`, and are references in the snapshot. Without any, all records are read

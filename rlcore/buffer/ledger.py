@@ -55,7 +55,7 @@ class Ledger:
         self.failed[reason] += 1
 
     def known(self, group_id: int) -> bool:
-        """Whether this id was ever assigned."""
+        """Return whether this id was ever assigned."""
         return 0 <= group_id < self.admitted
 
     def _leave(self, group_id: int, how: str) -> None:

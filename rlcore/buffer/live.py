@@ -31,7 +31,7 @@ class Drawing:
 
     @property
     def complete(self) -> bool:
-        """Whether its score and all parts of its record are there."""
+        """True if the score and all parts of the record have arrived."""
         if self.score is None or not self.records:
             return False
         header, _ = next(iter(self.records.values()))
@@ -66,7 +66,8 @@ class ArrivedSample:
 
     @property
     def passed(self) -> bool:
-        """Whether the grader judged it correct, by its part of that name or else by the reward."""
+        """True if the grader judged the sample correct, by its part of that name or else by the
+        reward."""
         reward = self.score.reward
         return reward is not None and self.score.parts.get("correct", reward) >= PASSED
 
@@ -233,7 +234,7 @@ class LiveGroups:
         return self._samples_per_group if share is None else share.samples
 
     def remembers(self, entry: Entry) -> bool:
-        """Whether the pass rate of a group is wanted."""
+        """Return whether the pass rate of a group is recorded."""
         share = self._tasks.get(entry.task)
         return share is not None and share.remember
 
@@ -257,7 +258,7 @@ class LiveGroups:
         return group_id
 
     def unfinished(self) -> bool:
-        """Whether any group is in flight."""
+        """Return whether any group is in flight."""
         return self.waited_for > 0
 
     def restore(self, entries: Iterable[Entry]) -> None:
@@ -331,7 +332,7 @@ class LiveGroups:
         return self._released.pop(shard, [])
 
     def knows(self, shard: str) -> bool:
-        """Whether a shard is not lost."""
+        """Return whether a shard is not lost."""
         return shard not in self._lost_shards
 
     def forget_shard(self, shard: str) -> None:

@@ -82,7 +82,7 @@ PAUSE_S = 1e-3  # between two messages, of any shards
 
 @dataclass(frozen=True, slots=True)
 class Told(ByFields):
-    """What the buffer is to know of a shard's samples."""
+    """A shard's report to the buffer about its samples."""
 
     kept: Kept = field(default_factory=list)  # records that have come
     scores: list[Score] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Gathering:
 
     @property
     def waiting(self) -> bool:
-        """Whether the buffer does not know all of it yet."""
+        """True if a part of the sample's report has not reached the buffer yet."""
         return bool(self._next.kept or self._next.scores)
 
     async def told(self) -> None:

@@ -61,7 +61,8 @@ class Phases:
 
 
 class BatchingSpec(Spec):
-    """Which groups a step trains on, and how old they may be (`buffer/admission.py`)."""
+    """The choice of the groups that a step trains on, and their maximum age
+    (`buffer/admission.py`)."""
 
     groups_per_step: int = setting(64, "prompts trained on in one optimizer step", gt=0)
     steps_per_publish: int = setting(
@@ -89,7 +90,7 @@ class BatchingSpec(Spec):
 
     @property
     def synchronous(self) -> bool:
-        """Whether generation and learning take turns (eta = 0)."""
+        """True if generation and learning take turns (eta = 0)."""
         return self.max_staleness == 0
 
     @property
@@ -131,7 +132,8 @@ class BatchingSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class TaskShare:
-    """What the buffer knows of a training task, where it knows tasks. Example: TaskShare(8, 2.0)"""
+    """The buffer's settings of one training task, in a run that distinguishes tasks. Example:
+    TaskShare(8, 2.0)"""
 
     samples: int  # of a group
     weight: float = 1.0  # of sampling=by_task; 0: only when no other task has groups waiting
@@ -139,7 +141,7 @@ class TaskShare:
 
 
 class SelectionSpec(Spec):
-    """Which samples of a finished group are trained on."""
+    """The selection of the samples of a finished group that are trained on."""
 
     dynamic_sampling: bool = setting(
         False, "groups with all-equal rewards are filtered and replaced"

@@ -115,7 +115,8 @@ class ReplayBuffer:
         return [self.live.admit(prompt) for prompt in prompt_ids[: self.room()]]
 
     def in_flight(self, group_ids: Iterable[int] | None = None) -> InFlight:
-        """What to ask actors for: the samples not arrived of these groups, or of all.
+        """Return the samples to request from actors: those of these groups, or of all, that have
+        not arrived.
 
         Groups that are finished or have departed are left out.
         """
@@ -157,8 +158,8 @@ class ReplayBuffer:
         self.intake.add_scores(scores)
 
     def ready(self, step: int, *, wave: int | None = None) -> bool:
-        """Whether `take(step)` would return a batch. Raises ValueError for another step than the
-        next.
+        """Return whether `take(step)` would return a batch. Raises ValueError for another step than
+        the next.
 
         wave: groups of the whole run, in synchronous schedules: all that may be admitted must have
         arrived first, so that a phase cut short by the end of a plan begins as a whole one does.
@@ -186,7 +187,7 @@ class ReplayBuffer:
         return [self.live.entries[i].stored() for i in group_ids]
 
     def whole(self, step: int, group_ids: Sequence[int]) -> bool:
-        """Whether `stored` can give these groups: none is being sampled again."""
+        """Return whether `stored` can give these groups: none is being sampled again."""
         return self.live.redrawn.isdisjoint(group_ids)
 
     def commit(self, step: int) -> None:

@@ -79,7 +79,7 @@ class NodeOutlet:
 
 
 def _died(ref: Any) -> bool:
-    """Whether the process died before it answered."""
+    """Return whether the process died before it answered."""
     try:
         ray.get(ref)
     except DEAD:

@@ -72,7 +72,8 @@ def wanted(processor: Processor) -> dict[str, str]:
 
 
 def described(processor: Processor, environment: Mapping[str, str]) -> str:
-    """What `rlcore doctor` says: the kernels that will be used, and by whose choice."""
+    """Return the text of `rlcore doctor` on the kernels that will be used, and on who chose
+    them."""
     widest = next(
         (f for f in ("avx512f", "avx2") if f in processor.features), "neither AVX2 nor AVX-512"
     )

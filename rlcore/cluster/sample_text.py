@@ -1,4 +1,4 @@
-"""What a person sees of samples: verdicts of an evaluation, records of samples/. No Ray in here."""
+"""Samples as text for people: verdicts of an evaluation, records of samples/. No Ray in here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what the first bytes of a character 
 
 
 def verdict(answer: Answer, score: Score) -> dict[str, Any]:
-    """What an evaluation keeps of one sample."""
+    """Return the record that an evaluation keeps of one sample."""
     correct = None if score.reward is None else score.parts.get("correct", score.reward)
     return {
         "prompt_id": answer.prompt_id,
@@ -35,7 +35,7 @@ def verdict(answer: Answer, score: Score) -> dict[str, Any]:
 
 
 def without_texts(verdict: dict[str, Any]) -> dict[str, Any]:
-    """What the loop receives of a verdict."""
+    """Return the part of a verdict that is sent to the loop."""
     return {name: value for name, value in verdict.items() if name not in TEXTS}
 
 
@@ -107,8 +107,8 @@ def _pieces_of_turns(
 def _turns(
     parts: Sequence[Trajectory], score: Score, decode: Callable[[Sequence[int]], str]
 ) -> list[dict[str, Any]]:
-    """What the model was shown and said in each turn; a further part shows its whole prompt again.
-    The first turn's is the sample's prompt."""
+    """Return the prompt and the response of each turn; a further part repeats the whole prompt. The
+    prompt of the first turn is the sample's prompt."""
     turns: list[dict[str, Any]] = []
     for t in parts:
         seen = int(t.turn_starts[0]) if not turns else 0  # tokens shown so far

@@ -54,8 +54,8 @@ class Advice:
 
 
 def advise(row: Row, *, stale: int) -> Advice:
-    """What fits the `mismatch/*` of a row. `stale`: the age in steps that the run's schedule allows
-    its samples, which adds to what was measured."""
+    """Return the advice for the `mismatch/*` of a row. `stale`: the age in steps that the run's
+    schedule allows its samples, which adds to the measured mismatch."""
 
     def of(name: str) -> float:
         return float(row.get(f"mismatch/{name}") or 0.0)
@@ -148,7 +148,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the step gave. `row`: of metrics.jsonl; empty where the run did not come so far."""
+    """The result of the step. `row`: of metrics.jsonl; empty if the run did not come so far."""
 
     seconds: float
     error: str = ""  # what kept the run from it; empty: nothing did
@@ -230,7 +230,8 @@ def _with_fresh_model(config: RunConfig, folder: Path) -> RunConfig:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the processes print goes to stderr: stdout is the findings', possibly as JSON."""
+    """Redirect the output of the processes to stderr: stdout is for the findings, possibly as
+    JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -303,7 +304,7 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
 
 
 def judged_choice(config: RunConfig, advice: Advice) -> str:
-    """What the run's own choice of corrections is to this advice, in a sentence."""
+    """Return a sentence that compares the run's own choice of corrections with this advice."""
     chosen = tuple(config.correction.chosen())
     idle = [name for name in chosen if name in advice.without and name not in advice.use]
     missing = [name for name in advice.use if name not in chosen]
@@ -418,7 +419,7 @@ def smallest_run(machine: GpuMachine) -> RunConfig:
 
 
 def checks() -> dict[str, Callable[[], Finding]]:
-    """What is looked at without starting anything."""
+    """Return the checks that start nothing."""
     return {
         "Python": _python,
         "cores": _cores,

@@ -1,4 +1,4 @@
-"""What the roles of a run are started for, from its configuration."""
+"""The arguments that the roles of a run are started with, made from its configuration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def hosting(config: RunConfig) -> Hosting:
 
 
 def plan(config: RunConfig) -> Plan:
-    """What the loop is to do."""
+    """Return the plan of the loop."""
     return Plan(
         schedule=config.schedule,
         supervision=config.cluster,
@@ -103,7 +103,8 @@ def buffer_job(config: RunConfig) -> BufferJob:
 
 
 def _shares(config: RunConfig) -> dict[str, TaskShare] | None:
-    """What the buffer knows of several tasks, or of one whose problems are remembered."""
+    """Return the buffer's settings of several tasks, or of a single one whose pass rates are
+    remembered."""
     if not config.mixed and all(spec.difficulty is None for spec in config.tasks.values()):
         return None
     return {
@@ -125,7 +126,7 @@ def scorer_job(config: RunConfig, model_path: str) -> ScorerJob:
 
 
 def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:
-    """Which tasks share grading processes."""
+    """Return the pools of grading processes, each with the tasks that share it."""
     first, *rest = config.tasks
     trained = {label: config.task_key(label) for label in config.tasks}
     keys = trained | {label: f"evaluation.tasks.{label}" for label in config.evaluation.tasks}
@@ -182,8 +183,7 @@ def most_prompt_tokens(config: RunConfig, label: str, spec: EvalTaskSpec) -> int
 
 
 def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
-    """What plays the episodes of each training task, by label; without one an answer is one
-    turn."""
+    """Return the environment of each training task, by label; without one an answer is one turn."""
     return {
         label: EnvironmentJob(
             environment=environment,
@@ -200,7 +200,7 @@ def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
 
 
 def stop_strings(config: RunConfig) -> StopStrings:
-    """What ends a response of each task."""
+    """Return the strings that end a response of each task."""
     own = {label: config.rollout_of(label).stop for label in config.tasks}
     return StopStrings(config.rollout.stop, own)
 
@@ -315,7 +315,8 @@ def evaluation_actor(config: RunConfig) -> ActorSpec | None:
 
 
 def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
-    """Which set of published weights an actor loads; None: a frozen draft's own."""
+    """Return the name of the published weights that an actor loads; None: a frozen draft's own
+    weights."""
     if actor.kind == "draft":
         return DRAFT if config.learner.draft else None
     return SPARSE_COPY if actor.kind == "sparse" and config.learner.distill else POLICY

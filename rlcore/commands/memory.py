@@ -1,4 +1,4 @@
-"""What a run's processes hold at most, by role, and whether it fits on its GPUs."""
+"""The most memory that a run's processes hold, by role, and the check that it fits on its GPUs."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def linear_shapes(spec: FreshModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def stored_bytes(config: RunConfig, tokenizer: Any) -> int:
-    """What of it Ray's object store must hold: nothing, where weights travel another way."""
+    """Return the bytes of weights in Ray's object store: 0 if weights travel another way."""
     if config.cluster.transport != "object_store":
         return 0
     return published_bytes(config, tokenizer)
@@ -167,7 +167,7 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
 
 
 def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
-    """Whether a learner rank that waits fits beside the largest share of an engine."""
+    """Check that a learner rank that waits fits beside the largest share of an engine."""
     waiting = _waiting(config, sizes)
     label, actor = max(config.actor.items(), key=lambda a: a[1].gpu_memory_utilization)
     left = (1 - actor.gpu_memory_utilization) * room

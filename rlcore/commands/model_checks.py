@@ -1,5 +1,5 @@
-"""Whether the models of a run fit its settings and each other, by config.json, file names and
-tokenizers alone."""
+"""Checks, by config.json, file names and tokenizers alone, that the models of a run fit its
+settings and each other."""
 
 from __future__ import annotations
 
@@ -231,7 +231,8 @@ def _settings(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _policy(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """What is read of a config.json: the folder's, or what a fresh model's will be."""
+    """Return the fields that are read of a config.json: the folder's, or that of the fresh
+    model."""
     path = config.model.path
     if path is None:
         assert config.model.fresh is not None

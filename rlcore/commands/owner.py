@@ -49,11 +49,11 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process would be seen from here."""
+        """True if the holder's process would be visible from this machine."""
         return (self.boot, self.pids) == _place()[1:]
 
     def dead(self, age_s: float) -> bool:
-        """Whether it is certain that the process has ended, `age_s` after its last renewal."""
+        """Return whether the process has certainly ended, `age_s` after its last renewal."""
         if self.is_here:
             return _started(self.pid) != self.started
         host, boot, _ = _place()
@@ -240,8 +240,8 @@ def _replace(path: Path, found: Holder, holder: Holder) -> bool:
 
 @contextmanager
 def _taking(path: Path) -> Iterator[bool]:
-    """Whether this command alone may replace the lock now. One that was killed in the middle does
-    not keep others from it for longer than a minute."""
+    """Yield whether this command alone may replace the lock now. A command that was killed in the
+    middle keeps others from the lock for at most a minute."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     except FileExistsError:

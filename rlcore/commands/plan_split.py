@@ -141,7 +141,7 @@ def _compared(tried: Mapping[str, list[Split]]) -> None:
 def _failing(
     fleets: _Fleets, variant: Variant, best: Split, rates: list[float]
 ) -> list[dict[str, Any]]:
-    """What failures cost at the best division."""
+    """Return the cost of failures at the best division."""
     costs: list[dict[str, Any]] = []
     if not rates:
         return costs

@@ -108,7 +108,7 @@ ALL = 1 << 20  # more rows than are ever checked before a run
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the composition root needs besides the configuration."""
+    """The inputs of the composition root besides the configuration."""
 
     config: RunConfig  # as the model can take it
     prompts: Prompts
@@ -119,7 +119,7 @@ class Prepared:
 
     @property
     def pad_id(self) -> int:
-        """What fills the unused positions of a micro-batch."""
+        """The token id in the unused positions of a micro-batch."""
         return padding(self.tokenizer)
 
 

@@ -139,7 +139,7 @@ class Session:
         return cast(list[RayRolloutActor], clients)
 
     def clients(self) -> Clients:
-        """What the loop calls. Only of a session with actors and a learner."""
+        """Return the clients that the loop calls. Only for a session with actors and a learner."""
         scorer, learner = self.scorer, self.learner
         assert scorer is not None and learner is not None
         supervision, note = self._config.cluster, self._note

@@ -56,7 +56,7 @@ class Job:
 
     @property
     def queued(self) -> bool:
-        """Whether a scheduler has it, as far as its folder tells."""
+        """True if a scheduler has the job, as far as the job's folder shows."""
         status = read_status(self.folder)
         over = status is not None and status["phase"] in FINAL
         return (self.folder / SUBMITTED).exists() and not over

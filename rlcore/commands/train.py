@@ -41,7 +41,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """What the signals of one command have asked for."""
+    """The requests to stop that the signals of one command have made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +49,7 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has asked the run to end."""
+        """True if a signal has asked the run to end."""
         return self._first is not None
 
     def repeated(self) -> bool:
@@ -104,7 +104,7 @@ STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all attempts of one command share."""
+    """The state that all attempts of one command share."""
 
     given: RunConfig  # as it was composed, which a resumed run is composed from
     prepared: Prepared

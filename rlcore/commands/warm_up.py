@@ -244,7 +244,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
 
 
 def _played(config: RunConfig) -> dict[str, Any]:
-    """What worked episodes depend on; nothing without an environment."""
+    """Return the settings that worked episodes depend on; none without an environment."""
     found = {label: [e.name, e.args, e.max_turns] for label, e in config.played.items()}
     if config.mixed:
         return {"environments": found} if found else {}
@@ -252,7 +252,7 @@ def _played(config: RunConfig) -> dict[str, Any]:
 
 
 def _denoised(config: RunConfig) -> dict[str, Any]:
-    """What masked answers depend on; nothing for a causal model."""
+    """Return the settings that masked answers depend on; none for a causal model."""
     if config.model.diffusion is None:
         return {}
     canvas = {label: config.rollout_of(label).max_new_tokens for label in config.tasks}

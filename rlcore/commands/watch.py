@@ -50,7 +50,7 @@ def watch(
 
 
 def course_of(config: RunConfig) -> Course:
-    """What warnings need to know of the run's schedule."""
+    """Return the part of the run's schedule that warnings depend on."""
     bound = StalenessBound.of(config.schedule)
     return Course(staleness_bound=bound.cap, takes_turns=bound.synchronous)
 
@@ -98,7 +98,7 @@ class View:
 
     @property
     def phase(self) -> str:
-        """What the run does: a phase of status.json."""
+        """The current activity of the run: a phase of status.json."""
         return str(self._status["phase"]) if self._status else "start"
 
     def update(self) -> bool:
@@ -134,7 +134,7 @@ class View:
             self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
-        """What the run's own console shows at its end."""
+        """Print the summary that the run's own console prints at its end."""
         if self.phase == "failed":
             assert self._status is not None
             step, log = self._status["step"], self.folder / NAME

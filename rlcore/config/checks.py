@@ -24,7 +24,7 @@ KEY = "schedule.colocated=true"
 
 
 def check_colocated(c: RunConfig) -> None:
-    """What may take turns, and how many of each."""
+    """Check which roles may take turns on a GPU, and how many of each."""
     if not c.schedule.colocated:
         refuse(
             c.learner.offload_while_sampling,
@@ -121,7 +121,8 @@ def check_adapters(c: RunConfig) -> None:
 
 
 def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
-    """Whether an actor may have an adapter beside its weights. A draft has weights of its own."""
+    """Return whether an actor may have an adapter beside its weights. A draft has weights of its
+    own."""
     precision = actor.kind if actor.rounding == "none" else actor.rounding
     # Quantised actors here serve the quantised sum; quantised weights with an adapter beside them
     # are another policy.
@@ -138,7 +139,7 @@ def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
 
 
 def check_transport(c: RunConfig) -> None:
-    """Whether what is published can travel as asked."""
+    """Check that the transport can carry the published weights."""
     transport = c.cluster.transport
     # A broadcast reaches every member of the group with the same tensors.
     several = c.learner.distill is not None or any(a.kind == "draft" for a in c.actor.values())

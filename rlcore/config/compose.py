@@ -148,7 +148,7 @@ GROUP = "task"
 
 
 def names_several(override: Override) -> bool:
-    """Whether a selection is a list of tasks."""
+    """Return whether a selection is a list of tasks."""
     chosen = override.key_or_group == GROUP and not override.package
     return chosen and isinstance(override.value(), list)
 
@@ -280,7 +280,7 @@ def _composed(words: Overrides, config_dir: str | Path | None) -> DictConfig:
 
 
 class _Compositions:
-    """What Hydra composed, by folders, their files as they are, and selections.
+    """Cache of Hydra's compositions, by folders, the state of their files, and selections.
 
     Composing takes a tenth of a second, and a sweep, a plan of many fleets or a test run asks for
     the same selections again and again.

@@ -14,7 +14,7 @@ ENGINE = "diffusion"
 
 
 def check_diffusion(c: RunConfig) -> None:
-    """Whether everything that reads the model fits its kind."""
+    """Check that every part that reads the model fits its kind."""
     for label, actor in c.actor.items():
         _check_engine(c, f"actor.{label}", actor)
     if c.model.diffusion is None:

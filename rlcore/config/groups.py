@@ -105,7 +105,7 @@ class Overrides:
         return {group_key(o): o.value() for o in self.selections}
 
     def value_of(self, key: str) -> Any:
-        """What the words set `key` to (the last one counts), or None."""
+        """Return the value that the words set `key` to (the last one counts), or None."""
         found = [o.value() for o in self.values if o.key_or_group == key]
         return found[-1] if found else None
 
@@ -156,8 +156,8 @@ def listing(folders: Sequence[Path]) -> Listing:
 
 
 def settled(found: Listing) -> bool:
-    """Whether a further change would show in the listing: not within a tick of the clock that
-    stamps files."""
+    """Return whether a further change would show in the listing: not within a tick of the clock
+    that stamps files."""
     newest = max((time_ns for _, *files in found for _, time_ns, _ in files), default=0)
     return time.time_ns() - newest > SETTLED_NS
 
@@ -175,7 +175,8 @@ def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
 
 
 def setting_names(config_dir: str | Path | None = None) -> list[str]:
-    """What the words of a run's configuration may name: its groups and its dotted keys."""
+    """Return the names that the words of a run's configuration may use: its groups and its dotted
+    keys."""
     return [*groups(config_dir), *keys()]
 
 

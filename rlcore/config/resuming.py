@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint cannot change.
+"""The settings that a run cannot change when it goes on from a checkpoint.
 
 Every key of the schema either stands here or may change; `tests/config/test_config_resuming.py`
 holds the list of those that may, so that a new key is put on one side or the other. What a plan or

@@ -163,7 +163,7 @@ class ClusterSection(Section, TransportSpec, SupervisionSpec, RaySpec):
 
 
 def task_form(value: Any) -> Literal["one", "several"]:
-    """Whether `task` holds the keys of one task, or tasks by label."""
+    """Return whether `task` holds the keys of one task, or tasks by label."""
     if isinstance(value, Mapping) and value and not set(value) & set(TaskSpec.model_fields):
         return "several"
     return "one"
@@ -228,7 +228,7 @@ class RunConfig(Spec):
 
     @property
     def mixed(self) -> bool:
-        """Whether `task` holds tasks by label, be it a single one."""
+        """True if `task` holds tasks by label, even a single one."""
         return not isinstance(self.task, TaskSpec)
 
     def task_key(self, label: str) -> str:

@@ -183,7 +183,8 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
 
 
 def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
-    """What a program that calls the model as an endpoint does not go with."""
+    """Refuse settings that cannot be combined with a program that calls the model as an
+    endpoint."""
     if environment.name != "endpoint":
         return
     key = f"{section}.name=endpoint"
@@ -205,7 +206,7 @@ def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
 
 
 def _turns(c: RunConfig) -> None:
-    """What advantages by turn do not go with."""
+    """Refuse settings that cannot be combined with advantages by turn."""
     a = c.algorithm
     key = f"algorithm.turn_share={a.turn_share:g}"
     refuse(

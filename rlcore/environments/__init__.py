@@ -30,7 +30,8 @@ TRL = "rlcore.environments.trl:trl_maker"
 
 
 def _written_for_trl(cls: Any, spec: EnvironmentSpec) -> bool:
-    """Whether a class has TRL's methods. One that has all of rlcore's own is taken for its own."""
+    """Return whether a class has TRL's methods. A class that has all of rlcore's methods counts as
+    rlcore's."""
     own = all(callable(getattr(cls, method, None)) for method in ("reset", "step", "grade"))
     scored = hasattr(cls, "get_reward") or "rewards" in spec.args
     return not own and isinstance(cls, type) and hasattr(cls, "reset") and scored

@@ -58,7 +58,8 @@ class Conversation:
     tools: list[Any]
 
     def continued_by(self, request: ChatRequest) -> list[Message]:
-        """What a request adds to it; nothing if it is no continuation."""
+        """Return the messages that a request adds to the conversation; empty if it is no
+        continuation."""
         count = len(self.messages)
         if self.tools != request.tools or list(map(_compared, request.messages[:count])) != list(
             map(_compared, self.messages)
@@ -179,7 +180,7 @@ class Endpoint(Environment):
         return None
 
     def _reply(self, call: Call) -> Reply:
-        """What a call says: the continuation of a conversation, or another one."""
+        """Make the reply of a call: the continuation of a conversation, or another one."""
         self._pending = call
         request = call.request
         added = [conversation.continued_by(request) for conversation in self._conversations]
@@ -241,7 +242,7 @@ class Endpoint(Environment):
         return replace(grade, parts={**grade.parts, **{n: float(c) for n, c in counts.items()}})
 
     def _returned(self) -> Any:
-        """What the program has returned, once it has. Raises RuntimeError if it has raised."""
+        """Return the program's result. Raises RuntimeError if the program has raised."""
         try:
             return self._outcome.result()
         except BaseException as error:
@@ -258,7 +259,8 @@ class Endpoint(Environment):
 
 
 def _tell_clients(server: SessionServer) -> None:
-    """What clients read from the environment of their process; it serves this session alone."""
+    """Set the environment variables that clients in this process read; it serves this session
+    alone."""
     os.environ["OPENAI_BASE_URL"] = server.base_url
     os.environ["OPENAI_API_KEY"] = server.api_key
     for name in ("no_proxy", "NO_PROXY"):

@@ -48,7 +48,7 @@ class Refused(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """Return the body of the response."""
         error = {"message": str(self), "type": "invalid_request_error", "param": None}
         return {"error": {**error, "code": self.code}}
 
@@ -331,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _waits(self) -> bool:
-        """Whether the client has not closed its connection."""
+        """Return whether the client still keeps its connection open."""
         readable = select.select([self.connection], [], [], 0)[0]
         try:
             return not readable or bool(self.connection.recv(1, socket.MSG_PEEK))

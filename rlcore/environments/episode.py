@@ -29,7 +29,7 @@ TURN = "#"  # in the purpose of what the engine is asked for: a turn of an episo
 
 
 def is_turn(trajectory: Trajectory) -> bool:
-    """Whether a record is one turn of an episode."""
+    """Return whether a record is one turn of an episode."""
     return TURN in trajectory.purpose
 
 
@@ -147,7 +147,8 @@ class Episode:
         self.conversations.append(self.now)
 
     def graded(self, grade: Mapping[str, Any]) -> dict[str, Any]:
-        """What the score has of an environment's grade: reward, parts, rewards of turns.
+        """Return the fields of the score that an environment's grade gives: reward, parts, rewards
+        of turns.
 
         The grade's reward is the last turn's, or the last token's where tokens are rewarded. Raises
         ValueError for a grade that rewards another number of turns than its environment was given,

@@ -1,4 +1,4 @@
-"""What happens to the episodes of one actor between two turns, without threads.
+"""The steps of one actor's episodes between two turns, without threads.
 
 Every call returns at once. What is to be sampled, dropped or delivered is collected, and
 `environments/player.py` passes it on.
@@ -81,7 +81,7 @@ class Play:
 
     @property
     def busy(self) -> bool:
-        """Whether any episode is open or waits."""
+        """True if any episode is open or waits."""
         return bool(self.open or self._waiting)
 
     def wait(self, limit_s: float, other: int | None = None) -> None:
@@ -161,7 +161,7 @@ class Play:
         episode.deadline = min(limit, episode.ends_at)
 
     def _guarded(self, episode: Episode, act: Callable[[Episode], None]) -> None:
-        """What an environment or its renderer does wrong fails its own episode."""
+        """Run `act`; an error of an environment or its renderer fails its own episode alone."""
         try:
             act(episode)
         except EnvironmentDied as error:

@@ -29,7 +29,7 @@ MAX_WAIT_S = 0.5  # between two looks at the deadlines
 
 
 class Sampler(Protocol):
-    """What the player asks of the thread that owns the engine."""
+    """The calls of the player to the thread that owns the engine."""
 
     def submit(self, requests: Sequence[Request]) -> Future[None]:
         """Queue turns."""
@@ -183,7 +183,7 @@ class Players:
 
     @property
     def error(self) -> BaseException | None:
-        """What ended one of the threads."""
+        """The error that ended one of the threads."""
         return next((p.error for p in self._players.values() if p.error is not None), None)
 
     def start(self, sampler: Sampler) -> None:
@@ -192,7 +192,7 @@ class Players:
             player.start(sampler)
 
     def plays(self, request: Request) -> bool:
-        """Whether a request is an episode; others are answered in one turn."""
+        """Return whether a request is an episode; others are answered in one turn."""
         return _task(request) in self._players
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -50,7 +50,8 @@ class Link:
             raise EnvironmentDied("the environment's process died") from error
 
     def receive(self) -> dict[str, Any] | None:
-        """What has come, once `select` says that something has; None: not yet a whole answer.
+        """Return the answer that has come, once `select` has reported the link; None if it is not
+        yet whole.
 
         Raises EnvironmentDied.
         """
@@ -79,7 +80,8 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether a process that owes no answer is still there: its link would else be readable."""
+        """True if a process that owes no answer is still there: otherwise its link would be
+        readable."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return not poll.poll(0)

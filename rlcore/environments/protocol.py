@@ -22,7 +22,7 @@ from rlcore.types import FinishReason, Grade, Item, Message
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the model is asked first, and the tools that it may call.
+    """The first prompt of an episode, and the tools that the model may call.
 
     Example: Opening([{"role": "user", "content": "Guess a number from 0 to 9."}])
     """
@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What the model did in one turn. An environment never sees one that has an `error`.
+    """The model's action in one turn. An environment never receives one that has an `error`.
 
     Example: Action("Let me compute.", (ToolCall("add", {"a": 1, "b": 2}),))
     """
@@ -56,7 +56,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the environment answers to an action.
+    """The environment's answer to an action.
 
     Example: Reply([{"role": "user", "content": "higher"}])
     """
@@ -168,7 +168,8 @@ def _json_type(hint: Any) -> dict[str, str]:
 
 
 def as_json(answer: Any) -> str:
-    """What a tool has returned, as the model reads it: text as it is, anything else as JSON."""
+    """Return a tool's result as the text that the model reads: text as it is, anything else as
+    JSON."""
     return answer if isinstance(answer, str) else json.dumps(answer, default=str)
 
 

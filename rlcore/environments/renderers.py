@@ -159,7 +159,8 @@ def _described(tools: Sequence[Any]) -> str:
 
 
 def _after(text: str, answer: str) -> str | None:
-    """What follows an answer at the beginning of `text`; None if it does not begin with it."""
+    """Return the text that follows `answer` at the beginning of `text`; None if it does not begin
+    with it."""
     for given in (answer, answer.rstrip(), answer.lstrip(), answer.strip()):
         if text.startswith(given):
             return text[len(given) :]

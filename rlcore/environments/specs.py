@@ -40,13 +40,13 @@ class EnvironmentSpec(Spec):
 
     @property
     def played(self) -> bool:
-        """Whether the run has an environment."""
+        """True if the run has an environment."""
         return self.name is not None
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentJob:
-    """What an actor needs to play episodes.
+    """The settings that an actor plays episodes with.
 
     Example: EnvironmentJob(EnvironmentSpec(name="task"), EvalTaskSpec(name="digits"), "digits",
     max_len=128)

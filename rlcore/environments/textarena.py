@@ -44,7 +44,7 @@ class TextArena(Environment):
         return Reply([{"role": "user", "content": self._shown()}], over=bool(self._over))
 
     def _shown(self) -> str:
-        """What the game has said since the last turn, without what the player has."""
+        """Return the game's messages since the last turn, without those that the player has."""
         _, seen = self._env.get_observation()
         return "\n".join(str(text) for sender, text, _ in seen if sender != 0)
 

@@ -252,7 +252,7 @@ class TrlEnvironment(Environment):
         return Grade(sum(parts.values()), {**parts, **counts})
 
     def _scored(self, name: str, function: Callable[..., Any]) -> Any:
-        """What a reward function of TRL gives to a batch of this one episode."""
+        """Call a reward function of TRL on a batch of this one episode and return its result."""
         columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
         batch = {"prompts": [self._prompt], "completions": [self._said], **columns}
         batch["environments"] = [self._instance]

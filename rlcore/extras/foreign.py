@@ -157,7 +157,7 @@ class _Translator:
         self.left.append(Left(key, self.given.get(key), reason))
 
     def name(self, ours: str) -> str:
-        """What the other trainer calls one of our keys."""
+        """Return the other trainer's name of one of our keys."""
         return next(entry.of(self.source) for entry in ENTRIES if entry.ours == ours)
 
     def theirs(self, ours: str, default: Any = None) -> Any:

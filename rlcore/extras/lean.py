@@ -126,7 +126,8 @@ def _without_comments(text: str) -> str:
 
 
 def checked_source(statement: Statement, proof: str) -> str:
-    """What Lean is given: the statement, the proof, and the question which axioms it rests on."""
+    """Build the source that Lean checks: the statement, the proof, and the question which axioms it
+    rests on."""
     return f"{statement.before}{statement.text}{proof}\n\n#print axioms {statement.name}\n"
 
 

@@ -98,7 +98,8 @@ def results(data: Any, asked: Any) -> dict[str, Any]:
 
 
 def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]) -> Verdict:
-    """What Lean's answer on one source says. Raises Unjudged if it is no answer on the proof."""
+    """Read Lean's answer on one source as a verdict. Raises Unjudged if it is no answer on the
+    proof."""
     error = result.get("error")
     if error:
         if LATE in str(error):

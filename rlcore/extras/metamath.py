@@ -95,8 +95,8 @@ class Judge:
         self._may_use = may_use
 
     def judge(self, theorem: Assertion, proof: Proof) -> Checked | None:
-        """What the checker says; None if it need not be asked: a label is unknown or may not be
-        used, or steps are missing or left over."""
+        """Check a proof and return the result; None if the checker need not be run: a label is
+        unknown or may not be used, or steps are missing or left over."""
         if not self._known(theorem, proof) or (proof.normal and not self._whole(theorem, proof)):
             return None
         return self._checker.check(self._database.needed(theorem, proof.labels, proof.text))
@@ -110,8 +110,8 @@ class Judge:
         return True
 
     def _whole(self, theorem: Assertion, proof: Proof) -> bool:
-        """Whether the stack never runs empty and one entry is left: a count, which costs nothing
-        beside starting the checker."""
+        """Return whether the stack never runs empty and one entry is left: a count, whose cost is
+        negligible beside the checker's start."""
         own = {hypothesis.label for hypothesis in theorem.hypotheses}
         height = 0
         for label in proof.labels:
@@ -254,7 +254,7 @@ class MetamathFile(Task):
         }
 
     def _may_use(self, theorem: Assertion, assertion: Assertion) -> bool:
-        """Whether an assertion stands before the theorem."""
+        """Return whether an assertion stands before the theorem."""
         own = self._database.assertions.get(theorem.label)
         return own is None or assertion.place < own.place
 

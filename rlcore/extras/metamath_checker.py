@@ -56,7 +56,7 @@ class UnknownSymbol(ValueError):
 
 
 class Database:
-    """What a database declares. Variables have one type each for all of it, as in set.mm."""
+    """The declarations of a database. Variables have one type each for all of it, as in set.mm."""
 
     def __init__(self, text: str) -> None:
         self.constants: set[str] = set()
@@ -202,8 +202,8 @@ class Checker:
         self._memory = memory_mib * MIB
 
     def check(self, small: str) -> Checked:
-        """Whether the proof of GOAL in a small database is one. A proof past the deadline or the
-        memory limit is none. Raises CheckerError."""
+        """Return whether the proof of GOAL in a small database is valid. A proof past the deadline
+        or the memory limit is invalid. Raises CheckerError."""
         with tempfile.TemporaryDirectory(prefix="proof-") as folder:
             (Path(folder) / "proof.mm").write_text(small, encoding="ascii")
             return self._verdict(*self._run(folder))

@@ -25,7 +25,7 @@ TEMPLATES = shipped("launchers")
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What would be started: files to write first (content by path), then one command.
+    """The files (content by path) to write first, and the one command to start then.
 
     Example: Rendered(("sbatch", "run/launch/job.sbatch"), {"run/launch/job.sbatch": "#!..."})
     """
@@ -231,8 +231,7 @@ LAUNCHERS: Mapping[str, Callable[[LaunchSpec, Sequence[str], str], Rendered]] = 
 
 
 def render(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
-    """What would be started for `rlcore train WORDS`. Raises UserError naming the key that does not
-    fit."""
+    """Render the job of `rlcore train WORDS`. Raises UserError naming the key that does not fit."""
     refuse(
         spec.learner_nodes >= spec.nodes,
         f"cluster.launch.learner_nodes={spec.learner_nodes} leaves no node of "

@@ -116,8 +116,8 @@ class StepBatch:
 def observed(
     sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored
 ) -> StepTensors:
-    """What corrections see at optimizer step `step`: `sent` with the learner's scores under p_ref
-    and p_new."""
+    """Return the tensors that corrections see at optimizer step `step`: `sent` with the learner's
+    scores under p_ref and p_new."""
     return replace(
         sent,
         step=step,

@@ -173,7 +173,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rank is built of."""
+    """The components that a rank is built of."""
 
     reduce: Reduce
     engine: TrainEngine  # the policy's
@@ -322,7 +322,7 @@ class _Models:
         return self._ready(lm.train(), rule, replay)
 
     def _may_share(self) -> bool:
-        """Whether the job leaves it to the models."""
+        """Return whether the job leaves the choice to the models."""
         spec, rule = self._spec, self._job.sparse
         return (
             spec.share_prefix == "auto"

@@ -51,7 +51,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether a fresh module of this kind with random weights gives what `rms_norm` gives."""
+    """Return whether a fresh module of this kind with random weights computes the result of
+    `rms_norm`."""
     rows, width = _PROBE
     generator = torch.Generator().manual_seed(0)
     try:

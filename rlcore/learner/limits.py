@@ -23,7 +23,8 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What micro_batch_tokens=auto takes on a kind of device: fixed, nothing is measured."""
+    """The size that micro_batch_tokens=auto takes on a kind of device: fixed, nothing is
+    measured."""
 
     bytes: int  # of activations
     least: int  # positions: with fewer, fixed work is repeated
@@ -36,7 +37,7 @@ ROOM = {"cpu": Room(512 << 20, 1024, 4096), "cuda": Room(4 << 30, 1024, 16384)}
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """What the activations of a model depend on; widths are in entries.
+    """The sizes of a model that its activations depend on; widths are in entries.
 
     Example: LayerSizes(36, 4096, 4096, 1024, 12288, True)
     """

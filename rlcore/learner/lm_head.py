@@ -1,4 +1,4 @@
-"""What a pass through the LM head computes, and in which chunks."""
+"""The computations of a pass through the LM head, and their division into chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEWEST = 64  # positions that a chunk may always have: fewer would waste the pr
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """What the head pass computes besides log p and entropy.
+    """The outputs of the head pass besides log p and entropy.
 
     Example: HeadSpec(temperature=1.0, chunk=1024, topk=20)
     """

@@ -73,7 +73,7 @@ def plain_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return f".{_ADAPTER}." in name
 
 

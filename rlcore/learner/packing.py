@@ -69,7 +69,7 @@ class PrefixTree:
 
 
 def in_batches(parts: Sequence[Sequence[TokenSequence]], budget: int) -> list[list[int]]:
-    """Which episodes share a micro-batch of at most `budget` distinct prefixes.
+    """Divide episodes into micro-batches of at most `budget` distinct prefixes each.
 
     Episodes that begin alike follow each other, those with the longest sequences first; a group
     that does not fit is continued in another micro-batch, which computes its prompt again. What
@@ -303,7 +303,7 @@ def _causal(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenS
 def _plain_batches(
     parts: Sequence[EpisodeTokens], budget: int, layout: Layout, tight: PassCosts | None
 ) -> list[list[int]]:
-    """Which episodes share a micro-batch."""
+    """Divide episodes into micro-batches."""
     order = [i for i, sequences in enumerate(parts) if sequences]
     # rows of like length share a micro-batch; in one packed row only the sum matters
     size = max if layout == "sorted" else sum

@@ -52,7 +52,8 @@ class Replay:
     def _enter(
         self, router: nn.Module | None, index: int, layer: nn.Module, args: Any, given: Any
     ) -> tuple[Any, Any]:
-        """What the layer's router is to choose; the rest of the layer does not see it."""
+        """Set the choice of experts for the layer's router; the rest of the layer does not see
+        it."""
         del layer
         kept = {name: value for name, value in given.items() if name != "routes"}
         if router is not None:
@@ -184,7 +185,7 @@ def without_dropout(config: Any) -> None:
 
 
 def _is_probability(value: Any) -> bool:
-    """Whether a setting is a number above 0 (a switch is none)."""
+    """Return whether a setting is a number above 0 (a bool is not a number)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -265,7 +266,7 @@ class Policy(nn.Module):
         return {} if self.replay is None or mb.routes is None else {"routes": mb.routes}
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
-        """What the attention of every layer reads of a micro-batch, made once."""
+        """Make the inputs of the attention of every layer for a micro-batch, once."""
         if mb.segments is not None:
             return {"segments": mb.segments}
         name: Any = self.lm.config._attn_implementation  # type: ignore[union-attr]
@@ -341,6 +342,6 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        """What the full KL needs: hidden states [N, D] of the predicting positions, and the head's
-        weight [V, D]."""
+        """Return the inputs of the full KL: hidden states [N, D] of the predicting positions, and
+        the head's weight [V, D]."""
         return self.policy.hidden(mb), self.policy.head.weight

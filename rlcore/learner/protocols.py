@@ -1,4 +1,5 @@
-"""What the learner is built of: a training engine, and companions trained beside the policy.
+"""The protocols of the learner's parts: a training engine, and companions trained beside the
+policy.
 
 Implementations inherit these base classes. A method with a body is optional.
 """
@@ -85,8 +86,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        """What another policy's full KL to this one needs, detached: hidden states [N, D] of the
-        positions that predict, and the head's weight [V, D]. Not collective."""
+        """Return the inputs of another policy's full KL to this one, detached: hidden states [N, D]
+        of the positions that predict, and the head's weight [V, D]. Not collective."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -185,7 +186,7 @@ class TrainEngine(ABC):
 
 
 class Companion(ABC):
-    """What is trained beside the policy in the learner's ranks, published under its own name.
+    """A model trained beside the policy in the learner's ranks, published under its own name.
 
     `name` is the key of its weights in a publication and its folder in checkpoints and exports.
     """

@@ -45,12 +45,12 @@ def join_ranks(place: RankPlace, device: torch.device) -> None:
 
 
 def is_first_rank() -> bool:
-    """Whether this is the rank that writes and publishes."""
+    """Return whether this rank is the one that writes and publishes."""
     return dist.get_rank() == 0
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """What every rank gives, in order of rank. Collective; for a few kilobytes."""
+    """Gather the object of every rank, in order of rank. Collective; for a few kilobytes."""
     world = dist.get_world_size()
     if world == 1:
         return [mine]

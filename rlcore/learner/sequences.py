@@ -1,4 +1,5 @@
-"""What the model is run over: tokens in order, and which of them are scored. NumPy alone.
+"""The sequences that the model is run over: tokens in order, and a mark on those that are scored.
+NumPy alone.
 
 How the log-probs of a response are computed is decided here and nowhere else in the learner: a
 `Reader` makes a sequence of each record, and packing, passes, losses and corrections ask only what

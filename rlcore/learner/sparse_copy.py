@@ -198,7 +198,7 @@ class SparseCopy(Companion):
         return mb.flat(ids) if len(mb.episodes) else ids.new_full((1, ids.shape[2]), -1)
 
     def _target(self, batch: StepBatch, mb: MicroBatch, dense: _Dense | None) -> KlTarget | None:
-        """What the KL is taken to where sampled tokens do not suffice."""
+        """Return the target of the KL where sampled tokens do not suffice."""
         if self._distill.kl == "full":
             return self._policy.as_base(mb)
         ids = self._ids(batch, mb)

@@ -220,7 +220,7 @@ class OptimizerSpec(Spec):
 
 
 class OffloadSpec(Spec):
-    """What ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
+    """The tensors that ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
 
     optimizer: Literal["none", "cpu", "nvme"] = setting(
         "none",
@@ -444,7 +444,7 @@ class LearnerSpec(OptimizerSpec):
 
 @dataclass(frozen=True, slots=True)
 class LearnerJob:
-    """What the ranks of a learner are built for; the same on every rank."""
+    """The arguments that the ranks of a learner are built from; equal on every rank."""
 
     model_path: str
     learner: LearnerSpec
@@ -467,7 +467,7 @@ class LearnerJob:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this is, and where the ranks join.
+    """The number of a rank, and the address where the ranks join.
 
     Example: RankPlace(0, 2, "127.0.0.1", 29500, 1800)
     """

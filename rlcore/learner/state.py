@@ -57,7 +57,8 @@ def export_model(
 
 
 class RankState:
-    """What a rank trains, as sets of weights by name: the policy's, and each companion's.
+    """The trained weights of a rank, as sets of weights by name: the policy's, and each
+    companion's.
 
     Every method is collective: all ranks call it, in the same order.
     """

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one rank has written, by tensor name."""
+    """The tensors that one rank has written, by name."""
 
     shapes: dict[str, list[int]]  # of whole tensors
     files: dict[str, dict[str, tuple[int, int]]]  # file -> first entry held and the one after

@@ -52,12 +52,12 @@ class StepLoss:
 
     @property
     def needs_base_logp(self) -> bool:
-        """Whether log-probs under the frozen starting policy are needed."""
+        """True if log-probs under the frozen starting policy are needed."""
         return self.spec.kl_coef > 0 and self.spec.kl_estimator != "full"
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the KL over the whole vocabulary is needed."""
+        """True if the KL over the whole vocabulary is needed."""
         return self.spec.kl_coef > 0 and self.spec.kl_estimator == "full"
 
     @property
@@ -98,7 +98,8 @@ MIB = 1 << 20
 
 
 class KeptPasses:
-    """Whether what these passes hold for their backward passes fits `learner.keep_passes_mib`.
+    """Decides whether the activations that passes hold for their backward passes fit
+    `learner.keep_passes_mib`.
 
     Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
     that runs of one seed stay equal.
@@ -109,7 +110,7 @@ class KeptPasses:
         self._per_position: float | None = None  # bytes; None: not measured yet
 
     def fit(self, micro: Sequence[MicroBatch]) -> bool:
-        """Whether these may be kept, as far as is known."""
+        """Return whether these passes may be kept, as far as is known."""
         if self._per_position is None:
             return self._most > 0
         return self._per_position * sum(mb.tokens for mb in micro) <= self._most
@@ -196,7 +197,7 @@ class TaskAdvantages:
         return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
 
     def _turns(self, batch: StepBatch) -> Turns:
-        """What a reward to go is of: `credit`."""
+        """Return the turns that a reward to go is computed over: `credit`."""
         if not self._by_token:
             return batch.turns
         rewards, mask = batch.turns.token_rewards, batch.sent.mask
@@ -238,7 +239,7 @@ Forward = tuple[TokenScores, Tensor | None]  # a differentiated pass: scores, fu
 
 @dataclass(frozen=True, slots=True)
 class StepGradient:
-    """What is known when the backward passes of a step are done."""
+    """The result of the backward passes of a step."""
 
     sums: Sums
     kept: int  # tokens in the loss, over all ranks
@@ -248,7 +249,7 @@ class StepGradient:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What the micro-batches of a step have in common."""
+    """The inputs that the micro-batches of a step have in common."""
 
     batch: StepBatch
     advantages: Tensor  # [B, T]
@@ -311,19 +312,19 @@ class Update:
         return self._score(batch, self.engine, self.topk)
 
     def _one_pass_suffices(self, batch: StepBatch) -> bool:
-        """Whether the p_ref of a step alone may be taken from the pass that is differentiated."""
+        """Return whether the p_ref of a step may be taken from the differentiated pass alone."""
         if self._ref_pass == "always":
             return False
         return self._apart or self._together(batch)
 
     @property
     def _apart(self) -> bool:
-        """Whether corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
-        asks for no pass of its own."""
+        """True if corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
+        needs no pass of its own."""
         return self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
 
     def _together(self, batch: StepBatch) -> bool:
-        """Whether all differentiated passes may be held at once, as far as is known."""
+        """Return whether all differentiated passes may be held at once, as far as is known."""
         return _one_forward(batch) or self._kept.fit(batch.micro)
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> StepGradient:
@@ -487,8 +488,8 @@ class Update:
 
 
 def _one_forward(batch: StepBatch) -> bool:
-    """Whether one forward pass sees this rank's whole share, and so every rank's: their counts of
-    micro-batches are the same."""
+    """Return whether one forward pass sees this rank's whole share, and so every rank's: all ranks
+    have equally many micro-batches."""
     return len(batch.micro) == 1
 
 

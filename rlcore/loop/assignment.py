@@ -1,4 +1,4 @@
-"""Which rollout actor works on which group."""
+"""The assignment of groups to rollout actors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Assignments:
                 chosen.setdefault(member, []).append((group_id, requests))
 
     def _submit_given(self, member: Member, given: Sequence[Given]) -> None:
-        """What a member has not lost again since it was chosen."""
+        """Submit to a member the requests that it has not lost again since it was chosen."""
         held = member.groups
         batch = [r for g, requests in given if held.get(g) is requests for r in requests]
         if batch:

@@ -199,7 +199,8 @@ def _damage(folder: Path) -> str | None:
 
 
 def _other_format(folder: Path) -> str | None:
-    """What another version of rlcore wrote and this one does not know, of a whole checkpoint."""
+    """Return the format of a whole checkpoint that another version of rlcore wrote and this one
+    cannot read."""
     try:
         progress = json.loads((folder / STATE).read_text())["progress"]
         unknown = sorted({*progress} - {f.name for f in fields(Progress)})

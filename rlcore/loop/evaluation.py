@@ -58,7 +58,7 @@ class Evaluator:
         self._pending: _Pending | None = None
 
     def wants(self, step: int, last_step: int) -> bool:
-        """Whether version `step` is to be evaluated."""
+        """Return whether version `step` is to be evaluated."""
         if step == 0:
             return self._spec.at_start
         return step == last_step or bool(self._spec.every and step % self._spec.every == 0)

@@ -185,8 +185,8 @@ class Fleet:
                 timeline.add(member.name, "decode", start, end, share)
 
     def step_costs(self) -> dict[str, float]:
-        """What engine steps cost, by the newest heartbeats, as metrics: mean over the actors of a
-        label that say."""
+        """Return the cost of engine steps by the newest heartbeats, as metrics: the mean over the
+        actors of a label that report it."""
         said: dict[str, list[float]] = {}
         for member in self._roster.healthy():
             for name, seconds in member.process.status.get("costs", {}).items():

@@ -57,7 +57,7 @@ class _Missing:
             self.half_at = now()
 
     def only_silent(self) -> bool:
-        """Whether all that are still loading are silent."""
+        """Return whether all processes that are still loading are silent."""
         self._silent = sum(m.suspect for m in self._loading)
         return self._silent == len(self._loading)
 
@@ -161,7 +161,7 @@ Party = tuple[Member, Process]
 
 
 class JointLoading:
-    """Which processes take part in a publication, and what each has loaded."""
+    """The processes that take part in a publication, and the version that each has loaded."""
 
     def __init__(self, roster: Roster, on_publish: OnPublish) -> None:
         self._roster = roster

@@ -96,7 +96,7 @@ class Member:
     suspect: bool = False  # healthy, but silent: it is given nothing until it answers again
 
     def serves(self, group_id: int) -> bool:
-        """Whether a group may be assigned to it; evaluation groups are negative."""
+        """Return whether a group may be assigned to this member; evaluation groups are negative."""
         purpose = self.pool.purpose
         return purpose == "all" or (purpose == "evaluation") == (group_id < 0)
 
@@ -251,8 +251,8 @@ class Roster:
         self.work.remove(member)
 
     def in_rotation(self, member: Member) -> bool:
-        """Whether a member may be given work. One whose weights are older than the version noted as
-        published may not: groups are admitted under that version."""
+        """Return whether a member may be given work. A member with weights older than the version
+        noted as published may not: groups are admitted under that version."""
         return member.healthy and not member.suspect and member.process.version >= self.published
 
     def rotation(self) -> list[Member]:

@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def synchronous(self) -> bool:
-        """Whether generation and learning take turns."""
+        """True if generation and learning take turns."""
         return self.schedule.synchronous
 
     @property
@@ -59,7 +59,7 @@ class Plan:
         return min(self.phases.end(step), self.steps)
 
     def publishes_after(self, step: int) -> bool:
-        """Whether the weights after `step` optimizer steps are published."""
+        """Return whether the weights after `step` optimizer steps are published."""
         return step % self.schedule.publish_period == 0 or step == self.steps
 
     def check_resume(self, progress: Progress) -> None:
@@ -87,7 +87,8 @@ class Plan:
             )
 
     def within_phase(self, progress: Progress) -> bool:
-        """Whether the next step is not the first of its phase, so that its p_ref is older."""
+        """Return whether the next step is not the first of its phase, so that its p_ref is
+        older."""
         if progress.in_phase is None:
             return bool(progress.step % self.phases.steps)
         return progress.in_phase

@@ -128,7 +128,7 @@ class Mixture:
 
     @property
     def remembers(self) -> bool:
-        """Whether pass rates of some task are wanted."""
+        """True if pass rates of some task are recorded."""
         return any(source.remembers for source in self.sources.values())
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -150,7 +150,7 @@ SEEDS = 1 << 63  # `derive_seed` is below
 
 
 class Difficulty:
-    """What is remembered of one task's problems, by their index.
+    """The remembered pass rates of one task's problems, by index.
 
     Whether a problem is passed over depends on (seed, cursor) and on what is remembered, never on
     timing; a problem that was not seen yet is always drawn.
@@ -162,7 +162,7 @@ class Difficulty:
         self._seed = run_seed
 
     def draws(self, index: int, cursor: int) -> bool:
-        """Whether problem `index`, whose turn comes at `cursor`, is drawn."""
+        """Return whether problem `index`, which is next at `cursor`, is drawn."""
         rate = self.rates.get(index)
         if rate is None or self.spec.hopeless < rate < self.spec.solved:
             return True
@@ -288,7 +288,8 @@ class PromptSource:
         return fitting_prompt(ids, item.prompt_id, self.max_prompt_tokens)
 
     def asked(self, split: Split, index: int) -> str | tuple[Message, ...] | None:
-        """What an actor makes the prompt of a problem of; None where an environment does."""
+        """Return the text or messages that an actor makes a problem's prompt of; None where an
+        environment makes it."""
         if self._encode is None:
             return None
         item = self.task.item(split, index)
@@ -324,7 +325,7 @@ class PromptSource:
 
     @property
     def remembers(self) -> bool:
-        """Whether pass rates are wanted."""
+        """True if pass rates are recorded."""
         return self._difficulty is not None
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -340,7 +341,7 @@ class PromptSource:
 
 
 class Prompts(Protocol):
-    """What a run draws its training prompts from: `PromptSource`, or `loop.mixture.Mixture`."""
+    """The source of a run's training prompts: `PromptSource`, or `loop.mixture.Mixture`."""
 
     def peek(self, count: int) -> list[Item]:
         """The next `count` items; nothing moves."""
@@ -368,7 +369,7 @@ class Prompts(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """Whether pass rates are wanted."""
+        """True if pass rates are recorded."""
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Remember the pass rates of groups that have arrived."""
@@ -379,7 +380,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for of each prompt of a task."""
+    """The request settings of each prompt of a task."""
 
     sampling: SamplingSpec
     samples: int
@@ -404,7 +405,7 @@ class RequestMaker:
         self._run_seed = run_seed
 
     def asked(self, prompt_id: str) -> Asked:
-        """What is asked for of a prompt."""
+        """Return the request settings of a prompt."""
         return self._tasks.get(prompt_id.partition("/")[0], self._usual)
 
     def group(self, group_id: int, prompt_id: str) -> list[Request]:

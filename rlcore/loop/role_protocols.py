@@ -22,7 +22,7 @@ Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samp
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the loop knows of a training batch. Example: Batch([(17, 40)], {"reward/mean": 0.5})"""
+    """A training batch, as the loop sees it. Example: Batch([(17, 40)], {"reward/mean": 0.5})"""
 
     groups: list[tuple[int, int]]  # (group id, sampled tokens)
     metrics: dict[str, float]
@@ -30,7 +30,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a publication took. Example: Sent(120.5, 0.03)"""
+    """The size and duration of a publication. Example: Sent(120.5, 0.03)"""
 
     mib: float = 0.0  # to an actor that has the version before
     changed_share: float = 1.0  # of all entries, what was sent as changed; 1: whole sets
@@ -82,7 +82,7 @@ class BufferClient(Protocol):
         """The version that every actor serves, and the learner's."""
 
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
-        """Whether the batch of `step` can be taken, waiting up to `timeout_s` for it.
+        """Wait up to `timeout_s` for the batch of `step`; return whether it can be taken.
 
         `wave`: groups of the whole run, in synchronous schedules: all that may be admitted must
         have arrived first.

@@ -63,7 +63,7 @@ class Disk(Executor):
         return future
 
     async def idle(self, timeout_s: float) -> bool:
-        """Whether every job has ended, after waiting for up to `timeout_s` of real time."""
+        """Wait up to `timeout_s` of real time; return whether every job has ended."""
         deadline = time.monotonic() + timeout_s
         while self._running and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -106,11 +106,11 @@ class CheckpointPace:
         self._since = now()
 
     def due_by_steps(self, step: int) -> bool:
-        """Whether `step` is one of those that `checkpoint.every` names."""
+        """Return whether `checkpoint.every` divides `step`."""
         return bool(self._every) and step % self._every == 0
 
     def due_by_time(self) -> bool:
-        """Whether the last one was taken `interval_s` ago."""
+        """Return whether the last checkpoint was taken at least `interval_s` ago."""
         return bool(self.interval_s) and now() - self._since >= self.interval_s
 
     @contextlib.contextmanager
@@ -205,7 +205,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """True if a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     async def begin(self, clients: Clients, cut: Cut, *, last: bool = False) -> None:

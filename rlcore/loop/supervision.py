@@ -1,4 +1,4 @@
-"""Which rollout actors are healthy, and what becomes of those that are not.
+"""Supervision of rollout actors: their health, and the replacement of failed ones.
 
 A failed actor (dead, hung past its deadline, or with weights that did not arrive) leaves the
 rotation at once and is replaced. One that is merely silent becomes a suspect first: it keeps its
@@ -194,7 +194,7 @@ class Supervisor:
             self._starting.replace(member)
 
     def _others_serve(self, member: Member) -> bool:
-        """Whether another healthy member is given what this one was."""
+        """Return whether another healthy member is given the work that this one was given."""
         purposes = {member.pool.purpose, "all"}
         return any(m.pool.purpose in purposes for m in self._roster.healthy() if m is not member)
 
@@ -254,7 +254,7 @@ class Supervisor:
             )
 
     def _judge(self, member: Member) -> None:
-        """Whether a member is silent, by the heartbeat that it owes and by its engine's."""
+        """Return whether a member is silent, by its overdue heartbeat and by its engine's."""
         process, limit = member.process, self._spec.suspect_after_s
         silence = 0.0 if process.checking is None else now() - process.asked_at
         suspect = silence > limit or _engine_stands_still(process, limit)
@@ -303,8 +303,8 @@ class Supervisor:
 
 
 def _engine_stands_still(process: Process, limit: float) -> bool:
-    """Whether the engine's thread is silent although its process answers: a slow engine is not, nor
-    one that loads weights."""
+    """Return whether the engine's thread is silent although its process answers: a slow engine is
+    not, nor one that loads weights."""
     status = process.status
     if not status or process.loading is not None:
         return False

@@ -1,5 +1,5 @@
-"""What a person sees of a run: a live table (or a line a step), and at the end a summary with
-sample completions."""
+"""The console of a run: a live table (or a line a step), and at the end a summary with sample
+completions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a summary of a run needs of its rows: the first and the newest, the last steps, and the
-evaluations. The console, `rlcore watch` and `rlcore compare` share it."""
+"""The digest of a run's rows that a summary is made of: the first and the newest, the last steps,
+and the evaluations. The console, `rlcore watch` and `rlcore compare` share it."""
 
 from __future__ import annotations
 

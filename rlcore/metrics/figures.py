@@ -167,7 +167,7 @@ class Chart:
     log: bool = False
 
     def shows(self, name: str) -> bool:
-        """Whether the metric belongs here."""
+        """Return whether the chart shows this metric."""
         # An undeclared metric is matched as well: users log what they like.
         return any(Metric(pattern, "", "").covers(name) for pattern in self.names)
 

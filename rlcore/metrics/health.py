@@ -22,7 +22,8 @@ KEY = "logging.warnings"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What of a run's schedule a judgement needs. Example: Course(staleness_bound=4)"""
+    """The part of a run's schedule that a judgement depends on. Example:
+    Course(staleness_bound=4)"""
 
     staleness_bound: int = 0  # the largest age of a trained token, in optimizer steps
     takes_turns: bool = False  # generation and learning wait for each other by design
@@ -187,7 +188,8 @@ def _failed_scores(window: Window, spec: WarningsSpec) -> str | None:
 
 
 def _flat(window: Window) -> str | None:
-    """Whether the mean of the second half is not above the first's by two standard errors."""
+    """Return whether the mean of the second half is not above that of the first by two standard
+    errors."""
     values = window.values("reward/mean")
     half = len(values) // 2
     if half < 2:

@@ -62,8 +62,8 @@ class LogSink(Sink):
         self._write("failed", "".join(traceback.format_exception(error)).strip(), level="error")
 
     def stderr(self, role: str, text: str) -> None:
-        """What a process of the run wrote to its standard error. From any thread; a disk that
-        refuses costs the text."""
+        """Append text that a process of the run wrote to its standard error. Safe from any thread;
+        if the disk refuses, the text is lost."""
         try:
             self._write("stderr", text, role=role, level="error")
         except OSError:

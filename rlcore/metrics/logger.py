@@ -111,7 +111,7 @@ class MetricsLogger:
         self._each(lambda sink: sink.note(text))
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
-        """What the run does and waits for from now on, after `step` steps."""
+        """Record the run's activity and the object of its wait from now on, after `step` steps."""
         self._each(lambda sink: sink.activity(name, waits_for, step))
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
@@ -123,7 +123,7 @@ class MetricsLogger:
         self._each(lambda sink: sink.timeline(step, spans))
 
     def stderr(self, role: str, text: str) -> None:
-        """What a process of the run wrote to its standard error; from any thread."""
+        """Log text that a process of the run wrote to its standard error; safe from any thread."""
         for sink in self.sinks:
             if isinstance(sink, LogSink):
                 sink.stderr(role, text)

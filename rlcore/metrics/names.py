@@ -28,7 +28,7 @@ class Metric:
     reduction: Reduction = "mean"
 
     def covers(self, name: str) -> bool:
-        """Whether this declaration is about `name`, segment by segment."""
+        """Return whether this declaration is about `name`, segment by segment."""
         mine, theirs = self.name.split("/"), name.split("/")
         return len(mine) == len(theirs) and all(_covers(m, t) for m, t in zip(mine, theirs))
 
@@ -334,7 +334,7 @@ def declared(name: str) -> Metric | None:
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is a held-out accuracy."""
+    """Return whether a metric is a held-out accuracy."""
     metric = declared(name)
     held_out = metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
     return held_out and not name.endswith("_failed_share")

@@ -204,7 +204,7 @@ def require_free(host: str, port: int) -> None:
 
 
 def _refusal(host: str, port: int, error: Exception) -> UserError:
-    """What a user is shown of an address that cannot be listened on."""
+    """Make the error that names an address that cannot be listened on."""
     why = getattr(error, "strerror", None) or str(error)
     return UserError(
         f"logging.prometheus_port={port} cannot be listened on at logging.prometheus_host={host} "

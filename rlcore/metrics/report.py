@@ -128,7 +128,8 @@ def verdict(run: Run) -> tuple[str, str]:
 
 
 def described(run: Run) -> dict[str, str]:
-    """What was run, with what, and what came of it, by a short name. Unknown ones are left out."""
+    """Describe the run, its settings and its result, each by a short name. Unknown ones are left
+    out."""
     settings = run.settings
     facts = {
         "model": _model(settings.get("model")),

@@ -109,8 +109,8 @@ class RowTail:
         self._file = 0  # inode
 
     def rewritten(self) -> bool:
-        """Whether the file is another one than was read from: the run was resumed, and rows beyond
-        its checkpoint were dropped."""
+        """Return whether the file was replaced since it was read: the run was resumed, and rows
+        beyond its checkpoint were dropped."""
         try:
             return self._replaced(self.path.stat())
         except FileNotFoundError:

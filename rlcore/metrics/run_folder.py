@@ -1,4 +1,4 @@
-"""What a run directory holds, read for display; the run may still be going on."""
+"""Readers of a run directory for display; the run may still be going on."""
 
 from __future__ import annotations
 

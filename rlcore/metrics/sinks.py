@@ -43,7 +43,7 @@ class Sink(ABC):
         """One line about the run's progress."""
 
     def activity(self, name: str, waits_for: str, step: int) -> None:
-        """What the run does and waits for from now on, after `step` steps."""
+        """Record the run's activity and the object of its wait from now on, after `step` steps."""
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
         """Every rollout actor as it is now, by "name" and the keys of `Fleet.states`."""
@@ -216,7 +216,7 @@ FINAL = ("ended", "failed")  # phases after which nothing more comes
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """What status.json says, or None before it is written."""
+    """Return the contents of status.json, or None before it is written."""
     try:
         return json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

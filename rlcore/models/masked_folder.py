@@ -35,7 +35,7 @@ _SIZES = ("d_model", "n_heads", "n_layers", "mlp_hidden_size", "max_sequence_len
 
 
 def is_masked(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a masked-diffusion model."""
+    """Return whether a config.json is of a masked-diffusion model."""
     return config.get("model_type") == MODEL_TYPE or "mask_token_id" in config
 
 

@@ -1,5 +1,5 @@
-"""What a masked-diffusion model sees of a prompt and its response, for the estimate of log-probs
-and for its supervised training. NumPy alone.
+"""The masked inputs of a masked-diffusion model, made of a prompt and its response, for the
+estimate of log-probs and for supervised training. NumPy alone.
 
 The estimate is the one-pass one of d1 (arXiv 2504.12216, section 3.1), which papers/ais.txt uses:
 the whole response is masked, and so is each token of the prompt with a probability of 0.15. One

@@ -38,8 +38,8 @@ def padding(tokenizer: Any) -> int:
 
 
 def uses_template(tokenizer: Any, chat_template: str) -> bool:
-    """Whether prompts go through the tokenizer's chat template: it has one, and `chat_template` is
-    not "off"."""
+    """Return whether prompts go through the tokenizer's chat template: it has one, and
+    `chat_template` is not "off"."""
     return chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
 
 

@@ -84,7 +84,8 @@ class Graders:
         self._news.set()
 
     async def graded(self, not_before: float) -> Told:
-        """What was graded since the last call; waits for some, and until then."""
+        """Return the samples graded since the last call; waits for one, and at least until
+        `not_before`."""
         clock = asyncio.get_running_loop().time
         while not self._queue:
             self._news.clear()
@@ -259,7 +260,7 @@ class RatedActor(FakeActor):
         return self._ends[0][0]
 
     def _runs(self, drawing: Drawing) -> Runs:
-        """What sampled the tokens of a running request."""
+        """Return the runs of versions that sampled the tokens of a running request."""
         first, end = self._began[drawing.name][0], self._steps
         runs = []
         for count, version in reversed(self._turns):

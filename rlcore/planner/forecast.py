@@ -1,4 +1,4 @@
-"""What a fleet would do: throughput, staleness, who waits for whom."""
+"""The forecast of a fleet: throughput, staleness, and the waits of each role."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """Which role the others wait for, in a word."""
+        """The role that the others wait for, in a word."""
         idle = {
             "learner": self.learner_idle,
             "actors": self.actors_idle,

@@ -31,7 +31,7 @@ Parts = dict[str, float]  # bytes by what holds them
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What memory depends on. `of` reads it; lengths are in entries.
+    """The sizes that memory depends on. `of` reads them; lengths are in entries.
 
     Example: ModelSizes(8.2e9, 6.2e8, 151936, LayerSizes(36, 4096, 4096, 1024, 12288, True))
     """
@@ -124,7 +124,7 @@ def _partition(sizes: ModelSizes, spec: LearnerSpec, own: float) -> float:
 
 
 def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
-    """What a rank always holds."""
+    """Return the memory that a rank always holds."""
     stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
     mine = _partition(sizes, spec, own)
     weights = BYTES[spec.compute_dtype] * sizes.held(spec)
@@ -144,7 +144,7 @@ def _held(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
 
 
 def _offloaded(sizes: ModelSizes, spec: LearnerSpec, own: float, *, kl: bool) -> Parts:
-    """What a rank's host always holds for it."""
+    """Return the memory that a rank always holds on its host."""
     mine, parts = own / spec.ranks, Parts()
     if spec.offload.parameters != "none":
         weights = BYTES[spec.compute_dtype] * sizes.parameters / spec.ranks
@@ -159,8 +159,8 @@ def _offloaded(sizes: ModelSizes, spec: LearnerSpec, own: float, *, kl: bool) ->
 
 
 def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
-    """What a forward and backward pass holds beside it. Models that fit into one bucket of
-    gradients are reduced at its end, when activations are gone."""
+    """Return the memory that a forward and backward pass holds in addition. Models that fit into
+    one bucket of gradients are reduced at its end, when activations are gone."""
     stage, width = spec.zero_stage, BYTES[spec.compute_dtype]
     mixed = width < 4
     parts = _activations(sizes, spec, width)
@@ -195,7 +195,7 @@ def _activations(sizes: ModelSizes, spec: LearnerSpec, width: int) -> Parts:
 
 
 def _step(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
-    """What an optimizer step holds beside what is always held."""
+    """Return the memory that an optimizer step holds in addition to what is always held."""
     stage, mixed = spec.zero_stage, spec.compute_dtype != "float32"
     if stage == 0:
         return {"gradients": 4.0 * own, "optimizer": 8.0 * sizes.largest}

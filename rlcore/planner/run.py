@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlannedFleet:
-    """What is forecast. Example: PlannedFleet({"bf16": 4}, {"bf16": ActorRates()}, Rates(),
+    """The inputs of a forecast. Example: PlannedFleet({"bf16": 4}, {"bf16": ActorRates()}, Rates(),
     ScheduleSpec(steps=20), samples=8, max_tokens=512)"""
 
     actors: Mapping[str, int]  # how many of each label

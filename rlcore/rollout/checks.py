@@ -1,4 +1,4 @@
-"""What a model folder must fulfil to be sampled from, checked before an engine starts.
+"""Requirements on a model folder that is to be sampled from, checked before an engine starts.
 
 Preflight and the engine call the same functions, so that each rule is stated once.
 """

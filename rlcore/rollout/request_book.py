@@ -42,8 +42,8 @@ class CoreRequest:
 
 
 class Output(NamedTuple):
-    """What one step sampled for one request. Without tokens it says that the core has begun with
-    it."""
+    """The tokens that one step sampled for one request. Without tokens it reports that the core has
+    begun with the request."""
 
     request_id: str
     tokens: list[int]
@@ -73,8 +73,8 @@ class DecodeCore(ABC):
 
     @abstractmethod
     def settle(self) -> Iterable[Output]:
-        """What steps that were begun have yet to give, without beginning another; nothing is in
-        flight then. Raises as `step` does."""
+        """Return the remaining outputs of steps that were begun, without beginning another; no step
+        is in flight afterwards. Raises as `step` does."""
 
 
 class RequestBook:
@@ -135,8 +135,8 @@ class RequestBook:
             self._submit(draw)
 
     def _continues(self, draw: Draw, t: Trajectory) -> bool:
-        """Whether tokens from elsewhere can be gone on with: versions of a response never go back,
-        and it has room for more."""
+        """Return whether the response can go on from tokens of another actor: versions of a
+        response never go back, and tokens must be left of its limit."""
         sampled = len(t.token_version)
         return 0 < sampled < draw.budget and t.token_version[-1] <= self.version
 
@@ -362,7 +362,7 @@ class BookedEngine(RolloutEngine):
         return done + self._book.decode() if self._book.active else done
 
     def load_of_step(self) -> StepLoad:
-        """What the last step had to do."""
+        """Return the work of the last step."""
         return self._book.step_load
 
     def decoding_s(self) -> dict[str, float]:
@@ -396,7 +396,8 @@ class BookedEngine(RolloutEngine):
             self._book.end_drain()
 
     def _free(self) -> float:
-        """What an engine frees in `sleep`; nothing by default."""
+        """Free the memory that an engine gives up in `sleep` and return its GiB; nothing by
+        default."""
         return 0.0
 
     def _take_back(self, what: Wake) -> None:

@@ -1,4 +1,5 @@
-"""What the engine has sampled so far for one request, and the trajectory it becomes. numpy only."""
+"""The tokens that the engine has sampled so far for one request, and the trajectory made of them.
+numpy only."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Draw:
 
     @property
     def started(self) -> bool:
-        """Whether an engine works on it, or has sampled some of it."""
+        """True if an engine works on the draw, or has sampled some of it."""
         return self.started_at is not None
 
     def withdrawn(self) -> None:

@@ -19,7 +19,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class RolloutSpec(Spec):
-    """What is sampled of each prompt."""
+    """The sampling of responses to each prompt."""
 
     samples_per_prompt: int = setting(8, "n: group size", gt=0)
     temperature: float = setting(1.0, "of sampling; the learner applies the same", gt=0)
@@ -146,7 +146,7 @@ class ActorSpec(RoundingSpec):
 
     @property
     def quantised_by_engine(self) -> bool:
-        """Whether the engine itself quantises the weights (FP8 on a GPU)."""
+        """True if the engine itself quantises the weights (FP8 on a GPU)."""
         return self.kind == "fp8" and not self.on_cpu
 
     def check(self, key: str) -> None:
@@ -235,7 +235,7 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineJob:
-    """What one engine is built for.
+    """The arguments that one engine is built from.
 
     Example: EngineJob(ActorSpec(), "bf16-0", "/models/policy", max_len=512, logprobs_k=20)
     """

@@ -1,5 +1,5 @@
-"""What the steps of an engine cost, by what was in them: least squares over all of them, in
-constant memory."""
+"""The cost of an engine's steps by their contents: least squares over all of them, in constant
+memory."""
 
 from __future__ import annotations
 

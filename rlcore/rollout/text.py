@@ -16,7 +16,7 @@ from rlcore.types import Answer, Request, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class StopStrings:
-    """What ends a response, by task: the first part of a prompt id.
+    """The strings that end a response, by task: the first part of a prompt id.
 
     Example: StopStrings(("\n",), {"gsm8k": ("####",)})
     """

@@ -164,7 +164,7 @@ class Updates:
 
     @property
     def draining(self) -> bool:
-        """Whether an update waits for running requests to finish."""
+        """True if an update waits for running requests to finish."""
         return self._draining is not None
 
     def begin(self, update: Update) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated rollout actor works on, and how fast."""
+"""The work of a simulated rollout actor, and its speed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Drawing:
         self.name = self.request.request_id
 
     def trajectory(self, actor: str, draw_id: str) -> Trajectory:
-        """What the actor of this name has made of it."""
+        """Return the trajectory that the actor of this name has sampled."""
         request = self.request
         return make_trajectory(
             request.group_id,
@@ -287,7 +287,7 @@ class FakeActor(ActorClient):
         await self._publishing(work, manifest.version)
 
     def take_weights(self, version: int) -> None:
-        """What the learner's sender does to it."""
+        """Load a version, as a call of the learner's sender does."""
         assert self._sent is not None, "sent weights before it had stopped for them"
         self._sent.set_result(version)
 

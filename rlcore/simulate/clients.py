@@ -186,7 +186,8 @@ class FakeLearner(LearnerClient):
         await asyncio.sleep(self.begin_seconds(len(steps)))
 
     def begin_seconds(self, steps: int) -> float:
-        """What precedes the first of `steps` steps of the phase in `self._phase`."""
+        """Return the seconds that precede the first of `steps` steps of the phase in
+        `self._phase`."""
         return self.step_s / 4
 
     def step_seconds(self, records: Sequence[Any]) -> float:

@@ -1,4 +1,4 @@
-"""What a simulated run reports, kept for tests."""
+"""A simulated run: the real loop over simulated roles on a virtual clock, with its reports kept."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Simulation:
         self.parts = self._parts()
 
     def make_reporter(self, beside: Reporter | None) -> FakeReporter:
-        """What keeps the rows of the run."""
+        """Make the reporter that keeps the rows of the run."""
         return FakeReporter(beside)
 
     def make_buffer(self, job: BufferJob) -> FakeBuffer:

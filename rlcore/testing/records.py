@@ -83,7 +83,7 @@ def make_score(
 
 
 def make_answer(group_id: int = 0, sample_index: int = 0, text: str = "", **fields: Any) -> Answer:
-    """What a grader is given of one episode; one token a character."""
+    """Make a grader's input of one episode; one token a character."""
     defaults: dict[str, Any] = {
         "draw_id": f"bf16-0:{group_id}:{sample_index}",
         "prompt_id": f"digits/train/{max(group_id, 0)}",

@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """Which layers of a model have an adapter, and of which rank.
+    """The layers of a model that have an adapter, and its rank.
 
     Example: AdapterShape(16, ("q_proj", "v_proj"))
     """

@@ -23,7 +23,7 @@ PATCHES = "patches"  # what "begin" carries where only changes follow
 
 @dataclass(slots=True)
 class Request:
-    """What the sender asks of a receiver. As a context it answers the sender when it is left."""
+    """A sender's request to a receiver. As a context manager it sends the answer on exit."""
 
     verb: str
     payload: Any
@@ -61,7 +61,8 @@ class Arrival:
         request.answer.result(self._timeout_s)
 
     def requests(self) -> Iterator[Request]:
-        """What the sender asks, until it has finished. Each is to be answered before the next.
+        """Yield the sender's requests until it has finished. Each is to be answered before the
+        next.
 
         Raises DeadlineExceeded if the sender is silent for too long.
         """

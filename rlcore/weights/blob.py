@@ -29,7 +29,7 @@ _ALIGNMENT = 64  # of the first tensor; the widest dtypes come first, so all are
 
 
 class Entry(NamedTuple):
-    """What the header says of a tensor."""
+    """A tensor's entry in the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

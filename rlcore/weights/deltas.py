@@ -41,14 +41,15 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class DeltaHandle:
-    """What a receiver needs of a version: a whole set, and the patches after it in order."""
+    """The parts of a version that a receiver loads: a whole set, and the patches after it in
+    order."""
 
     whole: Sending
     patches: tuple[Sending, ...]
 
     @property
     def sent(self) -> Sending:
-        """What this version alone took."""
+        """The size of this version's own part."""
         return self.patches[-1] if self.patches else self.whole
 
 

@@ -56,7 +56,8 @@ def _amax(w: torch.Tensor, scales: Scales, block: int) -> torch.Tensor:
 
 
 def is_rounded(name: str, weight: torch.Tensor, keep_high_precision: Iterable[str]) -> bool:
-    """Whether a parameter is a linear layer's weight whose name contains none of the patterns."""
+    """Return whether a parameter is a linear layer's weight whose name contains none of the
+    patterns."""
     return (
         weight.ndim == 2
         and name.endswith(".weight")

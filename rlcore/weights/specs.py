@@ -47,7 +47,7 @@ class TransportSpec(Spec):
 
     @property
     def joined(self) -> bool:
-        """Whether weights are sent to all actors at once, out of the learner's own memory."""
+        """True if weights are sent to all actors at once, out of the learner's own memory."""
         return self.transport in GROUP_TRANSPORTS
 
 

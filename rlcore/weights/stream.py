@@ -21,7 +21,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> WeightStream:
 def announced(
     manifest: WeightManifest, buckets: Iterable[Mapping[str, torch.Tensor]]
 ) -> WeightStream:
-    """What an engine loads of a publication."""
+    """Return a publication as the stream that an engine loads."""
     shapes = dict(zip(manifest.names, manifest.shapes, strict=True))
     return WeightStream(shapes, buckets, proven=tuple(manifest.checksums))
 

@@ -68,7 +68,7 @@ class VllmSender(GroupSender):
         self._trainer.send_weights()
 
     def reaches(self, receivers: Receivers) -> bool:
-        """Whether the group there is consists of these."""
+        """Return whether the current group consists of exactly these receivers."""
         return self._trainer is not None and self._members == tuple(receivers.members)
 
     @property
@@ -239,7 +239,8 @@ class PatchSender(GroupSender):
             yield bucket
 
     def _patch(self, version: int, name: str, tensor: torch.Tensor) -> SparseWeightPatch | None:
-        """What changed of a tensor, on its device; notes it as sent."""
+        """Return a tensor's changes since the last publication, on its device, and note them as
+        sent."""
         held, new = self._held[name], tensor.contiguous().view(-1)
         index = changed_entries(held.view(-1).to(new.device), new)
         if not index.numel():

@@ -71,8 +71,8 @@ class BufferActor:
         await self._take_in(lambda: self.buffer.add_scores(scores))
 
     async def add_told(self, shard: str, told: Told) -> Heard:
-        """What a shard says of the samples of its node: what it may drop now, and how long it is
-        to wait before it calls again."""
+        """Apply a shard's report on the samples of its node. Returns the samples that it may drop
+        now, and how long it is to wait before its next call."""
         self._shards.add(shard)
         await self._take_in(lambda: self.buffer.add_told(told))
         return Heard(await self.released(shard), PAUSE_S * len(self._shards))
@@ -239,7 +239,7 @@ class Waiter:
 
 
 def _is_worth_a_look(value: Callable[[], Any]) -> bool:
-    """Whether a value is true, or raises."""
+    """Return whether a value is true or raises when computed."""
     try:
         return bool(value())
     except Exception:  # the waiter looks again, and raises it

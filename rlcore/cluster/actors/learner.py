@@ -43,7 +43,7 @@ class WriteBehind:
 
     @property
     def running(self) -> bool:
-        """Whether it is still writing."""
+        """True while a write is in progress."""
         return not self._ended.done()
 
     def put(self, job: Job) -> None:

@@ -179,5 +179,6 @@ class RayNodeScorers:
 
 
 def _started(client: RayScorer) -> bool:
-    """Whether its start is over, well or not: until then it answers no heartbeat."""
+    """Return whether the start of the process is over, well or not: until then it answers no
+    heartbeat."""
     return bool(ray.wait([client.starting[0][0]], timeout=0)[0])

@@ -15,8 +15,8 @@ from rlcore.weights.experts import FAMILIES
 
 
 class Parts(Protocol):
-    """Which parameters are parts, and their whole tensors. What makes whole tensors is
-    collective."""
+    """The parameters that are split over ranks, and their whole tensors. Methods that make whole
+    tensors are collective."""
 
     #: of torch's: the ranks that hold all parts of a tensor together
     group: Any
@@ -98,7 +98,7 @@ def check_layers(lm: Any, count: int) -> None:
 
 
 def _known(name: str, p: Tensor, lm: Any) -> bool:
-    """Whether a parameter is divided, or whole and outside of what is divided."""
+    """Return whether a parameter is divided, or whole and outside of the divided modules."""
     *path, kind = name.split(".")
     if "layers" not in path:
         return True

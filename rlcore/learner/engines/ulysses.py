@@ -47,7 +47,7 @@ def split_attention(lm: Any, shards: Shards) -> None:
 
 
 def _divided(key_heads: int, parts: int) -> bool:
-    """Whether ranks have whole key heads, or copies of one each."""
+    """Return whether ranks have whole key heads, or copies of one each."""
     return key_heads % parts == 0 or parts % key_heads == 0
 
 

@@ -344,8 +344,8 @@ class ZeroState:
         return [(piece, HeldTensor(own)) for piece, own in self._parts.own(p, value.whole())]
 
     def _part(self, p: nn.Parameter, key: str) -> Part | None:
-        """What this rank writes of a tensor: a float32 copy on the CPU. Parts of matrices have
-        their entries all over: those are gathered first."""
+        """Return the part of a tensor that this rank writes: a float32 copy on the CPU. The entries
+        of a part of a matrix are not contiguous, so such parts are gathered first."""
         held = self._held(p, key) if self._parts is None else (0, self._read(p, key).flatten())
         if held is None:
             return None
