@@ -102,6 +102,15 @@ def routines(source: Source) -> Iterator[Routine]:
             yield Routine(source.name, name, node.lineno, length, _parameters(node))
 
 
+def unclear_docstrings(source: Source) -> Iterator[str]:
+    """Docstrings that begin with What, Whether or Which: no sentence, and no noun."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(source.tree):
+        text = ast.get_docstring(node) if isinstance(node, kinds) else None
+        if text and re.match(r"(what|whether|which)\b", text, re.IGNORECASE):
+            yield f"{source.name}: {text.splitlines()[0]}"
+
+
 def classes(source: Source) -> Iterator[tuple[str, int]]:
     """(name, number of methods) of every class, properties and __init__ included."""
     for name, node in _named(source.tree, ""):

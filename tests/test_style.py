@@ -77,6 +77,11 @@ def test_attributes_are_assigned_one_a_line(package):
     assert tuples == {}
 
 
+def test_docstrings_begin_with_a_sentence_or_a_noun(package):
+    """Not with What, Whether or Which: "Return whether ..." or "True if ..." instead."""
+    assert [text for source in package for text in structure.unclear_docstrings(source)] == []
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "benchmarks/gpu"])
 def test_scripts_do_not_import_each_other_in_a_circle(folder):
     """The package's own imports are held by import-linter (test_import_rules.py)."""

@@ -114,7 +114,8 @@ def _hand_over(stderr: Callable[[str, str], None], *, printed: bool) -> None:
 def check_cluster(
     spec: RaySpec, *, needed_cpus: float, needed_gpus: float, store_bytes: int
 ) -> None:
-    """What `cluster` checks, alone: an existing cluster is joined and left again, none is started.
+    """Run the checks of `cluster` alone: an existing cluster is joined and left again, none is
+    started.
 
     Raises UserError.
     """
@@ -283,7 +284,7 @@ def _end(processes: list[psutil.Process]) -> None:
 
 
 async def head_answers(timeout_s: float = 5.0) -> bool:
-    """Whether the port of Ray's head can be reached."""
+    """Return whether the port of Ray's head can be reached."""
     host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)

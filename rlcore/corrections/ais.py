@@ -62,7 +62,8 @@ Number: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """What alpha depends on, of the tokens that count: w = min(p_ref/p_inf, cap), A advantages."""
+    """The moments that alpha depends on, of the tokens that count: w = min(p_ref/p_inf, cap), A
+    advantages."""
 
     count: Number
     abs_dlogp: Number  # sum of |dlogp|, each at most 20

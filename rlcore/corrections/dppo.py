@@ -73,7 +73,7 @@ def binary_divergence(kind: Divergence, logp_new: Tensor, logp_inf: Tensor) -> T
 
 
 class DppoMask(NamedTuple):
-    """Which tokens the trust region takes out, [B, T] bool."""
+    """The tokens that the trust region takes out, [B, T] bool."""
 
     high: Tensor  # A > 0 and p_new above p_inf by more than the region
     low: Tensor  # A < 0 and p_new below p_inf by more

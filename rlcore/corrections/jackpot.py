@@ -221,8 +221,8 @@ def _result_dtype(values: Tensor) -> torch.dtype:
 
 
 def _first_occurrence(ids: Tensor) -> Tensor:
-    """Which entries [..., n] hold an id (>= 0) not seen earlier in the row. Sorts: n^2 comparisons
-    would not scale."""
+    """Mark the entries [..., n] that hold an id (>= 0) not seen earlier in the row. Sorts: n^2
+    comparisons would not scale."""
     ordered, order = ids.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -370,7 +370,7 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JackpotTokens:
-    """What Jackpot looks at, [B, T] each.
+    """The inputs of Jackpot, [B, T] each.
 
     Example: JackpotTokens(logp_new, logp_ref, logp_inf, mask, token_uniforms(0, "obrs", step,
     sample_ids, length), TopK(...))
@@ -417,8 +417,8 @@ def jackpot(
     statistics: Tensor | None = None,
     reduce: SumReduce | None = None,
 ) -> JackpotWeights:
-    """Which tokens stay, and their weights (Jackpot sections 3 and 4). Nothing waits for the
-    device.
+    """Choose the tokens that stay, and compute their weights (Jackpot sections 3 and 4). Nothing
+    waits for the device.
 
     `settings` None: the defaults; its normaliser `auto` is the paper's here. `statistics`: the
     summed `jackpot_accumulate` of the whole batch when `tokens` are only some of it; None: these

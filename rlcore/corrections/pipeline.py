@@ -93,7 +93,7 @@ class Pipeline:
         return own if any(stage.spec.weighs for stage in self.stages) else (UNCORRECTED, *own)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
-        """What the actors sample from: every correction's constraint added."""
+        """Return the sampling settings of the actors, with every correction's constraint added."""
         for stage in self.stages:
             sampling = stage.method.constrain_sampling(sampling)
         return sampling

@@ -99,8 +99,7 @@ def rapid_advantages(
 
 
 def best_of_group(rewards: Tensor, group_ids: Tensor, *, keep: int) -> Tensor:
-    """Which samples stay when only the `keep` of highest reward in each group do (DistillSparse
-    4.3).
+    """Mark the `keep` samples of highest reward in each group (DistillSparse 4.3).
 
     Args: rewards [B], group_ids [B]. Returns keep [B] bool. Ties go to the earlier sample; a NaN
     reward comes last; a group of `keep` or fewer stays whole.

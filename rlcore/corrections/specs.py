@@ -44,7 +44,8 @@ class CorrectionSpec(Spec):
 
     @property
     def corrects(self) -> Literal["token", "sequence"]:
-        """What its weights lead to the learner's policy: each token alone, or whole sequences."""
+        """The unit whose distribution the weights correct to the learner's policy: each token
+        alone, or whole sequences."""
         return "token"
 
     @property
@@ -54,13 +55,13 @@ class CorrectionSpec(Spec):
 
     @property
     def needs_topk(self) -> bool:
-        """Whether actors must store top log-probs (rollout.logprobs_k of at least 1)."""
+        """True if actors must store top log-probs (rollout.logprobs_k of at least 1)."""
         return False
 
     @property
     def rejects(self) -> bool:
-        """Whether it draws which tokens stay: those do not follow p_inf, and only its weights lead
-        from them to a policy."""
+        """True if the correction draws which tokens stay: the kept tokens do not follow p_inf, and
+        only the correction's weights lead from them to a policy."""
         return False
 
     # Asked by the pipeline before it builds the method, so that a method never sees an objective.

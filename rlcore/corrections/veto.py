@@ -43,8 +43,8 @@ _VETO = VetoSpec()
 def veto(
     logp_target: Tensor, logp_inf: Tensor, mask: Tensor, *, threshold: float = _VETO.threshold
 ) -> Tensor:
-    """Which sequences stay: those with no token of `p_target/p_inf < threshold` (DVP app. A).
-    Returns keep [B] bool.
+    """Keep the sequences with no token of `p_target/p_inf < threshold` (DVP app. A). Returns keep
+    [B] bool.
 
     Only unmasked tokens with comparable log-probs can veto; an empty sequence stays.
     """

@@ -57,7 +57,7 @@ class AlphabetSort(ProceduralTask):
         return Item("", self.asked(lists[0], 0), self.written(lists[0]), {"lists": lists})
 
     def asked(self, names: Sequence[str], turn: int) -> str:
-        """What the model is asked in a turn."""
+        """Return the question of a turn."""
         if not self._words:
             return f"{'+' if turn else ''}{''.join(names)}="
         if turn:

@@ -1,4 +1,4 @@
-"""What a grader may return, and the text conventions that graders share."""
+"""The return values that a grader may give, and the text conventions that graders share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
 
 
 def wants_tokens(grade: Callable[..., Any]) -> bool:
-    """Whether a grader asks for the text of every token."""
+    """Return whether a grader asks for the text of every token."""
     return "tokens" in inspect.signature(grade).parameters
 
 

@@ -44,8 +44,8 @@ MAX_RESPONSE = 200_000  # characters from the end that are searched
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a response answers. `texts`: its answer, of several joined boxes each. `marked`: whether
-    it stands in a box or behind ####, and `boxed` in a box."""
+    """The answer found in a response. `texts`: the answer, of several joined boxes each. `marked`:
+    whether it stands in a box or behind ####, and `boxed` in a box."""
 
     texts: tuple[str, ...]
     marked: bool
@@ -142,7 +142,7 @@ def _unmarked_answer(response: str) -> tuple[str, ...]:
 
 
 def _spoken(response: str) -> str:
-    """What follows the reasoning in <think>, where an answer does."""
+    """Return the text after the reasoning in <think>, if there is any reasoning."""
     _, closed, spoken = response.rpartition("</think>")
     answers = BOX.search(spoken) or ANSWER.search(spoken) or re.search(r"\d", spoken)
     return spoken if closed and answers else response
@@ -416,8 +416,8 @@ def _plain(cleaned: str) -> str:
 
 
 def equivalent(reference: str, answers: tuple[str, ...]) -> bool:
-    """Whether the answers are together what the reference states, or each of them is. Never raises:
-    what cannot be compared is compared as text."""
+    """Return whether the answers together are the reference's, or each of them is. Never raises:
+    answers without a computable value are compared as text."""
     if not answers:
         return False
     if len(answers) > 1:
@@ -488,8 +488,8 @@ def number_text(text: str) -> str | None:
 
 
 def is_number(reference: str, found: Found) -> bool:
-    """Whether a response's answer is the reference's number. Of prose that is no answer by itself,
-    its one number counts, or the first of several that no "or" joins."""
+    """Return whether a response's answer is the reference's number. In prose that is no answer by
+    itself, its one number counts, or the first of several that no "or" joins."""
     if not found.texts:
         return False
     text = found.texts[-1].rstrip(" !")

@@ -275,7 +275,8 @@ def points(names: Sequence[str]) -> list[dict[str, Fraction]]:
 
 
 def equal_expressions(a: Node, b: Node) -> bool:
-    """Whether two expressions have the same value wherever both have one. Raises Unreadable."""
+    """Return whether two expressions have the same value wherever both have one. Raises
+    Unreadable."""
     if a == b:
         return True
     used = symbols(a) | symbols(b)
@@ -303,7 +304,7 @@ def close(x: Number, y: Number, scale: Number = Fraction(0)) -> bool:
 
 
 def _rounds_to(node: Node, value: Number) -> bool:
-    """Whether a decimal number with enough decimals is this value, rounded."""
+    """Return whether a decimal number with enough decimals is this value, rounded."""
     negative = node.kind == "neg"
     literal = node.args[0] if negative else node
     if literal.kind != "num" or "e" in literal.args[1].lower() or isinstance(value, mpc):

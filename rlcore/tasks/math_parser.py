@@ -306,7 +306,8 @@ class _Parser:
         return node if power is None else Node("pow", (node, power))
 
     def _application(self) -> Node:
-        """What a function is applied to: a bracket alone, else factors up to the next operator."""
+        """Parse the argument of a function: a bracket alone, else factors up to the next
+        operator."""
         if self._is("(", "[", "{", "|"):
             return self._power()
         node = self._signed()

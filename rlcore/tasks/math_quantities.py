@@ -66,7 +66,7 @@ class Quantity:
 
 
 def has_units(node: Any) -> bool:
-    """Whether a word stands in a tree as a unit."""
+    """Return whether a word stands in a tree as a unit."""
     if isinstance(node, Node):
         return node.kind == "unit" or has_units(node.args)
     return isinstance(node, tuple) and any(has_units(part) for part in node)

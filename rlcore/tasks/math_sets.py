@@ -177,7 +177,7 @@ def same_intervals(one: list[Interval], two: list[Interval]) -> bool:
 
 
 def is_interval(node: Node) -> bool:
-    """Whether a tree can only be a set of real numbers."""
+    """Return whether a tree can only be a set of real numbers."""
     if node.kind in ("union", "cap", "minus", "builder", "reals"):
         return True
     if node.kind == "tuple":

@@ -36,7 +36,8 @@ MAX_ITEMS = 64  # of a list whose items are matched
 
 
 def same(reference: Node, answer: Node) -> bool:
-    """Whether two answers mean the same. Raises Unreadable where that cannot be computed."""
+    """Return whether two answers are equal in meaning. Raises Unreadable where that cannot be
+    computed."""
     if reference == answer:
         return True
     if "\\approx" in (_last_operator(reference), _last_operator(answer)):
@@ -118,7 +119,7 @@ def _values_of(node: Node, other: Node) -> Node:
 
 
 def _is_name(node: Node) -> bool:
-    """Whether an equation's left side only names its right side, or is a number itself."""
+    """Return whether an equation's left side only names its right side, or is a number itself."""
     if node.kind == "sym" or not symbols(node) - CONSTANTS:
         return True
     if node.kind == "tuple":
@@ -238,7 +239,7 @@ def _items(node: Node) -> list[Node] | None:
 
 
 def _same_items(ones: list[Node], others: list[Node], *, dedupe: bool) -> bool:
-    """Whether the items match one to one, in any order; in a set, each once."""
+    """Return whether the items match one to one, in any order; in a set, each counts once."""
     if max(len(ones), len(others)) > MAX_ITEMS:
         raise Unreadable("too many items")
     if dedupe:

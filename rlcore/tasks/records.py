@@ -177,7 +177,7 @@ class RecordTask(Task, ABC):
         """See `rlcore.interfaces.Task`."""
 
     def keeps(self, split: Split, row: dict[str, Any]) -> bool:
-        """Whether a row of a split's file belongs to the split."""
+        """Return whether a row of a split's file belongs to the split."""
         return True
 
     def _load(self, split: Split) -> list[Record]:
@@ -279,7 +279,7 @@ COLUMNS = ("question", "prompt", "messages")  # looked for where no column is na
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a row asks. Example: Asked("2+2?", ({"role": "system", "content": "Be brief."},
+    """The question of a row. Example: Asked("2+2?", ({"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2?"}), "4")"""
 
     question: str  # the last message

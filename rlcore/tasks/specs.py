@@ -44,7 +44,7 @@ class EvalTaskSpec(Spec):
 
     @property
     def weighed(self) -> bool:
-        """Whether its reward is anything but that of its own grader."""
+        """True if the reward is more than that of the task's own grader."""
         return bool(self.rewards) or self.grade_weight != 1.0
 
     @property

@@ -99,8 +99,8 @@ class ClassifierReward(Reward):
         return process
 
     def _next_batch(self) -> list[_Pending]:
-        """What waits, up to a batch; a sample that a process died on goes alone. Empty when
-        closing."""
+        """Return the waiting samples, up to a batch; a sample that a process died on goes alone.
+        Empty when closing."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._pending)
             if self._closing:

@@ -46,7 +46,7 @@ class Classifier:
         self._longest = min(spec.max_tokens, positions or spec.max_tokens)
 
     def judge(self, batch: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """What is answered on each (question, response)."""
+        """Return the answer on each (question, response)."""
         encoded = [self._encoded(question, response) for question, response in batch]
         lengths = [len(inputs["input_ids"]) for inputs in encoded]
         answers: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""What a reward is asked and what it answers."""
+"""The protocols of a reward: its question and its answer."""
 
 from __future__ import annotations
 

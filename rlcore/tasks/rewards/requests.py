@@ -143,8 +143,8 @@ class Endpoint:
         payload: Mapping[str, Any],
         read: Callable[[Any], T],
     ) -> T:
-        """What `read` makes of the reply's JSON. `read` raises ValueError for a reply of another
-        form.
+        """Post `payload` and return the result of `read` on the reply's JSON. `read` raises
+        ValueError for a reply of another form.
 
         Raises Unjudged: "timeout" past the deadlines, "error" for everything else.
         """
@@ -268,8 +268,8 @@ def _with_path(url: str, path: str) -> str:
 
 
 def _proxy(url: str) -> str | None:
-    """What HTTP_PROXY, HTTPS_PROXY and NO_PROXY say. Not aiohttp's `trust_env`, which also sends
-    passwords that it finds in ~/.netrc."""
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY set. Not aiohttp's `trust_env`,
+    which also sends passwords that it finds in ~/.netrc."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     return None if proxy_bypass(host) else getproxies().get(parts.scheme)

@@ -190,7 +190,7 @@ class RewardSpec(Spec):
 
     @property
     def endpoint(self) -> EndpointSpec | None:
-        """What it asks by HTTP, if it does."""
+        """The endpoint of a reward by HTTP; None for other rewards."""
         return self.http or self.judge or self.lean
 
     @property

@@ -31,7 +31,7 @@ NUMPY = re.compile(r"\b(?:np|numpy)\b")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use."""
+    """The resources that one program may use."""
 
     timeout_s: float = 5.0  # wall clock, the program and its tests together
     memory_mib: int = 512  # address space

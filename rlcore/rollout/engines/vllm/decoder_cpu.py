@@ -37,7 +37,7 @@ def use_norm_kernels() -> None:
 
 
 def takes(norm: Any, dtype: torch.dtype) -> bool:
-    """Whether the kernels do what this RMSNorm does to values of a dtype."""
+    """Return whether the kernels compute this RMSNorm on values of a dtype."""
     plain = norm.pass_weight and norm.pass_weight_add and norm.variance_size_override is None
     return plain and norm.weight.dtype == dtype and norm.weight.shape[-1] % _WIDTH == 0
 
@@ -242,7 +242,8 @@ def _unsuited(runner: Any) -> str | None:
 
 
 def _known(module: Any) -> bool:
-    """Whether `Layer` does what a module would do; True for those that only contain others."""
+    """Return whether `Layer` computes the result of a module; True for modules that only contain
+    others."""
     if isinstance(module, LinearBase):
         return type(module.quant_method) is UnquantizedLinearMethod and module.tp_size == 1
     if isinstance(module, RMSNorm):

@@ -9,7 +9,7 @@ from rlcore.spec import refuse
 
 
 def on_cpu() -> bool:
-    """Whether vLLM runs on the CPU here."""
+    """Return whether vLLM runs on the CPU here."""
     return bool(current_platform.is_cpu())
 
 

@@ -80,7 +80,7 @@ class SeededDraws:
 
 
 class Sampled(NamedTuple):
-    """What a step gave one request, under the names of vLLM's own output."""
+    """The output of a step for one request, under the names of vLLM's own output."""
 
     request_id: str
     new_token_ids: list[int]
@@ -130,7 +130,7 @@ class QuickSteps:
         return self._taken(runner._sample(logits, None))
 
     def _ready(self) -> bool:
-        """Whether this step only continues what runs. If so, `_rows` has what runs."""
+        """Return whether this step only continues running requests. If so, `_rows` holds them."""
         scheduler = self._scheduler
         others = scheduler.waiting or scheduler.kv_holding_waiting or scheduler.deferred_waiting
         if others or not scheduler.running or scheduler.pause_state != PauseState.UNPAUSED:
@@ -161,7 +161,7 @@ class QuickSteps:
         return True
 
     def _allocated(self) -> bool:
-        """Whether there is a place for the next token of each request."""
+        """Return whether there is a place for the next token of each request."""
         computed = self._runner.input_batch.num_computed_tokens_cpu[: len(self._rows)]
         # the first token of a block needs the block, the last one makes it one to share
         for row in np.flatnonzero((computed + 1) % self._size <= 1):

@@ -260,7 +260,7 @@ class SparseGPUBackend(FlashAttentionBackend):
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str:
-        """What vLLM 0.26 asks instead: its name for the same order."""
+        """Return the same order by the name that vLLM 0.26 asks for instead."""
         return "HND"
 
     @classmethod

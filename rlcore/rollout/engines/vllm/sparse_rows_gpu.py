@@ -1,4 +1,4 @@
-"""What the CUDA backend does with tensors: rows of a step, selection of pages, FlashAttention on
+"""The tensor operations of the CUDA backend: rows of a step, selection of pages, FlashAttention on
 the kept ones.
 
 The kernels are arguments, so that everything around them can be tested without a GPU. Shapes as in

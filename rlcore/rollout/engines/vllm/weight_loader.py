@@ -201,7 +201,8 @@ class HeldWeights:
 
 
 def _patched_names(update: Any) -> list[str]:
-    """What a request to receive changes, if it brings patches. IPC's are of other forms."""
+    """Return the names of the weights that a request to receive patches; empty if it brings no
+    patches. Requests by IPC have other forms."""
     patches = isinstance(update, Mapping) and "num_updates_list" in update
     return list(update["names"]) if patches else []
 

@@ -168,8 +168,8 @@ class WeightExtension:
 
 
 def _holds(module: Any, published: list[torch.Tensor]) -> bool:
-    """Whether a linear layer's parameters are, to the bit, what its own quantisation makes of these
-    weights on this rank."""
+    """Return whether a linear layer's parameters equal, to the bit, the layer's own quantisation of
+    these weights on this rank."""
     sizes = module.logical_widths if len(published) > 1 else [sum(module.logical_widths)]
     parts = [
         _shard(t, (rows, module.input_size_per_partition))
@@ -250,7 +250,7 @@ def _checksums(wholes: Iterable[tuple[str, torch.Tensor | None]]) -> dict[str, i
 
 
 class _Held(NamedTuple):
-    """What this rank holds of one Hugging Face weight."""
+    """The part of one Hugging Face weight that this rank holds."""
 
     part: torch.Tensor  # a view, padded rows included
     is_vocabulary: bool  # rows are split among ranks with their padding

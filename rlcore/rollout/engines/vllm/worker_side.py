@@ -1,5 +1,5 @@
-"""What vLLM's workers gain that needs vLLM. With tensor parallelism each worker is a process of its
-own, which imports this file before it loads its part of the model."""
+"""Extensions of vLLM's workers that need vLLM. With tensor parallelism each worker is a process of
+its own, which imports this file before it loads its part of the model."""
 
 from __future__ import annotations
 
