@@ -244,7 +244,7 @@ def _start_with_attention(job: EngineJob, vocab: int) -> LLMEngine:
     args = engine_args(job, vocab)
     if job.actor.sparse is None:
         return LLMEngine.from_engine_args(args)
-    name = "sparse_backend_cpu" if on_cpu() else "sparse_backend_gpu"
+    name = "sparse_cpu" if on_cpu() else "sparse_backend_gpu"
     backend = importlib.import_module(f"rlcore.rollout.engines.vllm.{name}")
     backend.install(job.actor.sparse)
     llm = LLMEngine.from_engine_args(args)

@@ -73,7 +73,7 @@ def install(rule: SparseSpec) -> None:
 
 
 def bind(model_runner: Any) -> None:
-    """As `sparse_backend_cpu.bind`."""
+    """As `sparse_cpu.bind`."""
     bind_prompt_lengths(model_runner, SparseGPUBuilder)
 
 
