@@ -1,6 +1,6 @@
-"""How a setting is declared: once, in the room that uses it, in a module that imports no torch.
+"""The declaration of settings: once each, in the package that uses them, without importing torch.
 
-A specification is a frozen pydantic model. `config/schema.py` composes the rooms' specifications
+A specification is a frozen pydantic model. `config/schema.py` composes the packages' specifications
 into the configuration of a run; constructors take them whole. Example:
 
     class VetoSpec(Spec):
@@ -22,7 +22,7 @@ class Spec(BaseModel):
     """Settings that belong together. Unknown keys and infinities are refused; values never change.
 
     Ranges of single settings stand on the settings. Rules over several settings of one
-    specification are in `check`; rules that join rooms are in `config/checks.py`.
+    specification are in `check`; rules that join packages are in `config/checks.py`.
     """
 
     model_config = ConfigDict(

@@ -27,7 +27,7 @@ import numpy as np
 
 from rlcore.pickling import ByFields
 
-if TYPE_CHECKING:  # rooms in plain Python must not need torch
+if TYPE_CHECKING:  # packages in plain Python must not import torch
     import torch
 
 POLICY = "policy"  # the policy's own weights, among the sets that are published

@@ -258,7 +258,7 @@ def register(dense: str = "sdpa") -> str:
     """Register with transformers and return the implementation's name.
 
     `dense` serves forwards without `sparse_rows`. Beside a GPU's kernel (varlen, flash_attention_2)
-    sparse forwards are FlexAttention's (`flex.py`), and a forward without `sparse_rows` is a
+    FlexAttention computes sparse forwards, and a forward without `sparse_rows` is a
     RuntimeError. Raises UserError for another dense implementation.
     """
     if dense not in _NAMES:
@@ -321,7 +321,7 @@ def attend_rows(
 def attend_rows_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, rows: SparseRows, scaling: float | None = None
 ) -> Tensor:
-    """The same by FlexAttention (`flex.py`), whose backward pass needs a GPU."""
+    """`attend_rows` by FlexAttention, whose backward pass needs a GPU."""
     bounds = _bounds(query, key, rows)
     shape = (query.shape[0], len(bounds) - 1)
     until = None

@@ -57,7 +57,7 @@ class Sampler:
         return self._order != "fifo"
 
     def draw(self, waiting: Waiting, step: int, *, pool_complete: bool) -> list[int] | None:
-        """Ids for `step`, ascending, or None. `pool_complete`: nothing in flight and no room for
+        """Ids for `step`, ascending, or None. `pool_complete`: nothing in flight and no place for
         more groups."""
         if self._order == "fifo":
             return self._bound.release(waiting, step, strict=self._bound.synchronous)

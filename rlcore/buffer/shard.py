@@ -1,4 +1,5 @@
-"""The records of one node, kept for the buffer, which has references to them. Single-threaded."""
+"""A shard of the buffer: the records of one node, to which the buffer has references, and the
+reports about them that it sends to the buffer. Single-threaded."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Shard:
         self._next = 0
 
     def put(self, records: Sequence[bytes]) -> Kept:
-        """Keep records; what the buffer needs to know of them. Raises ValueError, keeping none, if
+        """Keep records; returns their headers and references. Raises ValueError, keeping none, if
         one is malformed."""
         headers = [read_header(record) for record in records]
         first = self.keep(records)
@@ -97,10 +98,10 @@ class Heard(ByFields):
 
 
 class Gathering:
-    """Gathers what one shard has to tell."""
+    """Collects the reports of one shard and sends them to the buffer."""
 
     def __init__(self, shard: Shard, tell: Callable[[str, Told], Awaitable[Heard]]) -> None:
-        """`tell`: calls the buffer, with the name of the shard."""
+        """`tell`: sends a report to the buffer, with the name of the shard."""
         self._shard = shard
         self._tell = tell
         self._next = Told()
@@ -118,11 +119,11 @@ class Gathering:
 
     @property
     def waiting(self) -> bool:
-        """True if a part of the sample's report has not reached the buffer yet."""
+        """True if a part of the report has not been sent yet."""
         return bool(self._next.kept or self._next.scores)
 
     async def told(self) -> None:
-        """Return when the buffer has been told all that was put before."""
+        """Return when the buffer has received everything that was put before."""
         clock = asyncio.get_running_loop().time
         async with self._telling:
             if not self.waiting:

@@ -107,10 +107,10 @@ class ReplayBuffer:
         return room
 
     def admit(self, prompt_ids: Sequence[str]) -> list[int]:
-        """Open one group for each of the first of these prompts that there is room for; their ids,
+        """Open one group for each of the first of these prompts that the buffer takes; their ids,
         ascending.
 
-        Room and admission are one call: a sample that arrives between two would shrink the room.
+        Capacity and admission are one call: a sample that arrives between two would reduce it.
         """
         return [self.live.admit(prompt) for prompt in prompt_ids[: self.room()]]
 

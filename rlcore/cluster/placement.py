@@ -65,7 +65,7 @@ class SharedPlaces:
     bundle i of a placement group, whose GPU is theirs alone."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], *, start_timeout_s: float) -> None:
-        """Blocks until the cluster has room for all bundles. Raises DeadlineExceeded."""
+        """Block until the cluster has resources for all bundles. Raises DeadlineExceeded."""
         self._group = placement_group(list(map(dict, bundles)), strategy="PACK")
         if not self._group.wait(start_timeout_s):
             raise DeadlineExceeded(

@@ -1,5 +1,5 @@
 """The commands of `rlcore`, one file each: the composition root.
 
-Only here and in `cli` is configuration read; every part of a run is built from it in `session.py`
-and given whole specifications.
+Only this package and `cli` read the configuration; `processes.py` builds every part of a run from
+it, with whole specifications as arguments.
 """

@@ -1,4 +1,5 @@
-"""about.json of a run directory: the machine, the source and the packages of a run."""
+"""The machine, the source and the packages of a run: about.json of a run directory, and the
+devices that a run uses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""`rlcore doctor`: what this machine has and lacks, and whether a run starts on it.
-
-Keeps nothing of what it starts."""
+"""`rlcore doctor`: checks of this machine, a first step of a run on it, and advice on the mismatch
+that the step shows. Keeps nothing of what it starts."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
     )
     refuse(
         config.learner.lora is not None,
-        f"{whose}, which does not go with learner.lora yet: set learner.lora=null.",
+        f"{whose}, which cannot be combined with learner.lora yet: set learner.lora=null.",
     )
     for label, actor in config.actor.items():
         refuse(

@@ -1,4 +1,5 @@
-"""`rlcore plan`: what a fleet would do, before it is paid for."""
+"""`rlcore plan`: forecasts of a fleet, from a configuration and rates, and `measure`, which reads
+the rates from finished runs."""
 
 from __future__ import annotations
 

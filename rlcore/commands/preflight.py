@@ -1,4 +1,5 @@
-"""Everything that can be refused before a process is started is refused here, in one sentence."""
+"""The checks of a run before a process starts, and the objects that they build: tasks, prompts,
+tokenizer, run directory. Whatever can be refused is refused here, in one sentence."""
 
 from __future__ import annotations
 
@@ -290,7 +291,7 @@ def tokenizer_of(config: RunConfig, tasks: Mapping[str, Task]) -> Any:
     for label, task in tasks.items():
         if task.alphabet() is None:
             raise UserError(
-                f"model.path=null cannot go with {config.task_key(label)}.name="
+                f"model.path=null cannot be combined with {config.task_key(label)}.name="
                 f"{config.tasks[label].name}: a fresh model's tokenizer is built from the task's "
                 "alphabet and this task is natural text; set model.path to a local Hugging Face "
                 "folder."

@@ -101,7 +101,7 @@ class Session:
             if with_learner:  # else nothing watches them
                 self.beside = RayNodeScorers(self.buffer, self._hosting, job, note)
             self.fleet = self._start_fleet(self.scorer, model_path)
-        if self._places is not None:  # ranks have room once the engines on their GPUs sleep
+        if self._places is not None:  # ranks have memory once the engines on their GPUs sleep
             wait_started(self._hosting, self._actors())
         if with_learner:
             jobs = roles.learner_jobs(config, model_path, pad_id)

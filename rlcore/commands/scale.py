@@ -180,7 +180,7 @@ class ScaleRequests:
         requested again.
 
         A fleet that had shrunk starts small. One that had grown grows again while it works: the
-        cluster may have no room yet, and the run was checked to fit with the counts of its
+        cluster may lack resources yet, and the run was checked to fit with the counts of its
         configuration.
         """
         sizes = {label: self._sizes.get(label, a.count) for label, a in config.actor.items()}

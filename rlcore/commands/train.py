@@ -250,7 +250,7 @@ def _start_point(run: Run) -> Start:
 def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
     """The part of a run that needs processes; none remains when it returns or raises.
 
-    `patience_s`: how long a cluster that was joined before may take to have room again.
+    `patience_s`: how long a cluster that was joined before may take to free resources.
     """
     reporter, prepared = run.reporter, run.prepared
     note = reporter.note

@@ -1,4 +1,4 @@
-"""Rules that join several rooms, checked before anything starts. Pure functions of a `RunConfig`.
+"""Rules that join several packages, checked before a run starts. Pure functions of a `RunConfig`.
 
 What concerns one specification alone is in its own `check`; ranges are on the settings.
 """
@@ -28,7 +28,7 @@ def check_colocated(c: RunConfig) -> None:
     if not c.schedule.colocated:
         refuse(
             c.learner.offload_while_sampling,
-            "learner.offload_while_sampling=true makes room for engines on the learner's own GPUs, "
+            "learner.offload_while_sampling=true frees memory for engines on the learner's GPUs, "
             "which schedule.colocated=false gives it alone: leave it false.",
         )
         return
@@ -62,13 +62,14 @@ def _no_further_engine(c: RunConfig) -> None:
     drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
     refuse(
         bool(drafts),
-        f"{KEY} does not go with actor.{''.join(drafts[:1])}.kind=draft, whose run has a further "
-        "engine for evaluations (and learner.draft further ranks) without a GPU to take turns on.",
+        f"{KEY} cannot be combined with actor.{''.join(drafts[:1])}.kind=draft, whose run has a "
+        "further engine for evaluations (and learner.draft further ranks) without a GPU to take "
+        "turns on.",
     )
     refuse(
         bool(c.evaluation.dense_actor),
-        f"{KEY} does not go with evaluation.dense_actor=true, an engine without a GPU to take "
-        "turns on: leave it null.",
+        f"{KEY} cannot be combined with evaluation.dense_actor=true, an engine without a GPU to "
+        "take turns on: leave it null.",
     )
 
 
@@ -93,8 +94,8 @@ def _places(c: RunConfig) -> None:
     nodes = c.cluster.launch.learner_nodes
     refuse(
         nodes > 0,
-        f"{KEY} does not go with cluster.launch.learner_nodes={nodes}, which gives the learner "
-        "nodes of its own: leave it 0.",
+        f"{KEY} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
+        "learner nodes of its own: leave it 0.",
     )
 
 
@@ -108,12 +109,12 @@ def check_adapters(c: RunConfig) -> None:
         key = f"learner.{name}.publish=adapter"
         refuse(
             c.cluster.transport in ("nccl", "ipc"),
-            f"{key} does not go with cluster.transport={c.cluster.transport}, whose receivers load "
-            "whole weights: use object_store or disk, or publish=merged.",
+            f"{key} cannot be combined with cluster.transport={c.cluster.transport}, whose "
+            "receivers load whole weights: use object_store or disk, or publish=merged.",
         )
         refuse(
             learner.draft is not None,
-            f"{key} does not go with learner.draft, whose KL is to the whole policy: use "
+            f"{key} cannot be combined with learner.draft, whose KL is to the whole policy: use "
             "publish=merged.",
         )
         for label, actor in c.actor.items():
@@ -128,8 +129,8 @@ def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
     # are another policy.
     refuse(
         actor.kind == "fp8" or actor.rounding != "none",
-        f"{key} does not go with actor.{label}, which quantises the sum of weights and adapter to "
-        f"{precision}: use publish=merged, or kind=bf16 with rounding=none.",
+        f"{key} cannot be combined with actor.{label}, which quantises the sum of weights and "
+        f"adapter to {precision}: use publish=merged, or kind=bf16 with rounding=none.",
     )
     refuse(
         actor.kind != "draft" and actor.engine != "vllm",
@@ -419,8 +420,8 @@ def _drafts(c: RunConfig) -> None:
     refuse(
         c.schedule.synchronous and phase < period,
         f"schedule.steps_per_publish={period} with phases of {phase} steps and "
-        "schedule.max_staleness=0 cannot go with learner.draft, which follows the policy as it was "
-        f"published: use steps_per_publish={phase}.",
+        "schedule.max_staleness=0 cannot be combined with learner.draft, which follows the policy "
+        f"as it was published: use steps_per_publish={phase}.",
     )
     refuse(
         len(c.actor) > 1 or any(a.kind != "draft" for a in c.actor.values()),
@@ -429,8 +430,8 @@ def _drafts(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown(c)} cannot go with learner.draft: its learner takes log-probs over the whole "
-        "vocabulary, and dvp's actors sample from the safe set; use one or the other.",
+        f"{_shown(c)} cannot be combined with learner.draft: its learner takes log-probs over the "
+        "whole vocabulary, and dvp's actors sample from the safe set; use one or the other.",
     )
 
 
@@ -475,8 +476,8 @@ def _sparse_learning(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown(c)} cannot go with learner.distill: under dvp a token outside the policy's safe "
-        "set has no log-prob for the sparse copy to follow; use one or the other.",
+        f"{_shown(c)} cannot be combined with learner.distill: under dvp a token outside the "
+        "policy's safe set has no log-prob for the sparse copy to follow; use one or the other.",
     )
 
 

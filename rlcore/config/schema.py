@@ -1,8 +1,8 @@
-"""The configuration of a run: every room's specification in its section. Declares no setting that
-belongs to a room.
+"""The configuration of a run: every package's specification in a section. Declares no setting that
+belongs to a package.
 
-A section that serves several rooms inherits their specifications, so that each room takes the part
-that it declared: `cluster` is a `RaySpec` to the cluster and a `SupervisionSpec` to the loop.
+A section that serves several packages inherits their specifications, so that each package takes the
+part that it declared: `cluster` is a `RaySpec` to the cluster and a `SupervisionSpec` to the loop.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _error(kind: Any, label: str, value: Any) -> ValidationError:
 
 
 class Section(Spec):
-    """A section that serves several rooms: the rules of each of its specifications hold."""
+    """A section that serves several packages: the rules of each of its specifications hold."""
 
     def check(self, key: str) -> None:
         # By name: Python would call the first base's alone.

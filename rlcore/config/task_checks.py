@@ -54,7 +54,7 @@ def _lengths(c: RunConfig) -> None:
     for label, key, tokens in _settings(c, "max_new_tokens"):
         refuse(
             tokens >= max_len,
-            f"{key}={tokens} leaves no room for a prompt{_of(c, label)}: it must stay below "
+            f"{key}={tokens} leaves no tokens for a prompt{_of(c, label)}: it must stay below "
             f"model.max_len={max_len}.",
         )
     lengths = {str(tokens) for _, _, tokens in _settings(c, "max_new_tokens")}
@@ -123,7 +123,7 @@ TASK_RULES = (_labels, _weights, _lengths, _stops, _group_sizes)
 
 
 def check_environment(c: RunConfig) -> None:
-    """Raise UserError for what an environment does not go with."""
+    """Raise UserError for what an environment cannot be combined with."""
     _turns(c)
     for label in c.tasks:
         _section(c, label)
@@ -163,16 +163,16 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
         # all turns before, to the learner the first observation.
         refuse(
             actor.sparse is not None and not actor.sparse.sparse_prompt,
-            f"{key} does not go with actor.{actor_label}.sparse.sparse_prompt=false: of a later "
-            "turn, the engine would take the turns before for a dense prompt and the learner would "
-            f"not; set it to true, or {section}=none.",
+            f"{key} cannot be combined with actor.{actor_label}.sparse.sparse_prompt=false: of a "
+            "later turn, the engine would take the turns before for a dense prompt and the learner "
+            f"would not; set it to true, or {section}=none.",
         )
     _endpoint(c, section, environment)
     share = c.algorithm.overlong_share
     refuse(
         share > 0,
-        f"{key} does not go with algorithm.overlong_share={share}, which measures an episode by "
-        "rollout.max_new_tokens, the limit of one turn: leave it 0.",
+        f"{key} cannot be combined with algorithm.overlong_share={share}, which measures an "
+        "episode by rollout.max_new_tokens, the limit of one turn: leave it 0.",
     )
     refuse(
         environment.step_timeout_s > environment.episode_timeout_s,
@@ -195,8 +195,8 @@ def _endpoint(c: RunConfig, section: str, environment: EnvironmentSpec) -> None:
     )
     refuse(
         c.model.chat_template == "off",
-        f"{key} does not go with model.chat_template=off, which would join the messages of a "
-        "program without their roles: use model.chat_template=auto.",
+        f"{key} cannot be combined with model.chat_template=off, which would join the messages of "
+        "a program without their roles: use model.chat_template=auto.",
     )
     refuse(
         c.algorithm.turn_share > 0,
@@ -235,8 +235,8 @@ def _turns(c: RunConfig) -> None:
         )
     refuse(
         a.dynamic_sampling,
-        f"{key} does not go with algorithm.dynamic_sampling=true, which filters groups of equal "
-        "rewards although their turns may differ: leave one of them off.",
+        f"{key} cannot be combined with algorithm.dynamic_sampling=true, which filters groups of "
+        "equal rewards although their turns may differ: leave one of them off.",
     )
 
 
@@ -278,9 +278,10 @@ def check_rewards(c: RunConfig) -> None:
     for key, args in {**programs, **played}.items():
         refuse(
             bool(keyed) and args.get("confinement") == "reduced",
-            f"{key}.args.confinement=reduced does not go with {''.join(keyed[:1])}.api_key_env: a "
-            "program that the model wrote might read the key out of the memory of another "
-            "process; use confinement=full, or grade the programs in a run without keys.",
+            f"{key}.args.confinement=reduced cannot be combined with "
+            f"{''.join(keyed[:1])}.api_key_env: a program that the model wrote might read the key "
+            "out of the memory of another process; use confinement=full, or grade the programs in "
+            "a run without keys.",
         )
 
 

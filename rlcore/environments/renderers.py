@@ -1,4 +1,4 @@
-"""Renderers: plain text, and any Hugging Face chat template."""
+"""Renderers: plain text, and any Hugging Face chat template; worked episodes as training text."""
 
 from __future__ import annotations
 

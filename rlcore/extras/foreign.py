@@ -1,4 +1,5 @@
-"""Reads the settings of another trainer from a YAML file or from the script that starts it."""
+"""Settings of other trainers: reads them from a YAML file or from the script that starts the
+trainer, translates them to keys of rlcore, and writes them as an experiment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lean 4 text: a statement to prove, and the source that is checked for an answer to it.
+"""The task `lean`: statements to prove in Lean 4, and the source that is checked for an answer.
 
 The source is built here, never taken over: the statement is the task's own, character for
 character, and only what follows it is the model's. Lean reads a file from the top, so nothing that

@@ -1,4 +1,5 @@
-"""Render what a launcher would start, and print it (dry run) or start it."""
+"""The jobs of launchers: files and commands for Slurm, Kubernetes, Ray and this machine, printed
+(dry run) or started."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class StepBatch:
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: Scored | None = None  # under the frozen starting policy
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
-    # masked diffusion: some of its records under two draws of their estimate (`estimates.py`)
+    # masked diffusion: some of its records under two draws of their estimate (`rank.variance`)
     twice: tuple[list[ScoredSequence], list[ScoredSequence]] = ([], [])
 
     @property

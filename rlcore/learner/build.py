@@ -1,4 +1,5 @@
-"""How a rank's parts are made of its job: models, engines, the update, companions."""
+"""The components of a rank, built from its job: models, engines, the update, companions; and the
+probe that decides whether models may share the positions of common prefixes."""
 
 from __future__ import annotations
 

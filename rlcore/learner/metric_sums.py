@@ -1,4 +1,5 @@
-"""Sums over a step's tokens that become metrics, each declared with how it does."""
+"""Sums over a step's tokens that become metrics, each declared with its divisor; and the optimizer
+step that reports them."""
 
 from __future__ import annotations
 

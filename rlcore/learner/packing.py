@@ -235,7 +235,7 @@ class MicroBatch:
     # same number; None: to all of them, or only to those before it in a causal model
     segments: Tensor | None = None
     # [R, W, layers, k] int16: the experts of each position, -1 where the model chooses them itself
-    # (`replay.py`); None: everywhere
+    # (`policy.Replay`); None: everywhere
     routes: Tensor | None = None
 
     @property

@@ -335,8 +335,8 @@ class LearnerRank(RankState):
         return out
 
     def _estimate_variance(self, batch: StepBatch) -> dict[str, float]:
-        """Of the log-probs' estimate (`estimates.py`); nothing for a causal model, whose log-probs
-        are exact. Collective."""
+        """Return the `estimate/*` metrics (see `variance`); none for a causal model, whose
+        log-probs are exact. Collective."""
         if self.job.diffusion is None:
             return {}
         scored = [self.score(sequences) for sequences in batch.twice]

@@ -1,4 +1,4 @@
-"""The weights of a rank's policy and companions: published, saved, loaded and exported."""
+"""The weights of a rank's policy and companions: publishing, saving, loading and export."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ every micro-batch.
 Two ways lead to the same gradient. Where corrections need the whole batch first and it takes
 several micro-batches, p_ref (and p_new) is computed by a pass of its own. Where one micro-batch is
 the whole share, or each episode is corrected by its own tokens, or all passes are kept for their
-backward passes (`kept_passes.py`), both come from what is differentiated (p_ref only if the phase
+backward passes (`KeptPasses`), both come from what is differentiated (p_ref only if the phase
 is one step).
 """
 

@@ -1,7 +1,7 @@
 """The loop. Holds references, counts and versions; no tensors, no trajectories.
 
     task       consumes             produces                     waits for, unblocked by
-    admit      room in the buffer   requests to rollout actors   room: a publish, a taken batch,
+    admit      free buffer places   requests to rollout actors   places: a publish, a taken batch,
                                                                  a dropped group
     train      a ready batch        optimizer steps, publishes   a batch: arrivals from actors and
                                                                  graders; the next one while it

@@ -1,5 +1,5 @@
-"""Keeps the rollout actors busy: admits prompts while the staleness bound allows it, and resizes
-the fleet on request."""
+"""Keeps the rollout actors busy: admits prompts while the staleness bound allows it, follows their
+groups through losses and deadlines, and resizes the fleet on request."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class Dispatcher:
         self._note_failures_at = 1  # number of failed scores at which the next message is due
 
     async def admit(self) -> None:
-        """Admit prompts wherever the bound leaves room, until cancelled."""
+        """Admit prompts whenever the bound allows it, until cancelled."""
         while True:
             await self.gate.wait()
             await self._room(self._plan.supervision.heartbeat_s)

@@ -1,4 +1,4 @@
-"""Loads new weights into rollout actors, each at its own pace."""
+"""Loads new weights into rollout actors: each at its own pace, or all in one joint transfer."""
 
 from __future__ import annotations
 

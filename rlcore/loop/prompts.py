@@ -341,7 +341,7 @@ class PromptSource:
 
 
 class Prompts(Protocol):
-    """The source of a run's training prompts: `PromptSource`, or `loop.mixture.Mixture`."""
+    """The source of a run's training prompts: `PromptSource`, or `Mixture` over several."""
 
     def peek(self, count: int) -> list[Item]:
         """The next `count` items; nothing moves."""

@@ -1,5 +1,5 @@
 """Delivers weights from the learner to the actors, one publication at a time, while the run
-continues."""
+continues; with shared GPUs, learner and engines take turns around it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Colocation:
         """Have all engines sleep, then the learner take its memory back."""
         if not self.on or self._learners_turn:
             return
-        # also if it fails half-way: no engine may be woken before the learner has made room
+        # also if it fails half-way: no engine may wake before the learner has freed its memory
         self._learners_turn = True
         took = await self._fleet.sleep()
         self._asleep_since = now()
@@ -37,7 +37,7 @@ class Colocation:
         self._add("time/learner_reclaim_s", took.get("reclaim_s", 0.0))
 
     async def from_learner(self) -> None:
-        """Have the learner make room: engines are woken next, around a publication."""
+        """Have the learner free its memory: engines are woken next, around a publication."""
         if not self.on:
             return
         took = await self._learner.release()

@@ -1,4 +1,5 @@
-"""Run checkpoints: taken between two steps, written while training continues."""
+"""Run checkpoints: when one is due, its state between two steps, and the writing of it while
+training continues, in the one thread that writes to the disk."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Supervisor:
     ) -> None:
         """`joined`: weights come to all members at once, with the next publication only.
         `catch_up`: loads the newest weights into a new process; whether that succeeded.
-        `replaces`: there is always room for a new process in place of one that is lost."""
+        `replaces`: there are always resources for a new process in place of a lost one."""
         self.replacements = 0
         self._replaces = replaces
         self._roster = roster

@@ -49,7 +49,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Return in this turn if there is room in it, else in a later one."""
+        """Return in this turn if it has a free place, else in a later one."""
         loop = asyncio.get_running_loop()
         if not self._begun and not self._waiting:
             loop.call_soon(self._turned)

@@ -1,4 +1,5 @@
-"""The charts of a report by the question that they answer, as plotly figures in plain data."""
+"""The charts of a report by the question that they answer, and the timeline of its processes, as
+plotly figures in plain data."""
 
 from __future__ import annotations
 

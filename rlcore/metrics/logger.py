@@ -1,4 +1,4 @@
-"""All sinks of a run directory as one."""
+"""All sinks of a run directory as one, the timeline's file, and the reporter that a run calls."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/asleep_s", "s", "engines asleep while the learner trained (colocated)", "sum"),
     Metric("time/sleep_s", "s", "the slowest engine freeing its memory", "sum"),
     Metric("time/wake_s", "s", "the slowest engine taking it back", "sum"),
-    Metric("time/learner_release_s", "s", "the slowest rank making room for engines", "sum"),
+    Metric("time/learner_release_s", "s", "the slowest rank freeing memory for engines", "sum"),
     Metric("time/learner_reclaim_s", "s", "the slowest rank taking its memory back", "sum"),
     Metric("colocated/engine_freed_gib", "GiB", "freed by an engine that fell asleep", "last"),
     Metric("colocated/learner_freed_gib", "GiB", "freed by a learner rank for engines", "last"),

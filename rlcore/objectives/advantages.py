@@ -1,6 +1,7 @@
-"""Advantages from outcome rewards: one number per episode, from its group or from the whole batch.
+"""Advantages: one number per episode from outcome rewards, from its group or from the whole batch,
+or one per turn or token from rewards of turns.
 
-No torch at import; the statistics are in `rewards.py`.
+No torch at import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Policy losses. No torch at import: the configuration reads the traits of the classes."""
+"""Policy losses, one class each. No torch at import: the configuration reads their traits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An actor that decodes at given rates. Its clock goes from one event to the next, not from token
-to token."""
+"""Simulated actors and graders at given rates. An actor's clock goes from one event to the next,
+not from token to token."""
 
 from __future__ import annotations
 

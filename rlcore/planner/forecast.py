@@ -1,4 +1,5 @@
-"""The forecast of a fleet: throughput, staleness, and the waits of each role."""
+"""The forecast of a fleet: throughput, staleness and the waits of each role; and the search for the
+best division of GPUs between actors and learner."""
 
 from __future__ import annotations
 

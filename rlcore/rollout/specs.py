@@ -155,7 +155,7 @@ class ActorSpec(RoundingSpec):
         _check_runner(self, key)
         refuse(
             self.kind != "draft" and (self.draft_path is not None or self.draft_fresh is not None),
-            f"{key}.draft_path={self.draft_path} and {key}.draft_fresh do not go with "
+            f"{key}.draft_path={self.draft_path} and {key}.draft_fresh cannot be combined with "
             f"{key}.kind={self.kind}: only a draft actor has a model of its own.",
         )
         refuse(
@@ -179,8 +179,8 @@ def _check_sparse(actor: ActorSpec, key: str) -> None:
     )
     refuse(
         actor.tensor_parallel != 1 and actor.kind == "sparse",
-        f"{key}.tensor_parallel={actor.tensor_parallel} does not go with {key}.kind=sparse, whose "
-        f"attention lives in one process: use 1 and raise {key}.count.",
+        f"{key}.tensor_parallel={actor.tensor_parallel} cannot be combined with {key}.kind=sparse, "
+        f"whose attention lives in one process: use 1 and raise {key}.count.",
     )
 
 
@@ -191,13 +191,13 @@ def _check_runner(actor: ActorSpec, key: str) -> None:
     ):
         refuse(
             bool(wanted) and actor.on_cpu,
-            f"{key}.{name}=true does not go with {key}.num_gpus=0: {why}, so leave it null or set "
-            f"{key}.num_gpus=1.",
+            f"{key}.{name}=true cannot be combined with {key}.num_gpus=0: {why}, so leave it null "
+            f"or set {key}.num_gpus=1.",
         )
         refuse(
             bool(wanted) and actor.logit_noise > 0,
-            f"{key}.{name}=true does not go with {key}.logit_noise={actor.logit_noise:g}: the "
-            "noise is drawn from the tokens that the first runner has read, so leave it null.",
+            f"{key}.{name}=true cannot be combined with {key}.logit_noise={actor.logit_noise:g}: "
+            "the noise is drawn from the tokens that the first runner has read, so leave it null.",
         )
 
 
@@ -208,8 +208,8 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
     )
     refuse(
         actor.fp8_kv_cache and actor.kind not in ("bf16", "fp8"),
-        f"{key}.fp8_kv_cache=true does not go with {key}.kind={actor.kind}: choose kind=bf16 or "
-        "fp8.",
+        f"{key}.fp8_kv_cache=true cannot be combined with {key}.kind={actor.kind}: choose "
+        "kind=bf16 or fp8.",
     )
     refuse(
         actor.rounding != "none" and actor.kind not in ("bf16", "fp8"),

@@ -1,5 +1,5 @@
-"""Text at the edges of an engine: tokens of prompts, stop strings, and the text of a trajectory for
-graders."""
+"""Text before and after an engine: tokens of prompts, stop strings, and the text of a trajectory
+for graders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The work of a simulated rollout actor, and its speed."""
+"""Simulated rollout actors: their speed, their requests, and the trajectories that they return."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Speed:
     step_s: float = 0.1  # one decode step, a token of every running request
     load_s: float = 0.5  # new weights, after a drain
     start_s: float = 10.0  # from its spawn to a ready engine
-    place_s: float = 0.0  # until the cluster has room for it
+    place_s: float = 0.0  # until the cluster has free resources for it
     answer_s: float = 0.01  # any other call
     max_running: int = 64  # requests decoded together
 

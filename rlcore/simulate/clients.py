@@ -1,5 +1,5 @@
-"""Fakes of the loop's clients in one process. The buffer's rules are the real ones; the others take
-simulated time and keep a record of the calls."""
+"""Simulated clients of the loop in one process: buffer, learner, scorers and nodes. The buffer's
+rules are the real ones; the others take simulated time and keep a record of the calls."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class FakeLearner(LearnerClient):
         return Publication(version, {POLICY: (manifest, version)}, Sent(2.0, 0.5))
 
     async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> Sent:
-        assert self._beside is None or not self.has_memory, "sends before it has made room"
+        assert self._beside is None or not self.has_memory, "sends before it has freed its memory"
         await asyncio.sleep(self.publish_s)
         self.sent.append((publication.version, len(receivers)))
         for actor in receivers:

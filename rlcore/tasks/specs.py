@@ -15,7 +15,7 @@ class EvalTaskSpec(Spec):
     args: dict[str, Any] = setting(default_factory=dict, meaning="keyword arguments of the task")
     max_prompt_tokens: int | None = setting(
         None,
-        "longer prompts are refused; null: whatever leaves room for a response",
+        "longer prompts are refused; null: whatever leaves tokens for a response",
         unit="tokens",
         gt=0,
     )

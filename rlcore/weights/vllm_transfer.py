@@ -1,10 +1,9 @@
 """The learner's end of vLLM's weight transfer: `nccl` (packed broadcast, loaded while receiving,
 every tensor-parallel rank in the group) and `ipc` (processes that share GPUs).
 
-`ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. With vllm_patches.py the
-only file of this package that imports vLLM, whose sender classes drive the calls
-(vllm/distributed/weight_transfer).
-Their order on CPU, with a group whose collectives block as NCCL's do, is in
+`ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. The only file of this
+package that imports vLLM, whose sender classes drive the calls (vllm/distributed/weight_transfer).
+The order of the calls on CPU, with a group whose collectives block as NCCL's do, is tested in
 tests/weights/test_vllm_transfer.py.
 """
 

@@ -84,5 +84,5 @@ def test_refused_in_a_sentence(name):
 
 
 def test_offloading_for_engines_needs_engines_on_the_same_gpus():
-    with pytest.raises(UserError, match=r"learner\.offload_while_sampling=true makes room"):
+    with pytest.raises(UserError, match=r"learner\.offload_while_sampling=true frees memory"):
         load(["learner.offload_while_sampling=true", "run_dir=x"])

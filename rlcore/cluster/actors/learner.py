@@ -1,4 +1,4 @@
-"""A learner rank's process."""
+"""A learner rank's process, and the thread that writes its files behind training."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ class LearnerActor:
     # ---- memory ----------------------------------------------------------------------------------
 
     def release(self) -> dict[str, float]:
-        """Make room for engines on the same GPUs; seconds, and GiB freed and held at most since the
+        """Free memory for engines on these GPUs; seconds, and GiB freed and held at most since the
         last call."""
         start = time.monotonic()
         freed, peak = self.rank.release()

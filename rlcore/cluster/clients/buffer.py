@@ -34,7 +34,7 @@ class RayBuffer(BufferClient):
 
     async def wait_room(self, timeout_s: float, *, all_done: bool, total: int) -> int:
         ref = self.handle.wait_room.remote(timeout_s, all_done, total)
-        return int(await self._call(ref, "room in the buffer"))
+        return int(await self._call(ref, "places in the buffer"))
 
     async def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         return list(await self._call(self.handle.admit.remote(list(prompt_ids)), "an admission"))

@@ -245,7 +245,7 @@ class RayLearner(LearnerClient):
         return {key: values for answer in answers for key, values in answer.items()}
 
     async def release(self) -> dict[str, float]:
-        answers = await self.policy.call_all(lambda rank: rank.release.remote(), "making room")
+        answers = await self.policy.call_all(lambda rank: rank.release.remote(), "freeing memory")
         return _largest(answers)
 
     async def reclaim(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The client of a graders' process."""
+"""The clients of graders' processes: of one process, and of one on every node with actors."""
 
 from __future__ import annotations
 

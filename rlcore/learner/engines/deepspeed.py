@@ -63,7 +63,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         # not used for accumulation: see `deepspeed.py`
         "gradient_accumulation_steps": 1,
-        # between experts on other ranks its norm would be wrong: see `expert_parts.py`
+        # between experts on other ranks its norm would be wrong: see `ExpertParts`
         "gradient_clipping": 0.0 if spec.expert_parallel > 1 else spec.grad_clip,
         "steps_per_print": 2**31,
         "optimizer": {

@@ -1,5 +1,5 @@
-"""A grader behind HTTP in the form of OpenRLHF's remote reward models: a service written for it is
-asked unchanged.
+"""Rewards by HTTP: a grader in the form of OpenRLHF's remote reward models, whose services work
+unchanged, and a judge that is a chat model (`JudgeReward`). The form of the grader:
 
     {"query": [...], "prompts": [...], "labels": [...]}
     {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}

@@ -81,5 +81,5 @@ def test_gpus_get_the_second_runner_and_asynchronous_scheduling():
 @pytest.mark.parametrize("other", [{"num_gpus": 0}, {"num_gpus": 1, "logit_noise": 0.1}])
 def test_what_only_a_gpu_can_do_is_refused_elsewhere(name, other):
     spec = ActorSpec(**{name: True}, **other)
-    with pytest.raises(UserError, match=rf"actor\.a\.{name}=true does not go with actor\.a\."):
+    with pytest.raises(UserError, match=rf"actor\.a\.{name}=true cannot be combined with actor"):
         spec.check("actor.a")

@@ -1,4 +1,4 @@
-"""A masked-diffusion model as a sampler whose weights change between two denoising steps."""
+"""A masked-diffusion model as a rollout engine whose weights change between two denoising steps."""
 
 from __future__ import annotations
 

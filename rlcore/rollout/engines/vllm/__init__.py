@@ -7,7 +7,7 @@ import os
 _ENVIRONMENT = {
     # The engine runs in the actor's own process: weights are loaded between two of its steps.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # `core.py` sets it for each engine, as its actor asks.
+    # `engine.py` sets it for each engine, as its actor asks.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # A fork of a process that has threads can hang.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

@@ -110,7 +110,7 @@ def _transfer_options(job: EngineJob) -> dict[str, Any]:
 
 
 def _adapter_options(job: EngineJob) -> dict[str, Any]:
-    """Room for one adapter, which is replaced in place by every publication."""
+    """Buffers for one adapter, which is replaced in place by every publication."""
     if job.adapter is None:
         return {}
     return {

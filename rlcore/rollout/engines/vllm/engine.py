@@ -1,4 +1,4 @@
-"""The vLLM engine as a sampler whose weights change between two decode steps."""
+"""The vLLM engine as a rollout engine whose weights change between two decode steps."""
 
 from __future__ import annotations
 

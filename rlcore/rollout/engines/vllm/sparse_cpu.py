@@ -1,4 +1,5 @@
-"""Block top-k attention on the CPU: what each engine step is planned as, once for all layers."""
+"""Block top-k attention on the CPU: the backend of vLLM, the plan of an engine step, made once for
+all layers, and the layers' computation."""
 
 from __future__ import annotations
 

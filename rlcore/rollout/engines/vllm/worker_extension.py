@@ -50,7 +50,7 @@ class WeightExtension:
         return self.rl_freed.size
 
     def rl_take_back(self) -> None:
-        """Have room for them again."""
+        """Allocate their memory again."""
         self.rl_freed.restore()
 
     def rl_begin_load(self, quantised: bool) -> None:
