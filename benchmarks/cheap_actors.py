@@ -21,7 +21,7 @@ from typing import Any
 
 from harness import machine, read_rows, rlcore, table
 
-EIGHT = ["rollout.samples_per_prompt=8", "algorithm.keep_best=null"]
+EIGHT = ["rollout.samples_per_prompt=8", "algorithm.train_on_best=null"]
 MODES: dict[str, list[str]] = {
     "dense actor": ["experiment=sparse_training_free", "actor=bf16", "evaluation.dense_actor=null"],
     "sparse, training-free": ["experiment=sparse_training_free"],

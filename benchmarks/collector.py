@@ -27,7 +27,7 @@ from control_plane import PUBLISH_EVERY, SAMPLES, STALENESS, empty_buffer
 from harness import machine, table
 
 from rlcore.buffer import journal
-from rlcore.buffer.shard import Shard, Told
+from rlcore.buffer.shard import Shard, ShardReport
 from rlcore.buffer.specs import BatchingSpec
 from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.references import RecordReference
@@ -57,7 +57,7 @@ def messages(groups: int) -> Iterator[bytes]:
     """All samples of all groups, as bytes that hold no objects of the collector's."""
     drawn = make_trajectory(0, 0)
     ((header, _),) = Shard("one").put([dump_trajectory(drawn)])
-    score, told = make_score(drawn, 0.0), Told()
+    score, told = make_score(drawn, 0.0), ShardReport()
     for number in range(groups * SAMPLES):
         group_id, index = divmod(number, SAMPLES)
         own = {"group_id": group_id, "sample_index": index, "draw_id": f"bf16-0:{number}"}
@@ -66,10 +66,10 @@ def messages(groups: int) -> Iterator[bytes]:
         told.scores.append(replace(score, **own, reward=float(index % 2)))
         if len(told.kept) == MESSAGE or number == groups * SAMPLES - 1:
             yield pickle.dumps(told, protocol=5)
-            told = Told()
+            told = ShardReport()
 
 
-def longest_pause(cut: journal.Cut) -> float:
+def longest_pause(cut: journal.BufferSnapshot) -> float:
     """Seconds by the clock that another thread waits at most while a checkpoint is written, whose
     records are in shards."""
 

@@ -1,5 +1,5 @@
 """How many weights change their bfloat16 value from one version to the next, by learning rate, and
-what publications that send only those (`cluster.whole_every`) take.
+what publications that send only those (`cluster.full_weights_every`) take.
 
     python benchmarks/deltas.py [--rates 1e-6,1e-5,1e-4] [--steps 9] [key=value ...]
 
@@ -37,7 +37,7 @@ def measured(rate: float, steps: int, words: list[str]) -> dict[str, Any]:
         *RUN,
         f"learner.lr={rate:g}",
         f"schedule.steps={steps}",
-        f"cluster.whole_every={steps + 1}",
+        f"cluster.full_weights_every={steps + 1}",
         *words,
     )
     rows = [r for r in run.rows if r.get("publish/changed_share") is not None]

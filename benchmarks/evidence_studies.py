@@ -144,11 +144,11 @@ _SPARSE_ARMS: dict[str, Words] = {
     "distillsparse": ("correction=[jackpot]", "learner.distill={}"),
     "distillsparse, 8 of 12": (
         *("correction=[jackpot]", "learner.distill={}"),
-        *("rollout.samples_per_prompt=12", "algorithm.keep_best=8"),
+        *("rollout.samples_per_prompt=12", "algorithm.train_on_best=8"),
     ),
     "distillsparse, 8 of 16": (
         *("correction=[jackpot]", "learner.distill={}"),
-        *("rollout.samples_per_prompt=16", "algorithm.keep_best=8"),
+        *("rollout.samples_per_prompt=16", "algorithm.train_on_best=8"),
     ),
 }
 _ASYNC_ARMS: dict[str, Words] = {

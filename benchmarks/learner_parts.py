@@ -26,7 +26,7 @@ from torch import Tensor
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.learner.batch import Scored, StepBatch, build_batch, observed
+from rlcore.learner.batch import PolicyScores, StepBatch, build_batch, observed
 from rlcore.learner.lm_head import HeadSpec, head_pass
 from rlcore.learner.packing import MicroBatch, pack
 from rlcore.learner.policy import Policy, load_causal_lm
@@ -97,7 +97,7 @@ def corrections(policy: Policy, mb: MicroBatch, batch: StepBatch) -> dict[str, P
     ids = mb.flat(batch.sent.topk_ids_inf)
     spec = HeadSpec(1.0, CHUNK, topk=ids.shape[1], safe_set_rho=DvpSpec().rho)
     fields = policy(mb, ids, spec)[1:]
-    scores = Scored.of(mb, TokenScores(*fields), batch.sent.mask.shape[1])
+    scores = PolicyScores.of(mb, TokenScores(*fields), batch.sent.mask.shape[1])
     step = observed(batch.sent, 0, batch.sent.advantages, scores, scores)
 
     def part(chosen: str, measure: bool) -> Part:

@@ -196,7 +196,7 @@ class TransportEnds:
     get: Callable[[Any], Any]  # what `put` returned -> the object, on any node
     folder: Path  # that both ends share; it may not exist yet
     bucket_bytes: int  # of the buckets that `receive` gives
-    whole_every: int  # publications from one whole set of weights to the next
+    full_weights_every: int  # publications from one whole set of weights to the next
 
 
 class WeightTransport(ABC):
@@ -264,7 +264,7 @@ class Corrected:
 class Correction(ABC):
     """Up to four hooks, each pure, each optional and by default the identity.
 
-    Which samples of a finished group are kept is the buffer's: `algorithm.keep_best`.
+    Which samples of a finished group are kept is the buffer's: `algorithm.train_on_best`.
     """
 
     needs: Needs = Needs()

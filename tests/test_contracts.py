@@ -115,9 +115,9 @@ def test_every_advantage_and_loss_is_built_from_its_defaults():
         assert isinstance(make_loss(ObjectiveSpec(loss=name)), PolicyLoss)
 
 
-@pytest.mark.parametrize("whole_every", [1, 4])
-def test_every_transport_has_two_ends(tmp_path, whole_every):
-    ends = TransportEnds(print, print, tmp_path, 1 << 20, whole_every)
+@pytest.mark.parametrize("full_weights_every", [1, 4])
+def test_every_transport_has_two_ends(tmp_path, full_weights_every):
+    ends = TransportEnds(print, print, tmp_path, 1 << 20, full_weights_every)
     for name in TRANSPORTS:
         assert isinstance(load_object(TRANSPORTS[name]).between(ends), WeightTransport)
 
@@ -178,7 +178,7 @@ def test_a_stub_by_path_is_refused_before_anything_starts(stubs, key, name, meth
 def test_stubs_of_tasks_rewards_and_sinks_are_refused(stubs):
     with pytest.raises(UserError, match=r"^task\.name=mine\.py:Nothing .*grade\(self, item: Item"):
         make_task("mine.py:Nothing", {})
-    with pytest.raises(UserError, match=r"^key\.name=mine\.py:Score .*submit\(self, asked: Asked"):
+    with pytest.raises(UserError, match=r"^key\.name=mine\.py:Score .*submit\(self, asked"):
         own_reward("key", OwnSpec(name="mine.py:Score"))
     with pytest.raises(UserError, match=r"^logging\.sinks=mine\.py:Silent .*overrides nothing"):
         own_sink("mine.py:Silent")

@@ -45,8 +45,8 @@ NEEDS = {  # further options that one option requires
     "learner.distill.lora.publish=adapter": ["actor=sparse"],
     "learner.sequence_parallel=4": ["learner.ranks=4"],
     "cluster=ray": ["cluster.address=head:6379"],
-    "algorithm.keep_best_by=acceptance": ["algorithm.keep_best=4"],
-    "algorithm.keep_best=8": ["rollout.samples_per_prompt=12"],
+    "algorithm.train_on_best_by=acceptance": ["algorithm.train_on_best=4"],
+    "algorithm.train_on_best=8": ["rollout.samples_per_prompt=12"],
     "task.digits.weight=3": ["task=[digits,arithmetic]"],
     "task=lean": [
         "task.args.train_path=train.jsonl",

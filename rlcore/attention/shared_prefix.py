@@ -264,11 +264,11 @@ def _paged(
 
 def _gathered(x: Tensor, nodes: Tensor) -> Tensor:
     """x [U, H, D] at nodes [S, K] -> [S, H, K, D]."""
-    rows = _Rows.apply(x.flatten(1), nodes.flatten())
+    rows = _RepeatedRows.apply(x.flatten(1), nodes.flatten())
     return rows.view(*nodes.shape, *x.shape[1:]).transpose(1, 2)
 
 
-class _Rows(torch.autograd.Function):
+class _RepeatedRows(torch.autograd.Function):
     """Rows of a matrix, repeated. Gradients of a row are summed in at least float32: those of all
     responses of a group add up in the prompt's keys."""
 

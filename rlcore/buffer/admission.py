@@ -72,7 +72,7 @@ class Due:
         return self._before
 
 
-class Waiting:
+class WaitingGroups:
     """All of them. `changes` counts how often it became another set of groups."""
 
     def __init__(self, groups: Iterable[Candidate] = ()) -> None:
@@ -128,7 +128,7 @@ class Waiting:
             self.finished += sign * candidate.finished
             self.finished_of[candidate.task] += sign * candidate.finished
 
-    def first(self, count: int, *, strict: bool) -> Batch | None:
+    def first(self, count: int, *, strict: bool) -> ReadyGroups | None:
         """The first `count` finished groups by (deadline, id), or None while there are fewer.
         `strict`: the first of all, or None while one of these is unfinished."""
         taken: list[tuple[int, int]] = []
@@ -140,7 +140,7 @@ class Waiting:
             taken.append((deadline, there))
             lacking -= there
             if not lacking:
-                return Batch(self, taken)
+                return ReadyGroups(self, taken)
         return None
 
     def due(self) -> Iterator[tuple[int, int]]:
@@ -156,10 +156,10 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ReadyGroups:
     """Groups that could be taken together, by deadline."""
 
-    waiting: Waiting
+    waiting: WaitingGroups
     taken: list[tuple[int, int]]  # (deadline, how many of its first finished groups)
 
     def ids(self) -> list[int]:
@@ -229,7 +229,7 @@ class StalenessBound:
                 return False
         return True
 
-    def release(self, waiting: Waiting, step: int, *, strict: bool) -> list[int] | None:
+    def release(self, waiting: WaitingGroups, step: int, *, strict: bool) -> list[int] | None:
         """Ids of the batch for `step`, ascending, or None if it must wait. `strict`: by id alone,
         finished or not."""
         batch = waiting.first(self.groups_per_step, strict=strict)

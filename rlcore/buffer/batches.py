@@ -13,9 +13,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.buffer.admission import KEY, MIB, Candidate, StalenessBound, Waiting, groups_that_fit
+from rlcore.buffer.admission import (
+    KEY,
+    MIB,
+    Candidate,
+    StalenessBound,
+    WaitingGroups,
+    groups_that_fit,
+)
 from rlcore.buffer.ledger import LedgerError
-from rlcore.buffer.live import Entry, LiveGroups
+from rlcore.buffer.live import LiveGroup, LiveGroups
 from rlcore.buffer.specs import BatchingSpec, TaskShare
 from rlcore.errors import UserError
 from rlcore.seeding import derive_seed
@@ -56,7 +63,7 @@ class Sampler:
         """True if groups may pass their deadline unused and must then be evicted."""
         return self._order != "fifo"
 
-    def draw(self, waiting: Waiting, step: int, *, pool_complete: bool) -> list[int] | None:
+    def draw(self, waiting: WaitingGroups, step: int, *, pool_complete: bool) -> list[int] | None:
         """Ids for `step`, ascending, or None. `pool_complete`: nothing in flight and no place for
         more groups."""
         if self._order == "fifo":
@@ -86,7 +93,7 @@ class Sampler:
         picked = generator.choice(len(pool), self._bound.groups_per_step, replace=False)
         return sorted(pool[i].group_id for i in picked.tolist())
 
-    def _by_task(self, waiting: Waiting) -> list[int] | None:
+    def _by_task(self, waiting: WaitingGroups) -> list[int] | None:
         """Each place goes to the task furthest behind its share; a task without waiting groups is
         skipped."""
         if self._lacked is not None:
@@ -140,7 +147,7 @@ class Batches:
         # rolled back step, or one of a later epoch -> ids it must get
         self.pinned: dict[int, list[int]] = {}
         # what waits, as it was found at a horizon and has been followed since; None: to be found
-        self._found: Waiting | None = None
+        self._found: WaitingGroups | None = None
         self._found_at = 0
         self._touched: list[int] = []  # ids of which something has changed since
         self._pinned_ids: set[int] | None = None  # of all in `pinned`; None: to be collected
@@ -192,7 +199,7 @@ class Batches:
         complete = needs_pool and all_finished and self.room() == 0
         return self.sampler.draw(waiting, step, pool_complete=complete)
 
-    def take(self, step: int) -> list[Entry] | None:
+    def take(self, step: int) -> list[LiveGroup] | None:
         """The groups of the batch of `step`, ascending by id, or None if it must wait."""
         ids = self.choose(step)
         if ids is None:
@@ -272,13 +279,13 @@ class Batches:
                 if not entry.taken_by and entry.group_id not in pinned:
                     self._live.evict_stale(entry)
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingGroups:
         """Live groups that a later step may use, except those that a rolled back step will get
         again."""
         horizon, touched = self._horizon, {*self._live.take_touched(), *self._touched}
         self._touched.clear()
         if self._found is None:
-            self._found = Waiting(self._look())
+            self._found = WaitingGroups(self._look())
         else:
             if horizon != self._found_at:  # whether a taken group leaves at its commit
                 touched.update(i for ids in self.taken.values() for i in ids)
@@ -300,7 +307,7 @@ class Batches:
         self._touched += group_ids
         self._pinned_ids = None
 
-    def _follow(self, waiting: Waiting, group_id: int) -> None:
+    def _follow(self, waiting: WaitingGroups, group_id: int) -> None:
         entry = self._live.entries.get(group_id)
         candidate = None if entry is None else self._candidate(entry)
         if candidate is None:
@@ -312,7 +319,7 @@ class Batches:
         found = (self._candidate(e) for e in self._live.entries.values())
         return [candidate for candidate in found if candidate is not None]
 
-    def _candidate(self, entry: Entry) -> Candidate | None:
+    def _candidate(self, entry: LiveGroup) -> Candidate | None:
         """Return a group as the rules see it, or None if no later step may use it."""
         uses_left = self._max_uses - entry.uses - len(entry.taken_by)
         leaves_at_commit = entry.taken_by and self._expired(entry)
@@ -328,7 +335,7 @@ class Batches:
             if any(i not in entries or step not in entries[i].taken_by for i in ids):
                 raise LedgerError("buffer: uncommitted batches and live groups disagree")
 
-    def check_group(self, entry: Entry) -> None:
+    def check_group(self, entry: LiveGroup) -> None:
         """Raise LedgerError unless a group is in the batches that it knows of, and waits if it
         should."""
         if any(entry.group_id not in self.taken.get(step, ()) for step in entry.taken_by):
@@ -361,5 +368,5 @@ class Batches:
             self._pinned_ids = {i for ids in self.pinned.values() for i in ids}
         return self._pinned_ids
 
-    def _expired(self, entry: Entry) -> bool:
+    def _expired(self, entry: LiveGroup) -> bool:
         return self.bound.deadline(entry.admitted_version) < self._horizon

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from rlcore.buffer.ledger import Verdict, judge
-from rlcore.buffer.live import ArrivedSample, Drawing, Entry, LiveGroups
+from rlcore.buffer.ledger import GroupVerdict, judge
+from rlcore.buffer.live import ArrivedSample, Attempt, LiveGroup, LiveGroups
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.references import Record
 from rlcore.serialization import RecordHeader, read_header
@@ -89,7 +89,7 @@ class ArrivalTotals:
 _EXACT = ("reward_sum", "reward_squares")
 
 
-def task_metrics(entries: Iterable[Entry], tasks: Sequence[str]) -> dict[str, float]:
+def task_metrics(entries: Iterable[LiveGroup], tasks: Sequence[str]) -> dict[str, float]:
     """The same by task, for a run with several: `task/<task>/...`. Of a task that the batch has no
     groups of, only their number."""
     groups = list(entries)
@@ -110,14 +110,14 @@ def task_metrics(entries: Iterable[Entry], tasks: Sequence[str]) -> dict[str, fl
 _TASK_NAMES = {
     "reward/mean": "reward_mean",
     "reward/std": "reward_std",
-    "reward/kept_mean": "reward_kept_mean",
+    "reward/selected_mean": "reward_selected_mean",
     "response_length/mean": "response_length_mean",
     "response_length/max": "response_length_max",
     "response_length/truncated_share": "truncated_share",
 }
 
 
-def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
+def batch_metrics(entries: Iterable[LiveGroup]) -> dict[str, float]:
     """Rewards and lengths (sampled tokens) over all usable samples of a batch, before selection.
 
     Summed exactly (`math.fsum`): in whatever order samples came, two runs of one seed agree to the
@@ -138,7 +138,7 @@ def batch_metrics(entries: Iterable[Entry]) -> dict[str, float]:
         "response_length/truncated_share": cut / len(samples),
     }
     if len(kept) < len(rewards):
-        metrics["reward/kept_mean"] = math.fsum(kept) / len(kept)
+        metrics["reward/selected_mean"] = math.fsum(kept) / len(kept)
     parts: dict[str, list[float]] = defaultdict(list)
     for s in samples:
         for name, value in s.score.parts.items():
@@ -187,7 +187,7 @@ class Intake:
         if why := self._wrong(header, entry):
             raise ValueError(f"buffer: record {header.request_id} {why}")
 
-    def _wrong(self, header: RecordHeader, entry: Entry | None) -> str:
+    def _wrong(self, header: RecordHeader, entry: LiveGroup | None) -> str:
         """Why a record is not taken."""
         if header.purpose != "train":
             return "is not of a training sample"
@@ -216,7 +216,7 @@ class Intake:
             name = f"score of sample {score.sample_index} of group {score.group_id}"
             raise ValueError(f"buffer: {name} {why}")
 
-    def _was_asked(self, entry: Entry | None, group_id: int, sample_index: int) -> bool:
+    def _was_asked(self, entry: LiveGroup | None, group_id: int, sample_index: int) -> bool:
         live = self._live
         # of a departed group the task is not known any more
         n = live.most_samples if entry is None else live.samples(entry)
@@ -251,7 +251,7 @@ class Intake:
         drawing.score = score
         self._settle(entry, score.sample_index, drawing)
 
-    def _settle(self, entry: Entry, sample_index: int, drawing: Drawing) -> None:
+    def _settle(self, entry: LiveGroup, sample_index: int, drawing: Attempt) -> None:
         """If the drawing is complete, it becomes the sample."""
         if not drawing.complete:
             return
@@ -264,7 +264,9 @@ class Intake:
         if len(entry.samples) == self._live.samples(entry):
             self._complete(entry)
 
-    def _forget(self, entry: Entry, kept: Drawing | None, drawings: Collection[Drawing]) -> None:
+    def _forget(
+        self, entry: LiveGroup, kept: Attempt | None, drawings: Collection[Attempt]
+    ) -> None:
         """One of these drawings has become the sample; the records of all but it are dropped."""
         for drawing in drawings:
             if drawing is not kept:
@@ -298,7 +300,7 @@ class Intake:
                 self._live.resize(entry)
                 self._complete(entry)
 
-    def _complete(self, entry: Entry) -> None:
+    def _complete(self, entry: LiveGroup) -> None:
         """All samples of the group have arrived: fail it, filter it, or keep what is trained on."""
         live = self._live
         usable = entry.usable()
@@ -308,7 +310,7 @@ class Intake:
             return
         verdict = judge(rewards, self._selection, live.samples(entry))
         if entry.fixed:
-            verdict = Verdict(kept=verdict.kept or tuple(range(len(usable))))
+            verdict = GroupVerdict(kept=verdict.kept or tuple(range(len(usable))))
         if rewards and not verdict.failed:
             live.accounts.judged(entry.task, filtered=bool(verdict.evicted), reward=rewards[0])
         if usable and live.remembers(entry) and not entry.noted:
@@ -331,5 +333,5 @@ class Intake:
         live.finish(entry)
 
 
-def _drawing(entry: Entry, sample_index: int, draw_id: str) -> Drawing:
-    return entry.drawings.setdefault(sample_index, {}).setdefault(draw_id, Drawing())
+def _drawing(entry: LiveGroup, sample_index: int, draw_id: str) -> Attempt:
+    return entry.drawings.setdefault(sample_index, {}).setdefault(draw_id, Attempt())

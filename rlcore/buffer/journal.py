@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from rlcore.buffer import store
 from rlcore.buffer.intake import ArrivalTotals
 from rlcore.buffer.ledger import Ledger
-from rlcore.buffer.live import Entry, EntryCut
+from rlcore.buffer.live import EntryCut, LiveGroup
 from rlcore.buffer.store import ReplayBuffer
 from rlcore.errors import StageError
 from rlcore.files import dump_large, new_file, new_folder, replace_file
@@ -196,14 +196,14 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BufferSnapshot:
     """The contents of a snapshot; the `groups` of its state are still to be added."""
 
     state: dict[str, Any]
     entries: list[EntryCut]  # ascending by group id
 
 
-def cut(buffer: ReplayBuffer) -> Cut:
+def cut(buffer: ReplayBuffer) -> BufferSnapshot:
     """Return the contents of a checkpoint of this moment; later changes of the buffer do not affect
     it. Cheap, since the buffer's process answers no call meanwhile."""
     live, intake, batches = buffer.live, buffer.intake, buffer.batches
@@ -225,10 +225,10 @@ def cut(buffer: ReplayBuffer) -> Cut:
         "taken": {str(step): list(ids) for step, ids in batches.taken.items()},
         "pinned": {str(step): list(ids) for step, ids in batches.pinned.items()},
     }
-    return Cut(state, [live.entries[i].cut() for i in sorted(live.entries)])
+    return BufferSnapshot(state, [live.entries[i].cut() for i in sorted(live.entries)])
 
 
-def snapshot(cut: Cut) -> Snapshot:
+def snapshot(cut: BufferSnapshot) -> Snapshot:
     """All of it. Safe to run in another thread."""
     samples = [s for e in cut.entries for _, s in e.ordered()]
     records = [record for s in samples for record in s.records]
@@ -254,7 +254,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     live.ledger = Ledger.from_state(state["ledger"])
     # one of an earlier version of this program counts by task from now on
     live.accounts.restore(state.get("tasks", {}))
-    entries = [Entry.from_state(fields, records, scores) for fields in state["groups"]]
+    entries = [LiveGroup.from_state(fields, records, scores) for fields in state["groups"]]
     live.restore(entries)
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]
@@ -273,7 +273,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     batches.resume()
 
 
-def save(directory: str | Path, cut: Cut, write: WriteShards = no_shards) -> Written:
+def save(directory: str | Path, cut: BufferSnapshot, write: WriteShards = no_shards) -> Written:
     """Write a buffer to a folder that must not exist yet. Safe to run in another thread.
 
     `write`: has shards write what they keep. Raises FileExistsError if the folder exists, OSError

@@ -138,7 +138,7 @@ def highest(rewards: Sequence[float], count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GroupVerdict:
     """Either `kept` (positions in the rewards given), or the reason why the group leaves."""
 
     kept: tuple[int, ...] = ()
@@ -146,17 +146,17 @@ class Verdict:
     evicted: str = ""
 
 
-def judge(rewards: Sequence[float], spec: SelectionSpec, samples_per_group: int) -> Verdict:
+def judge(rewards: Sequence[float], spec: SelectionSpec, samples_per_group: int) -> GroupVerdict:
     """Decide what happens to a complete group. `rewards` of the usable samples (score ok), by
     sample_index."""
     if len(rewards) < min(LEAST_SAMPLES, samples_per_group):
-        return Verdict(failed=TOO_FEW)
-    here = spec.keep_best is not None and spec.kept_by_learner is None
-    kept = highest(rewards, spec.keep_best if here and spec.keep_best else len(rewards))
+        return GroupVerdict(failed=TOO_FEW)
+    here = spec.train_on_best is not None and spec.kept_by_learner is None
+    kept = highest(rewards, spec.train_on_best if here and spec.train_on_best else len(rewards))
     # Judged over what would be trained on: the best of a mixed group are often all equal.
     if spec.dynamic_sampling and all_equal([rewards[i] for i in kept]):
-        return Verdict(evicted=FILTERED_EQUAL)
-    return Verdict(kept=tuple(kept))
+        return GroupVerdict(evicted=FILTERED_EQUAL)
+    return GroupVerdict(kept=tuple(kept))
 
 
 @dataclass(slots=True)

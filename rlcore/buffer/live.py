@@ -18,7 +18,7 @@ PASSED = 1 - 1e-6  # of a grade that is correct, whatever rounding did
 
 
 @dataclass(slots=True)
-class Drawing:
+class Attempt:
     """One drawing of a sample, of which records or score are still missing."""
 
     records: dict[int, tuple[RecordHeader, Record]] = field(default_factory=dict)  # by part
@@ -48,7 +48,7 @@ class ArrivedSample:
     records: tuple[Record, ...]  # by part; empty where it will not be trained on
 
     @classmethod
-    def of(cls, drawing: Drawing) -> ArrivedSample:
+    def of(cls, drawing: Attempt) -> ArrivedSample:
         """A complete drawing; a failed score keeps no record."""
         assert drawing.score is not None
         parts = [drawing.records[part] for part in sorted(drawing.records)]
@@ -105,7 +105,7 @@ class EntryCut(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class LiveGroup:
     """One live group: its samples as they arrive, then its uses."""
 
     group_id: int
@@ -113,7 +113,7 @@ class Entry:
     admitted_version: int
     samples: dict[int, ArrivedSample] = field(default_factory=dict)  # by sample_index
     # sample_index -> draw_id: a sample is drawn again when its first drawing seems lost
-    drawings: dict[int, dict[str, Drawing]] = field(default_factory=dict)
+    drawings: dict[int, dict[str, Attempt]] = field(default_factory=dict)
     finished: bool = False
     arrival_version: int = 0
     uses: int = 0  # committed steps
@@ -177,7 +177,7 @@ class Entry:
     @classmethod
     def from_state(
         cls, state: dict[str, Any], records: Iterator[Record], scores: Iterator[Score]
-    ) -> Entry:
+    ) -> LiveGroup:
         """The inverse of `EntryCut.state`; takes its records and scores off the iterators, in
         order."""
         samples = {
@@ -212,7 +212,7 @@ class LiveGroups:
         self._tasks = dict(tasks or {})
         self.ledger = Ledger()
         self.accounts = TaskAccounts()
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LiveGroup] = {}
         self.bytes = 0
         self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
         self.published = 0
@@ -228,12 +228,12 @@ class LiveGroups:
         self._lost_shards: set[str] = set()
         self._unaudited: list[int] = []  # of a round over all live groups
 
-    def samples(self, entry: Entry) -> int:
+    def samples(self, entry: LiveGroup) -> int:
         """Samples that a group has when it is complete."""
         share = self._tasks.get(entry.task) if self._tasks else None
         return self._samples_per_group if share is None else share.samples
 
-    def remembers(self, entry: Entry) -> bool:
+    def remembers(self, entry: LiveGroup) -> bool:
         """Return whether the pass rate of a group is recorded."""
         share = self._tasks.get(entry.task)
         return share is not None and share.remember
@@ -251,7 +251,7 @@ class LiveGroups:
     def admit(self, prompt_id: str) -> int:
         """Open one group at the published version; its id."""
         group_id = self.ledger.admit()
-        self.entries[group_id] = Entry(group_id, prompt_id, self.published)
+        self.entries[group_id] = LiveGroup(group_id, prompt_id, self.published)
         self.admitted_at.setdefault(self.published, {})[group_id] = None
         self._touched.append(group_id)
         self.waited_for += 1
@@ -261,7 +261,7 @@ class LiveGroups:
         """Return whether any group is in flight."""
         return self.waited_for > 0
 
-    def restore(self, entries: Iterable[Entry]) -> None:
+    def restore(self, entries: Iterable[LiveGroup]) -> None:
         """Continue with these groups, ascending by id."""
         self.entries = {e.group_id: e for e in entries}
         self.admitted_at = {}
@@ -271,7 +271,7 @@ class LiveGroups:
         self.bytes = sum(e.held for e in self.entries.values())
         self.waited_for = sum(not e.finished for e in self.entries.values())
 
-    def resize(self, entry: Entry) -> None:
+    def resize(self, entry: LiveGroup) -> None:
         """Account for what a group holds now."""
         size = entry.size
         self.bytes += size - entry.held
@@ -299,24 +299,24 @@ class LiveGroups:
             e.group_id: (e.prompt_id, e.missing(self.samples(e))) for e in chosen if not e.finished
         }
 
-    def consume(self, entry: Entry) -> None:
+    def consume(self, entry: LiveGroup) -> None:
         """The group was trained on for the last time."""
         self.ledger.consume(entry.group_id, entry.last_step)
         self._drop(entry, None)
 
-    def evict(self, entry: Entry, reason: str) -> None:
+    def evict(self, entry: LiveGroup, reason: str) -> None:
         """Give up a group that has no fault."""
         self.ledger.evict(entry.group_id, reason)
         self._drop(entry, reason)
 
-    def evict_stale(self, entry: Entry) -> None:
+    def evict_stale(self, entry: LiveGroup) -> None:
         """Evict a group that is too old; one that was already trained on leaves as consumed."""
         if entry.uses:
             self.consume(entry)
         else:
             self.evict(entry, STALE)
 
-    def fail(self, entry: Entry, reason: str) -> None:
+    def fail(self, entry: LiveGroup, reason: str) -> None:
         """Give up a group that could not be finished."""
         self.ledger.fail(entry.group_id, reason)
         self._drop(entry, reason)
@@ -340,7 +340,7 @@ class LiveGroups:
         self._lost_shards.add(shard)
         self._released.pop(shard, None)
 
-    def reopen(self, entry: Entry, *, fixed: bool) -> None:
+    def reopen(self, entry: LiveGroup, *, fixed: bool) -> None:
         """A finished group has lost samples: it is in flight again. `fixed`: it must come back."""
         entry.finished = False
         self.waited_for += 1
@@ -349,12 +349,12 @@ class LiveGroups:
         if fixed:
             self.fix(entry)
 
-    def fix(self, entry: Entry) -> None:
+    def fix(self, entry: LiveGroup) -> None:
         """A group in flight that a batch has."""
         entry.fixed = True
         self.redrawn.add(entry.group_id)
 
-    def finish(self, entry: Entry) -> None:
+    def finish(self, entry: LiveGroup) -> None:
         """All of its samples have arrived, and it may be trained on."""
         self._touched.append(entry.group_id)
         self.redrawn.discard(entry.group_id)
@@ -362,11 +362,11 @@ class LiveGroups:
         entry.arrival_version = self.learner
         self._land(entry)
 
-    def _land(self, entry: Entry) -> None:
+    def _land(self, entry: LiveGroup) -> None:
         self.waited_for -= 1
         self._landed.append(entry.group_id)
 
-    def _drop(self, entry: Entry, reason: str | None) -> None:
+    def _drop(self, entry: LiveGroup, reason: str | None) -> None:
         self._touched.append(entry.group_id)
         self.accounts.departed(entry.task, reason)
         self.redrawn.discard(entry.group_id)
@@ -393,7 +393,7 @@ class LiveGroups:
         if self.bytes != held:
             raise LedgerError(f"buffer: {self.bytes} bytes counted, the live groups hold {held}")
 
-    def check_group(self, entry: Entry) -> None:
+    def check_group(self, entry: LiveGroup) -> None:
         """Raise LedgerError unless the bytes of a group are those that were counted."""
         if entry.held != entry.size:
             raise LedgerError(
@@ -401,7 +401,7 @@ class LiveGroups:
                 f"{entry.size}"
             )
 
-    def next_audited(self, count: int) -> list[Entry]:
+    def next_audited(self, count: int) -> list[LiveGroup]:
         """So many live groups, all of them in turn over several calls."""
         if not self._unaudited:
             self._unaudited = list(self.entries)

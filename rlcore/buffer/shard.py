@@ -82,7 +82,7 @@ PAUSE_S = 1e-3  # between two messages, of any shards
 
 
 @dataclass(frozen=True, slots=True)
-class Told(ByFields):
+class ShardReport(ByFields):
     """A shard's report to the buffer about its samples."""
 
     kept: Kept = field(default_factory=list)  # records that have come
@@ -90,21 +90,23 @@ class Told(ByFields):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(ByFields):
+class ShardReply(ByFields):
     """The buffer's answer."""
 
     released: list[int]  # keys of records that nobody will read any more
     pause_s: float  # before the next message
 
 
-class Gathering:
+class ShardReporter:
     """Collects the reports of one shard and sends them to the buffer."""
 
-    def __init__(self, shard: Shard, tell: Callable[[str, Told], Awaitable[Heard]]) -> None:
+    def __init__(
+        self, shard: Shard, tell: Callable[[str, ShardReport], Awaitable[ShardReply]]
+    ) -> None:
         """`tell`: sends a report to the buffer, with the name of the shard."""
         self._shard = shard
         self._tell = tell
-        self._next = Told()
+        self._next = ShardReport()
         self._not_before = 0.0  # the next message, by the loop's clock
         self._telling = asyncio.Lock()
 
@@ -130,7 +132,7 @@ class Gathering:
                 return  # another caller has sent it
             if (pause := self._not_before - clock()) > 0:
                 await asyncio.sleep(pause)
-            message, self._next = self._next, Told()
+            message, self._next = self._next, ShardReport()
             heard = await self._tell(self._shard.name, message)
             self._not_before = clock() + heard.pause_s
             self._shard.drop(heard.released)

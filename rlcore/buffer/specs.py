@@ -152,10 +152,10 @@ class SelectionSpec(Spec):
         unit="groups",
         gt=0,
     )
-    keep_best: int | None = setting(
+    train_on_best: int | None = setting(
         None, "oversampling: train on the n best samples of each group", gt=0
     )
-    keep_best_by: Literal["reward", "acceptance"] = setting(
+    train_on_best_by: Literal["reward", "acceptance"] = setting(
         "reward", "what makes them the best; acceptance: of their tokens by the learner's policy"
     )
 
@@ -163,22 +163,22 @@ class SelectionSpec(Spec):
     def kept_by_learner(self) -> int | None:
         """Samples of a group that the learner chooses by its own log-probs; None: the buffer
         does."""
-        return self.keep_best if self.keep_best_by == "acceptance" else None
+        return self.train_on_best if self.train_on_best_by == "acceptance" else None
 
     def check(self, key: str) -> None:
         refuse(
-            self.keep_best_by == "acceptance" and self.keep_best is None,
-            f"{key}.keep_best_by=acceptance has nothing to choose: set {key}.keep_best, or leave "
-            "it reward.",
+            self.train_on_best_by == "acceptance" and self.train_on_best is None,
+            f"{key}.train_on_best_by=acceptance has nothing to choose: set {key}.train_on_best, or "
+            "leave it reward.",
         )
         refuse(
-            self.keep_best_by == "acceptance" and self.dynamic_sampling,
+            self.train_on_best_by == "acceptance" and self.dynamic_sampling,
             f"{key}.dynamic_sampling=true filters by the rewards that would be trained on, which "
-            f"{key}.keep_best_by=acceptance decides only later, in the learner: use one or the "
+            f"{key}.train_on_best_by=acceptance decides only later, in the learner: use one or the "
             "other.",
         )
         refuse(
-            self.dynamic_sampling and self.keep_best == 1,
-            f"{key}.keep_best=1 with {key}.dynamic_sampling=true would filter every group, since "
-            "the rewards of one sample are all equal: keep 2 or more.",
+            self.dynamic_sampling and self.train_on_best == 1,
+            f"{key}.train_on_best=1 with {key}.dynamic_sampling=true would filter every group, "
+            "since the rewards of one sample are all equal: keep 2 or more.",
         )

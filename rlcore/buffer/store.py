@@ -17,8 +17,8 @@ import numpy as np
 from rlcore.buffer.batches import Batches
 from rlcore.buffer.intake import Intake, batch_metrics, task_metrics
 from rlcore.buffer.ledger import Ledger
-from rlcore.buffer.live import ArrivedSample, Entry, LiveGroups
-from rlcore.buffer.shard import Told
+from rlcore.buffer.live import ArrivedSample, LiveGroup, LiveGroups
+from rlcore.buffer.shard import ShardReport
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
 from rlcore.references import Record, RecordReference
 from rlcore.seeding import derive_seed
@@ -146,7 +146,7 @@ class ReplayBuffer:
         """
         self.intake.add_records(records)
 
-    def add_told(self, told: Told) -> None:
+    def add_told(self, told: ShardReport) -> None:
         """The same for records that a shard keeps, and scores that it passes on; the records of one
         that is lost are not taken. Raises ValueError as the two do."""
         self.intake.add_read([(h, r) for h, r in told.kept if self.live.knows(r.shard)])
@@ -204,7 +204,7 @@ class ReplayBuffer:
         phases, or this buffer's first, begins with it."""
         return self._peeks.get(step, [])[:n]
 
-    def _remember(self, step: int, entries: Sequence[Entry]) -> None:
+    def _remember(self, step: int, entries: Sequence[LiveGroup]) -> None:
         if self._peeks and step != self.batches.bound.phases.start(step):
             return
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_peek", step))
@@ -216,7 +216,7 @@ class ReplayBuffer:
             del self._peeks[old]
 
 
-def _in_turn(entries: Sequence[Entry]) -> list[Entry]:
+def _in_turn(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
     """The first group of each task, then the second of each, and so on."""
     places: Counter[str] = Counter()
     keyed = []
@@ -306,7 +306,7 @@ def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
     return live.in_flight(again)
 
 
-def _forget(entry: Entry, shard: str, recover: Recover) -> bool:
+def _forget(entry: LiveGroup, shard: str, recover: Recover) -> bool:
     """Drop what an entry has in a shard; whether something of it must be sampled again."""
     missing = False
     for drawings in entry.drawings.values():

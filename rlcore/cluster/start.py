@@ -19,7 +19,7 @@ from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.calls import get
 from rlcore.cluster.clients import RayBuffer, RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.learner import RankGroup
-from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.clients.scorer import scorer_name
 from rlcore.cluster.clients.shards import read_shards, write_shards
 from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
@@ -158,8 +158,8 @@ def rollout_spawner(
         started = handle.start.remote(own)
         return Spawned(
             RayRolloutActor(handle, name, started, hosting, ranks=engine.tensor_parallel),
-            placed=Reply(handle.__ray_ready__.remote(), "its process"),
-            started=Reply(started, "its start"),
+            placed=PendingReply(handle.__ray_ready__.remote(), "its process"),
+            started=PendingReply(started, "its start"),
         )
 
     return spawn

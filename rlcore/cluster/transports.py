@@ -36,7 +36,7 @@ def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
         get=get,
         folder=Path(hosting.weights_folder) / sent,
         bucket_bytes=spec.bucket_mib << 20,
-        whole_every=spec.whole_every,
+        full_weights_every=spec.full_weights_every,
     )
     cls = resolve(TRANSPORTS, spec.transport, key=KEY, like=WeightTransport)
     transport: WeightTransport = cls.between(ends)
@@ -106,11 +106,13 @@ class VllmGroup(GroupTransport):
         spec = self.hosting.transport
         bucket_bytes = spec.bucket_mib << 20
         sender = VllmSender(spec.transport, rank, _address, bucket_bytes=bucket_bytes)
-        if spec.whole_every == 1:
+        if spec.full_weights_every == 1:
             return sender
         from rlcore.weights.vllm_transfer import PatchSender
 
-        return PatchSender(rank, sender, bucket_bytes=bucket_bytes, whole_every=spec.whole_every)
+        return PatchSender(
+            rank, sender, bucket_bytes=bucket_bytes, full_weights_every=spec.full_weights_every
+        )
 
     def receiver(self) -> Any:
         from rlcore.weights.arrival import EngineReceiver

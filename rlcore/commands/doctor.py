@@ -202,7 +202,7 @@ def shortened(config: RunConfig, run_dir: str) -> RunConfig:
             "samples_per_prompt": min(config.rollout.samples_per_prompt, SAMPLES),
             "max_new_tokens": min(config.rollout.max_new_tokens, NEW_TOKENS),
         },
-        "algorithm": {"dynamic_sampling": False, "keep_best": None},
+        "algorithm": {"dynamic_sampling": False, "train_on_best": None},
         "evaluation": {"at_start": False, "prompts": 1, "samples": 1, "greedy": False, "tasks": {}},
         "checkpoint": {"every": 0, "every_s": 0.0, "at_end": False, "keep_best": None},
         "logging": {

@@ -150,7 +150,7 @@ def rollout_job(
         transfer=_engine_transfer(config),
         adapter=_adapter(config, actor),
         diffusion=config.model.diffusion,
-        routes=config.learner.router == "replay",
+        routes=config.learner.router_replay,
         sleeps=sleeps,
     )
     stop, environments = stop_strings(config), tuple(environment_jobs(config).values())
@@ -271,7 +271,13 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
     path = next(iter(config.actor.values())).draft_path
     assert draft is not None and path is not None
     # Adapters would be the policy's: a draft is small enough to be trained whole.
-    own = {"ranks": draft.ranks, "lr": draft.lr, "lora": None, "draft": None, "router": "live"}
+    own = {
+        "ranks": draft.ranks,
+        "lr": draft.lr,
+        "lora": None,
+        "draft": None,
+        "router_replay": False,
+    }
     own |= dict.fromkeys(PARTS, 1)
     kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
     return LearnerJob(

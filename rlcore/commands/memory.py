@@ -132,7 +132,7 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
         bucket_bytes=config.cluster.bucket_mib << 20,
         kl=_has_kl(config),
         trained=_trained(config),
-        kept_width=BYTES[wire_dtype(config)] if config.cluster.whole_every > 1 else 0,
+        kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
     )
     if not config.learner.num_gpus:
         rank = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))

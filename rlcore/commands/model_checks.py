@@ -157,10 +157,13 @@ def check_patches(config: RunConfig, model: Mapping[str, Any]) -> None:
     `model`: the policy's config.json."""
     rank = next((v for name, v in _settings(model) if name == "kv_lora_rank" and v), None)
     refuse(
-        rank is not None and config.cluster.transport == "nccl" and config.cluster.whole_every > 1,
-        f"cluster.whole_every={config.cluster.whole_every} with cluster.transport=nccl changes "
+        rank is not None
+        and config.cluster.transport == "nccl"
+        and config.cluster.full_weights_every > 1,
+        f"cluster.full_weights_every={config.cluster.full_weights_every} with "
+        "cluster.transport=nccl changes "
         f"weights in place, and model.path={config.model.path} has latent attention (kv_lora_rank="
-        f"{rank}), for which vLLM keeps matrices made of them: use whole_every=1, or "
+        f"{rank}), for which vLLM keeps matrices made of them: use full_weights_every=1, or "
         "cluster.transport=object_store.",
     )
 
@@ -168,9 +171,9 @@ def check_patches(config: RunConfig, model: Mapping[str, Any]) -> None:
 def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
     """Refuse to replay experts that there are none of, or that an engine does not return. `model`:
     the policy's config.json."""
-    if config.learner.router != "replay":
+    if not config.learner.router_replay:
         return
-    key = "learner.router=replay"
+    key = "learner.router_replay=true"
     refuse(
         not _experts(model),
         f"{key} repeats the choices of a mixture of experts, and the model of model.path="
@@ -181,7 +184,7 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
         refuse(
             actor.engine != "vllm",
             f"{key} needs the experts that an engine chose, and {its}.engine={actor.engine} does "
-            "not return any: use engine=vllm, or learner.router=live.",
+            "not return any: use engine=vllm, or learner.router_replay=false.",
         )
         if actor.on_cpu:
             refuse(
@@ -206,7 +209,7 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
 
 def expert_bytes(config: RunConfig) -> int:
     """Bytes that the experts of a token take in a record."""
-    if config.learner.router != "replay" or config.model.path is None:
+    if not config.learner.router_replay or config.model.path is None:
         return 0
     model = read_config(config.model.path)
     experts = int(_experts(model).partition("=")[2] or 0)

@@ -23,13 +23,13 @@ from rlcore.environments.renderers import check_template
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import (
-    Asked,
     Difficulty,
     HeldOutRequests,
     Mixture,
     Prompts,
     PromptSource,
     RequestMaker,
+    SampleSettings,
     task_seed,
 )
 from rlcore.metrics.logger import own_sink
@@ -210,8 +210,10 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
         raise UserError(str(error).replace("environment.", f"{key}.")) from error
 
 
-def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> Asked:
-    return Asked(pipeline.constrain_sampling(rollout.sampling()), rollout.samples_per_prompt)
+def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> SampleSettings:
+    return SampleSettings(
+        pipeline.constrain_sampling(rollout.sampling()), rollout.samples_per_prompt
+    )
 
 
 def make_tasks(config: RunConfig) -> dict[str, Task]:

@@ -28,7 +28,7 @@ from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
-from rlcore.loop.plan import Parts, Progress
+from rlcore.loop.plan import LoopParts, Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.log import NAME as LOG
 from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
@@ -103,7 +103,7 @@ STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunContext:
     """The state that all attempts of one command share."""
 
     given: RunConfig  # as it was composed, which a resumed run is composed from
@@ -168,7 +168,7 @@ def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
         guard=owner.require,
     ) as logger:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
-        run = Run(config, prepared, logger, reporter, scale, StopSignals(), owner)
+        run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
         run.stop.interrupt()
         for news in (owner.news, swept, jobs.idle_clip(config)):
             if news:
@@ -183,7 +183,7 @@ def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
     return progress
 
 
-def _report(run: Run) -> None:
+def _report(run: RunContext) -> None:
     """report.html; a disk that refuses it does not make a failure of the run."""
     try:
         run.owner.require()
@@ -192,7 +192,7 @@ def _report(run: Run) -> None:
         run.reporter.note(f"report.html could not be written (logging.report): {e}")
 
 
-def _recovering(run: Run) -> Progress:
+def _recovering(run: RunContext) -> Progress:
     """Attempts until one ends: a lost process costs the steps since the last checkpoint, not the
     run. Raises StageError once recoveries from one checkpoint are used up."""
     spec, note = run.config.cluster, run.reporter.note
@@ -231,7 +231,7 @@ def _recovering(run: Run) -> Progress:
         run.prepared.prompts.begin_anew()
 
 
-def _start_point(run: Run) -> Start:
+def _start_point(run: RunContext) -> Start:
     """The newest valid checkpoint, or the beginning if the run has written none yet.
 
     Raises UserError if the run cannot go on from it as it is configured.
@@ -247,7 +247,7 @@ def _start_point(run: Run) -> Start:
     return Start(found, state, progress)
 
 
-def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
+def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
     """The part of a run that needs processes; none remains when it returns or raises.
 
     `patience_s`: how long a cluster that was joined before may take to free resources.
@@ -288,12 +288,12 @@ def _attempt(run: Run, start: Start, patience_s: float) -> Progress:
             session.close()
 
 
-async def _loop(run: Run, session: Session, model_path: str, start: Start) -> None:
+async def _loop(run: RunContext, session: Session, model_path: str, start: Start) -> None:
     """Train until the plan's end or a stop; `start.progress` moves with it."""
     config, prepared, reporter = run.config, run.prepared, run.reporter
     clients, fleet = session.clients(), session.fleet
     assert fleet is not None
-    parts = Parts(
+    parts = LoopParts(
         fleet,
         prepared.requests,
         Evaluator(

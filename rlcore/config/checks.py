@@ -149,7 +149,7 @@ def check_transport(c: RunConfig) -> None:
         f"cluster.transport={transport} sends one set of weights to all, and this run has actors "
         "with weights of their own: choose object_store or disk.",
     )
-    if c.cluster.whole_every > 1:
+    if c.cluster.full_weights_every > 1:
         _deltas(c)
     if transport in ("nccl", "ipc"):
         _engine_transfer(c, transport)
@@ -157,28 +157,28 @@ def check_transport(c: RunConfig) -> None:
 
 def _deltas(c: RunConfig) -> None:
     """Publications that send what changed."""
-    key = f"cluster.whole_every={c.cluster.whole_every}"
+    key = f"cluster.full_weights_every={c.cluster.full_weights_every}"
     refuse(
         c.cluster.transport not in ("object_store", "nccl"),
         f"{key} sends patches, which cannot travel by cluster.transport={c.cluster.transport}: use "
-        "object_store or nccl, or whole_every=1.",
+        "object_store or nccl, or full_weights_every=1.",
     )
     for label, actor in c.actor.items():
         refuse(
             c.cluster.transport == "nccl" and actor.quantised_by_engine,
             f"{key} with cluster.transport=nccl writes what changed into weights as they were "
             f"published, and actor.{label}.kind={actor.kind} holds them quantised: use "
-            "cluster.transport=object_store, or whole_every=1.",
+            "cluster.transport=object_store, or full_weights_every=1.",
         )
     refuse(
         c.learner.distill is not None or c.learner.draft is not None,
         f"{key} is for runs that publish the policy alone, and learner.distill and learner.draft "
-        "publish further weights: use whole_every=1.",
+        "publish further weights: use full_weights_every=1.",
     )
     refuse(
         c.learner.lora is not None and c.learner.lora.publish == "adapter",
         f"{key} saves nothing with learner.lora.publish=adapter, of which every entry changes: use "
-        "whole_every=1.",
+        "full_weights_every=1.",
     )
 
 
@@ -356,9 +356,9 @@ def _whole_corrections(c: RunConfig) -> None:
                 f"advantage: use algorithm={label} (advantage={usual}).",
             )
         refuse(
-            a.keep_best is not None,
-            f"algorithm.keep_best={a.keep_best} contradicts correction={label}, whose baseline is "
-            "a mean over all samples of a prompt: use one or the other.",
+            a.train_on_best is not None,
+            f"algorithm.train_on_best={a.train_on_best} contradicts correction={label}, whose "
+            "baseline is a mean over all samples of a prompt: use one or the other.",
         )
 
 

@@ -126,8 +126,8 @@ def _check_learning(c: RunConfig) -> None:
         "learner.distill": learner.distill is not None,
         "learner.draft": learner.draft is not None,
         "learner.train_sparse": learner.train_sparse,
-        "learner.router=replay": learner.router == "replay",
-        "algorithm.keep_best_by=acceptance": c.algorithm.kept_by_learner is not None,
+        "learner.router_replay=true": learner.router_replay,
+        "algorithm.train_on_best_by=acceptance": c.algorithm.kept_by_learner is not None,
     }
     for key, used in on.items():
         refuse(used, f"{key} is made for causal actors, and model.diffusion is set: leave it off.")

@@ -51,7 +51,7 @@ FIXED = {
     "rollout.min_p": _SAMPLED,
     "correction.dvp.rho": _SAMPLED,
     "learner.engine": _WEIGHTS,
-    "learner.router": _SAMPLED,
+    "learner.router_replay": _SAMPLED,
     "learner.lora.rank": _WEIGHTS,
     "learner.lora.alpha": _WEIGHTS,
     "learner.lora.targets": _WEIGHTS,

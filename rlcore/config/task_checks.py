@@ -80,12 +80,12 @@ def _group_sizes(c: RunConfig) -> None:
     a = c.algorithm
     for label, key, n in _settings(c, "samples_per_prompt"):
         refuse(
-            a.keep_best is not None and a.keep_best >= n,
-            f"algorithm.keep_best={a.keep_best} keeps everything{_of(c, label)}: it must be below "
-            f"{key}={n}.",
+            a.train_on_best is not None and a.train_on_best >= n,
+            f"algorithm.train_on_best={a.train_on_best} keeps everything{_of(c, label)}: "
+            f"it must be below {key}={n}.",
         )
-        kept_by = key if a.keep_best is None else "algorithm.keep_best"
-        kept = n if a.keep_best is None else a.keep_best
+        kept_by = key if a.train_on_best is None else "algorithm.train_on_best"
+        kept = n if a.train_on_best is None else a.train_on_best
         chosen_by, advantage = c.advantage_of(label)
         refuse(
             # A group of one has an advantage of zero: nothing would be learnt, silently.

@@ -98,7 +98,7 @@ def mismatch_values(statistics: Tensor) -> dict[str, float]:
     mean_w, mean_w2 = metrics.pop("w"), metrics.pop("w2")
     variance = max(mean_w2 - mean_w**2, 0.0) * (n / (n - 1) if n > 1 else 0.0)
     metrics["ess"] = mean_w**2 / mean_w2 if mean_w2 > 0 else 1.0
-    metrics["cv"] = sqrt(variance) / mean_w if mean_w > 0 else 0.0
+    metrics["ratio_cv"] = sqrt(variance) / mean_w if mean_w > 0 else 0.0
     if not found["usable"]:
         metrics["acceptance"] = 1.0
     metrics["veto_share"] = found["vetoed"] / max(found["sequences"], 1.0)

@@ -16,7 +16,7 @@ from rlcore.interfaces import Task
 from rlcore.registry import load_object, missing_methods, resolve, signature_of
 
 ENVIRONMENTS: dict[str, str] = {
-    "alphabet_sort": "rlcore.environments.games:AlphabetSort",
+    "alphabet_sort": "rlcore.environments.games:AlphabetSortGame",
     "attempts": "rlcore.environments.attempts:Attempts",
     "endpoint": "rlcore.environments.endpoint:Endpoint",
     "higher_lower": "rlcore.environments.games:HigherLower",

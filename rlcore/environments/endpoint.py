@@ -42,7 +42,7 @@ OVER = "The episode is over: its program has returned."
 
 
 @dataclass(slots=True)
-class Call:
+class PendingCall:
     """A request that waits for its turn."""
 
     request: ChatRequest
@@ -51,7 +51,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Conversation:
+class ClientConversation:
     """The messages of a conversation up to the model's last answer."""
 
     messages: list[Message]
@@ -108,12 +108,12 @@ class Endpoint(Environment):
             )
         self._task = task
         self._program = _program(program)
-        self._calls: queue.Queue[Call | None] = queue.Queue()  # None: the program has ended
+        self._calls: queue.Queue[PendingCall | None] = queue.Queue()  # None: the program has ended
         self._outcome: Future[Any] = Future()  # what the program returns
         self._lock = threading.Lock()
         self._over: Refused | None = None  # why further calls are refused
-        self._pending: Call | None = None  # the call whose turn is sampled
-        self._conversations: list[Conversation] = []
+        self._pending: PendingCall | None = None  # the call whose turn is sampled
+        self._conversations: list[ClientConversation] = []
         self._at = 0  # which of these the pending call belongs to
         self._turns = self._refused = 0
         self._last = ""  # text of the last turn
@@ -157,7 +157,7 @@ class Endpoint(Environment):
     ) -> tuple[dict[str, Any], bool, bool]:
         """In a thread of the endpoint: the answer to one request."""
         try:
-            call = Call(read_request(body, self._sampling), waits)
+            call = PendingCall(read_request(body, self._sampling), waits)
             with self._lock:
                 if self._over is not None:
                     raise self._over
@@ -168,7 +168,7 @@ class Endpoint(Environment):
                 self._refused += 1
             raise
 
-    def _next(self) -> Call | None:
+    def _next(self) -> PendingCall | None:
         """The next call whose client still waits; None: the program has ended."""
         while (call := self._calls.get()) is not None:
             if self._outcome.done():
@@ -179,7 +179,7 @@ class Endpoint(Environment):
                 call.answer.set_exception(Refused("The client has left."))
         return None
 
-    def _reply(self, call: Call) -> Reply:
+    def _reply(self, call: PendingCall) -> Reply:
         """Make the reply of a call: the continuation of a conversation, or another one."""
         self._pending = call
         request = call.request
@@ -187,7 +187,7 @@ class Endpoint(Environment):
         known = [i for i, messages in enumerate(added) if messages]
         if not known:
             self._at = len(self._conversations)
-            self._conversations.append(Conversation(request.messages, request.tools))
+            self._conversations.append(ClientConversation(request.messages, request.tools))
             return Reply(opening=Opening(request.messages, request.tools, request.max_tokens))
         # the longest; of equal ones the last
         self._at = min(reversed(known), key=lambda i: len(added[i]))

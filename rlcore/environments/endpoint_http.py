@@ -253,7 +253,7 @@ class SessionServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, complete: Complete) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _EndpointHandler)
         self.complete = complete
         self.api_key = f"rlcore-{secrets.token_urlsafe(24)}"
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -267,7 +267,7 @@ class SessionServer(ThreadingHTTPServer):
         self.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _EndpointHandler(BaseHTTPRequestHandler):
     server: SessionServer
     protocol_version = "HTTP/1.1"  # clients keep their connection
 

@@ -57,7 +57,7 @@ class Conversation:
 
 
 @dataclass(slots=True)
-class Episode:
+class EpisodeState:
     """The state of one episode between two turns."""
 
     request: Request

@@ -12,7 +12,7 @@ from rlcore.tasks.games import AlphabetSort as Names
 from rlcore.types import Grade, Item
 
 
-class AlphabetSort(Environment):
+class AlphabetSortGame(Environment):
     """Plays the task `alphabet_sort`. Every turn is rewarded: by the likeness of its list with the
     right one, to the power `power`, divided by the number of turns. So the best reward is 1. Part
     `correct`: all lists were right.

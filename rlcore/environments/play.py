@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.environments.episode import Conversation, Episode, Played
+from rlcore.environments.episode import Conversation, EpisodeState, Played
 from rlcore.environments.processes import EnvironmentDied, EnvironmentServer, Link
 from rlcore.environments.protocol import Opening, Renderer
 from rlcore.environments.renderers import make_renderer
@@ -39,7 +39,7 @@ class Play:
     def __init__(self, job: EnvironmentJob, tokenizer: Any, actor: tuple[str, ActorKind]) -> None:
         """`actor`: id and kind. Starts the environments' process; raises StageError."""
         self.counters = {"episodes": 0, "turns": 0, "failed_episodes": 0}
-        self.open: dict[str, Episode] = {}  # by request id
+        self.open: dict[str, EpisodeState] = {}  # by request id
         self.to_sample: list[Request] = []  # turns
         self.to_abort: list[str] = []  # request ids of turns
         self.done: list[Played] = []
@@ -105,7 +105,7 @@ class Play:
         if request.request_id in self.open:  # it is asked for again while it is still played
             self.drop({request.request_id})
         number, first = next(self._count), Conversation(self._renderer())
-        episode = Episode(request, f"{self._names}{number}", number, [first])
+        episode = EpisodeState(request, f"{self._names}{number}", number, [first])
         episode.ends_at = time.monotonic() + self._job.environment.episode_timeout_s
         self.open[request.request_id] = episode
         self.counters["episodes"] += 1
@@ -120,7 +120,7 @@ class Play:
             stop=job.stop,
         )
 
-    def _reset(self, episode: Episode) -> None:
+    def _reset(self, episode: EpisodeState) -> None:
         episode.link = self._linked()
         r = episode.request
         # the same for all samples of a group, and for one that is drawn again
@@ -152,7 +152,7 @@ class Play:
             self._idle = []
             return self._server.open()
 
-    def _call(self, episode: Episode, name: str, **arguments: Any) -> None:
+    def _call(self, episode: EpisodeState, name: str, **arguments: Any) -> None:
         assert episode.link is not None
         episode.link.call(name, **arguments)
         episode.waits_for = name
@@ -160,7 +160,7 @@ class Play:
         limit = episode.begun + self._job.environment.step_timeout_s
         episode.deadline = min(limit, episode.ends_at)
 
-    def _guarded(self, episode: Episode, act: Callable[[Episode], None]) -> None:
+    def _guarded(self, episode: EpisodeState, act: Callable[[EpisodeState], None]) -> None:
         """Run `act`; an error of an environment or its renderer fails its own episode alone."""
         try:
             act(episode)
@@ -172,7 +172,7 @@ class Play:
         except Exception as error:  # of any kind: a chat template may raise what it likes
             self._fail(episode, "error", f"{type(error).__name__}: {error}")
 
-    def _receive(self, episode: Episode) -> None:
+    def _receive(self, episode: EpisodeState) -> None:
         assert episode.link is not None
         answer = episode.link.receive()
         if answer is None:
@@ -191,7 +191,7 @@ class Play:
         else:
             self._finish(episode, "ok", **episode.graded(answer))
 
-    def _opening(self, episode: Episode, answer: dict[str, Any]) -> list[int]:
+    def _opening(self, episode: EpisodeState, answer: dict[str, Any]) -> list[int]:
         ids = episode.now.renderer.open(Opening(answer["messages"], answer["tools"]))
         if not 0 < len(ids) < self._job.max_len:
             raise ValueError(
@@ -199,11 +199,11 @@ class Play:
             )
         return ids
 
-    def _sample(self, episode: Episode) -> None:
+    def _sample(self, episode: EpisodeState) -> None:
         """Have the engine sample the next turn."""
         self.to_sample.append(episode.next_request())
 
-    def _act(self, episode: Episode, turn: Trajectory) -> None:
+    def _act(self, episode: EpisodeState, turn: Trajectory) -> None:
         action = episode.now.renderer.parse(episode.add(turn))
         if action.error and not episode.hosts_program:
             self._go_on(episode, [{"role": "user", "content": action.error}])
@@ -214,7 +214,7 @@ class Play:
         tokens = [len(turn.prompt_ids), len(turn.sampled_ids)]
         self._call(episode, "step", **said, tokens=tokens)
 
-    def _answer(self, episode: Episode, answer: dict[str, Any]) -> None:
+    def _answer(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
         for name, value in answer["parts"].items():
             episode.step_parts[name] = episode.step_parts.get(name, 0.0) + value
         if answer["reward"] is not None:
@@ -229,7 +229,7 @@ class Play:
                 episode.now = episode.conversations[answer["conversation"]]
             self._go_on(episode, answer["messages"])
 
-    def _turn_to(self, episode: Episode, opening: dict[str, Any]) -> None:
+    def _turn_to(self, episode: EpisodeState, opening: dict[str, Any]) -> None:
         """A further conversation, or the grade where a limit ends the episode."""
         if episode.count >= self._job.environment.max_turns:
             self._call(episode, "grade", limit=TURNS)
@@ -244,7 +244,7 @@ class Play:
         episode.begin_part(ids)
         self._sample(episode)
 
-    def _go_on(self, episode: Episode, messages: list[dict[str, Any]]) -> None:
+    def _go_on(self, episode: EpisodeState, messages: list[dict[str, Any]]) -> None:
         """The next turn, or the grade where a limit ends the episode."""
         if episode.count >= self._job.environment.max_turns:
             self._call(episode, "grade", limit=TURNS)
@@ -300,23 +300,23 @@ class Play:
                 what = f"environment.step_timeout_s={spec.step_timeout_s:g}"
                 self._fail(episode, "timeout", f"{episode.waits_for} passed {what}")
 
-    def _abort_turn(self, episode: Episode) -> None:
+    def _abort_turn(self, episode: EpisodeState) -> None:
         name = episode.turn_id
         self.to_sample = [r for r in self.to_sample if r.request_id != name]
         if not episode.waits_for:
             self.to_abort.append(name)
 
-    def _fail(self, episode: Episode, status: ScoreStatus, error: str) -> None:
+    def _fail(self, episode: EpisodeState, status: ScoreStatus, error: str) -> None:
         self.counters["failed_episodes"] += 1
         self._finish(episode, status, error=error)
 
-    def _finish(self, episode: Episode, status: ScoreStatus, **score: Any) -> None:
+    def _finish(self, episode: EpisodeState, status: ScoreStatus, **score: Any) -> None:
         del self.open[episode.request.request_id]
         # What a program leaves behind (threads, connections) ends with its process.
         self._release(episode, reuse=status == "ok" and not episode.hosts_program)
         self.done.append(episode.played(status, self._decode, self._actor, **score))
 
-    def _release(self, episode: Episode, *, reuse: bool) -> None:
+    def _release(self, episode: EpisodeState, *, reuse: bool) -> None:
         """Give its process up. Only one whose instance has ended well serves another episode."""
         link, episode.link = episode.link, None
         if link is None:

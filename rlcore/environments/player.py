@@ -28,7 +28,7 @@ from rlcore.types import ActorKind, Request, Trajectory
 MAX_WAIT_S = 0.5  # between two looks at the deadlines
 
 
-class Sampler(Protocol):
+class EngineSampler(Protocol):
     """The calls of the player to the thread that owns the engine."""
 
     def submit(self, requests: Sequence[Request]) -> Future[None]:
@@ -66,7 +66,7 @@ class EpisodePlayer:
 
     # -- called by any thread ----------------------------------------------------------------------
 
-    def start(self, sampler: Sampler) -> None:
+    def start(self, sampler: EngineSampler) -> None:
         """Begin to play."""
         self._sampler = sampler
         self._thread = threading.Thread(target=self._main, name="episodes", daemon=True)
@@ -186,7 +186,7 @@ class Players:
         """The error that ended one of the threads."""
         return next((p.error for p in self._players.values() if p.error is not None), None)
 
-    def start(self, sampler: Sampler) -> None:
+    def start(self, sampler: EngineSampler) -> None:
         """Begin to play."""
         for player in self._players.values():
             player.start(sampler)

@@ -58,14 +58,14 @@ def main(fd: int) -> None:
     gc.collect()
     gc.freeze()  # so that children share these pages
     control.send(b'{"ready": true}')
-    Server(control, task, make, spec).run()
+    ForkServer(control, task, make, spec).run()
 
 
 def _die_with_parent(sign: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sign)
 
 
-class Server:
+class ForkServer:
     """Forks children and ends them."""
 
     def __init__(

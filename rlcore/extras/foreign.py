@@ -15,7 +15,15 @@ import yaml
 from rlcore.config.compose import load
 from rlcore.config.sentences import one_line
 from rlcore.errors import UserError
-from rlcore.extras.foreign_keys import ACTOR, ENTRIES, REASONS, SOURCES, SWITCHES, Entry, Source
+from rlcore.extras.foreign_keys import (
+    ACTOR,
+    ENTRIES,
+    REASONS,
+    SOURCES,
+    SWITCHES,
+    ForeignKey,
+    Source,
+)
 
 Given = dict[str, Any]
 
@@ -189,7 +197,7 @@ def translate(source: Source, given: Given) -> Translation:
     return Translation(t.values, t.options, t.left)
 
 
-def _plain(t: _Translator, entry: Entry) -> None:
+def _plain(t: _Translator, entry: ForeignKey) -> None:
     key = entry.of(t.source)
     value = t.given[key]
     if isinstance(value, str) and "$" in value:

@@ -44,10 +44,10 @@ SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ForeignKey:
     """One of our keys and what it is called elsewhere.
 
-    Example: Entry("rollout.temperature", "actor_rollout_ref.rollout.temperature", "temperature")
+    Example: ForeignKey("rollout.temperature", "actor_rollout_ref.rollout.temperature", "temp")
     """
 
     ours: str
@@ -67,161 +67,171 @@ class Entry:
 
 ACTOR, MODEL, SAMPLING = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 BATCHES = "prompts of an optimizer step, from their batch sizes; see below"
-ENTRIES: tuple[Entry, ...] = (
-    Entry("model.path", f"{MODEL}.path", "model_name_or_path", "pretrain", note="a local folder"),
-    Entry("task.args.train_path", "data.train_files", "dataset_name", "prompt_data"),
-    Entry("task.args.heldout_path", "data.val_files", "", "eval_dataset"),
-    Entry("task.args.question_field", "data.prompt_key", "", "input_key"),
-    Entry("task.args.answer_field", "", "", "label_key"),
-    Entry("rollout.samples_per_prompt", f"{SAMPLING}.n", "num_generations", "n_samples_per_prompt"),
-    Entry(
+ENTRIES: tuple[ForeignKey, ...] = (
+    ForeignKey(
+        "model.path", f"{MODEL}.path", "model_name_or_path", "pretrain", note="a local folder"
+    ),
+    ForeignKey("task.args.train_path", "data.train_files", "dataset_name", "prompt_data"),
+    ForeignKey("task.args.heldout_path", "data.val_files", "", "eval_dataset"),
+    ForeignKey("task.args.question_field", "data.prompt_key", "", "input_key"),
+    ForeignKey("task.args.answer_field", "", "", "label_key"),
+    ForeignKey(
+        "rollout.samples_per_prompt", f"{SAMPLING}.n", "num_generations", "n_samples_per_prompt"
+    ),
+    ForeignKey(
         "rollout.max_new_tokens",
         "data.max_response_length",
         "max_completion_length",
         "generate_max_len",
     ),
-    Entry(
+    ForeignKey(
         "task.max_prompt_tokens", "data.max_prompt_length", "max_prompt_length", "prompt_max_len"
     ),
-    Entry("rollout.temperature", f"{SAMPLING}.temperature", "temperature", "temperature"),
-    Entry("rollout.top_p", f"{SAMPLING}.top_p", "top_p", "top_p"),
-    Entry("rollout.top_k", f"{SAMPLING}.top_k", "top_k", least=1),
-    Entry("rollout.min_p", "", "min_p"),
-    Entry(
+    ForeignKey("rollout.temperature", f"{SAMPLING}.temperature", "temperature", "temperature"),
+    ForeignKey("rollout.top_p", f"{SAMPLING}.top_p", "top_p", "top_p"),
+    ForeignKey("rollout.top_k", f"{SAMPLING}.top_k", "top_k", least=1),
+    ForeignKey("rollout.min_p", "", "min_p"),
+    ForeignKey(
         "schedule.groups_per_step",
         f"{ACTOR}.ppo_mini_batch_size",
         "per_device_train_batch_size",
         "train_batch_size",
         note=BATCHES,
     ),
-    Entry(
+    ForeignKey(
         "schedule.steps_per_publish",
         "data.train_batch_size",
         "steps_per_generation",
         "rollout_batch_size",
         note="H: their batch of a rollout phase over that of a step",
     ),
-    Entry("schedule.epochs", f"{ACTOR}.ppo_epochs", "num_iterations", "max_epochs"),
-    Entry("schedule.steps", "trainer.total_training_steps", "max_steps", least=1),
-    Entry("schedule.max_staleness", "", "", "async_queue_size", note="with their --async_train"),
-    Entry(
+    ForeignKey("schedule.epochs", f"{ACTOR}.ppo_epochs", "num_iterations", "max_epochs"),
+    ForeignKey("schedule.steps", "trainer.total_training_steps", "max_steps", least=1),
+    ForeignKey(
+        "schedule.max_staleness", "", "", "async_queue_size", note="with their --async_train"
+    ),
+    ForeignKey(
         "algorithm.advantage",
         "algorithm.adv_estimator",
         "scale_rewards",
         "advantage_estimator",
         values=ADVANTAGES | SCALES,
     ),
-    Entry(
+    ForeignKey(
         "algorithm.loss",
         f"{ACTOR}.policy_loss.loss_mode",
         "importance_sampling_level",
         "policy_loss_type",
         values=LOSSES | {"token": "ppo", "sequence": "gspo"},
     ),
-    Entry("algorithm.eps_low", f"{ACTOR}.clip_ratio_low", "epsilon", "eps_clip"),
-    Entry(
+    ForeignKey("algorithm.eps_low", f"{ACTOR}.clip_ratio_low", "epsilon", "eps_clip"),
+    ForeignKey(
         "algorithm.eps_high",
         f"{ACTOR}.clip_ratio_high",
         "epsilon_high",
         "eps_clip_low_high",
         note="as eps_low where it is not given",
     ),
-    Entry("algorithm.dual_clip", f"{ACTOR}.clip_ratio_c", "delta", "dual_clip"),
-    Entry(
+    ForeignKey("algorithm.dual_clip", f"{ACTOR}.clip_ratio_c", "delta", "dual_clip"),
+    ForeignKey(
         "algorithm.aggregation",
         f"{ACTOR}.loss_agg_mode",
         "loss_type",
         values=AGGREGATIONS,
     ),
-    Entry(
+    ForeignKey(
         "algorithm.kl_coef",
         f"{ACTOR}.kl_loss_coef",
         "beta",
         "init_kl_coef",
         note="verl, OpenRLHF: only with use_kl_loss",
     ),
-    Entry("algorithm.kl_estimator", f"{ACTOR}.kl_loss_type", "", "kl_estimator", values=KLS),
-    Entry("algorithm.entropy_coef", f"{ACTOR}.entropy_coeff", "", "entropy_loss_coef"),
-    Entry("algorithm.dynamic_sampling", "algorithm.filter_groups.enable", "", "dynamic_filtering"),
-    Entry("algorithm.overlong_filter", "", "mask_truncated_completions"),
-    Entry("learner.lr", f"{ACTOR}.optim.lr", "learning_rate", "actor_learning_rate"),
-    Entry("learner.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps", "warmup_steps", least=0),
-    Entry(
+    ForeignKey("algorithm.kl_estimator", f"{ACTOR}.kl_loss_type", "", "kl_estimator", values=KLS),
+    ForeignKey("algorithm.entropy_coef", f"{ACTOR}.entropy_coeff", "", "entropy_loss_coef"),
+    ForeignKey(
+        "algorithm.dynamic_sampling", "algorithm.filter_groups.enable", "", "dynamic_filtering"
+    ),
+    ForeignKey("algorithm.overlong_filter", "", "mask_truncated_completions"),
+    ForeignKey("learner.lr", f"{ACTOR}.optim.lr", "learning_rate", "actor_learning_rate"),
+    ForeignKey(
+        "learner.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps", "warmup_steps", least=0
+    ),
+    ForeignKey(
         "learner.lr_schedule",
         f"{ACTOR}.optim.warmup_style",
         "lr_scheduler_type",
         "lr_scheduler",
         values=SCHEDULES,
     ),
-    Entry("learner.weight_decay", f"{ACTOR}.optim.weight_decay", "weight_decay", "l2"),
-    Entry("learner.betas", f"{ACTOR}.optim.betas", "", "adam_betas"),
-    Entry("learner.grad_clip", f"{ACTOR}.grad_clip", "max_grad_norm", "max_norm"),
-    Entry(
+    ForeignKey("learner.weight_decay", f"{ACTOR}.optim.weight_decay", "weight_decay", "l2"),
+    ForeignKey("learner.betas", f"{ACTOR}.optim.betas", "", "adam_betas"),
+    ForeignKey("learner.grad_clip", f"{ACTOR}.grad_clip", "max_grad_norm", "max_norm"),
+    ForeignKey(
         "learner.gradient_checkpointing",
         f"{MODEL}.enable_gradient_checkpointing",
         "gradient_checkpointing",
         "gradient_checkpointing",
     ),
-    Entry(
+    ForeignKey(
         "learner.micro_batch_tokens",
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         "",
         "train_max_tokens_per_gpu",
     ),
-    Entry("learner.zero_stage", "", "", "zero_stage"),
-    Entry("learner.lora.rank", f"{MODEL}.lora_rank", "lora_r", "lora_rank", least=1),
-    Entry(
+    ForeignKey("learner.zero_stage", "", "", "zero_stage"),
+    ForeignKey("learner.lora.rank", f"{MODEL}.lora_rank", "lora_r", "lora_rank", least=1),
+    ForeignKey(
         "learner.lora.alpha",
         f"{MODEL}.lora_alpha",
         "lora_alpha",
         "lora_alpha",
         note="with a rank",
     ),
-    Entry(
+    ForeignKey(
         "actor.bf16.gpu_memory_utilization",
         f"{SAMPLING}.gpu_memory_utilization",
         "vllm_gpu_memory_utilization",
         "vllm_gpu_memory_utilization",
     ),
-    Entry(
+    ForeignKey(
         "actor.bf16.tensor_parallel",
         f"{SAMPLING}.tensor_model_parallel_size",
         "vllm_tensor_parallel_size",
         "vllm_tensor_parallel_size",
     ),
-    Entry("actor.bf16.count", "", "", "vllm_num_engines"),
-    Entry("actor.bf16.max_num_seqs", f"{SAMPLING}.max_num_seqs"),
-    Entry("actor.bf16.max_batched_tokens", f"{SAMPLING}.max_num_batched_tokens"),
-    Entry("actor.bf16.enforce_eager", f"{SAMPLING}.enforce_eager", "", "enforce_eager"),
-    Entry(
+    ForeignKey("actor.bf16.count", "", "", "vllm_num_engines"),
+    ForeignKey("actor.bf16.max_num_seqs", f"{SAMPLING}.max_num_seqs"),
+    ForeignKey("actor.bf16.max_batched_tokens", f"{SAMPLING}.max_num_batched_tokens"),
+    ForeignKey("actor.bf16.enforce_eager", f"{SAMPLING}.enforce_eager", "", "enforce_eager"),
+    ForeignKey(
         "correction.tis.cap",
         "algorithm.rollout_correction.rollout_is_threshold",
         "vllm_importance_sampling_cap",
         "vllm_is_truncated_threshold",
         note="with their switch of the correction; TRL's masking modes become `mis`",
     ),
-    Entry(
+    ForeignKey(
         "correction.tis.level",
         "algorithm.rollout_correction.rollout_is",
         "vllm_importance_sampling_mode",
         "",
         values={"token": "token", "sequence": "sequence"},
     ),
-    Entry("correction.opsm.delta", "", "off_policy_mask_threshold"),
-    Entry("evaluation.every", "trainer.test_freq", "eval_steps", "eval_steps", least=1),
-    Entry("evaluation.at_start", "trainer.val_before_train"),
-    Entry("evaluation.samples", f"{SAMPLING}.val_kwargs.n", "", "eval_n_samples_per_prompt"),
-    Entry("evaluation.temperature", "", "", "eval_temperature"),
-    Entry("checkpoint.every", "trainer.save_freq", "save_steps", "save_steps", least=1),
-    Entry(
+    ForeignKey("correction.opsm.delta", "", "off_policy_mask_threshold"),
+    ForeignKey("evaluation.every", "trainer.test_freq", "eval_steps", "eval_steps", least=1),
+    ForeignKey("evaluation.at_start", "trainer.val_before_train"),
+    ForeignKey("evaluation.samples", f"{SAMPLING}.val_kwargs.n", "", "eval_n_samples_per_prompt"),
+    ForeignKey("evaluation.temperature", "", "", "eval_temperature"),
+    ForeignKey("checkpoint.every", "trainer.save_freq", "save_steps", "save_steps", least=1),
+    ForeignKey(
         "checkpoint.keep",
         "trainer.max_actor_ckpt_to_keep",
         "save_total_limit",
         "max_ckpt_num",
         least=1,
     ),
-    Entry("logging.project", "trainer.project_name", "", "wandb_project"),
-    Entry("seed", "data.seed", "seed", "seed"),
+    ForeignKey("logging.project", "trainer.project_name", "", "wandb_project"),
+    ForeignKey("seed", "data.seed", "seed", "seed"),
 )
 # Read where an entry above is decided, and not keys of ours themselves.
 SWITCHES: Mapping[Source, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ from rlcore.extras.lean import (
     forbidden,
     proof_in,
 )
-from rlcore.tasks.rewards.protocols import Asked, Unjudged, Verdict
+from rlcore.tasks.rewards.protocols import RewardQuery, RewardVerdict, Unjudged
 from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import LeanSpec
 from rlcore.types import ScoreStatus
@@ -40,8 +40,8 @@ class LeanReward(RequestReward[LeanSpec]):
     path = "/verify"
 
     async def ask(
-        self, session: aiohttp.ClientSession, batch: Sequence[Asked]
-    ) -> list[float | Unjudged | Verdict]:
+        self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
+    ) -> list[float | Unjudged | RewardVerdict]:
         read = [_read(asked) for asked in batch]
         sources = {
             str(i): checked_source(*it) for i, it in enumerate(read) if isinstance(it, tuple)
@@ -61,14 +61,14 @@ class LeanReward(RequestReward[LeanSpec]):
             for i, it in enumerate(read)
         ]
 
-    def _verdict(self, statement: Statement, result: dict[str, Any]) -> Unjudged | Verdict:
+    def _verdict(self, statement: Statement, result: dict[str, Any]) -> Unjudged | RewardVerdict:
         try:
             return verdict(statement, result, frozenset(self._spec.axioms))
         except Unjudged as e:
             return e
 
 
-def _read(asked: Asked) -> tuple[Statement, str] | Unjudged | Verdict:
+def _read(asked: RewardQuery) -> tuple[Statement, str] | Unjudged | RewardVerdict:
     """The statement and the answer's proof, or the verdict without asking Lean."""
     try:
         statement = Statement.of(asked.reference)
@@ -82,8 +82,8 @@ def _read(asked: Asked) -> tuple[Statement, str] | Unjudged | Verdict:
     return statement, proof
 
 
-def _wrong(**parts: float) -> Verdict:
-    return Verdict("ok", 0.0, {"checked": 0.0, "refused": 0.0, "late": 0.0, **parts})
+def _wrong(**parts: float) -> RewardVerdict:
+    return RewardVerdict("ok", 0.0, {"checked": 0.0, "refused": 0.0, "late": 0.0, **parts})
 
 
 def results(data: Any, asked: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def results(data: Any, asked: Any) -> dict[str, Any]:
     return found
 
 
-def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]) -> Verdict:
+def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]) -> RewardVerdict:
     """Read Lean's answer on one source as a verdict. Raises Unjudged if it is no answer on the
     proof."""
     error = result.get("error")
@@ -121,4 +121,4 @@ def verdict(statement: Statement, result: dict[str, Any], axioms: frozenset[str]
         and used is not None
         and used <= axioms
     )
-    return Verdict("ok", float(proved), {"checked": 1.0, "refused": 0.0, "late": 0.0})
+    return RewardVerdict("ok", float(proved), {"checked": 1.0, "refused": 0.0, "late": 0.0})

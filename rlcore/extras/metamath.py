@@ -78,7 +78,7 @@ def _lines(words: Sequence[str]) -> str:
     return "\n".join(" ".join(words[i : i + WIDTH]) for i in range(0, len(words), WIDTH))
 
 
-class Judge:
+class ProofJudge:
     """Judges proofs of theorems against a database.
 
     may_use: whether a theorem's proof may name an assertion of the database.
@@ -162,7 +162,7 @@ class Metamath(ProceduralTask):
         integer("memory_mib", memory_mib, 16, 1 << 20)
         self.timeout_s = float(timeout_s)  # of one proof; grading it takes longer
         checker = Checker(self.name, timeout_s=timeout_s, memory_mib=memory_mib)
-        self._judge = Judge(_rules(), checker)
+        self._judge = ProofJudge(_rules(), checker)
         self._found = theorems(size, variables)
         chosen = [s for s in SCHEMAS if min_steps <= s.steps <= max_steps and self._found[s.name]]
         self._schemas = chosen
@@ -246,7 +246,7 @@ class MetamathFile(Task):
         self._instruction = instruction
         self._skip = skip_unknown
         self._database = _read(database_path)
-        self._judge = Judge(self._database, checker, self._may_use)
+        self._judge = ProofJudge(self._database, checker, self._may_use)
         self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}
         self._theorems: dict[Split, list[Stated]] = {
             "train": self._load("train", train_path),

@@ -24,7 +24,7 @@ _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLE
 
 
 @dataclass(slots=True)
-class Scored:
+class PolicyScores:
     """TokenScores of every token of a step, right-padded: [B, T] or [B, T, k]; 0 where there is no
     token."""
 
@@ -42,7 +42,7 @@ class Scored:
         shape: torch.Size,
         parts: Sequence[tuple[MicroBatch, TokenScores]],
         device: torch.device,
-    ) -> Scored:
+    ) -> PolicyScores:
         """From the scores of micro-batches that together cover the step."""
         # as wide as the scores: float32, or float64 where a policy is
         dtype = parts[0][1].logp.dtype if parts else torch.float32
@@ -56,27 +56,27 @@ class Scored:
                     getattr(out, name)[mb.episodes[mb.row], mb.column] = values
         return out
 
-    def rows(self, chosen: Tensor, width: int) -> Scored:
+    def rows(self, chosen: Tensor, width: int) -> PolicyScores:
         """Those of some episodes [B] bool, cut to the longest of them."""
         values: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             its = getattr(self, name)
             values[name] = None if its is None else its[chosen, :width]
-        return Scored(**values)
+        return PolicyScores(**values)
 
     @classmethod
-    def of(cls, mb: MicroBatch, scores: TokenScores, width: int) -> Scored:
+    def of(cls, mb: MicroBatch, scores: TokenScores, width: int) -> PolicyScores:
         """One micro-batch's episodes alone, [b, width]."""
         return cls(**{name: mb.dense(values, width) for name, values in _present(scores, cls)})
 
 
-def _present(scores: TokenScores, fields: type[Scored]) -> list[tuple[str, Tensor]]:
+def _present(scores: TokenScores, fields: type[PolicyScores]) -> list[tuple[str, Tensor]]:
     pairs = [(name, getattr(scores, name)) for name in fields.__dataclass_fields__]
     return [(name, values.detach()) for name, values in pairs if values is not None]
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class TurnSpans:
     """The turns of a step's episodes: at most K of any of them.
 
     Example, an episode of two turns and three tokens: Turns(tensor([[-0.5, 1.0]]), tensor([2]),
@@ -96,13 +96,13 @@ class StepBatch:
     episodes: list[EpisodeTokens]
     sent: StepTensors  # what came from actors and graders; the learner's log-probs are zeros here
     arrival_version: Tensor  # [B] int32
-    turns: Turns
+    turns: TurnSpans
     tasks: tuple[str, ...] = ()  # of the episodes [B], as their prompt ids say
     # dummies at the end: as many as every other rank has
     micro: list[MicroBatch] = field(default_factory=list)
-    ref: Scored | None = None  # under the policy that entered the update phase
+    ref: PolicyScores | None = None  # under the policy that entered the update phase
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
-    base: Scored | None = None  # under the frozen starting policy
+    base: PolicyScores | None = None  # under the frozen starting policy
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
     # masked diffusion: some of its records under two draws of their estimate (`rank.variance`)
     twice: tuple[list[ScoredSequence], list[ScoredSequence]] = ([], [])
@@ -114,7 +114,7 @@ class StepBatch:
 
 
 def observed(
-    sent: StepTensors, step: int, advantages: Tensor, ref: Scored, new: Scored
+    sent: StepTensors, step: int, advantages: Tensor, ref: PolicyScores, new: PolicyScores
 ) -> StepTensors:
     """Return the tensors that corrections see at optimizer step `step`: `sent` with the learner's
     scores under p_ref and p_new."""
@@ -136,7 +136,7 @@ def observed(
 
 
 def sample_log_ratios(
-    sent: StepTensors, ref: Scored, samples: Sequence[tuple[int, int]]
+    sent: StepTensors, ref: PolicyScores, samples: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], list[float | None]]:
     """log p_ref - log p_inf of the sampled tokens of some episodes (group id, sample index), those
     that are here; None where there is none."""
@@ -183,7 +183,7 @@ def build_batch(
         if e.score.reward is None:
             raise ValueError(f"episode {e.parts[0].request_id} has no reward to be trained on")
     rewards = [e.score.reward for e in episodes if e.score.reward is not None]
-    rows = _Rows(episodes, device)
+    rows = _EpisodeRows(episodes, device)
     # the learner's log-probs have the shape of the actors' and are filled in by its passes
     logp_inf = rows.tokens("logp_inf", 0.0, np.float32)
     sent = StepTensors(
@@ -215,7 +215,7 @@ def build_batch(
     return StepBatch(tokens, sent, arrival, rows.turns(), tasks)
 
 
-class _Rows:
+class _EpisodeRows:
     """Episodes as rows [B] of their sampled tokens [T]."""
 
     def __init__(self, episodes: Sequence[Episode], device: torch.device) -> None:
@@ -240,7 +240,7 @@ class _Rows:
                 start = end
         return torch.from_numpy(out).to(self._device)
 
-    def turns(self) -> Turns:
+    def turns(self) -> TurnSpans:
         """Raises ValueError for a score that does not reward every turn or token of its episode."""
         counts = [sum(len(t.turn_starts) for t in e.parts) for e in self._episodes]
         rewards = np.zeros((len(counts), max([1, *counts])))
@@ -252,7 +252,7 @@ class _Rows:
             given = _turn_rewards(e, count, numbers)
             rewards[row, :count] = given
             by_token[row, : len(numbers)] = e.score.token_rewards or _on_last_tokens(given, numbers)
-        return Turns(
+        return TurnSpans(
             torch.from_numpy(rewards).to(self._device),
             self.column(counts, torch.int64),
             torch.from_numpy(of_token).to(self._device),

@@ -173,7 +173,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RankParts:
     """The components that a rank is built of."""
 
     reduce: Reduce
@@ -187,7 +187,7 @@ class Parts:
     read: Reader  # how the models read a record
 
 
-def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
+def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     """Join the other ranks and load everything. Collective.
 
     Raises UserError for a model that cannot be trained as the job asks.
@@ -219,7 +219,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
     layout = _layout(spec, models.attention)
-    return Parts(
+    return RankParts(
         reduce,
         engine,
         update,
@@ -234,7 +234,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> Parts:
 
 def reader_of(job: LearnerJob) -> Reader:
     """How the job's models read a record. Raises UserError for a folder without a mask token."""
-    if job.learner.router == "replay":
+    if job.learner.router_replay:
         return read_with_routes
     if job.diffusion is None:
         return read_next_tokens
@@ -319,7 +319,7 @@ class _Models:
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         # the frozen policy has none: it chooses its own experts
-        replay = Replay(lm) if self._spec.router == "replay" else None
+        replay = Replay(lm) if self._spec.router_replay else None
         return self._ready(lm.train(), rule, replay)
 
     def _may_share(self) -> bool:
@@ -332,7 +332,7 @@ class _Models:
             and self.attention == "sdpa"
             and self._job.diffusion is None  # positions see what follows them
             # the samples of a group may have had other experts for their prompt
-            and spec.router == "live"
+            and not spec.router_replay
             # positions of the tree do not say where the prompt of their sequence ends
             and (rule is None or rule.sparse_prompt)
         )

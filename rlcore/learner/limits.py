@@ -22,7 +22,7 @@ NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ActivationBudget:
     """The size that micro_batch_tokens=auto takes on a kind of device: fixed, nothing is
     measured."""
 
@@ -32,7 +32,10 @@ class Room:
 
 
 # on GPUs unproven: that of configs/learner/gpu.yaml, where 4 GiB hold it
-ROOM = {"cpu": Room(512 << 20, 1024, 4096), "cuda": Room(4 << 30, 1024, 16384)}
+ROOM = {
+    "cpu": ActivationBudget(512 << 20, 1024, 4096),
+    "cuda": ActivationBudget(4 << 30, 1024, 16384),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from rlcore.corrections.numerics import total
 from rlcore.corrections.rapid import best_of_group
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
-    Scored,
+    PolicyScores,
     StepBatch,
     build_batch,
     positions,
@@ -119,7 +119,7 @@ def dense_acceptance(logp_ref: Tensor, logp_inf: Tensor, mask: Tensor) -> Tensor
 
 
 def keep_accepted(
-    groups: Sequence[Group], batch: StepBatch, ref: Scored, keep: int
+    groups: Sequence[Group], batch: StepBatch, ref: PolicyScores, keep: int
 ) -> tuple[list[Group], Tensor]:
     """The groups with the `keep` responses of highest dense acceptance each, and which rows of
     `batch` [B] bool those are.
@@ -135,7 +135,7 @@ def keep_accepted(
 
 
 def selection_metrics(
-    batch: StepBatch, ref: Scored, kept: Tensor, reduce: Reduce
+    batch: StepBatch, ref: PolicyScores, kept: Tensor, reduce: Reduce
 ) -> dict[str, float]:
     """Means over the responses of all ranks, before the selection and after it."""
     acceptance = dense_acceptance(ref.logp, batch.sent.logp_inf, batch.sent.mask)
@@ -146,7 +146,7 @@ def selection_metrics(
     return {
         "train/acceptance_mean": before / max(all_count, 1.0),
         "train/acceptance_kept_mean": after / max(count, 1.0),
-        "train/reward_kept_mean": reward / max(count, 1.0),
+        "train/reward_selected_mean": reward / max(count, 1.0),
     }
 
 

@@ -143,7 +143,7 @@ def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
     if routes is None and t.sampled.any():
         raise ValueError(
             f"the record of {t.request_id} does not say which experts its actor chose: it was "
-            "sampled without learner.router=replay"
+            "sampled without learner.router_replay=true"
         )
     return TokenSequence(t.token_ids, t.sampled, sharper, routes)
 

@@ -37,9 +37,9 @@ def _check_one(spec: LearnerSpec, key: str, name: str, what: str) -> None:
         f"package with {key}.attention=flash_attention_2: choose auto, varlen or sdpa.",
     )
     refuse(
-        spec.keep_passes_mib > 0,
-        f"{parts} and {key}.keep_passes_mib={spec.keep_passes_mib}: ranks with parts of the "
-        f"same {what} might decide unequally what to keep; choose keep_passes_mib=0.",
+        spec.activation_cache_mib > 0,
+        f"{parts} and {key}.activation_cache_mib={spec.activation_cache_mib}: ranks with parts of "
+        f"the same {what} might decide unequally what to keep; choose activation_cache_mib=0.",
     )
     refuse(
         spec.distill is not None or spec.train_sparse,
@@ -74,8 +74,8 @@ def _check_experts(spec: LearnerSpec, key: str) -> None:
     others = {
         f"{key}.sequence_parallel={spec.sequence_parallel}": spec.sequence_parallel > 1,
         f"{key}.tensor_parallel={spec.tensor_parallel}": spec.tensor_parallel > 1,
-        f"{key}.router=replay": spec.router == "replay",
-        f"{key}.keep_passes_mib={spec.keep_passes_mib}": spec.keep_passes_mib > 0,
+        f"{key}.router_replay=true": spec.router_replay,
+        f"{key}.activation_cache_mib={spec.activation_cache_mib}": spec.activation_cache_mib > 0,
         f"{key}.offload_while_sampling=true": spec.offload_while_sampling,
         f"{key}.train_sparse=true": spec.train_sparse,
         f"{key}.lora": spec.lora is not None,
@@ -88,9 +88,9 @@ def _check_experts(spec: LearnerSpec, key: str) -> None:
 
 def _check_together(spec: LearnerSpec, key: str) -> None:
     refuse(
-        spec.sequence_parallel > 1 and spec.router == "replay",
+        spec.sequence_parallel > 1 and spec.router_replay,
         f"{key}.sequence_parallel={spec.sequence_parallel} has no routes for parts of "
-        f"sequences: use {key}.router=live, or sequence_parallel=1.",
+        f"sequences: use {key}.router_replay=false, or sequence_parallel=1.",
     )
     for what in ("optimizer", "parameters"):
         place = getattr(spec.offload, what)
@@ -309,10 +309,10 @@ class LearnerSpec(OptimizerSpec):
         "sdpa. Sparse attention: masks over tokens with sdpa, else FlexAttention's blocks",
     )
     gradient_checkpointing: bool = setting(False, "recompute activations")
-    router: Literal["live", "replay"] = setting(
-        "live",
-        "mixtures of experts: live, a token's experts are the learner's own choice; replay: those "
-        "that its actor chose, weighed by the learner's scores",
+    router_replay: bool = setting(
+        False,
+        "mixtures of experts: a token's experts are the ones that its actor chose, weighed by the "
+        "learner's scores; false: the learner's own choice",
     )
     head_chunk_tokens: int = setting(
         1024, "most positions per chunk of the LM-head pass", unit="tokens", gt=0
@@ -323,7 +323,7 @@ class LearnerSpec(OptimizerSpec):
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
     )
-    keep_passes_mib: int = setting(
+    activation_cache_mib: int = setting(
         0,
         "where corrections need the whole batch and it takes several micro-batches: keep their "
         "differentiated passes up to this size on a rank, instead of a pass for p_ref",
@@ -412,9 +412,9 @@ class LearnerSpec(OptimizerSpec):
         )
 
     def _check_kept(self, key: str) -> None:
-        if not self.keep_passes_mib:
+        if not self.activation_cache_mib:
             return
-        kept = f"{key}.keep_passes_mib={self.keep_passes_mib}"
+        kept = f"{key}.activation_cache_mib={self.activation_cache_mib}"
         refuse(
             self.ref_pass == "always",
             f"{kept} saves the pass that {key}.ref_pass=always asks for: choose one.",

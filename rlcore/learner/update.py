@@ -20,7 +20,7 @@ from torch import Tensor
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.learner.batch import Scored, StepBatch, Turns, observed, rows_of
+from rlcore.learner.batch import PolicyScores, StepBatch, TurnSpans, observed, rows_of
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import MicroBatch
@@ -99,14 +99,14 @@ MIB = 1 << 20
 
 class KeptPasses:
     """Decides whether the activations that passes hold for their backward passes fit
-    `learner.keep_passes_mib`.
+    `learner.activation_cache_mib`.
 
     Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
     that runs of one seed stay equal.
     """
 
     def __init__(self, spec: LearnerSpec) -> None:
-        self._most = spec.keep_passes_mib * MIB
+        self._most = spec.activation_cache_mib * MIB
         self._per_position: float | None = None  # bytes; None: not measured yet
 
     def fit(self, micro: Sequence[MicroBatch]) -> bool:
@@ -196,13 +196,13 @@ class TaskAdvantages:
 
         return self._by_rows(batch, torch.zeros(to_go.shape, device=to_go.device), of)
 
-    def _turns(self, batch: StepBatch) -> Turns:
+    def _turns(self, batch: StepBatch) -> TurnSpans:
         """Return the turns that a reward to go is computed over: `credit`."""
         if not self._by_token:
             return batch.turns
         rewards, mask = batch.turns.token_rewards, batch.sent.mask
         columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        return Turns(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
+        return TurnSpans(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
 
     def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
         """Of turns, where advantages are made of them."""
@@ -215,7 +215,7 @@ class TaskAdvantages:
         _, reached = torch.unique(rows, dim=0, return_counts=True)
         alone = torch.tensor([int((reached == 1).sum()), len(rows)], dtype=torch.float64)
         found, every = reduce(alone).tolist()
-        return {"train/turns_alone_share": found / max(every, 1.0)}
+        return {"train/single_turn_share": found / max(every, 1.0)}
 
     def _by_rows(
         self, batch: StepBatch, values: Tensor, of: Callable[[Advantage, Tensor], Tensor]
@@ -307,7 +307,7 @@ class Update:
             if self.loss.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
 
-    def score_ref(self, batch: StepBatch) -> Scored:
+    def score_ref(self, batch: StepBatch) -> PolicyScores:
         """A batch's scores under the policy as it is now."""
         return self._score(batch, self.engine, self.topk)
 
@@ -346,7 +346,9 @@ class Update:
             self._backward(shared, i, forward, mine)
         return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
 
-    def _observe(self, batch: StepBatch, *, first: bool) -> tuple[Scored, Scored, list[Forward]]:
+    def _observe(
+        self, batch: StepBatch, *, first: bool
+    ) -> tuple[PolicyScores, PolicyScores, list[Forward]]:
         """Scores under p_ref and p_new as corrections look at them, and the differentiated passes
         where they were taken from them."""
         needs = self.pipeline.needs
@@ -358,7 +360,7 @@ class Update:
         if ready:
             parts = [(mb, _detached(scores)) for mb, (scores, _) in zip(batch.micro, ready)]
             mask = batch.sent.mask
-            new = Scored.collect(mask.shape, parts, mask.device)
+            new = PolicyScores.collect(mask.shape, parts, mask.device)
         else:
             new = self._score(batch, self.engine, topk)
         batch.ref = batch.ref or new
@@ -387,14 +389,14 @@ class Update:
         parts = []
         for i, mb in enumerate(batch.micro):
             scores, kl = self._forward(batch, mb, self.topk)
-            alone = Scored.of(mb, scores, usable.shape[1])
+            alone = PolicyScores.of(mb, scores, usable.shape[1])
             mine = rows_of(batch.sent, mb.episodes)
             part = observed(mine, step, advantages[mb.episodes], alone, alone)
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
             self._backward(shared, i, (scores, kl), corrected)
             parts.append((mb, _detached(scores)))
         # once more over the whole batch, for metrics and step scale: the gradient is there already
-        batch.ref = whole = Scored.collect(usable.shape, parts, usable.device)
+        batch.ref = whole = PolicyScores.collect(usable.shape, parts, usable.device)
         tensors = observed(batch.sent, step, advantages, whole, whole)
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
@@ -480,11 +482,13 @@ class Update:
         return coefficients(mode, mask, tokens, sequences, self._max_len), tokens
 
     @torch.no_grad()
-    def _score(self, batch: StepBatch, policy: TrainEngine | FrozenPolicy, topk: int) -> Scored:
+    def _score(
+        self, batch: StepBatch, policy: TrainEngine | FrozenPolicy, topk: int
+    ) -> PolicyScores:
         """A pass without gradients over the whole batch."""
         spec = replace(self.head, topk=topk, entropy_grad=False)
         parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, topk), spec)) for mb in batch.micro]
-        return Scored.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
+        return PolicyScores.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
 
 
 def _one_forward(batch: StepBatch) -> bool:

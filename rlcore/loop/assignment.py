@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from rlcore.loop.members import Held, Member, Process, Roster, Waiting
+from rlcore.loop.members import Held, Member, Process, Reassignments, Roster
 from rlcore.loop.supervision import Supervisor
 from rlcore.loop.timing import ITEMS, in_turns
 from rlcore.types import Request
@@ -103,17 +103,17 @@ class Assignments:
         process, ask = member.process, self._supervisor.ask
         process.work.put(lambda: ask(member, process, lambda client: client.abort(ids)))
 
-    def take_waiting(self) -> Waiting:
+    def take_waiting(self) -> Reassignments:
         """Groups that wait for a member and that one could take now; each is returned once."""
         if not self._roster.waiting:
-            return Waiting()
+            return Reassignments()
         rotation = self._roster.rotation()
         taken, self._roster.waiting = self._roster.waiting.split(
             lambda g: any(m.serves(g) and g not in m.groups for m in rotation)
         )
         return taken
 
-    def assign_waiting(self, waiting: Waiting) -> None:
+    def assign_waiting(self, waiting: Reassignments) -> None:
         """Assign them with the requests that they wait with."""
         self.assign(waiting.lost | waiting.idle)
         self.assign(waiting.delayed, beside=True)

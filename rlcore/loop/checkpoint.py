@@ -229,7 +229,7 @@ def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
 
 def _newest(root: Path, note: Callable[[str], None]) -> tuple[Path | None, dict[Path, str]]:
     """That, and the newer ones with the names that they are put aside under."""
-    aside = {}
+    aside: dict[Path, str] = {}
     for folder in reversed(_all(root)):
         damage = _damage(folder)
         problem = damage or _other_format(folder)

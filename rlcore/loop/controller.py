@@ -27,10 +27,10 @@ from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
 from rlcore.interfaces import Reporter
 from rlcore.loop.dispatcher import Dispatcher
 from rlcore.loop.fleet import Fleet
-from rlcore.loop.plan import Parts, Plan, Progress
+from rlcore.loop.plan import LoopParts, Plan, Progress
 from rlcore.loop.publisher import Colocation, Publisher
 from rlcore.loop.role_protocols import Batch, BufferClient, Clients
-from rlcore.loop.saver import CheckpointPace, Cut
+from rlcore.loop.saver import CheckpointPace, CheckpointRequest
 from rlcore.loop.timing import Clocks, Timeline, now
 
 Batches = dict[int, Batch]  # by step
@@ -161,7 +161,7 @@ class RowWriter:
         self._fleet.draw(self._timeline)
         self._reporter.timeline(progress.step, self._timeline.take())
 
-    async def _write(self, row: dict[str, float | int | None]) -> None:
+    async def _write(self, row: Mapping[str, float | int | None]) -> None:
         """Report a row; training waits while the disk has no space for it. Raises NoSpace."""
         until = now() + self._space_timeout_s
         waiting = False
@@ -243,7 +243,7 @@ class Controller:
         self,
         plan: Plan,
         clients: Clients,
-        parts: Parts,
+        parts: LoopParts,
         *,
         progress: Progress | None = None,
         resumed_from: str | None = None,
@@ -506,7 +506,7 @@ class Controller:
         await self._publisher.poll()
         await self._parts.saver.poll()
         others = self._publisher.take_costs()
-        others["rollout/cut_requests"] = float(self._dispatcher.groups.cut_requests)
+        others["rollout/migrated_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
         others |= self._colocation.take_costs()
@@ -537,8 +537,8 @@ class Controller:
         async with self._dispatcher.admitting:
             await self._parts.saver.begin(self._clients, self._cut(), last=last)
 
-    def _cut(self) -> Cut:
-        return Cut(
+    def _cut(self) -> CheckpointRequest:
+        return CheckpointRequest(
             replace(self.progress),
             self._parts.requests.prompts.state(),
             self._plan.within_phase(self.progress),

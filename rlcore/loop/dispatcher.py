@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from rlcore.errors import UserError
 from rlcore.loop.members import Held
-from rlcore.loop.plan import Parts, Plan
+from rlcore.loop.plan import LoopParts, Plan
 from rlcore.loop.role_protocols import BufferClient, Missing
 from rlcore.loop.timing import in_turns, now
 from rlcore.types import request_id
@@ -20,7 +20,7 @@ LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fai
 class GroupsInFlight:
     """Assigns admitted groups to the fleet, and reassigns those that actors or graders lost."""
 
-    def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: Parts) -> None:
+    def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: LoopParts) -> None:
         self._timeout_s = request_timeout_s
         self._buffer = buffer
         self._assignments = parts.fleet.assignments
@@ -196,7 +196,7 @@ def spans(numbers: Iterable[int]) -> str:
 class Dispatcher:
     """Admits prompts and watches the fleet; `groups` are those on their way."""
 
-    def __init__(self, plan: Plan, buffer: BufferClient, parts: Parts) -> None:
+    def __init__(self, plan: Plan, buffer: BufferClient, parts: LoopParts) -> None:
         self._plan = plan
         self._buffer = buffer
         self._fleet = parts.fleet

@@ -25,7 +25,7 @@ OnSamples = Callable[[int, str, list[dict[str, Any]]], None]  # version, label, 
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingEvaluation:
     version: int
     started: float
     expected: dict[tuple[str, str], int]  # (task label, mode) -> expected verdicts
@@ -55,7 +55,7 @@ class Evaluator:
         self._scorer = scorer
         self._on_samples = on_samples
         self._samples = {"sampled": spec.samples} | ({"greedy": 1} if spec.greedy else {})
-        self._pending: _Pending | None = None
+        self._pending: _PendingEvaluation | None = None
 
     def wants(self, step: int, last_step: int) -> bool:
         """Return whether version `step` is to be evaluated."""
@@ -74,7 +74,7 @@ class Evaluator:
         while another one is running."""
         if self._pending is not None:
             raise RuntimeError("an evaluation is still running: collect it first")
-        pending = _Pending(version, now(), {}, {})
+        pending = _PendingEvaluation(version, now(), {}, {})
         for label in self._requests.sources:
             count = self._requests.count(label, self._spec.prompts)
             for mode, n in self._samples.items():
@@ -113,7 +113,7 @@ class Evaluator:
         self._pending = None
         return self._results(pending)
 
-    def _results(self, pending: _Pending) -> dict[str, float]:
+    def _results(self, pending: _PendingEvaluation) -> dict[str, float]:
         results: dict[str, float] = {}
         versions: set[int] = set()
         for label, mode in pending.expected:
@@ -131,7 +131,7 @@ class Evaluator:
             "time/eval_s": now() - pending.started,
         }
 
-    async def _arrived(self, pending: _Pending, label: str, mode: str) -> bool:
+    async def _arrived(self, pending: _PendingEvaluation, label: str, mode: str) -> bool:
         """Fetch the verdicts of one mode once all have come; until then they may be lost with the
         graders' process."""
         purpose, expected = pending.purpose(label, mode), pending.expected[label, mode]

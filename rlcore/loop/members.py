@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any, Literal
 
 from rlcore.loop.role_protocols import ActorClient, Spawn
-from rlcore.loop.timing import Beats
+from rlcore.loop.timing import HeartbeatSpans
 from rlcore.types import POLICY, Request
 
 Purpose = Literal["all", "training", "evaluation"]
@@ -31,7 +31,7 @@ class ActorPool:
     weights: str | None = POLICY
 
 
-class Lane:
+class CallQueue:
     """Calls to one process, made one at a time and in order. `put` does not wait."""
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Process:
     client: ActorClient
     version: int = -1  # last version whose arrival was proven on it
     status: dict[str, Any] = field(default_factory=dict)  # its newest heartbeat
-    work: Lane = field(default_factory=Lane)  # submissions and withdrawals
+    work: CallQueue = field(default_factory=CallQueue)  # submissions and withdrawals
     loading: asyncio.Task[dict[str, float]] | None = None  # on its way to the newest weights
     checking: asyncio.Task[None] | None = None  # a heartbeat that was asked for
     asked_at: float = 0.0  # when that was
-    beats: Beats = field(default_factory=Beats)
+    beats: HeartbeatSpans = field(default_factory=HeartbeatSpans)
 
     def close(self) -> None:
         """Stop waiting for anything of it."""
@@ -102,7 +102,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Waiting:
+class Reassignments:
     """Groups to assign once more, by the reason."""
 
     lost: Held = field(default_factory=dict)  # of actors that failed: counted as a loss
@@ -113,9 +113,9 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self.lost or self.idle or self.delayed)
 
-    def split(self, keep: Callable[[int], bool]) -> tuple[Waiting, Waiting]:
+    def split(self, keep: Callable[[int], bool]) -> tuple[Reassignments, Reassignments]:
         """(those whose group id satisfies `keep`, the rest)."""
-        kept, rest = Waiting(), Waiting()
+        kept, rest = Reassignments(), Reassignments()
         for name in ("lost", "idle", "delayed"):
             for group_id, requests in getattr(self, name).items():
                 getattr(kept if keep(group_id) else rest, name)[group_id] = requests
@@ -236,7 +236,7 @@ class Roster:
         self.pools = {pool.label: pool for pool in pools}
         self.members: list[Member] = []
         self.work = Workload()
-        self.waiting = Waiting()
+        self.waiting = Reassignments()
         self.published = -1  # the version that every member of the rotation serves, at least
         self._named = dict.fromkeys(self.pools, 0)
 

@@ -121,7 +121,7 @@ def _to_nobody(refused: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoopParts:
     """The controller's parts. `scale_requests`: the actor counts requested by `rlcore scale`
     since the last call, by label; None: no request; UserError: one that cannot be read.
     `scale_answer` is given the reason why it was refused, or ""."""

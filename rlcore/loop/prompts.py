@@ -166,7 +166,7 @@ class Difficulty:
         rate = self.rates.get(index)
         if rate is None or self.spec.hopeless < rate < self.spec.solved:
             return True
-        return derive_seed(self._seed, "difficulty", cursor) < self.spec.keep * SEEDS
+        return derive_seed(self._seed, "difficulty", cursor) < self.spec.resample_rate * SEEDS
 
     def note(self, index: int, rate: float) -> None:
         """Remember the pass rate of a problem's newest group."""
@@ -379,7 +379,7 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SampleSettings:
     """The request settings of each prompt of a task."""
 
     sampling: SamplingSpec
@@ -396,15 +396,15 @@ class RequestMaker:
         sampling: SamplingSpec,
         samples: int,
         run_seed: int,
-        tasks: Mapping[str, Asked] | None = None,
+        tasks: Mapping[str, SampleSettings] | None = None,
     ) -> None:
         """`tasks`: what is asked for instead of `sampling` and `samples`, by task."""
         self.prompts = prompts
-        self._usual = Asked(sampling, samples)
+        self._usual = SampleSettings(sampling, samples)
         self._tasks = dict(tasks or {})
         self._run_seed = run_seed
 
-    def asked(self, prompt_id: str) -> Asked:
+    def asked(self, prompt_id: str) -> SampleSettings:
         """Return the request settings of a prompt."""
         return self._tasks.get(prompt_id.partition("/")[0], self._usual)
 
@@ -431,7 +431,7 @@ class HeldOutRequests:
         *,
         sampling: SamplingSpec,
         run_seed: int,
-        tasks: Mapping[str, Asked] | None = None,
+        tasks: Mapping[str, SampleSettings] | None = None,
     ) -> None:
         """`sampling`: that of training, which evaluations change. `tasks`: that of single ones."""
         self.sources = dict(sources)

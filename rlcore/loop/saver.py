@@ -145,8 +145,11 @@ FOLDER_S = 10.0  # to make an empty folder, for which the run stands still
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """The loop's own part of a checkpoint. Example: Cut(Progress(step=5), {"cursor": 80}, False)"""
+class CheckpointRequest:
+    """The loop's own part of a checkpoint.
+
+    Example: CheckpointRequest(Progress(step=5), {"cursor": 80}, False)
+    """
 
     progress: Progress
     prompts: Mapping[str, Any]  # state of the prompt source
@@ -209,7 +212,7 @@ class Saver:
         """True if a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
-    async def begin(self, clients: Clients, cut: Cut, *, last: bool = False) -> None:
+    async def begin(self, clients: Clients, cut: CheckpointRequest, *, last: bool = False) -> None:
         """Snapshot the state of all processes, which must not change meanwhile, and start writing
         it. The `last` one waits a moment for what the disk still does, such as removing what was
         written of an earlier one."""

@@ -16,7 +16,7 @@ from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 from rlcore.loop.members import ActorPool, Member, Process, Roster
 from rlcore.loop.role_protocols import ActorClient, Spawned
 from rlcore.loop.specs import SupervisionSpec
-from rlcore.loop.timing import Turns, now
+from rlcore.loop.timing import TurnLimit, now
 
 
 class Replacements:
@@ -147,7 +147,7 @@ class Supervisor:
         self._failure: Exception | None = None
         self._alone_since: float | None = None  # when the last healthy member was lost
         self._news = asyncio.Event()
-        self._turns = Turns()
+        self._turns = TurnLimit()
 
     async def ask(
         self, member: Member, process: Process, call: Callable[[ActorClient], Awaitable[T]]

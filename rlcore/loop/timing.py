@@ -40,7 +40,7 @@ ITEMS = 64  # of a long list that are worked on in one turn
 T = TypeVar("T")
 
 
-class Turns:
+class TurnLimit:
     """Admits so many callers in each turn of the loop, in the order in which they came."""
 
     def __init__(self, per_turn: int = CALLS) -> None:
@@ -119,7 +119,7 @@ class Timeline:
         return spans
 
 
-class Beats:
+class HeartbeatSpans:
     """When heartbeats of one process came, and how long it had been inside engine steps by then."""
 
     def __init__(self) -> None:

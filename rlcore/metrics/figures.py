@@ -191,7 +191,7 @@ CHARTS = (
         "Held-out accuracy",
         _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>"),
     ),
-    Chart(LEARNS, "Reward", ("reward/mean", "reward/kept_mean")),
+    Chart(LEARNS, "Reward", ("reward/mean", "reward/selected_mean")),
     Chart(LEARNS, "Held-out reward", _each("eval/<task>/{}_reward", "greedy", "sampled")),
     Chart(LEARNS, "Parts of the reward", ("reward_parts/<part>",)),
     Chart(LEARNS, "Reward by task", ("task/<task>/reward_mean",)),

@@ -47,7 +47,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy_version", "steps", "version of the learner's weights after this step", "last"),
     Metric("reward/mean", "reward", "mean reward of the batch's scored samples, before selection"),
     Metric("reward/std", "reward", "standard deviation of the same rewards"),
-    Metric("reward/kept_mean", "reward", "mean reward of the samples that selection kept"),
+    Metric("reward/selected_mean", "reward", "mean reward of the samples that selection kept"),
     Metric(
         "reward_parts/<part>", "reward", "mean of one part of the reward, as the grader names it"
     ),
@@ -108,7 +108,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("task/<task>/token_share", "share", "a task's share of the tokens trained on"),
     Metric("task/<task>/reward_mean", "reward", "reward/mean of a task's groups"),
     Metric("task/<task>/reward_std", "reward", "reward/std of a task's groups"),
-    Metric("task/<task>/reward_kept_mean", "reward", "reward/kept_mean of a task's groups"),
+    Metric("task/<task>/reward_selected_mean", "reward", "reward/selected_mean of a task's groups"),
     Metric("task/<task>/reward_parts/<part>", "reward", "reward_parts/<part> of a task's groups"),
     Metric("task/<task>/response_length_mean", "tokens", "mean response length of a task"),
     Metric("task/<task>/response_length_max", "tokens", "longest response of a task", "max"),
@@ -126,7 +126,7 @@ METRICS: tuple[Metric, ...] = (
         "response_length/truncated_share", "share", "responses cut off at rollout.max_new_tokens"
     ),
     Metric(
-        "train/turns_alone_share",
+        "train/single_turn_share",
         "share",
         "turns that no other sample of their group reached: nothing to compare (turn_share)",
     ),
@@ -157,7 +157,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "effective sample size of the ratios p_ref/p_inf over the number of tokens",
     ),
-    Metric("mismatch/cv", "1", "coefficient of variation of the ratios p_ref/p_inf"),
+    Metric("mismatch/ratio_cv", "1", "coefficient of variation of the ratios p_ref/p_inf"),
     Metric(
         "mismatch/acceptance",
         "share",
@@ -310,7 +310,7 @@ METRICS: tuple[Metric, ...] = (
         "last",
     ),
     Metric(
-        "rollout/cut_requests",
+        "rollout/migrated_requests",
         "requests",
         "that passed rollout.request_timeout_s and were moved to another actor with their tokens",
         "last",
@@ -392,8 +392,9 @@ NEVER_BINDS = "[The clip never binds](troubleshooting.md#the-clip-never-binds)"
 GUIDES: dict[str, Guide] = {
     "reward/mean": Guide("rises", FLAT),
     "reward/std": Guide("above 0", f"at 0 no group teaches anything: {FLAT}"),
-    "reward/kept_mean": Guide(
-        "reward/mean, or above it with `algorithm.keep_best`", "do not compare it with evaluations"
+    "reward/selected_mean": Guide(
+        "reward/mean, or above it with `algorithm.train_on_best`",
+        "do not compare it with evaluations",
     ),
     "reward_parts/<part>": Guide(
         "the part that you care about rises", "one that rises alone is being gamed: weigh it less"
@@ -427,7 +428,7 @@ GUIDES: dict[str, Guide] = {
         "changes slowly", "growth without reward: `algorithm.aggregation`, overlong penalty"
     ),
     "response_length/truncated_share": Guide("below 0.2", CUT),
-    "train/turns_alone_share": Guide("below 0.3", "lower `algorithm.turn_share`"),
+    "train/single_turn_share": Guide("below 0.3", "lower `algorithm.turn_share`"),
     "staleness/mean": Guide(
         "below 0.9 of its bound", "lower `schedule.max_staleness`, or raise it if engines wait"
     ),
@@ -445,7 +446,7 @@ GUIDES: dict[str, Guide] = {
         "below 3", "single wild tokens: [veto](corrections/veto.md), [dvp](corrections/dvp.md)"
     ),
     "mismatch/ess": Guide("above 0.8", ESS),
-    "mismatch/cv": Guide("below 0.5", ESS),
+    "mismatch/ratio_cv": Guide("below 0.5", ESS),
     "mismatch/acceptance": Guide("above 0.8", ESS),
     "mismatch/truncated_share": Guide("below 0.02", ESS),
     "mismatch/masked_share": Guide("below 0.05", ESS),
@@ -514,7 +515,9 @@ GUIDES: dict[str, Guide] = {
     "checkpoint/interval_s": Guide(
         "`checkpoint.every_s`", "longer: checkpoints cost over 2%, and it was raised by the run"
     ),
-    "rollout/cut_requests": Guide("0", "one actor is slow, or raise `rollout.request_timeout_s`"),
+    "rollout/migrated_requests": Guide(
+        "0", "one actor is slow, or raise `rollout.request_timeout_s`"
+    ),
     "rollout/<statistic>": Guide(
         "`replacements` does not grow", "the log has the reason of each replacement"
     ),

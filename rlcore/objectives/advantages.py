@@ -227,7 +227,7 @@ class Rloo(Advantage):
         return rewards.group_centred * size / (size - 1).clamp(min=1)
 
 
-class Reinforce(Advantage):
+class ReinforceAdvantage(Advantage):
     """`r - mean(global batch)`: group-free REINFORCE with a mean baseline."""
 
     def __call__(self, rewards: Rewards) -> Tensor:

@@ -76,7 +76,7 @@ ADVANTAGES: dict[str, str] = {
     "rloo": "rlcore.objectives.advantages:Rloo",
     "reinforce_pp": "rlcore.objectives.advantages:ReinforcePp",
     "reinforce_pp_baseline": "rlcore.objectives.advantages:ReinforcePpBaseline",
-    "reinforce": "rlcore.objectives.advantages:Reinforce",
+    "reinforce": "rlcore.objectives.advantages:ReinforceAdvantage",
     "group_mean": "rlcore.objectives.advantages:GroupMean",
 }
 LOSSES: dict[str, str] = {

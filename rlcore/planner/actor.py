@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from rlcore.buffer.shard import Told
+from rlcore.buffer.shard import ShardReport
 from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.planner.specs import ActorRates
 from rlcore.references import RecordReference
 from rlcore.seeding import derive_seed
 from rlcore.serialization import RecordHeader
-from rlcore.simulate.actors import Drawing, FakeActor, Speed
+from rlcore.simulate.actors import FakeActor, SimulatedRequest, Speed
 from rlcore.simulate.clients import FakeBuffer, FakeScorer
 from rlcore.types import OnPublish, Request, Score
 
@@ -66,7 +66,7 @@ class Answers:
             self._runs.pop(key, None)
 
 
-class Graders:
+class SimulatedGraders:
     """Those of one node: a queue of answers. The buffer hears of an answer and of its score when it
     was graded, in messages that pause as a shard's do."""
 
@@ -83,7 +83,7 @@ class Graders:
         self._queue.append((self._free_at, answered))
         self._news.set()
 
-    async def graded(self, not_before: float) -> Told:
+    async def graded(self, not_before: float) -> ShardReport:
         """Return the samples graded since the last call; waits for one, and at least until
         `not_before`."""
         clock = asyncio.get_running_loop().time
@@ -91,7 +91,7 @@ class Graders:
             self._news.clear()
             await self._news.wait()
         await asyncio.sleep(max(self._queue[0][0], not_before) - clock())
-        told = Told()
+        told = ShardReport()
         while self._queue and (self._queue[0][0] <= clock() or not told.kept):
             _, (header, reference) = self._queue.popleft()
             reward = float(header.sample_index % 2)  # half of the answers are right
@@ -116,17 +116,17 @@ class PlannedScorer(FakeScorer):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._graders: dict[str, Graders] = {}  # by the shard of their node
+        self._graders: dict[str, SimulatedGraders] = {}  # by the shard of their node
 
     def finished(self, answered: Answered) -> None:
         """From a rollout actor."""
         shard = answered[1].shard
         if shard not in self._graders:
-            self._graders[shard] = Graders(self.grade_s)
+            self._graders[shard] = SimulatedGraders(self.grade_s)
             self._grading.append(asyncio.create_task(self._tell(shard, self._graders[shard])))
         self._graders[shard].put(answered)
 
-    async def _tell(self, shard: str, graders: Graders) -> None:
+    async def _tell(self, shard: str, graders: SimulatedGraders) -> None:
         clock, not_before = asyncio.get_running_loop().time, 0.0
         while True:
             told = await graders.graded(not_before)
@@ -174,7 +174,7 @@ class RatedActor(FakeActor):
         self.prompt = prompt
         self._decoded_s = 0.0
         self._began: dict[str, tuple[int, float]] = {}  # steps and seconds before, of what runs
-        self._ends: list[tuple[int, int, Drawing]] = []  # a heap by the count of steps
+        self._ends: list[tuple[int, int, SimulatedRequest]] = []  # a heap by the count of steps
         self._order = itertools.count()  # of what was begun
         self._had = 0  # tokens that the running requests have sampled, together
         self._turns: list[tuple[int, int]] = []  # (count of steps, the version from there on)
@@ -228,7 +228,7 @@ class RatedActor(FakeActor):
         sampled = map(self._sampled, self._running.values())
         return sum(self.rates.reads(self.prompt + tokens * self.unit) for tokens in sampled)
 
-    def _sampled(self, drawing: Drawing) -> int:
+    def _sampled(self, drawing: SimulatedRequest) -> int:
         """Tokens of a running request."""
         return len(drawing.versions) + self._steps - self._began[drawing.name][0]
 
@@ -259,7 +259,7 @@ class RatedActor(FakeActor):
             heapq.heappop(self._ends)  # withdrawn meanwhile
         return self._ends[0][0]
 
-    def _runs(self, drawing: Drawing) -> Runs:
+    def _runs(self, drawing: SimulatedRequest) -> Runs:
         """Return the runs of versions that sampled the tokens of a running request."""
         first, end = self._began[drawing.name][0], self._steps
         runs = []
@@ -272,13 +272,13 @@ class RatedActor(FakeActor):
         before = [(version, len(list(of))) for version, of in itertools.groupby(drawing.versions)]
         return (*before, *reversed(runs))
 
-    def _drop(self, name: str) -> Drawing | None:
+    def _drop(self, name: str) -> SimulatedRequest | None:
         drawing = self._running.get(name)
         if drawing is not None:
             self._stopped(drawing)
         return super()._drop(name)
 
-    def _stopped(self, drawing: Drawing) -> Runs:
+    def _stopped(self, drawing: SimulatedRequest) -> Runs:
         """A running request leaves the engine: what sampled its tokens, which are written into it
         too."""
         runs = self._runs(drawing)
@@ -287,7 +287,7 @@ class RatedActor(FakeActor):
         drawing.versions = [version for version, count in runs for _ in range(count)]
         return runs
 
-    def _finish(self, drawing: Drawing) -> None:
+    def _finish(self, drawing: SimulatedRequest) -> None:
         self._stopped(drawing)
         super()._finish(drawing)
 

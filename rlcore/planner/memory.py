@@ -227,7 +227,7 @@ def learner_host(
     the disk, and, on rank 0, a publication by the object store.
 
     `kept_width`: bytes an entry of the set that rank 0 keeps to find out what has changed
-    (`cluster.whole_every`); 0: none."""
+    (`cluster.full_weights_every`); 0: none."""
     own = sizes.parameters if trained is None else trained
     largest = sizes.largest * BYTES[spec.compute_dtype]
     offloaded = _offloaded(sizes, spec, own, kl=kl) if spec.num_gpus else {}

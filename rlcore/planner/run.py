@@ -27,7 +27,7 @@ from rlcore.planner.actor import (
 )
 from rlcore.planner.specs import ActorRates, Rates
 from rlcore.seeding import derive_seed
-from rlcore.simulate.actors import Drawing, spawned
+from rlcore.simulate.actors import SimulatedRequest, spawned
 from rlcore.simulate.clients import FakeLearner, FakeScorer
 from rlcore.simulate.loop import FakeReporter, Scenario, Simulation
 from rlcore.types import Request
@@ -146,7 +146,7 @@ class PlannedActor(RatedActor):
     answers: Answers
     shard: str  # of its node
 
-    def _finish(self, drawing: Drawing) -> None:
+    def _finish(self, drawing: SimulatedRequest) -> None:
         if drawing.request.purpose != "train":
             super()._finish(drawing)
             return

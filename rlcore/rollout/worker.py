@@ -52,7 +52,7 @@ _REFUSED = (ValueError, KeyError, UserError)
 
 
 @dataclass(slots=True)
-class Call:
+class EngineCall:
     """A function to run between two steps."""
 
     run: Callable[[], Any]
@@ -60,7 +60,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Update:
+class WeightUpdate:
     """A set of weights to load. Its result is {"stop_s", "drain_s"}."""
 
     version: int
@@ -76,7 +76,7 @@ class CommandQueue:
     """Commands in order. Any thread puts, one takes; after `end` nothing is accepted."""
 
     def __init__(self) -> None:
-        self._commands: deque[Call | Update] = deque()
+        self._commands: deque[EngineCall | WeightUpdate] = deque()
         self._changed = threading.Condition()
         self._ended: BaseException | None = None
         self.closing = False  # the owner takes no further commands
@@ -84,7 +84,7 @@ class CommandQueue:
     def __len__(self) -> int:
         return len(self._commands)
 
-    def put(self, command: Call | Update) -> Future[Any]:
+    def put(self, command: EngineCall | WeightUpdate) -> Future[Any]:
         """Queue a command. Raises RuntimeError if the queue has ended or is closing."""
         with self._changed:
             if self._ended is not None:
@@ -97,9 +97,9 @@ class CommandQueue:
             self._changed.notify()
         return command.future
 
-    def take(self, *, updates: bool) -> Call | Update | None:
+    def take(self, *, updates: bool) -> EngineCall | WeightUpdate | None:
         """The next command, None if there is none or if it is an update and those must wait."""
-        if not self._commands or (isinstance(self._commands[0], Update) and not updates):
+        if not self._commands or (isinstance(self._commands[0], WeightUpdate) and not updates):
             return None
         return self._commands.popleft()
 
@@ -160,14 +160,14 @@ class Updates:
         self._engine = engine
         self._counters = counters
         self._before_load = before_load
-        self._draining: Update | None = None
+        self._draining: WeightUpdate | None = None
 
     @property
     def draining(self) -> bool:
         """True if an update waits for running requests to finish."""
         return self._draining is not None
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: WeightUpdate) -> None:
         """Apply an update, at once or, with on_publish=finish, when running requests are done."""
         update.begun = time.monotonic()
         if update.on_publish == "finish":
@@ -197,7 +197,7 @@ class Updates:
                 )
             )
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: WeightUpdate) -> None:
         self._before_load()
         self._counters.loading_until = time.monotonic() + update.timeout_s
         try:
@@ -206,7 +206,7 @@ class Updates:
             self._counters.loading_until = 0.0
             self._counters.heartbeat = time.monotonic()
 
-    def _load(self, update: Update) -> dict[str, float]:
+    def _load(self, update: WeightUpdate) -> dict[str, float]:
         begun = time.monotonic()
         try:
             self._engine.update_weights(update.version, update.weights, update.on_publish)
@@ -272,23 +272,23 @@ class RolloutWorker:
             self._engine.add(batch, begun)
             self.counters.submitted += len(batch)
 
-        return self._commands.put(Call(run))
+        return self._commands.put(EngineCall(run))
 
     def abort(self, request_ids: Iterable[str]) -> Future[None]:
         """Drop requests; unknown ids are ignored."""
         ids = list(request_ids)
-        return self._commands.put(Call(lambda: self._engine.abort(ids)))
+        return self._commands.put(EngineCall(lambda: self._engine.abort(ids)))
 
     def cut(self, request_ids: Iterable[str]) -> Future[list[Trajectory]]:
         """Drop requests and return what they have so far; those that have finished are not among
         them, and are delivered."""
         ids = list(request_ids)
-        return self._commands.put(Call(lambda: self._engine.cut(ids)))
+        return self._commands.put(EngineCall(lambda: self._engine.cut(ids)))
 
     def checksums(self, names: Iterable[str]) -> Future[dict[str, int]]:
         """Checksums of the weights as the engine holds them."""
         wanted = list(names)
-        return self._commands.put(Call(lambda: self._engine.checksums(wanted)))
+        return self._commands.put(EngineCall(lambda: self._engine.checksums(wanted)))
 
     def update_weights(
         self,
@@ -305,7 +305,7 @@ class RolloutWorker:
         compared with the learner's: an ArrivalError is fatal, since such an engine must not serve.
         With on_publish=finish, DeadlineExceeded after `timeout_s` of draining: the engine then
         continues with the old weights."""
-        return self._commands.put(Update(version, weights, on_publish, manifest, timeout_s))
+        return self._commands.put(WeightUpdate(version, weights, on_publish, manifest, timeout_s))
 
     def set_version(self, version: int) -> Future[None]:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
@@ -314,7 +314,7 @@ class RolloutWorker:
             self._engine.set_version(version)
             self.counters.version = version
 
-        return self._commands.put(Call(run))
+        return self._commands.put(EngineCall(run))
 
     def sleep(self) -> Future[float]:
         """Hand over what is finished, free the engine's memory (bytes) and decode nothing until it
@@ -326,7 +326,7 @@ class RolloutWorker:
             self._flush()
             return freed
 
-        return self._commands.put(Call(run))
+        return self._commands.put(EngineCall(run))
 
     def wake(self, what: Wake) -> Future[None]:
         """Take the engine's memory back: for the "weights", so that they can be updated, then for
@@ -336,7 +336,7 @@ class RolloutWorker:
             self._engine.wake(what)
             self._asleep = what != "all"
 
-        return self._commands.put(Call(run))
+        return self._commands.put(EngineCall(run))
 
     def status(self) -> dict[str, Any]:
         """Counters, ages of heartbeat and last step (seconds), what a step costs (`StepCosts`), and
@@ -399,7 +399,7 @@ class RolloutWorker:
     def _take_commands(self) -> None:
         # One update at a time; later commands keep their order.
         while (command := self._commands.take(updates=not self._updates.draining)) is not None:
-            if isinstance(command, Update):
+            if isinstance(command, WeightUpdate):
                 self._updates.begin(command)
             else:
                 begun = time.monotonic()

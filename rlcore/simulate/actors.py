@@ -35,7 +35,7 @@ class Speed:
 
 
 @dataclass(slots=True, eq=False)
-class Drawing:
+class SimulatedRequest:
     """A request and how far its decoding has come."""
 
     request: Request
@@ -111,8 +111,8 @@ class FakeActor(ActorClient):
         self._awake.set()
         self._death = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._waiting: dict[str, Drawing] = {}
-        self._running: dict[str, Drawing] = {}
+        self._waiting: dict[str, SimulatedRequest] = {}
+        self._running: dict[str, SimulatedRequest] = {}
         self._undelivered: set[str] = set()
         self._draining = False
         self._loading = False
@@ -183,17 +183,17 @@ class FakeActor(ActorClient):
             name = next(iter(self._waiting))
             self._running[name] = self._waiting.pop(name)
 
-    def _left(self, drawing: Drawing) -> str:
+    def _left(self, drawing: SimulatedRequest) -> str:
         """The engine has finished a request; the name of its drawing."""
         del self._running[drawing.name]
         self._work.set()
         return f"{self.name}:{self.pid}:{next(self._drawn)}"
 
-    def _drop(self, name: str) -> Drawing | None:
+    def _drop(self, name: str) -> SimulatedRequest | None:
         """Let go of a request; None where there is none of that name."""
         return self._waiting.pop(name, None) or self._running.pop(name, None)
 
-    def _finish(self, drawing: Drawing) -> None:
+    def _finish(self, drawing: SimulatedRequest) -> None:
         trajectory = drawing.trajectory(self.name, self._left(drawing))
         self._undelivered.add(trajectory.request_id)
         self._task(self._deliver(trajectory))
@@ -210,7 +210,7 @@ class FakeActor(ActorClient):
     async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
         async def work() -> None:
             await asyncio.sleep(self.speed.answer_s)
-            asked = [Drawing(request, self._tokens(request)) for request in requests]
+            asked = [SimulatedRequest(request, self._tokens(request)) for request in requests]
             for drawing in asked:
                 if drawing.name in self._waiting or drawing.name in self._running:
                     raise UserError(f"a rollout actor refused a request: {drawing.name} twice")

@@ -18,7 +18,7 @@ from rlcore.buffer.journal import (
     read_record_file,
     write_record_file,
 )
-from rlcore.buffer.shard import Gathering, Heard, Shard, Told
+from rlcore.buffer.shard import Shard, ShardReply, ShardReport, ShardReporter
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.sample_text import first_shown, readable, verdict, without_texts
@@ -359,7 +359,7 @@ class FakeNodes:
 
     def __init__(self, count: int, buffer: BufferActor) -> None:
         self.shards = {i: Shard(f"shard-{i}") for i in range(1, count)}
-        self._gatherings = {i: Gathering(s, self._tell) for i, s in self.shards.items()}
+        self._gatherings = {i: ShardReporter(s, self._tell) for i, s in self.shards.items()}
         self._telling: dict[int, asyncio.Task[None]] = {}  # by node
         self.lost: list[str] = []
         self._count = count
@@ -400,7 +400,7 @@ class FakeNodes:
         if node in self._gatherings and self._gatherings[node].waiting:
             self._send(node)
 
-    async def _tell(self, name: str, told: Told) -> Heard:
+    async def _tell(self, name: str, told: ShardReport) -> ShardReply:
         return await self._buffer.add_told(name, told)
 
     def fetch(self, keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
@@ -432,7 +432,7 @@ class FakeNodes:
     def revive(self, node: int) -> None:
         """A new process takes the place of a shard that died alone."""
         shard = self.shards[node] = Shard(f"shard-{node}#2")
-        self._gatherings[node] = Gathering(shard, self._tell)
+        self._gatherings[node] = ShardReporter(shard, self._tell)
 
     def die(self, node: int) -> None:
         """The node's records are gone; its actors are another matter: until `revive` they send to

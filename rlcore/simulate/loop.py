@@ -17,15 +17,15 @@ from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
-from rlcore.loop.plan import Parts, Plan, Progress
+from rlcore.loop.plan import LoopParts, Plan, Progress
 from rlcore.loop.prompts import (
-    Asked,
     Difficulty,
     HeldOutRequests,
     Mixture,
     Prompts,
     PromptSource,
     RequestMaker,
+    SampleSettings,
     task_seed,
 )
 from rlcore.loop.role_protocols import Clients, RoleWatch, Spawned
@@ -274,10 +274,10 @@ class Simulation:
         self.started.append(actor)
         return spawned(actor, self.not_starting.pop(0) if self.not_starting else "")
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> LoopParts:
         scenario, reporter = self.scenario, self.reporter
         sampling = scenario.sampling
-        asked = {label: Asked(sampling, s.samples) for label, s in scenario.tasks.items()}
+        asked = {label: SampleSettings(sampling, s.samples) for label, s in scenario.tasks.items()}
         requests = RequestMaker(
             self.prompts, sampling=sampling, samples=scenario.samples, run_seed=0, tasks=asked
         )
@@ -292,7 +292,7 @@ class Simulation:
             note=reporter.note,
             is_accuracy=lambda name: name.endswith("/greedy"),
         )
-        return Parts(self.fleet, requests, evaluator, saver, reporter, self._take_wanted)
+        return LoopParts(self.fleet, requests, evaluator, saver, reporter, self._take_wanted)
 
     def _take_wanted(self) -> dict[str, int] | None:
         wanted, self.wanted = self.wanted, None

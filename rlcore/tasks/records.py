@@ -278,8 +278,8 @@ COLUMNS = ("question", "prompt", "messages")  # looked for where no column is na
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The question of a row. Example: Asked("2+2?", ({"role": "system", "content": "Be brief."},
+class Question:
+    """The question of a row. Example: Question("2+2?", ({"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2+2?"}), "4")"""
 
     question: str  # the last message
@@ -287,7 +287,7 @@ class Asked:
     answer: str | None = None  # the last turn, where it is the assistant's
 
 
-def pick_question(row: dict[str, Any], path: str | None) -> Asked:
+def pick_question(row: dict[str, Any], path: str | None) -> Question:
     """The question at a dotted path; None: in the first of COLUMNS that the row has.
 
     A conversation ends with what the model is asked; a last turn of the assistant is its answer.
@@ -301,7 +301,7 @@ def pick_question(row: dict[str, Any], path: str | None) -> Asked:
         )
     value = _turned(pick(row, field))
     if not isinstance(value, list):
-        return Asked(pick_text(row, field))
+        return Question(pick_text(row, field))
     messages = [_message(m, f"{field}.{i}") for i, m in enumerate(value)]
     answer = messages.pop()["content"] if len(messages) and _said(messages[-1]) else None
     if not messages:
@@ -312,7 +312,7 @@ def pick_question(row: dict[str, Any], path: str | None) -> Asked:
     if not last["content"].strip():
         raise RowError(f"field {field} ends with an empty {last['role']} turn")
     plain = len(messages) == 1 and set(last) == {"role", "content"} and last["role"] == "user"
-    return Asked(last["content"], () if plain else tuple(messages), answer)
+    return Question(last["content"], () if plain else tuple(messages), answer)
 
 
 def _said(message: Message) -> bool:

@@ -32,7 +32,7 @@ Scored = list[tuple[Answer, Score]]
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingAnswer:
     answer: Answer
     deaths: int = 0  # processes that ended while they graded it
 
@@ -62,7 +62,7 @@ class Scorer:
         self.scored = 0  # answers with a reward
         self.errors = 0
         self.timeouts = 0
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingAnswer] = deque()
         self._unfinished = 0
         self._state = threading.Condition()
         self._handing_over = threading.Lock()
@@ -92,7 +92,7 @@ class Scorer:
             self.check()
             if self._closing:
                 raise StageError("answers were submitted to a scorer that is closed")
-            self._pending.extend(_Pending(answer) for answer in answers)
+            self._pending.extend(_PendingAnswer(answer) for answer in answers)
             self._unfinished += len(answers)
             self._state.notify_all()
 
@@ -159,7 +159,7 @@ class Scorer:
             self._workers[slot] = worker
         return worker
 
-    def _next_chunk(self) -> list[_Pending]:
+    def _next_chunk(self) -> list[_PendingAnswer]:
         """This process's share of what waits; an answer that a process died on goes alone. Empty
         when closing."""
         with self._state:
@@ -172,7 +172,7 @@ class Scorer:
                 chunk.append(self._pending.popleft())
             return chunk
 
-    def _grade(self, worker: GradingProcess, chunk: list[_Pending]) -> None:
+    def _grade(self, worker: GradingProcess, chunk: list[_PendingAnswer]) -> None:
         """Have a process grade a chunk and hand the scores over; what it left goes back in the
         queue."""
         timeout_s = self._grading.grade_timeout_s
@@ -223,7 +223,7 @@ class Scorer:
         )
         return answer, score
 
-    def _requeue(self, entries: list[_Pending]) -> None:
+    def _requeue(self, entries: list[_PendingAnswer]) -> None:
         with self._state:
             self._pending.extendleft(reversed(entries))
             self._state.notify_all()

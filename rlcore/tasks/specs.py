@@ -68,7 +68,7 @@ class DifficultySpec(Spec):
     such part, is 1 or more, as in evaluations. The rate is that of the newest group.
     """
 
-    keep: float = setting(
+    resample_rate: float = setting(
         0.1, "share of the solved and the hopeless that is drawn when their turn comes", gt=0, le=1
     )
     solved: float = setting(1.0, "pass rate from which a problem is solved", gt=0, le=1)

@@ -63,7 +63,7 @@ def verify(body: Any) -> dict[str, Any]:
     return {"results": results}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _LeanHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._reply({"status": "ok"})
 
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(port: int) -> None:
-    ThreadingHTTPServer(("127.0.0.1", port), _Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", port), _LeanHandler).serve_forever()
 
 
 if __name__ == "__main__":

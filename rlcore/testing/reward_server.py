@@ -14,8 +14,8 @@ POLL_S = 0.02  # between two looks of a server at whether it is to end
 
 
 @dataclass(slots=True)
-class Reply:
-    """How a request is answered. Example: Reply(503, {"detail": "busy"})"""
+class HttpReply:
+    """How a request is answered. Example: HttpReply(503, {"detail": "busy"})"""
 
     status: int = 200
     body: Any = None  # JSON, or bytes as they are
@@ -37,7 +37,7 @@ class Seen:
 class RewardServer:
     """Answers POST requests by `answer(body, number)`, number from 0. A context manager."""
 
-    def __init__(self, answer: Callable[[Any, int], Reply], port: int = 0) -> None:
+    def __init__(self, answer: Callable[[Any, int], HttpReply], port: int = 0) -> None:
         self.seen: list[Seen] = []
         self.under_way = 0
         self.most_under_way = 0
@@ -102,7 +102,7 @@ class RewardServer:
             with self._lock:
                 self.under_way -= 1
 
-    def _send(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
+    def _send(self, handler: BaseHTTPRequestHandler, reply: HttpReply) -> None:
         if self._closing.wait(reply.after_s):
             handler.close_connection = True
             return
@@ -125,18 +125,18 @@ class RewardServer:
             handler.wfile.write(body)
 
 
-def rewards(of: Callable[[str, str], float]) -> Callable[[Any, int], Reply]:
+def rewards(of: Callable[[str, str], float]) -> Callable[[Any, int], HttpReply]:
     """Answers a request of OpenRLHF's form with of(response, label) for each sample."""
 
-    def answer(body: Any, number: int) -> Reply:
+    def answer(body: Any, number: int) -> HttpReply:
         texts = zip(body["query"], body["prompts"], body["labels"])
         values = [of(query[len(prompt) :], label) for query, prompt, label in texts]
-        return Reply(body={"rewards": values, "scores": values, "extra_logs": {}})
+        return HttpReply(body={"rewards": values, "scores": values, "extra_logs": {}})
 
     return answer
 
 
-def judgement(text: str) -> Reply:
+def judgement(text: str) -> HttpReply:
     """A chat completion that says `text`."""
     message = {"role": "assistant", "content": text}
-    return Reply(body={"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+    return HttpReply(body={"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})

@@ -22,14 +22,14 @@ PATCHES = "patches"  # what "begin" carries where only changes follow
 
 
 @dataclass(slots=True)
-class Request:
+class TransferRequest:
     """A sender's request to a receiver. As a context manager it sends the answer on exit."""
 
     verb: str
     payload: Any
     answer: Future[None] = field(default_factory=Future)
 
-    def __enter__(self) -> Request:
+    def __enter__(self) -> TransferRequest:
         return self
 
     def __exit__(
@@ -52,15 +52,15 @@ class Arrival:
         self.reached: Future[None] = Future()  # the receiver has stopped and takes requests
         self.seconds = 0.0  # from there to the last request's answer
         self._timeout_s = timeout_s
-        self._requests: queue.Queue[Request] = queue.Queue()
+        self._requests: queue.Queue[TransferRequest] = queue.Queue()
 
     def ask(self, verb: str, payload: Any = None) -> None:
         """Return when the receiver has done it. Raises what went wrong there, or TimeoutError."""
-        request = Request(verb, payload)
+        request = TransferRequest(verb, payload)
         self._requests.put(request)
         request.answer.result(self._timeout_s)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[TransferRequest]:
         """Yield the sender's requests until it has finished. Each is to be answered before the
         next.
 

@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 64  # of the first tensor; the widest dtypes come first, so all are aligned
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor's entry in the header."""
 
     dtype: torch.dtype
@@ -56,7 +56,7 @@ def write_blob(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_stream(
-    file: BinaryIO, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, torch.Tensor]]
+    file: BinaryIO, entries: Mapping[str, TensorEntry], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
     """The same for tensors that are made one at a time, in the order of `entries`."""
     header, _ = _header(entries)
@@ -91,11 +91,11 @@ def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
     return out
 
 
-def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
-    return {n: Entry(t.dtype, tuple(t.shape)) for n, t in _ordered(tensors).items()}
+def _entries(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorEntry]:
+    return {n: TensorEntry(t.dtype, tuple(t.shape)) for n, t in _ordered(tensors).items()}
 
 
-def _header(entries: Mapping[str, Entry]) -> tuple[bytes, int]:
+def _header(entries: Mapping[str, TensorEntry]) -> tuple[bytes, int]:
     """(length and JSON header, bytes of the tensors that follow)."""
     described: dict[str, Any] = {}
     start = 0

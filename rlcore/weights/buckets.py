@@ -13,7 +13,7 @@ import torch
 from rlcore.files import new_file
 from rlcore.interfaces import TransportEnds, WeightTransport
 from rlcore.types import WeightManifest
-from rlcore.weights.blob import Entry, from_blob, to_blob, write_stream
+from rlcore.weights.blob import TensorEntry, from_blob, to_blob, write_stream
 from rlcore.weights.deltas import DeltaTransport
 from rlcore.weights.stream import arriving, in_buckets, in_order
 
@@ -35,8 +35,8 @@ class ObjectStoreTransport(WeightTransport):
 
     @classmethod
     def between(cls, ends: TransportEnds) -> WeightTransport:
-        """With `whole_every` above 1, one that sends what has changed."""
-        if ends.whole_every > 1:
+        """With `full_weights_every` above 1, one that sends what has changed."""
+        if ends.full_weights_every > 1:
             return DeltaTransport.between(ends)
         return cls(ends.put, ends.get, bucket_bytes=ends.bucket_bytes)
 
@@ -91,7 +91,9 @@ class DiskTransport(WeightTransport):
         manifest disagree.
         """
         dtype = getattr(torch, manifest.dtype)
-        entries = {n: Entry(dtype, s) for n, s in zip(manifest.names, manifest.shapes, strict=True)}
+        entries = {
+            n: TensorEntry(dtype, s) for n, s in zip(manifest.names, manifest.shapes, strict=True)
+        }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"weights-{manifest.version:08d}.safetensors"
         # Flushed, since another node may read it as soon as it has the path.

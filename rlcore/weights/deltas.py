@@ -94,21 +94,21 @@ class DeltaTransport(WeightTransport):
         get: Callable[[Any], np.ndarray] | None,
         *,
         bucket_bytes: int,
-        whole_every: int,
+        full_weights_every: int,
     ) -> None:
-        """`whole_every`: versions from one whole set to the next. Only the learner's side needs
-        `put`, only the actor's side `get`."""
+        """`full_weights_every`: versions from one whole set to the next. Only the learner's side
+        needs `put`, only the actor's side `get`."""
         self._put = put
         self._get = get
         self._bucket_bytes = bucket_bytes
-        self._whole_every = whole_every
+        self._whole_every = full_weights_every
         self._handle: DeltaHandle | None = None  # of the newest version sent
         self._held: dict[str, torch.Tensor] = {}  # the newest version sent or received
         self._version: int | None = None  # received; None: nothing that could be patched
 
     @classmethod
     def between(cls, ends: TransportEnds) -> DeltaTransport:
-        sizes = {"bucket_bytes": ends.bucket_bytes, "whole_every": ends.whole_every}
+        sizes = {"bucket_bytes": ends.bucket_bytes, "full_weights_every": ends.full_weights_every}
         return cls(ends.put, ends.get, **sizes)
 
     def publish(self, manifest: WeightManifest, tensors: Pairs) -> DeltaHandle:

@@ -35,7 +35,7 @@ class TransportSpec(Spec):
         unit="MiB",
         gt=0,
     )
-    whole_every: int = setting(
+    full_weights_every: int = setting(
         1,
         "publications from one whole set of weights to the next; those between send only what "
         "changed in its bits (object_store, nccl); 1: all are whole",

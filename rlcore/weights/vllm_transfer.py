@@ -166,12 +166,14 @@ class PatchSender(GroupSender):
     """A learner rank's end. Rank 0 keeps the set that was sent last on its host, and sends what
     differs from it; a whole set every few versions, to a group that is new, and after a failure."""
 
-    def __init__(self, rank: int, sender: VllmSender, *, bucket_bytes: int, whole_every: int):
-        """`sender`: of whole sets, by nccl. `whole_every`: versions from one to the next."""
+    def __init__(
+        self, rank: int, sender: VllmSender, *, bucket_bytes: int, full_weights_every: int
+    ):
+        """`sender`: of whole sets, by nccl. `full_weights_every`: versions from one to the next."""
         self._rank = rank
         self._sender = sender
         self._bucket_bytes = bucket_bytes
-        self._whole_every = whole_every
+        self._whole_every = full_weights_every
         self._held: dict[str, torch.Tensor] = {}  # on the host, as the receivers hold them
         self._since: int | None = None  # versions sent since a whole one; None: none to go on from
 
@@ -248,7 +250,7 @@ class PatchSender(GroupSender):
         if bool(values.isnan().any()):
             raise ValueError(
                 f"{name} of version {version} has become NaN in part, which vLLM's patches cannot "
-                "carry (cluster.transport=nccl with cluster.whole_every above 1)"
+                "carry (cluster.transport=nccl with cluster.full_weights_every above 1)"
             )
         held.copy_(tensor)
         return SparseWeightPatch(name, index, values, tuple(tensor.shape))
@@ -258,11 +260,11 @@ class PatchSender(GroupSender):
         self._sender.close()
 
 
-def _refuse_beyond_reach(manifest: WeightManifest, whole_every: int) -> None:
+def _refuse_beyond_reach(manifest: WeightManifest, full_weights_every: int) -> None:
     for name, shape in zip(manifest.names, manifest.shapes, strict=True):
         if torch.Size(shape).numel() > REACH:
             raise UserError(
-                f"cluster.whole_every={whole_every} with cluster.transport=nccl names entries by "
-                f"int32, and {name} {tuple(shape)} has more than {REACH}: use whole_every=1, or "
-                "cluster.transport=object_store."
+                f"cluster.full_weights_every={full_weights_every} with cluster.transport=nccl "
+                f"names entries by int32, and {name} {tuple(shape)} has more than {REACH}: "
+                "use full_weights_every=1, or cluster.transport=object_store."
             )

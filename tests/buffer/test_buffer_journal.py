@@ -238,7 +238,7 @@ def test_a_snapshot_is_not_changed_by_what_happens_afterwards(tmp_path):
 
 def test_a_snapshot_has_the_records_that_a_group_drops_afterwards():
     """When it is complete, all but the best sample."""
-    buffer = make_buffer(1, 2, keep_best=1)
+    buffer = make_buffer(1, 2, train_on_best=1)
     buffer.admit([PROMPT])
     deliver(buffer, sample(0, 0, reward=0.0))
     cut = journal.cut(buffer)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.buffer import journal, store
-from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
+from rlcore.buffer.admission import Candidate, StalenessBound, WaitingGroups
 from rlcore.buffer.batches import Sampler
 from rlcore.buffer.ledger import highest
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec, TaskShare
@@ -72,37 +72,37 @@ def test_episodes_of_several_parts_that_are_all_filtered_leave_nothing_and_end_t
 
 
 def test_dynamic_sampling_judges_what_would_be_trained_on():
-    mixed = one([0.0, 1.0, 0.0, 1.0], dynamic_sampling=True, keep_best=2)
+    mixed = one([0.0, 1.0, 0.0, 1.0], dynamic_sampling=True, train_on_best=2)
     assert mixed.ledger.evicted == {"filtered_equal_rewards": 1}
-    assert kept(one([0.0, 1.0, 0.0, 0.0], dynamic_sampling=True, keep_best=2)) == [0, 1]
+    assert kept(one([0.0, 1.0, 0.0, 0.0], dynamic_sampling=True, train_on_best=2)) == [0, 1]
 
 
 def test_dynamic_sampling_of_one_kept_sample_is_refused():
-    with pytest.raises(UserError, match=r"algorithm\.keep_best=1 .* would filter every group"):
-        SelectionSpec(dynamic_sampling=True, keep_best=1).check("algorithm")
-    SelectionSpec(dynamic_sampling=True, keep_best=2).check("algorithm")
+    with pytest.raises(UserError, match=r"algorithm\.train_on_best=1 .* would filter every group"):
+        SelectionSpec(dynamic_sampling=True, train_on_best=1).check("algorithm")
+    SelectionSpec(dynamic_sampling=True, train_on_best=2).check("algorithm")
 
 
 def test_what_the_learner_chooses_by_acceptance_leaves_the_buffer_whole():
-    by_learner = {"keep_best": 2, "keep_best_by": "acceptance"}
+    by_learner = {"train_on_best": 2, "train_on_best_by": "acceptance"}
     assert kept(one([0.0, 1.0, 0.5, 1.0], **by_learner)) == [0, 1, 2, 3]
     spec = SelectionSpec(**by_learner)
-    assert spec.kept_by_learner == 2 and SelectionSpec(keep_best=2).kept_by_learner is None
+    assert spec.kept_by_learner == 2 and SelectionSpec(train_on_best=2).kept_by_learner is None
     with pytest.raises(UserError, match="dynamic_sampling=true"):
         SelectionSpec(dynamic_sampling=True, **by_learner).check("algorithm")
-    with pytest.raises(UserError, match=r"set algorithm\.keep_best"):
-        SelectionSpec(keep_best_by="acceptance").check("algorithm")
+    with pytest.raises(UserError, match=r"set algorithm\.train_on_best"):
+        SelectionSpec(train_on_best_by="acceptance").check("algorithm")
 
 
 def test_oversampling_keeps_the_best_and_frees_the_rest():
-    buffer = one([0.0, 1.0, 0.5, 1.0], keep_best=2)
+    buffer = one([0.0, 1.0, 0.5, 1.0], train_on_best=2)
     size = len(sample(0, 0)[0])
     assert store.metrics(buffer)["buffer/bytes"] == 2 * size
     batch = buffer.take(0)
     (group,) = groups_of(buffer, 0, batch)
     assert [e.sample_index for e in group.episodes] == [1, 3]
     assert batch.metrics["reward/mean"] == 0.625  # of all that was sampled
-    assert batch.metrics["reward/kept_mean"] == 1.0
+    assert batch.metrics["reward/selected_mean"] == 1.0
     assert batch.groups == [(0, 4)]  # tokens of what is trained on
 
 
@@ -179,7 +179,7 @@ def test_uniform_replay_trains_on_a_group_up_to_max_uses_and_then_lets_it_go():
 
 
 def test_uniform_draws_of_each_step_and_run_are_their_own():
-    pool = Waiting(Candidate(i, 9, True, "digits", 1) for i in range(200))
+    pool = WaitingGroups(Candidate(i, 9, True, "digits", 1) for i in range(200))
 
     def draw(run_seed, step):
         batching = BatchingSpec(groups_per_step=20, max_staleness=9, sampling="uniform")

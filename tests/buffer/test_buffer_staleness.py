@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rlcore.buffer import journal, store
-from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
+from rlcore.buffer.admission import Candidate, StalenessBound, WaitingGroups
 from rlcore.buffer.specs import Phases
 from rlcore.errors import UserError
 
@@ -205,7 +205,7 @@ def test_released_batches_leave_a_schedule_that_meets_every_deadline(groups, per
     """Against the definition: for every d, at most (d - step) * G of the rest are due by d."""
     bound = StalenessBound(per_step, 1, 5, Phases(1, 1))
     waiting = [Candidate(i, deadline, finished) for i, (deadline, finished) in enumerate(groups)]
-    batch = bound.release(Waiting(waiting), step, strict=False)
+    batch = bound.release(WaitingGroups(waiting), step, strict=False)
     finished = sorted((c for c in waiting if c.finished), key=lambda c: (c.deadline, c.group_id))[
         :per_step
     ]

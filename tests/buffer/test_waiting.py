@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.buffer import store
-from rlcore.buffer.admission import Candidate, StalenessBound, Waiting
+from rlcore.buffer.admission import Candidate, StalenessBound, WaitingGroups
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.specs import Phases
 
@@ -36,7 +36,7 @@ def plain_release(bound, groups, step, strict):
 @settings(max_examples=300, deadline=None)
 def test_batches_are_those_of_the_plain_rule_after_any_changes(per_step, phases, strict, changes):
     bound = StalenessBound(per_step, 1, 5, Phases(*phases))
-    waiting, plain, gone = Waiting(), {}, {}
+    waiting, plain, gone = WaitingGroups(), {}, {}
     for kind, number in changes:
         known = sorted(plain)
         if kind == "new":

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rlcore.buffer.shard import Shard, Told
+from rlcore.buffer.shard import Shard, ShardReport
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.jobs import BufferJob
@@ -30,7 +30,7 @@ def on_an_actor(test):
 def told(shard, *indices):
     drawn = [make_trajectory(0, i) for i in indices]
     kept = shard.put([dump_trajectory(t) for t in drawn])
-    return Told(kept, [make_score(t, float(t.sample_index)) for t in drawn])
+    return ShardReport(kept, [make_score(t, float(t.sample_index)) for t in drawn])
 
 
 def test_a_poll_ends_with_the_message_that_makes_it_true():
@@ -71,10 +71,10 @@ def test_the_more_shards_there_are_the_longer_each_pauses():
     async def test(actor):
         pauses = []
         for name in ("one", "two", "one"):
-            pauses.append((await actor.add_told(name, Told())).pause_s)
+            pauses.append((await actor.add_told(name, ShardReport())).pause_s)
         assert pauses[0] < pauses[1] == pauses[2]
         await actor.shard_lost("two")
-        assert (await actor.add_told("one", Told())).pause_s == pauses[0]
+        assert (await actor.add_told("one", ShardReport())).pause_s == pauses[0]
 
     on_an_actor(test)
 
@@ -83,7 +83,7 @@ def test_records_and_scores_of_one_message_are_taken_both_or_reported():
     async def test(actor):
         drawn = make_trajectory(5, 0)  # of a group that was not admitted
         with pytest.raises(ValueError, match="never asked for"):
-            await actor.add_told("one", Told([], [make_score(drawn, 1.0)]))
+            await actor.add_told("one", ShardReport([], [make_score(drawn, 1.0)]))
         with pytest.raises(Exception, match="refused a message"):
             await actor.alive()
 

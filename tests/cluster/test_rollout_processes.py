@@ -13,7 +13,7 @@ import ray
 from timing import deadline, wait_for_end
 
 from rlcore.cluster.clients import RayRolloutActor
-from rlcore.cluster.clients.rollout import Reply
+from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.ray_cluster import cluster
 from rlcore.cluster.specs import RaySpec
@@ -105,8 +105,8 @@ class World:
         started = handle.start.remote()
         return Spawned(
             RayRolloutActor(handle, name, started, self.hosting),
-            placed=Reply(handle.__ray_ready__.remote(), "its process"),
-            started=Reply(started, "its start"),
+            placed=PendingReply(handle.__ray_ready__.remote(), "its process"),
+            started=PendingReply(started, "its start"),
         )
 
     def handle(self, index):

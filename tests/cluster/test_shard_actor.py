@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rlcore.buffer.shard import Heard
+from rlcore.buffer.shard import ShardReply
 from rlcore.cluster.clients.shards import ShardActor
 from rlcore.references import ShardLost
 from rlcore.serialization import dump_trajectory
@@ -32,7 +32,7 @@ class Buffer:
         answer = await self.answers.get()
         if isinstance(answer, Exception):
             raise answer
-        return Heard(answer, self.pause_s)
+        return ShardReply(answer, self.pause_s)
 
     async def _released(self, shard):
         return [1]

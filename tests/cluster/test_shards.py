@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 from timing import wait_until
 
 from rlcore.buffer.journal import JournalError, RecordFile, file_of
-from rlcore.buffer.shard import Heard
+from rlcore.buffer.shard import ShardReply
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.clients import shards as shards_module
 from rlcore.cluster.clients.shards import RayShards, fetch_records, read_shards, write_shards
@@ -37,7 +37,7 @@ def buffer_class():
         async def add_told(self, shard, told):
             self.references += [reference for _, reference in told.kept]
             self.scores += told.scores
-            return Heard([], 0.0)
+            return ShardReply([], 0.0)
 
         async def add_records(self, records):
             self.records += records

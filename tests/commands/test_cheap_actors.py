@@ -24,7 +24,7 @@ LONG = (
 LORA = ("learner=lora", "learner.lr=2e-3")
 SPARSE_ALONE = (*LONG, "actor=sparse", "actor.sparse.sparse.blocks=2")
 SPARSE = (*SPARSE_ALONE, "evaluation.dense_actor=true")
-BEST = ("algorithm.keep_best=3",)
+BEST = ("algorithm.train_on_best=3",)
 DRAFT = ("actor.draft.draft_fresh.hidden_size=32", "actor.draft.draft_fresh.layers=1")
 
 

@@ -159,7 +159,8 @@ def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     own = f"actor.bf16.engine={engine}:Slow"
     run = command("train", *small, *FAST, f"run_dir={run_dir}", *words, own)
     run.wait_for(
-        lambda: any(r["rollout/cut_requests"] for r in rows(run_dir)), what="a request that moved"
+        lambda: any(r["rollout/migrated_requests"] for r in rows(run_dir)),
+        what="a request that moved",
     )
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 4, what="further steps")

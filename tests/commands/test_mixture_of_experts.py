@@ -12,7 +12,7 @@ from rlcore.testing.experts import tiny_mixture
 GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
 
 
-OTHERS = ("schedule.colocated=true", "environment=attempts", "learner.keep_passes_mib=64")
+OTHERS = ("schedule.colocated=true", "environment=attempts", "learner.activation_cache_mib=64")
 
 
 @pytest.mark.engine
@@ -52,7 +52,7 @@ def _trains_and_serves(command, word, tmp_path):
         "rollout.samples_per_prompt=4",
         "rollout.max_new_tokens=12",
         "learner.lr=3e-3",
-        "learner.router=replay",
+        "learner.router_replay=true",
         "cluster.verify_weights=full",
         "cluster.object_store_mib=128",
         "evaluation.every=0",

@@ -212,14 +212,14 @@ def test_a_mixture_of_experts_is_refused(model, tmp_path):
 
 
 def test_weights_that_vllm_derives_others_from_are_not_patched(model):
-    config = load(["experiment=quickstart", "run_dir=x", "cluster.whole_every=8"])
+    config = load(["experiment=quickstart", "run_dir=x", "cluster.full_weights_every=8"])
     from_gpu = config.cluster.model_copy(update={"transport": "nccl"})
     own = json.loads((model / "config.json").read_text())
     latent = own | {"kv_lora_rank": 256}
     check_patches(config, latent)
     patched = config.model_copy(update={"cluster": from_gpu})
     check_patches(patched, own)
-    with pytest.raises(UserError, match=r"^cluster\.whole_every=8 .*kv_lora_rank=256"):
+    with pytest.raises(UserError, match=r"^cluster\.full_weights_every=8 .*kv_lora_rank=256"):
         check_patches(patched, latent)
 
 
@@ -312,27 +312,31 @@ def test_a_program_must_end_before_its_grading_does(model, tmp_path):
 
 
 def test_experts_are_replayed_where_an_engine_chose_some(model, tmp_path):
-    with pytest.raises(UserError, match=r"^learner\.router=replay .* has one expert for every"):
-        prepared(model, "learner.router=replay")
+    with pytest.raises(
+        UserError, match=r"^learner\.router_replay=true .* has one expert for every"
+    ):
+        prepared(model, "learner.router_replay=true")
     folder = _made(tmp_path / "moe")
     config = json.loads((folder / "config.json").read_text())
     changes = {"num_experts": 8, "num_experts_per_tok": 2, "model_type": "qwen3_moe"}
     (folder / "config.json").write_text(json.dumps(config | changes))
-    prepared(folder, "learner.router=replay")
-    other = load(["experiment=quickstart", "learner.router=replay", f"run_dir={tmp_path}"])
+    prepared(folder, "learner.router_replay=true")
+    other = load(["experiment=quickstart", "learner.router_replay=true", f"run_dir={tmp_path}"])
     own = {"bf16": other.actor["bf16"].model_copy(update={"engine": "my.py:Engine"})}
-    with pytest.raises(UserError, match=r"^learner\.router=replay .*actor\.bf16\.engine=my\.py"):
+    with pytest.raises(
+        UserError, match=r"^learner\.router_replay=true .*actor\.bf16\.engine=my\.py"
+    ):
         check_replay(other.model_copy(update={"actor": own}), config | changes)
     prepared(folder, "actor.bf16.tensor_parallel=2")
     with pytest.raises(UserError, match=r"actor\.bf16\.tensor_parallel=2 has several: use 1"):
-        prepared(folder, "learner.router=replay", "actor.bf16.tensor_parallel=2")
-    words = ["learner.router=replay", "actor.bf16.num_gpus=1", "learner=gpu"]
+        prepared(folder, "learner.router_replay=true", "actor.bf16.tensor_parallel=2")
+    words = ["learner.router_replay=true", "actor.bf16.num_gpus=1", "learner=gpu"]
     with pytest.raises(UserError, match=r"actor\.bf16\.second_runner=False with"):
         prepared(folder, *words, "actor.bf16.second_runner=false")
     with pytest.raises(UserError, match=r"leave actor\.bf16\.prefix_caching=true"):
         prepared(folder, *words, "actor.bf16.prefix_caching=false")
-    diffusion = ["experiment=diffusion", "learner.router=replay", f"run_dir={tmp_path}"]
-    with pytest.raises(UserError, match=r"^learner\.router=replay is made for causal actors"):
+    diffusion = ["experiment=diffusion", "learner.router_replay=true", f"run_dir={tmp_path}"]
+    with pytest.raises(UserError, match=r"^learner\.router_replay=true is made for causal actors"):
         prepare(load(diffusion))
 
 

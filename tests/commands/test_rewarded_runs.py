@@ -13,7 +13,7 @@ from conftest import rows
 from timing import listens, wait_until
 
 from rlcore.config.compose import load
-from rlcore.testing.reward_server import Reply, RewardServer, judgement
+from rlcore.testing.reward_server import HttpReply, RewardServer, judgement
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 KEY = "sk-run-3141592653"
@@ -73,7 +73,7 @@ def test_a_run_adds_rewards_up_and_keeps_the_key(forked, small, tmp_path, grader
 
     def judged(body, number):
         # After the first answers the judge is away for a while, and repeats the key as it fails.
-        return Reply(500, {"error": KEY}) if 40 <= number < 80 else judgement("Score: 5")
+        return HttpReply(500, {"error": KEY}) if 40 <= number < 80 else judgement("Score: 5")
 
     with RewardServer(judged) as judge:
         style = (

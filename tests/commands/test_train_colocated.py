@@ -47,7 +47,7 @@ def test_a_colocated_run_gives_the_numbers_of_one_that_is_not(run):
 
 OTHERS = {
     "two pairs, ZeRO-2": ("learner=zero2", "actor.bf16.count=2", "cluster.transport=gloo"),
-    "deltas": ("cluster.whole_every=2",),
+    "deltas": ("cluster.full_weights_every=2",),
     "emulated FP8": ("actor=fp8",),
     "an adapter": ("learner.lora={publish: adapter}", "cluster.transport=disk"),
     "a sparse copy": ("actor=sparse", "learner.distill={}"),

@@ -13,7 +13,7 @@ ACCEPTED = {
     "object store": [],
     "gloo": ["cluster.transport=gloo"],
     "disk": ["cluster.transport=disk"],
-    "deltas": ["cluster.whole_every=4"],
+    "deltas": ["cluster.full_weights_every=4"],
     "ipc": [*GPUS, "cluster.transport=ipc"],
     "two pairs": [*GPUS, *TWO, "cluster.transport=ipc"],
     "more engines than ranks": [*GPUS, "actor.bf16.count=2"],

@@ -49,7 +49,10 @@ REFUSED = [  # words; parts of the sentence
     (["learner.lora={targets: [q_proj, ff_out]}"], ["learner.lora.targets", "ff_out"]),
     (["learner.lora={}"], ["learner.lora.targets", "o_proj", "attn_out"]),
     (["learner.lora={publish: adapter, targets: [q_proj]}"], ["publish=adapter", "merged"]),
-    (["algorithm.keep_best=4", "algorithm.keep_best_by=acceptance"], ["keep_best_by=acceptance"]),
+    (
+        ["algorithm.train_on_best=4", "algorithm.train_on_best_by=acceptance"],
+        ["train_on_best_by=acceptance"],
+    ),
     (["model.fresh.head_dim=16"], ["model.fresh.hidden_size=128"]),
 ]
 ACCEPTED = [

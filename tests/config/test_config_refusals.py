@@ -70,8 +70,8 @@ REFUSED = [  # words; parts that the sentence must hold
     (["correction.tis.cap=0.5"], ["correction.tis.cap=0.5", "greater than or equal to 1"]),
     (["correction=jackpot", "correction.jackpot.short_circuit=true"], ["target=ref", "target=new"]),
     (
-        ["correction=rapid", "algorithm=rapid", "algorithm.keep_best=4"],
-        ["algorithm.keep_best=4", "correction=rapid"],
+        ["correction=rapid", "algorithm=rapid", "algorithm.train_on_best=4"],
+        ["algorithm.train_on_best=4", "correction=rapid"],
     ),
     (["correction=dppo"], ["algorithm.loss=ppo", "correction=dppo", "algorithm=dppo"]),
     (["correction=[dppo,tis]", "algorithm=dppo"], ["correction=[dppo,tis]", "dppo and tis"]),
@@ -113,13 +113,16 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     (["correction=rapid", "algorithm.loss=reinforce"], ["algorithm.advantage=grpo", "rapid"]),
     (["checkpoint.keep_best=reward/mean"], ["checkpoint.keep_best=reward/mean", "eval/digits/"]),
-    (["algorithm.keep_best=8"], ["algorithm.keep_best=8", "rollout.samples_per_prompt=8"]),
-    (["algorithm.keep_best_by=acceptance"], ["keep_best_by=acceptance", "algorithm.keep_best"]),
+    (["algorithm.train_on_best=8"], ["algorithm.train_on_best=8", "rollout.samples_per_prompt=8"]),
     (
-        ["algorithm=dapo", "algorithm.keep_best=4", "algorithm.keep_best_by=acceptance"],
-        ["algorithm.dynamic_sampling=true", "algorithm.keep_best_by=acceptance"],
+        ["algorithm.train_on_best_by=acceptance"],
+        ["train_on_best_by=acceptance", "algorithm.train_on_best"],
     ),
-    (["algorithm.keep_best=1"], ["algorithm.keep_best=1", "algorithm.advantage=grpo"]),
+    (
+        ["algorithm=dapo", "algorithm.train_on_best=4", "algorithm.train_on_best_by=acceptance"],
+        ["algorithm.dynamic_sampling=true", "algorithm.train_on_best_by=acceptance"],
+    ),
+    (["algorithm.train_on_best=1"], ["algorithm.train_on_best=1", "algorithm.advantage=grpo"]),
     (
         ["rollout.samples_per_prompt=1"],
         ["rollout.samples_per_prompt=1", "algorithm.advantage=grpo"],
@@ -227,7 +230,7 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.ranks=3", "learner.sequence_parallel=2"],
         ["learner.sequence_parallel=2", "learner.ranks=3", "choose one of 1, 3"],
     ),
-    ([*PARTS, "learner.keep_passes_mib=8"], ["sequence_parallel=2", "keep_passes_mib=8"]),
+    ([*PARTS, "learner.activation_cache_mib=8"], ["sequence_parallel=2", "activation_cache_mib=8"]),
     (
         [*PARTS, "actor=sparse", "learner.train_sparse=true"],
         ["sequence_parallel=2", "train_sparse"],
@@ -242,7 +245,7 @@ REFUSED = [  # words; parts that the sentence must hold
         ["learner.tensor_parallel=2", "learner.sequence_parallel=2", "leave one of them at 1"],
     ),
     ([*LAYERS, "learner=zero3"], ["learner.tensor_parallel=2", "zero_stage=3", "0, 1 or 2"]),
-    ([*PARTS, "learner.router=replay"], ["sequence_parallel=2", "router=live"]),
+    ([*PARTS, "learner.router_replay=true"], ["sequence_parallel=2", "router_replay=false"]),
     *(
         ([*words, "learner.draft={}"], [words[1], "learner.draft", "not trained"])
         for words in (PARTS, LAYERS)
@@ -263,7 +266,7 @@ REFUSED = [  # words; parts that the sentence must hold
     ),
     ([*LAYERS, "learner.offload_while_sampling=true"], ["tensor_parallel=2", "offload_while"]),
     ([*LAYERS, "learner.lora={}"], ["learner.tensor_parallel=2", "learner.lora"]),
-    ([*LAYERS, "learner.keep_passes_mib=8"], ["tensor_parallel=2", "the same layers"]),
+    ([*LAYERS, "learner.activation_cache_mib=8"], ["tensor_parallel=2", "the same layers"]),
     ([*LAYERS, "actor=sparse", DISTILL], ["learner.tensor_parallel=2", "learner.distill attends"]),
     (["learner.ranks=3", "learner.expert_parallel=2"], ["learner.ranks=3", "choose one of 1, 3"]),
     ([*EXPERTS, "learner=zero3"], ["learner.expert_parallel=2", "zero_stage=3", "0, 1 or 2"]),
@@ -272,8 +275,8 @@ REFUSED = [  # words; parts that the sentence must hold
         for word, says in (
             ("sequence_parallel=2", "learner.sequence_parallel=2"),
             ("tensor_parallel=2", "learner.tensor_parallel=2"),
-            ("router=replay", "learner.router=replay"),
-            ("keep_passes_mib=8", "learner.keep_passes_mib=8"),
+            ("router_replay=true", "learner.router_replay=true"),
+            ("activation_cache_mib=8", "learner.activation_cache_mib=8"),
             ("offload_while_sampling=true", "learner.offload_while_sampling=true"),
             ("lora={}", "learner.lora"),
             ("draft={}", "learner.draft"),
@@ -392,21 +395,27 @@ REFUSED = [  # words; parts that the sentence must hold
         ["cluster.transport=gloo", "object_store or disk"],
     ),
     (
-        ["cluster.whole_every=8", "cluster.transport=disk"],
-        ["cluster.whole_every=8", "transport=disk: use object_store or nccl, or whole_every=1"],
+        ["cluster.full_weights_every=8", "cluster.transport=disk"],
+        [
+            "cluster.full_weights_every=8",
+            "transport=disk: use object_store or nccl, or full_weights_every=1",
+        ],
     ),
     (
-        ["cluster.whole_every=8", "actor=sparse", DISTILL],
-        ["cluster.whole_every=8", "learner.distill", "whole_every=1"],
-    ),
-    (["cluster.whole_every=8", ADAPTER], ["cluster.whole_every=8", "publish=adapter"]),
-    (
-        [*GPUS, "cluster.whole_every=8", "cluster.transport=nccl", FP8_ON_GPU],
-        ["cluster.whole_every=8", "nccl", "actor.q.kind=fp8", "whole_every=1"],
+        ["cluster.full_weights_every=8", "actor=sparse", DISTILL],
+        ["cluster.full_weights_every=8", "learner.distill", "full_weights_every=1"],
     ),
     (
-        [*GPUS, "cluster.whole_every=8", "learner.num_gpus=0.5", "cluster.transport=ipc"],
-        ["cluster.whole_every=8", "cluster.transport=ipc", "object_store or nccl"],
+        ["cluster.full_weights_every=8", ADAPTER],
+        ["cluster.full_weights_every=8", "publish=adapter"],
+    ),
+    (
+        [*GPUS, "cluster.full_weights_every=8", "cluster.transport=nccl", FP8_ON_GPU],
+        ["cluster.full_weights_every=8", "nccl", "actor.q.kind=fp8", "full_weights_every=1"],
+    ),
+    (
+        [*GPUS, "cluster.full_weights_every=8", "learner.num_gpus=0.5", "cluster.transport=ipc"],
+        ["cluster.full_weights_every=8", "cluster.transport=ipc", "object_store or nccl"],
     ),
     (["learner.draft={}"], ["learner.draft", "actor=draft"]),
     (
@@ -463,7 +472,7 @@ def test_refused_in_one_sentence(words, parts):
 
 def test_what_changed_may_travel_from_gpu_to_gpu():
     several = ["actor.bf16.tensor_parallel=2", "learner.lora={publish: merged}"]
-    load(["run_dir=x", *GPUS, *several, "cluster.whole_every=8", "cluster.transport=nccl"])
+    load(["run_dir=x", *GPUS, *several, "cluster.full_weights_every=8", "cluster.transport=nccl"])
 
 
 def test_run_dir_is_required():

@@ -136,8 +136,8 @@ REFUSED = [
         ["task.digits.samples_per_prompt=1", "algorithm.advantage=grpo"],
     ),
     (
-        [PAIR, "task.digits.samples_per_prompt=4", "algorithm.keep_best=4"],
-        ["algorithm.keep_best=4", "task.digits.samples_per_prompt=4"],
+        [PAIR, "task.digits.samples_per_prompt=4", "algorithm.train_on_best=4"],
+        ["algorithm.train_on_best=4", "task.digits.samples_per_prompt=4"],
     ),
     (
         [PAIR, "task.digits.max_new_tokens=4096"],
@@ -193,7 +193,7 @@ REFUSED = [
         [PAIR, "task.digits.difficulty={solved: 0.5, hopeless: 0.5}"],
         ["task.digits.difficulty.hopeless=0.5", "task.digits.difficulty.solved=0.5"],
     ),
-    (["task.difficulty.keep=0"], ["task.difficulty.keep=0", "greater than 0"]),
+    (["task.difficulty.resample_rate=0"], ["task.difficulty.resample_rate=0", "greater than 0"]),
     ([PAIR, "checkpoint.keep_best=eval/sums/greedy"], ["eval/digits/ or eval/arithmetic/"]),
 ]
 
@@ -219,7 +219,7 @@ def test_every_algorithm_goes_with_tasks_of_different_group_sizes():
     sizes = ["task.digits.samples_per_prompt=4", "task.digits.max_new_tokens=9"]
     accepted = []
     for algorithm, best in product(("grpo", "rloo", "gspo", "cispo", "reinforce_pp"), (None, 3)):
-        words = [f"algorithm={algorithm}", f"algorithm.keep_best={best or 'null'}"]
+        words = [f"algorithm={algorithm}", f"algorithm.train_on_best={best or 'null'}"]
         accepted.append(run(PAIR, *sizes, *words))
     assert len(accepted) == 10
 

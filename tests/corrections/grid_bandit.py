@@ -25,7 +25,7 @@ from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Reduce
-from rlcore.learner.batch import StepBatch, Turns, rows_of
+from rlcore.learner.batch import StepBatch, TurnSpans, rows_of
 from rlcore.learner.packing import dummy, pack
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.sequences import TokenSequence
@@ -191,7 +191,7 @@ class Batch:
             index = mine.nonzero()[:, 0]
             episodes = [self.episodes[i] for i in index.tolist()]
             sent = rows_of(self.sent, index)
-            turns = Turns(
+            turns = TurnSpans(
                 sent.rewards.double()[:, None],
                 torch.ones(len(index), dtype=torch.int64),
                 torch.zeros(sent.mask.shape, dtype=torch.int64),

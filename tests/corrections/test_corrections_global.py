@@ -167,7 +167,7 @@ def test_mismatch_metrics_against_the_plain_formulas() -> None:
         "abs_dlogp_max": d.abs().max(),
         "abs_dprob_mean": (ref.exp() - inf.exp()).abs().mean(),
         "ess": w.sum() ** 2 / (len(w) * (w**2).sum()),
-        "cv": w.std() / w.mean(),
+        "ratio_cv": w.std() / w.mean(),
         "acceptance": w.clamp(max=1).mean(),
         "truncated_share": (w > 2).double().mean(),
         "masked_share": ((w > 2) | (w < 0.5)).double().mean(),

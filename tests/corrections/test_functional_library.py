@@ -76,7 +76,7 @@ def test_the_share_of_effective_tokens_ignores_how_small_all_ratios_are() -> Non
         ones, zeros = torch.ones_like(logs), torch.zeros_like(logs)
         return F.mismatch_values(F.mismatch_accumulate(logs + shift, zeros, ones))
 
-    for name in ("ess", "cv"):
+    for name in ("ess", "ratio_cv"):
         assert found(-40.0)[name] == pytest.approx(found(0.0)[name], rel=1e-9)
     assert found(-40.0)["ess"] < 0.7
 

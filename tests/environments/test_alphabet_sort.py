@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from environment_fakes import ScriptedSampler, ask
 
-from rlcore.environments.games import AlphabetSort
+from rlcore.environments.games import AlphabetSortGame
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
@@ -18,7 +18,7 @@ from rlcore.tasks.specs import EvalTaskSpec
 @pytest.fixture
 def begun():
     task = make_task("alphabet_sort", {"style": "letters", "turns": 2, "per_turn": 2})
-    environment = AlphabetSort(task, power=2.0)
+    environment = AlphabetSortGame(task, power=2.0)
     item = task.item("train", 0)
     environment.reset(item, 0)
     return environment, [n for names in item.meta["lists"] for n in names]
@@ -71,6 +71,6 @@ def test_an_episode_has_the_rewards_of_its_turns():
 
 def test_other_tasks_and_powers_that_reward_nothing_are_refused(begun):
     with pytest.raises(UserError, match="set task=alphabet_sort"):
-        AlphabetSort(make_task("digits", {}))
+        AlphabetSortGame(make_task("digits", {}))
     with pytest.raises(ValueError, match="power must be above 0"):
-        AlphabetSort(make_task("alphabet_sort", {}), power=0)
+        AlphabetSortGame(make_task("alphabet_sort", {}), power=0)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import limits
 from rlcore.learner import policy as policy_module
-from rlcore.learner.batch import Scored, build_batch
+from rlcore.learner.batch import PolicyScores, build_batch
 from rlcore.learner.engines.deepspeed import ZeroEngine
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.rank import LearnerRank
@@ -82,7 +82,7 @@ def gradient_table(
     out = {}
     mine = share(make_groups(5), rank, world)
     for stage in (0, 1, 2, 3):
-        limits.ROOM["cpu"] = limits.Room(1, 25, 25)  # all would fit
+        limits.ROOM["cpu"] = limits.ActivationBudget(1, 25, 25)  # all would fit
         for tokens, layout in (
             (10_000, "sorted"),
             (25, "sorted"),
@@ -414,7 +414,7 @@ def _replay_own_scores(one: LearnerRank, groups: list[Group], k: int) -> None:
     ids = batch.sent.topk_ids_inf
     with torch.no_grad():
         parts = [(mb, one.engine.forward(mb, mb.flat(ids), head)) for mb in micro]
-    own = Scored.collect(batch.sent.mask.shape, parts, one.engine.device)
+    own = PolicyScores.collect(batch.sent.mask.shape, parts, one.engine.device)
     for row, e in enumerate(e for g in groups for e in g.episodes):
         t, n = e.parts[0], e.tokens
         t.logp_inf[:] = own.logp[row, :n].numpy()
@@ -507,22 +507,24 @@ def kept_by_acceptance(rank: int, world: int, port: int, model: str) -> list[dic
 
 
 def mixture_weights(
-    rank: int, world: int, port: int, model: str, router: str = "live"
+    rank: int, world: int, port: int, model: str, router_replay: bool = False
 ) -> dict[int, tuple[dict[str, tuple[int, ...]], dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """stage -> announced shapes, published weights and two of them asked for alone, after a step
-    on a mixture of experts, with the experts of the records if `router` is replay."""
+    on a mixture of experts, with the experts of the records if `router_replay`."""
     out = {}
     groups = make_groups(5)
-    if router == "replay":
+    if router_replay:
         for t in (t for g in groups for e in g.episodes for t in e.parts):
             draws = np.random.default_rng(t.token_ids).random((len(t.token_ids) - 1, 2, 4))
             t.extras[ROUTES] = draws.argsort(-1)[:, :, :2].astype(np.uint8)
     mine = share(groups, rank, world)
     for stage in (0, 3):
-        one = learner(rank, world, port, model, zero_stage=stage, lr=1e-2, router=router)
+        one = learner(
+            rank, world, port, model, zero_stage=stage, lr=1e-2, router_replay=router_replay
+        )
         one.begin_phase([mine])
         row = one.train_step(0)
-        assert ("mismatch/routes_differ" in row) == (router == "replay")
+        assert ("mismatch/routes_differ" in row) == router_replay
         shapes = one.published_shapes(POLICY)
         two = [n for n in shapes if ".experts.2." in n][:2]
         alone = arrays(dict(one.published_weights(POLICY, "float32", two)))
@@ -550,7 +552,7 @@ def kept_and_two(
     what else is set, with passes that are kept and with a pass of its own. Shares are unequal."""
     out = {}
     ways: dict[str, dict[str, Any]] = {
-        "kept": {"keep_passes_mib": 64},
+        "kept": {"activation_cache_mib": 64},
         "apart": {"ref_pass": "always"},
     }
     for beside, options in BESIDE_KEPT.items():

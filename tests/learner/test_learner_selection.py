@@ -5,7 +5,7 @@ import math
 import torch
 from learner_helpers import make_batch, make_groups
 
-from rlcore.learner.batch import Scored
+from rlcore.learner.batch import PolicyScores
 from rlcore.learner.rank import dense_acceptance, keep_accepted
 
 
@@ -23,7 +23,7 @@ def test_each_group_keeps_its_most_accepted_in_order():
     groups = make_groups(3, samples=4)
     batch = make_batch(groups)
     wanted = torch.tensor([3, 0, 2, 1, 4, 4, 4, 4, 1, 3, 2, 0])  # ties go to the earlier
-    ref = Scored(batch.sent.logp_inf - 3.0 + wanted[:, None], batch.sent.logp_inf)
+    ref = PolicyScores(batch.sent.logp_inf - 3.0 + wanted[:, None], batch.sent.logp_inf)
     kept, rows = keep_accepted(groups, batch, ref, 2)
     assert [[e.sample_index for e in g.episodes] for g in kept] == [[0, 2], [0, 1], [1, 2]]
     assert [len(g.episodes) for g in groups] == [4, 4, 4]  # the caller's own stay

@@ -15,7 +15,7 @@ from learner_helpers import (
 )
 
 from rlcore.corrections.numerics import ONE_RANK
-from rlcore.learner.batch import Scored, build_batch, sample_log_ratios
+from rlcore.learner.batch import PolicyScores, build_batch, sample_log_ratios
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec
 
@@ -140,7 +140,7 @@ def test_a_single_micro_batch_is_scored_and_differentiated_by_one_pass(model, na
 @pytest.mark.parametrize("name", WHOLE_BATCH)
 def test_kept_passes_of_several_micro_batches_give_what_a_pass_of_its_own_gives(model, name, later):
     results = []
-    for settings in ({"keep_passes_mib": 64}, {"ref_pass": "always"}):
+    for settings in ({"activation_cache_mib": 64}, {"ref_pass": "always"}):
         update = _update(model, WHOLE_BATCH[name], entropy_coef=0.01, **settings)
         batch = make_batch(make_groups(5), 40)
         update.prepare([batch], first=not later)
@@ -159,7 +159,7 @@ def test_kept_passes_of_several_micro_batches_give_what_a_pass_of_its_own_gives(
 
 
 def test_passes_that_do_not_fit_are_not_kept_and_tried_once(model):
-    update = _update(model, {"ais": {}}, keep_passes_mib=1)
+    update = _update(model, {"ais": {}}, activation_cache_mib=1)
     forwards = []
     for _ in range(2):
         batch = make_batch(make_groups(30), 400)  # half a megabyte each
@@ -245,7 +245,7 @@ def test_the_log_ratios_of_single_samples():
     groups = make_groups(3)
     batch = build_batch(groups, with_topk=False, device=torch.device("cpu"))
     shape = batch.sent.mask.shape
-    ref = Scored(batch.sent.logp_inf + 0.5, torch.zeros(shape))
+    ref = PolicyScores(batch.sent.logp_inf + 0.5, torch.zeros(shape))
     row = int(batch.sent.mask.sum(dim=1).argmax())
     ref.logp[row, 0] = float("nan")
     ref.inside = torch.ones(shape, dtype=torch.bool)

@@ -18,7 +18,7 @@ from learner_helpers import (
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.learner import build
-from rlcore.learner.batch import Scored
+from rlcore.learner.batch import PolicyScores
 from rlcore.learner.build import share_prefixes
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import add_adapters
@@ -136,7 +136,7 @@ def _scores(policy, groups, costs):
     spec = HeadSpec(0.7, 1024, topk=4, safe_set_rho=0.01)
     ids = batch.sent.topk_ids_inf
     parts = [(mb, TokenScores(*policy(mb, mb.flat(ids), spec)[1:])) for mb in batch.micro]
-    return batch, Scored.collect(batch.sent.mask.shape, parts, torch.device("cpu"))
+    return batch, PolicyScores.collect(batch.sent.mask.shape, parts, torch.device("cpu"))
 
 
 def test_scores_are_those_of_the_plain_way(model):

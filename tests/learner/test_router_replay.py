@@ -161,7 +161,7 @@ def test_log_probs_come_nearer_to_an_engine_that_chose_otherwise(mixture):
 
 
 def test_a_record_without_routes_is_refused(tmp_path):
-    read = reader_of(make_job(str(tmp_path), router="replay"))
+    read = reader_of(make_job(str(tmp_path), router_replay=True))
     routes = np.zeros((3, 2, 2), np.uint8)
     assert read(make_trajectory(extras={ROUTES: routes}), 1.0).routes is routes
     with pytest.raises(ValueError, match="sampled without learner"):

@@ -127,7 +127,7 @@ def test_an_empty_share_makes_every_collective_call(model):
 def test_turns_that_no_other_sample_reached_are_counted(model):
     rule = TaskAdvantages(make_job(model, turn_share=0.5))
     found = rule.metrics(make_batch([group(), group(group_id=1)]), ONE_RANK)
-    assert found == {"train/turns_alone_share": 2 / 12}
+    assert found == {"train/single_turn_share": 2 / 12}
     assert TaskAdvantages(make_job(model)).metrics(make_batch([group()]), ONE_RANK) == {}
 
 

@@ -13,7 +13,7 @@ from rlcore.errors import DeadlineExceeded, OwnershipLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.role_protocols import Clients
-from rlcore.loop.saver import Cut, Disk, Saver
+from rlcore.loop.saver import CheckpointRequest, Disk, Saver
 from rlcore.loop.specs import CheckpointSpec
 
 GREEDY = "eval/digits/greedy"
@@ -252,7 +252,7 @@ def _saver(root, notes, **settings):
 
 def _cut(awaited=None):
     progress = Progress(step=4, published=4, evaluated=4, scores={GREEDY: {"2": 0.5}})
-    return Cut(progress, {"cursor": 8}, in_phase=False, awaited=awaited)
+    return CheckpointRequest(progress, {"cursor": 8}, in_phase=False, awaited=awaited)
 
 
 def _clients():

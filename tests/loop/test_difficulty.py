@@ -40,7 +40,7 @@ RATES = st.dictionaries(st.integers(0, 11), st.sampled_from([0.0, 0.25, 0.5, 1.0
 @settings(deadline=None, max_examples=30)
 @given(RATES, st.integers(0, 2**62))
 def test_shares_of_the_pools_are_those_asked_for(rates, seed):
-    walk = source(DifficultySpec(keep=0.25), seed=seed, train=12)
+    walk = source(DifficultySpec(resample_rate=0.25), seed=seed, train=12)
     walk.observe([(f"digits/train/{i}", rate) for i, rate in rates.items()])
     if len(rates) == 12 and set(rates.values()) <= {0.0, 1.0}:
         rates.pop(0)
@@ -59,7 +59,7 @@ def test_shares_of_the_pools_are_those_asked_for(rates, seed):
 @settings(deadline=None, max_examples=50)
 @given(RATES, st.integers(0, 60), st.integers(1, 40), st.booleans())
 def test_resumed_at_any_point_the_walk_is_the_same(rates, before, after, finite):
-    spec = DifficultySpec(keep=0.2, problems=None if finite else 12)
+    spec = DifficultySpec(resample_rate=0.2, problems=None if finite else 12)
 
     def walk():
         return source(spec, train=12 if finite else None)
@@ -78,7 +78,7 @@ def test_resumed_at_any_point_the_walk_is_the_same(rates, before, after, finite)
 
 
 def test_where_everything_is_solved_something_is_still_drawn():
-    walk = source(DifficultySpec(keep=1e-9), train=5)
+    walk = source(DifficultySpec(resample_rate=1e-9), train=5)
     walk.observe([(f"digits/train/{i}", 1.0) for i in range(5)])
     assert len(walk.peek(3)) == 3
     walk.begin_anew()  # and remembers nothing
@@ -92,7 +92,7 @@ def scenario(name, **changes):
         number = int(answer.prompt_id.rpartition("/")[2]) % 4
         return {0: 1.0, 1: 0.0}.get(number, float(answer.sample_index % 2))
 
-    spec = DifficultySpec(keep=0.2)
+    spec = DifficultySpec(resample_rate=0.2)
     base = {"schedule": schedule, "tasks": TASKS, "reward": reward, "problems": 8}
     return Scenario(**{**base, "difficulty": spec, **changes})
 

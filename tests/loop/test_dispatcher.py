@@ -82,7 +82,7 @@ def test_time_in_a_queue_does_not_count(tmp_path):
     )
     rows = simulate(scenario, tmp_path).reporter.rows
     assert max(row["time/step_s"] for row in rows) > 60
-    assert rows[-1]["rollout/cut_requests"] == rows[-1]["buffer/duplicates"] == 0
+    assert rows[-1]["rollout/migrated_requests"] == rows[-1]["buffer/duplicates"] == 0
     assert rows[-1]["ledger/failed"] == 0
 
 
@@ -103,7 +103,7 @@ def test_an_answer_that_takes_too_long_goes_on_at_another_actor_and_is_not_drawn
     scenario = Scenario(schedule, request_timeout_s=10, actors=3, tokens=tokens)
     simulation = simulate(scenario, tmp_path, slow)
     last = simulation.reporter.rows[-1]
-    assert last["rollout/cut_requests"] > 0 and last["ledger/failed"] == 0
+    assert last["rollout/migrated_requests"] > 0 and last["ledger/failed"] == 0
     # no sample was drawn twice, so none could come first for being short
     assert last["buffer/duplicates"] == last["buffer/late"] == 0
     assert any("other actors go on with them" in note for note in simulation.reporter.notes)
@@ -129,7 +129,7 @@ def test_what_a_moved_answer_had_is_kept(tmp_path):
     scenario = Scenario(ASYNC, request_timeout_s=10, tokens=lambda request: 30)
     simulation = simulate(scenario, tmp_path, slow)
     assert kept and max(kept) >= 3
-    assert simulation.reporter.rows[-1]["rollout/cut_requests"] >= len(kept)
+    assert simulation.reporter.rows[-1]["rollout/migrated_requests"] >= len(kept)
 
 
 def test_an_actor_that_dies_while_it_gives_a_group_up_loses_it_as_any_other(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
-from rlcore.loop.plan import Parts
+from rlcore.loop.plan import LoopParts
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.metrics.health import Course
 from rlcore.metrics.log import read_log
@@ -242,7 +242,7 @@ def test_a_request_that_cannot_be_read_is_noted_and_answered(tmp_path, error):
     class Asked(Simulation):
         def _parts(self):
             parts = super()._parts()
-            return Parts(
+            return LoopParts(
                 parts.fleet,
                 parts.requests,
                 parts.evaluator,

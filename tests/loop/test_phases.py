@@ -133,13 +133,13 @@ def test_a_lost_learner_repeats_the_phase_from_the_checkpoint_within_it(tmp_path
     audit_uses(again)
 
 
-def test_dynamic_sampling_and_keep_best_replace_whole_groups_within_phases(tmp_path):
+def test_dynamic_sampling_and_train_on_best_replace_whole_groups_within_phases(tmp_path):
     from rlcore.buffer.specs import SelectionSpec
 
     scenario = Scenario(
         schedule("eta_1"),
         samples=4,
-        selection=SelectionSpec(dynamic_sampling=True, keep_best=2),
+        selection=SelectionSpec(dynamic_sampling=True, train_on_best=2),
         # equal in two groups of three, also among the best two
         reward=lambda a: float(a.sample_index % 2 == 0 and a.group_id % 3 == a.sample_index // 2),
     )

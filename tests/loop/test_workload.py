@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.loop.members import ActorPool, Member, Process, Roster
-from rlcore.loop.timing import Turns, in_turns
+from rlcore.loop.timing import TurnLimit, in_turns
 from rlcore.simulate.clock import run_simulated
 
 PURPOSES = ("all", "training", "evaluation")
@@ -58,7 +58,7 @@ def test_the_least_loaded_member_is_that_of_the_plain_rule(seed, count):
 
 def test_callers_beyond_a_turns_number_go_on_in_later_turns_in_order():
     async def scenario():
-        turns, begun, turns_passed = Turns(per_turn=2), [], 0
+        turns, begun, turns_passed = TurnLimit(per_turn=2), [], 0
 
         async def caller(name):
             await turns.next()

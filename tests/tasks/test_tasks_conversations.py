@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.records import Asked, RowError, pick_question
+from rlcore.tasks.records import Question, RowError, pick_question
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "2+2?"}
@@ -20,25 +20,25 @@ GRADER = "def grade(item, response):\n    return float(response == item.answer)\
 @pytest.mark.parametrize(
     ("row", "asked"),
     [
-        ({"question": "2+2?"}, Asked("2+2?")),
-        ({"prompt": [USER]}, Asked("2+2?")),
-        ({"messages": [USER, SAID]}, Asked("2+2?", (), "4")),
-        ({"messages": [SYSTEM, USER]}, Asked("2+2?", (SYSTEM, USER))),
+        ({"question": "2+2?"}, Question("2+2?")),
+        ({"prompt": [USER]}, Question("2+2?")),
+        ({"messages": [USER, SAID]}, Question("2+2?", (), "4")),
+        ({"messages": [SYSTEM, USER]}, Question("2+2?", (SYSTEM, USER))),
         (
             {"messages": [SYSTEM, USER, SAID, AGAIN]},
-            Asked("3+3?", (SYSTEM, USER, SAID, AGAIN)),
+            Question("3+3?", (SYSTEM, USER, SAID, AGAIN)),
         ),
-        ({"messages": [SYSTEM, USER, SAID]}, Asked("2+2?", (SYSTEM, USER), "4")),
-        ({"question": None, "prompt": "2+2?", "messages": [AGAIN]}, Asked("2+2?")),
-        ({"prompt": [{**USER, "name": None, "tool_calls": None}]}, Asked("2+2?")),
-        ({"prompt": [{**USER, "name": "Ada"}]}, Asked("2+2?", ({**USER, "name": "Ada"},))),
+        ({"messages": [SYSTEM, USER, SAID]}, Question("2+2?", (SYSTEM, USER), "4")),
+        ({"question": None, "prompt": "2+2?", "messages": [AGAIN]}, Question("2+2?")),
+        ({"prompt": [{**USER, "name": None, "tool_calls": None}]}, Question("2+2?")),
+        ({"prompt": [{**USER, "name": "Ada"}]}, Question("2+2?", ({**USER, "name": "Ada"},))),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]},
-            Asked("2+2?"),
+            Question("2+2?"),
         ),
         (
             {"messages": {"role": ["system", "user"], "content": ["Be brief.", "2+2?"]}},
-            Asked("2+2?", (SYSTEM, USER)),
+            Question("2+2?", (SYSTEM, USER)),
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_a_text_and_messages_are_read_out_of_the_column_that_is_there(row, asked
 
 def test_a_named_column_counts_before_the_usual_ones():
     row = {"question": "no", "chats": {"first": [SYSTEM, AGAIN]}}
-    assert pick_question(row, "chats.first") == Asked("3+3?", (SYSTEM, AGAIN))
+    assert pick_question(row, "chats.first") == Question("3+3?", (SYSTEM, AGAIN))
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
@@ -57,7 +57,7 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
 def test_calls_and_answers_of_tools_are_the_templates_to_read():
     tool = {"role": "tool", "content": "4", "tool_call_id": "a"}
     asked = pick_question({"messages": [USER, CALL, tool]}, None)
-    assert asked == Asked("4", (USER, {**CALL, "content": ""}, tool))
+    assert asked == Question("4", (USER, {**CALL, "content": ""}, tool))
 
 
 @pytest.mark.parametrize(

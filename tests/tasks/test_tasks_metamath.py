@@ -9,7 +9,7 @@ import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
-from rlcore.extras.metamath import Judge, Proof, read_proof
+from rlcore.extras.metamath import Proof, ProofJudge, read_proof
 from rlcore.extras.metamath_checker import (
     GOAL,
     SET_MM,
@@ -148,7 +148,7 @@ later $a |- A. x A. y ph $.
 @NEEDED
 def test_disjoint_conditions_are_those_of_database_and_theorem():
     checker = Checker("metamath", timeout_s=deadline(5), memory_mib=256)
-    judge = Judge(Database(DISJOINT), checker)
+    judge = ProofJudge(Database(DISJOINT), checker)
     hypothesis = Hypothesis("h", "|- ph")
     free = Assertion("t", "|- A. x ph", (hypothesis,))
     bound = Assertion("t", "|- A. x ph", (hypothesis,), (("x", "ph"),))
@@ -167,11 +167,11 @@ def test_labels_that_may_not_be_used_and_unknown_ones_are_no_proof():
     checker = Checker("metamath", timeout_s=deadline(5), memory_mib=256)
     theorem = Assertion("t", "|- A. x A. y ph")
     proof = read_proof("wph vx vy later")
-    assert Judge(database, checker).judge(theorem, proof).proved
-    before = Judge(database, checker, lambda theorem, used: used.label != "later")
+    assert ProofJudge(database, checker).judge(theorem, proof).proved
+    before = ProofJudge(database, checker, lambda theorem, used: used.label != "later")
     assert before.judge(theorem, proof) is None
-    assert Judge(database, checker).judge(theorem, read_proof("wph vx vy cheat")) is None
-    assert not Judge(database, checker).judge(theorem, read_proof("( later ) ABC")).proved
+    assert ProofJudge(database, checker).judge(theorem, read_proof("wph vx vy cheat")) is None
+    assert not ProofJudge(database, checker).judge(theorem, read_proof("( later ) ABC")).proved
     with pytest.raises(UnknownSymbol, match=r"uses \+"):
         database.check(Assertion("t", "|- ( x + y )"))
 

@@ -20,9 +20,9 @@ BUCKET = 100
 ENTRY = 6  # bytes: an int32 and a bfloat16
 
 
-def make_sender(rank=0, whole_every=4):
+def make_sender(rank=0, full_weights_every=4):
     whole = VllmSender("nccl", rank, ports(), bucket_bytes=BUCKET)
-    return PatchSender(rank, whole, bucket_bytes=BUCKET, whole_every=whole_every)
+    return PatchSender(rank, whole, bucket_bytes=BUCKET, full_weights_every=full_weights_every)
 
 
 def stepped(tensors, seed, share=0.1):
@@ -144,7 +144,7 @@ def test_a_receiver_takes_no_patches_before_a_whole_set_of_its_group(monkeypatch
 def test_weights_beyond_the_reach_of_indices_are_refused():
     manifest = WeightManifest(1, ("w",), ((1 << 16, 1 << 15),), "bfloat16", {}, False)
     receivers = SimpleNamespace(members=["a"], ranks=[1])
-    with pytest.raises(UserError, match=r"cluster.whole_every=4 .* whole_every=1"):
+    with pytest.raises(UserError, match=r"cluster.full_weights_every=4 .* full_weights_every=1"):
         make_sender().send(manifest, receivers, dict)
 
 

@@ -54,7 +54,7 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("bucket_bytes", [60, 10_000])
 def test_every_version_arrives_to_the_bit_wherever_a_receiver_begins(bucket_bytes):
     store = Store()
-    size = {"bucket_bytes": bucket_bytes, "whole_every": 4}
+    size = {"bucket_bytes": bucket_bytes, "full_weights_every": 4}
     sender = DeltaTransport(store.put, None, **size)
     always, sometimes = (DeltaTransport(None, store.get, **size) for _ in range(2))
     tensors = {**weights(), "strided": weights()["strided"].t()}
@@ -84,8 +84,8 @@ def test_what_changed_is_found_by_bits():
 
 def test_a_tensor_that_changed_much_travels_whole_and_one_that_did_not_not_at_all():
     store = Store()
-    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, whole_every=9)
-    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, whole_every=9)
+    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, full_weights_every=9)
+    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, full_weights_every=9)
     tensors = weights()
     manifest = make_manifest(0, tensors, full=True, seed=0)
     received(receiver, manifest, sender.publish(manifest, tensors.items()))
@@ -101,7 +101,7 @@ def test_a_tensor_that_changed_much_travels_whole_and_one_that_did_not_not_at_al
 
 def test_a_publication_that_failed_is_followed_by_a_whole_one():
     store = Store()
-    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, whole_every=9)
+    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, full_weights_every=9)
     tensors = weights()
     manifest = make_manifest(0, tensors, full=True, seed=0)
     assert not sender.publish(manifest, tensors.items()).patches
@@ -109,14 +109,14 @@ def test_a_publication_that_failed_is_followed_by_a_whole_one():
         sender.publish(manifest, list(tensors.items())[:2])
     handle = sender.publish(manifest, tensors.items())
     assert not handle.patches
-    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, whole_every=9)
+    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, full_weights_every=9)
     assert same(received(receiver, manifest, handle), tensors)
 
 
 def test_a_patch_that_does_not_fit_is_refused_and_the_next_set_is_taken_whole():
     store = Store()
-    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, whole_every=9)
-    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, whole_every=9)
+    sender = DeltaTransport(store.put, None, bucket_bytes=1 << 20, full_weights_every=9)
+    receiver = DeltaTransport(None, store.get, bucket_bytes=1 << 20, full_weights_every=9)
     tensors = weights()
     manifest = make_manifest(0, tensors, full=True, seed=0)
     received(receiver, manifest, sender.publish(manifest, tensors.items()))

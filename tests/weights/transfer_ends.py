@@ -11,7 +11,7 @@ import torch
 from timing import deadline
 
 import rlcore.rollout.engines.vllm  # noqa: F401  sets vLLM's environment variables
-from rlcore.rollout.engines.vllm.weight_loader import HeldWeights
+from rlcore.rollout.engines.vllm.weight_loader import WeightLoader
 from rlcore.rollout.engines.vllm.worker_side import BACKENDS, NcclReceiver
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.arrival import Arrival, EngineTransfer
@@ -125,7 +125,7 @@ class Engine:
 
         self.ranks = Ranks(ranks)
         monkeypatch.setattr(weight_loader, "read_shapes", lambda path: SHAPES)
-        self.held = HeldWeights("", self.ranks, ActorSpec(num_gpus=1))
+        self.held = WeightLoader("", self.ranks, ActorSpec(num_gpus=1))
         self.arrival = None
 
     def stop(self, manifest):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlcore.buffer import ReplayBuffer, journal, store
 from rlcore.buffer.journal import NO_SHARDS, RecordFile, ShardFiles, Written
-from rlcore.buffer.shard import PAUSE_S, Heard, Told
+from rlcore.buffer.shard import PAUSE_S, ShardReply, ShardReport
 from rlcore.buffer.store import lose_shard
 from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
@@ -34,7 +34,7 @@ class BufferActor:
         self._polls: list[Waiter] = []
         self._files = shards
         self._settle = settle
-        self._cut: journal.Cut | None = None  # of a checkpoint that is to be written
+        self._cut: journal.BufferSnapshot | None = None  # of a checkpoint that is to be written
         self._saving = False  # shards keep what a checkpoint that is being written contains
         self._written: Written | None = None  # the newest checkpoint's records
         self._shards: set[str] = set()  # names of those that have called
@@ -70,12 +70,12 @@ class BufferActor:
         """Scores of training episodes."""
         await self._take_in(lambda: self.buffer.add_scores(scores))
 
-    async def add_told(self, shard: str, told: Told) -> Heard:
+    async def add_told(self, shard: str, told: ShardReport) -> ShardReply:
         """Apply a shard's report on the samples of its node. Returns the samples that it may drop
         now, and how long it is to wait before its next call."""
         self._shards.add(shard)
         await self._take_in(lambda: self.buffer.add_told(told))
-        return Heard(await self.released(shard), PAUSE_S * len(self._shards))
+        return ShardReply(await self.released(shard), PAUSE_S * len(self._shards))
 
     async def released(self, shard: str) -> list[int]:
         """Keys of records that a shard may drop, once each."""

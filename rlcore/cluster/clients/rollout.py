@@ -89,7 +89,7 @@ class RayRolloutActor(ActorClient):
         ray.kill(self.handle, no_restart=True)
 
 
-class Reply:
+class PendingReply:
     """A reference that may never be awaited; failures are converted as in `calls`."""
 
     def __init__(self, ref: Any, what: str) -> None:

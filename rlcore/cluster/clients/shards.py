@@ -26,7 +26,7 @@ from rlcore.buffer.journal import (
     read_record_file,
     write_record_file,
 )
-from rlcore.buffer.shard import Gathering, Heard, Shard, Told
+from rlcore.buffer.shard import Shard, ShardReply, ShardReport, ShardReporter
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.buffer import RayBuffer
 from rlcore.cluster.jobs import Hosting
@@ -44,10 +44,10 @@ class ShardActor:
     def __init__(self, name: str, buffer: Any) -> None:
         self._shard = Shard(name)
         self._buffer = buffer
-        self._gathering = Gathering(self._shard, self._tell)
+        self._gathering = ShardReporter(self._shard, self._tell)
 
-    async def _tell(self, name: str, told: Told) -> Heard:
-        heard: Heard = await self._buffer.add_told.remote(name, told)
+    async def _tell(self, name: str, told: ShardReport) -> ShardReply:
+        heard: ShardReply = await self._buffer.add_told.remote(name, told)
         return heard
 
     async def add_records(self, records: list[bytes]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from rlcore.errors import StageError
 from rlcore.learner.engines.model_parallel import (
     ExpertParts,
-    Parts,
+    ModelParts,
     TensorParts,
     autoep_config,
     autotp_config,
@@ -261,7 +261,7 @@ class ZeroEngine(TrainEngine):
             n.removeprefix("lm."): p for n, p in policy.named_parameters() if n.startswith("lm.")
         }
         #: which of the weights are parts; None: all are whole, but for what ZeRO-3 divides
-        self._parts: Parts | None = None
+        self._parts: ModelParts | None = None
         self._clip: float | None = None  # the largest norm, where DeepSpeed does not clip
         if spec.expert_parallel > 1:
             self._parts = experts = ExpertParts(names, named, spec.expert_parallel)
@@ -315,7 +315,7 @@ class ZeroEngine(TrainEngine):
             dist.all_reduce(total)
         return math.sqrt(total.item()) if math.isfinite(total.item()) else total.item()
 
-    def _divided_norm(self, parts: Parts) -> float:
+    def _divided_norm(self, parts: ModelParts) -> float:
         whole = self._stage == 0 or self._whole_gradients
         pairs = gradients_of(self._optimizer, self.policy)
         total = parts.squares(pairs, all_held=whole).double()

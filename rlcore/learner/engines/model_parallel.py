@@ -14,7 +14,7 @@ from rlcore.errors import UserError
 from rlcore.weights.experts import FAMILIES
 
 
-class Parts(Protocol):
+class ModelParts(Protocol):
     """The parameters that are split over ranks, and their whole tensors. Methods that make whole
     tensors are collective."""
 
@@ -150,7 +150,7 @@ class TensorParts:
         return [(p, whole.chunk(self.count, dim=self._dims[p])[self.index])]
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """See `Parts`: what is not divided, all ranks of the group hold, of a partition as well."""
+        """See `ModelParts`: all ranks of the group hold what is not divided, of a partition too."""
         del all_held
         each = [
             g.detach().float().square().sum() / (1 if p in self._dims else self.count)
@@ -263,7 +263,7 @@ class ExpertParts:
         return list(zip(pieces, mine.chunk(len(pieces), dim=1), strict=True))
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """See `Parts`: what is no expert's, all ranks of the group hold."""
+        """See `ModelParts`: what is no expert's, all ranks of the group hold."""
         each = [
             g.detach().float().square().sum()
             / (self.count if all_held and p not in self._divided else 1)

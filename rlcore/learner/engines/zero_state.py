@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
-from rlcore.learner.engines.model_parallel import Parts, whole_shape
+from rlcore.learner.engines.model_parallel import ModelParts, whole_shape
 from rlcore.learner.protocols import Schedule
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index, write_parts
@@ -128,7 +128,7 @@ class ZeroState:
         optimizer: Any,
         stage: int,
         trained: Mapping[str, nn.Parameter],
-        parts: Parts | None = None,
+        parts: ModelParts | None = None,
     ) -> None:
         """`parts`: which of them are parts of larger ones, whose whole tensors are saved."""
         self._parts = parts

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.tasks.grading_process import WorkerDied, WorkerProcess
-from rlcore.tasks.rewards.protocols import Asked, Reward, Tell, Verdict
+from rlcore.tasks.rewards.protocols import Reward, RewardQuery, RewardVerdict, Tell
 from rlcore.tasks.rewards.specs import ClassifierSpec
 
 START_S = 300.0  # deadline of the process to load its model
@@ -20,8 +20,8 @@ WORKER = "rlcore.tasks.rewards.classifier_worker"
 
 
 @dataclass(slots=True)
-class _Pending:
-    asked: Asked
+class _PendingText:
+    asked: RewardQuery
     tell: Tell
     deaths: int = 0  # processes that ended while they judged it
 
@@ -37,7 +37,7 @@ class ClassifierReward(Reward):
         """It has a process of its own and needs no thread for requests."""
         self._key = key
         self._spec = spec
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingText] = deque()
         self._state = threading.Condition()
         self._process: WorkerProcess | None = None
         self._failure: BaseException | None = None
@@ -45,9 +45,9 @@ class ClassifierReward(Reward):
         self._thread = threading.Thread(target=self._serve, name=f"reward-{key}", daemon=True)
         self._thread.start()
 
-    def submit(self, asked: Asked, tell: Tell) -> None:
+    def submit(self, asked: RewardQuery, tell: Tell) -> None:
         with self._state:
-            self._pending.append(_Pending(asked, tell))
+            self._pending.append(_PendingText(asked, tell))
             self._state.notify_all()
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class ClassifierReward(Reward):
                 process.kill()
         return process
 
-    def _next_batch(self) -> list[_Pending]:
+    def _next_batch(self) -> list[_PendingText]:
         """Return the waiting samples, up to a batch; a sample that a process died on goes alone.
         Empty when closing."""
         with self._state:
@@ -115,7 +115,7 @@ class ClassifierReward(Reward):
                 batch.append(self._pending.popleft())
             return batch
 
-    def _judge(self, process: WorkerProcess, batch: list[_Pending]) -> None:
+    def _judge(self, process: WorkerProcess, batch: list[_PendingText]) -> None:
         started = time.monotonic()
         deadline = started + self._spec.timeout_s
         judged = 0
@@ -126,32 +126,34 @@ class ClassifierReward(Reward):
                 seconds = time.monotonic() - started
                 judged += 1
                 if "error" in said:
-                    entry.tell(Verdict("error", error=said["error"], seconds=seconds))
+                    entry.tell(RewardVerdict("error", error=said["error"], seconds=seconds))
                 else:
-                    entry.tell(Verdict("ok", said["value"], seconds=seconds))
+                    entry.tell(RewardVerdict("ok", said["value"], seconds=seconds))
         except DeadlineExceeded:
             process.kill()
             limit = f"the classifier passed its deadline of {self._spec.timeout_s:g} s"
-            self._fail(batch[judged:], Verdict("timeout", error=limit, seconds=_since(started)))
+            self._fail(
+                batch[judged:], RewardVerdict("timeout", error=limit, seconds=_since(started))
+            )
         except WorkerDied as death:
             left = batch[judged:]
             for entry in left:
                 entry.deaths += 1
-            failed = Verdict("error", error=str(death), seconds=_since(started))
+            failed = RewardVerdict("error", error=str(death), seconds=_since(started))
             self._fail([entry for entry in left if entry.deaths >= MAX_DEATHS], failed)
             self._requeue([entry for entry in left if entry.deaths < MAX_DEATHS])
 
-    def _fail(self, entries: Sequence[_Pending], verdict: Verdict) -> None:
+    def _fail(self, entries: Sequence[_PendingText], verdict: RewardVerdict) -> None:
         if not self._closing:
             for entry in entries:
                 entry.tell(verdict)
 
-    def _requeue(self, entries: Sequence[_Pending]) -> None:
+    def _requeue(self, entries: Sequence[_PendingText]) -> None:
         with self._state:
             self._pending.extendleft(reversed(entries))
 
 
-def _texts(asked: Asked) -> tuple[str, str]:
+def _texts(asked: RewardQuery) -> tuple[str, str]:
     return asked.question, asked.response
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from rlcore.tasks.rewards.protocols import Asked, Unjudged, Verdict, finite
+from rlcore.tasks.rewards.protocols import RewardQuery, RewardVerdict, Unjudged, finite
 from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import HttpSpec, JudgeSpec
 
@@ -27,8 +27,8 @@ class HttpReward(RequestReward[HttpSpec]):
     its reference answer."""
 
     async def ask(
-        self, session: aiohttp.ClientSession, batch: Sequence[Asked]
-    ) -> list[float | Unjudged | Verdict]:
+        self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
+    ) -> list[float | Unjudged | RewardVerdict]:
         payload = {
             "query": [asked.question + asked.response for asked in batch],
             "prompts": [asked.question for asked in batch],
@@ -37,7 +37,7 @@ class HttpReward(RequestReward[HttpSpec]):
         return await self._endpoint.post(session, payload, lambda data: read(data, len(batch)))
 
 
-def read(data: Any, count: int) -> list[float | Unjudged | Verdict]:
+def read(data: Any, count: int) -> list[float | Unjudged | RewardVerdict]:
     """The verdicts of a reply on `count` samples. Raises ValueError for another form; a reward that
     is no finite number fails its sample alone."""
     if not isinstance(data, dict) or not isinstance(data.get("rewards"), list):
@@ -48,7 +48,7 @@ def read(data: Any, count: int) -> list[float | Unjudged | Verdict]:
     ]
 
 
-def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | Verdict:
+def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | RewardVerdict:
     if isinstance(value, list) and len(value) == 1:  # a tensor [N, 1]
         value = value[0]
     try:
@@ -56,7 +56,7 @@ def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | Verdi
     except Unjudged as e:
         return e
     numbers = {name: column[index] for name, column in logs.items() if _is_finite(column[index])}
-    return Verdict("ok", reward, {name: float(number) for name, number in numbers.items()})
+    return RewardVerdict("ok", reward, {name: float(number) for name, number in numbers.items()})
 
 
 def _is_finite(value: Any) -> bool:
@@ -98,8 +98,8 @@ class JudgeReward(RequestReward[JudgeSpec]):
     path = "/chat/completions"
 
     async def ask(
-        self, session: aiohttp.ClientSession, batch: Sequence[Asked]
-    ) -> list[float | Unjudged | Verdict]:
+        self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
+    ) -> list[float | Unjudged | RewardVerdict]:
         (asked,) = batch
         payload = {
             "model": self._spec.model,
@@ -111,7 +111,7 @@ class JudgeReward(RequestReward[JudgeSpec]):
         return [score(self._spec, judgement)]
 
 
-def messages(spec: JudgeSpec, asked: Asked) -> list[dict[str, str]]:
+def messages(spec: JudgeSpec, asked: RewardQuery) -> list[dict[str, str]]:
     """Build the messages for the judge. The response stands last and is called data, since it may
     be written to address the judge."""
     system = (

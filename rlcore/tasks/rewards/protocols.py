@@ -15,8 +15,8 @@ MAX_ERROR = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One sample to judge. Example: Asked("7302=", "0237", "0237")"""
+class RewardQuery:
+    """One sample to judge. Example: RewardQuery("7302=", "0237", "0237")"""
 
     question: str  # before any chat template
     reference: str  # the problem's answer; may be ""
@@ -24,8 +24,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Of one sample by one reward. Example: Verdict("ok", 0.5, {"score": 1.0})"""
+class RewardVerdict:
+    """Of one sample by one reward. Example: RewardVerdict("ok", 0.5, {"score": 1.0})"""
 
     status: ScoreStatus
     value: float | None = None  # None unless status == "ok"
@@ -35,7 +35,7 @@ class Verdict:
     token_rewards: tuple[float, ...] = ()  # of the task's own grader; `value` is their sum
 
 
-Tell = Callable[[Verdict], None]
+Tell = Callable[[RewardVerdict], None]
 
 
 class Reward(ABC):
@@ -47,7 +47,7 @@ class Reward(ABC):
     """
 
     @abstractmethod
-    def submit(self, asked: Asked, tell: Tell) -> None:
+    def submit(self, asked: RewardQuery, tell: Tell) -> None:
         """Queue a sample; returns at once. `tell` is called from a thread of the reward."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
-from rlcore.tasks.rewards.protocols import Asked, Reward, Tell, Unjudged, Verdict
+from rlcore.tasks.rewards.protocols import Reward, RewardQuery, RewardVerdict, Tell, Unjudged
 from rlcore.tasks.rewards.specs import BatchedSpec, EndpointSpec
 
 
@@ -120,7 +120,7 @@ class _Again(Exception):
         self.wait_s = wait_s
 
 
-class Endpoint:
+class RewardEndpoint:
     """POST requests of one reward. `key`: the config key of its settings.
 
     Raises UserError if the environment has no variable `api_key_env`.
@@ -349,24 +349,24 @@ class RequestReward(Reward, ABC, Generic[S]):
         """`key`: the config key of `spec`. `note`: told of a circuit breaker that opens or closes.
         Raises UserError if the environment has no variable `api_key_env`."""
         self._spec = spec
-        self._endpoint = Endpoint(key, spec, path=self.path, note=note)
+        self._endpoint = RewardEndpoint(key, spec, path=self.path, note=note)
         self._thread = thread
         self._batch_size, self._batch_wait_s = 1, 0.0
         if isinstance(spec, BatchedSpec):
             self._batch_size, self._batch_wait_s = spec.batch_size, spec.batch_wait_s
-        self._queue: asyncio.Queue[tuple[Asked, Tell]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[RewardQuery, Tell]] = asyncio.Queue()
         # Idle workers would otherwise share what comes, one sample each.
         self._collecting = asyncio.Lock()
         thread.start(self._serve(spec.concurrency))
 
     @abstractmethod
     async def ask(
-        self, session: aiohttp.ClientSession, batch: Sequence[Asked]
-    ) -> list[float | Unjudged | Verdict]:
+        self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
+    ) -> list[float | Unjudged | RewardVerdict]:
         """One request: a verdict for each sample, or what kept one from being judged. Raises
         Unjudged if it is about all of them."""
 
-    def submit(self, asked: Asked, tell: Tell) -> None:
+    def submit(self, asked: RewardQuery, tell: Tell) -> None:
         self._thread.call(self._queue.put_nowait, (asked, tell))
 
     def check(self) -> None:
@@ -379,7 +379,7 @@ class RequestReward(Reward, ABC, Generic[S]):
     async def _serve(self, concurrency: int) -> None:
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),  # `concurrency` is the limit
-            timeout=aiohttp.ClientTimeout(total=None),  # `Endpoint` has deadlines
+            timeout=aiohttp.ClientTimeout(total=None),  # `RewardEndpoint` has deadlines
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         async with session, asyncio.TaskGroup() as group:
@@ -399,7 +399,7 @@ class RequestReward(Reward, ABC, Generic[S]):
             for (_, tell), result in zip(batch, results, strict=True):
                 tell(_verdict(result, seconds))
 
-    async def _batch(self) -> list[tuple[Asked, Tell]]:
+    async def _batch(self) -> list[tuple[RewardQuery, Tell]]:
         """The next samples: as many as there are, after a short wait for more."""
         batch = [await self._queue.get()]
         until = asyncio.get_running_loop().time() + self._batch_wait_s
@@ -414,8 +414,10 @@ class RequestReward(Reward, ABC, Generic[S]):
         return batch
 
 
-def _verdict(result: float | Unjudged | Verdict, seconds: float) -> Verdict:
+def _verdict(result: float | Unjudged | RewardVerdict, seconds: float) -> RewardVerdict:
     if isinstance(result, Unjudged):
-        return Verdict(result.status, error=str(result), seconds=seconds)
-    value, parts = (result.value, result.parts) if isinstance(result, Verdict) else (result, {})
-    return Verdict("ok", value, parts, seconds=seconds)
+        return RewardVerdict(result.status, error=str(result), seconds=seconds)
+    value, parts = (
+        (result.value, result.parts) if isinstance(result, RewardVerdict) else (result, {})
+    )
+    return RewardVerdict("ok", value, parts, seconds=seconds)

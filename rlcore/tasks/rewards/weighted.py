@@ -14,7 +14,7 @@ from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.interfaces import Task
 from rlcore.registry import resolve
 from rlcore.tasks import make_task, parse_prompt_id
-from rlcore.tasks.rewards.protocols import Asked, Reward, Verdict
+from rlcore.tasks.rewards.protocols import Reward, RewardQuery, RewardVerdict
 from rlcore.tasks.rewards.requests import RequestThread
 from rlcore.tasks.rewards.specs import OWN, REWARDS, OwnSpec, RewardSpec
 from rlcore.tasks.scoring import Scored, Scorer
@@ -31,7 +31,7 @@ class _Open:
     answer: Answer  # a copy of its own: the same answer may be submitted twice
     task: str
     missing: set[str]  # OWN and labels of rewards
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, RewardVerdict] = field(default_factory=dict)
 
 
 class WeightedScorer:
@@ -161,9 +161,11 @@ class WeightedScorer:
             item = self._tasks[entry.task].item(split, index)
         except Exception as e:  # of a user's own task: its samples fail, as with a failed grader
             for name in rewards:
-                self._told(entry, name, Verdict("error", error=f"{type(e).__name__}: {e}"[:300]))
+                self._told(
+                    entry, name, RewardVerdict("error", error=f"{type(e).__name__}: {e}"[:300])
+                )
             return
-        asked = Asked(item.question, item.answer, entry.answer.text)
+        asked = RewardQuery(item.question, item.answer, entry.answer.text)
         for name, reward in rewards.items():
             reward.submit(asked, partial(self._told, entry, name))
 
@@ -171,7 +173,7 @@ class WeightedScorer:
         """Scores of the tasks' own graders."""
         finished = []
         for answer, score in scored:
-            verdict = Verdict(
+            verdict = RewardVerdict(
                 score.status,
                 score.reward,
                 score.parts,
@@ -185,11 +187,11 @@ class WeightedScorer:
                 finished.append(entry)
         self._hand_over(finished)
 
-    def _told(self, entry: _Open, name: str, verdict: Verdict) -> None:
+    def _told(self, entry: _Open, name: str, verdict: RewardVerdict) -> None:
         if self._is_last(entry, name, verdict):
             self._hand_over([entry])
 
-    def _is_last(self, entry: _Open, name: str, verdict: Verdict) -> bool:
+    def _is_last(self, entry: _Open, name: str, verdict: RewardVerdict) -> bool:
         """Keep a verdict; whether the answer has all of them."""
         with self._state:
             entry.verdicts[name] = verdict
@@ -255,7 +257,7 @@ def own_reward(key: str, spec: OwnSpec) -> Reward:
     return reward
 
 
-def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, Verdict]) -> Score:
+def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:
     """The score of an answer from all its verdicts: the weighted sum, with each reward before its
     weight among the parts; failed if one of them failed."""
     weights = {name: reward.weight for name, reward in spec.rewards.items()}
@@ -289,7 +291,7 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, Verdict]) -
 
 
 def _by_token(
-    spec: EvalTaskSpec, verdicts: Mapping[str, Verdict], reward: float
+    spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict], reward: float
 ) -> tuple[float, ...]:
     """Those of the task's own grader, weighted; the last token has the other rewards besides, so
     that the sum is `reward`."""

@@ -39,7 +39,7 @@ REMOVE_S = 60.0
 EXIT_S = 0.5  # for a program that ends by itself to say how
 
 
-class Server:
+class SandboxServer:
     """Settings of the parent, and what every fork finds prepared."""
 
     def __init__(self, settings: dict[str, Any], link: socket.socket) -> None:
@@ -232,7 +232,7 @@ def main(fd: int) -> None:
     link = socket.socket(fileno=fd)
     settings, _ = receive_line(link, 0)
     try:
-        server = Server(settings, link)
+        server = SandboxServer(settings, link)
         answer: dict[str, Any] = {"names": server.names()}
     except OSError as error:
         answer = {"fault": str(error)}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rlcore.rollout.engines.vllm import worker_extension
-from rlcore.rollout.engines.vllm.weight_loader import HeldWeights
+from rlcore.rollout.engines.vllm.weight_loader import WeightLoader
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.manifest import ArrivalError, make_manifest, verify_checksums
@@ -94,7 +94,7 @@ def start(tmp_path, monkeypatch):
         (tmp_path / "config.json").write_text('{"vocab_size": 8}')
         engine = Engine(weights(0))
         actor = ActorSpec(kind="fp8", num_gpus=1, dtype="float32", keep_high_precision=())
-        return engine, HeldWeights(str(tmp_path), engine, actor)
+        return engine, WeightLoader(str(tmp_path), engine, actor)
 
     return start
 

@@ -66,7 +66,7 @@ def test_an_update_in_flight_reaches_every_rank(pair, models, ask, finish):
 
 def test_patches_in_checkpoint_coordinates_reach_the_part_of_every_rank(pair, models):
     """vLLM's own loading of them, into the layers of a real model: what cluster.transport=nccl with
-    cluster.whole_every relies on."""
+    cluster.full_weights_every relies on."""
 
     def patch(worker, patches) -> None:
         from vllm.config import set_current_vllm_config

@@ -18,7 +18,7 @@ from transformers import (
 from rlcore.errors import StageError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.tasks.rewards.classifier import ClassifierReward
-from rlcore.tasks.rewards.protocols import Asked
+from rlcore.tasks.rewards.protocols import RewardQuery
 from rlcore.tasks.rewards.specs import ClassifierSpec
 
 pytestmark = pytest.mark.processes
@@ -73,7 +73,7 @@ class Judged:
     def ask(self, pairs):
         self.verdicts = {}
         for i, (question, response) in enumerate(pairs):
-            self.reward.submit(Asked(question, "", response), lambda v, i=i: self.tell(i, v))
+            self.reward.submit(RewardQuery(question, "", response), lambda v, i=i: self.tell(i, v))
         return self.answers(len(pairs))
 
     def answers(self, count):
@@ -183,7 +183,7 @@ def test_a_sample_that_processes_die_on_fails(shared, monkeypatch):
     process = worker()
     process.suspend()
     judged.verdicts = {}
-    judged.reward.submit(Asked("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
+    judged.reward.submit(RewardQuery("1=", "", "2"), lambda verdict: judged.tell(0, verdict))
     process.kill()
     (verdict,) = judged.answers(1)
     assert verdict.status == "error" and "killed by SIGKILL" in verdict.error

@@ -14,17 +14,17 @@ from rlcore.commands.preflight import ask_lean_servers
 from rlcore.commands.try_task import try_task
 from rlcore.config.compose import load
 from rlcore.errors import UserError
-from rlcore.tasks.rewards.protocols import Asked
+from rlcore.tasks.rewards.protocols import RewardQuery
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.testing.lean_server import verify
-from rlcore.testing.reward_server import Reply, RewardServer
+from rlcore.testing.reward_server import HttpReply, RewardServer
 
 TEXT = "theorem t (x : ℝ) (h : x = 2) : x + 1 = 3 :="
 SOURCE = f"import Mathlib\n\n{TEXT} by\n"
 
 
 def asked(proof, statement=TEXT):
-    return Asked("prove it", SOURCE, f"Here:\n```lean\n{statement} {proof}\n```")
+    return RewardQuery("prove it", SOURCE, f"Here:\n```lean\n{statement} {proof}\n```")
 
 
 def lean(url, **settings):
@@ -34,7 +34,7 @@ def lean(url, **settings):
 
 
 def replies(body, number):
-    return Reply(body=verify(body))
+    return HttpReply(body=verify(body))
 
 
 def test_a_batch_is_one_request_of_the_servers_form():
@@ -71,7 +71,7 @@ def test_a_batch_is_one_request_of_the_servers_form():
 def test_a_proof_rests_on_the_usual_axioms_and_has_no_error(messages, value):
     said = [{"severity": severity, "data": data} for severity, data in messages]
     body = {"results": [{"custom_id": "0", "response": {"messages": said}}]}
-    with RewardServer(lambda *_: Reply(body=body)) as server:
+    with RewardServer(lambda *_: HttpReply(body=body)) as server:
         (verdict,) = ask(lean(server.url), [asked("by norm_num")])
     assert (verdict.status, verdict.value) == ("ok", value)
 
@@ -97,14 +97,18 @@ def test_leans_time_limit_is_a_wrong_proof_and_a_fault_of_the_server_is_no_verdi
     ],
 )
 def test_a_reply_of_another_form_gives_no_reward(body):
-    with RewardServer(lambda *_: Reply(body=body)) as server:
+    with RewardServer(lambda *_: HttpReply(body=body)) as server:
         (verdict,) = ask(lean(server.url), [asked("by norm_num")])
     assert (verdict.status, verdict.value) == ("error", None)
 
 
 def test_a_busy_server_is_asked_again_and_one_that_is_gone_gives_no_reward():
     def busy(body, number):
-        return Reply(429, {"detail": "No available REPLs"}) if number < 2 else replies(body, number)
+        return (
+            HttpReply(429, {"detail": "No available REPLs"})
+            if number < 2
+            else replies(body, number)
+        )
 
     with RewardServer(busy) as server:
         (verdict,) = ask(lean(server.url, retries=2), [asked("by norm_num")])

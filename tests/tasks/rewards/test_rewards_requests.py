@@ -8,11 +8,11 @@ import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
-from rlcore.tasks.rewards.protocols import Asked
+from rlcore.tasks.rewards.protocols import RewardQuery
 from rlcore.tasks.rewards.requests import RequestThread
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.rewards.weighted import make_reward
-from rlcore.testing.reward_server import Reply, RewardServer, judgement, rewards
+from rlcore.testing.reward_server import HttpReply, RewardServer, judgement, rewards
 
 QUICK = {"retry_wait_s": 0.01, "request_timeout_s": 20.0, "deadline_s": 30.0, "retries": 0}
 KEY = "secret-key-0123"
@@ -48,7 +48,7 @@ def ask(spec, samples, *, notes=None, in_turn=False, gap_s=0.0):
         note = (notes if notes is not None else []).append
         reward = make_reward("task.rewards.r", spec, thread, note)
         for i, sample in enumerate(samples):
-            asked = sample if isinstance(sample, Asked) else Asked("q?", "a", sample)
+            asked = sample if isinstance(sample, RewardQuery) else RewardQuery("q?", "a", sample)
             reward.submit(asked, lambda verdict, i=i: tell(i, verdict))
             time.sleep(gap_s)
             if in_turn:
@@ -70,9 +70,9 @@ def test_a_grader_is_asked_in_openrlhfs_form():
             "odd": [None, 2],
             "no/metric": [1, 2],
         }
-        return Reply(body={"rewards": [0.25, [1]], "scores": [0, 1], "extra_logs": logs})
+        return HttpReply(body={"rewards": [0.25, [1]], "scores": [0, 1], "extra_logs": logs})
 
-    samples = [Asked("2+2=", "4", "5"), Asked("1+1=", "2", "2")]
+    samples = [RewardQuery("2+2=", "4", "5"), RewardQuery("1+1=", "2", "2")]
     with RewardServer(answer) as server:
         first, second = ask(http(server, batch_size=2, batch_wait_s=deadline(5)), samples)
     (seen,) = server.seen
@@ -114,17 +114,25 @@ def test_samples_travel_in_batches_and_requests_at_the_same_time():
 
 
 BROKEN = {
-    "status": (Reply(503, {"detail": "busy"}), "error", 'answered status 503: \'{"detail"'),
-    "not json": (Reply(body=b"<html>hello</html>"), "error", "is not JSON: '<html>hello"),
-    "count": (Reply(body={"rewards": [1.0, 1.0]}), "error", 'has 2 "rewards" for 1 samples'),
-    "scores": (Reply(body={"rewards": [1], "scores": []}), "error", 'has 0 "score" for 1 samples'),
-    "no list": (Reply(body={"rewards": 1.0}), "error", 'not an object with a list "rewards"'),
-    "text": (Reply(body="x"), "error", 'not an object with a list "rewards"'),
-    "logs": (Reply(body={"rewards": [1], "extra_logs": [1]}), "error", '"extra_logs" that are not'),
-    "cut": (Reply(body={"rewards": [1.0]}, cut=True), "error", "ClientPayloadError"),
-    "moved": (Reply(302, {}, headers=(("Location", "/x"),)), "error", "answered status 302"),
-    "nan": (Reply(body=b'{"rewards": [NaN]}'), "error", "is nan, not a finite number"),
-    "null": (Reply(body={"rewards": [None]}), "error", "is None, not a finite number"),
+    "status": (HttpReply(503, {"detail": "busy"}), "error", 'answered status 503: \'{"detail"'),
+    "not json": (HttpReply(body=b"<html>hello</html>"), "error", "is not JSON: '<html>hello"),
+    "count": (HttpReply(body={"rewards": [1.0, 1.0]}), "error", 'has 2 "rewards" for 1 samples'),
+    "scores": (
+        HttpReply(body={"rewards": [1], "scores": []}),
+        "error",
+        'has 0 "score" for 1 samples',
+    ),
+    "no list": (HttpReply(body={"rewards": 1.0}), "error", 'not an object with a list "rewards"'),
+    "text": (HttpReply(body="x"), "error", 'not an object with a list "rewards"'),
+    "logs": (
+        HttpReply(body={"rewards": [1], "extra_logs": [1]}),
+        "error",
+        '"extra_logs" that are not',
+    ),
+    "cut": (HttpReply(body={"rewards": [1.0]}, cut=True), "error", "ClientPayloadError"),
+    "moved": (HttpReply(302, {}, headers=(("Location", "/x"),)), "error", "answered status 302"),
+    "nan": (HttpReply(body=b'{"rewards": [NaN]}'), "error", "is nan, not a finite number"),
+    "null": (HttpReply(body={"rewards": [None]}), "error", "is None, not a finite number"),
 }
 
 
@@ -138,13 +146,13 @@ def test_a_broken_reply_is_a_failed_score(fault):
 
 
 def test_a_reward_that_is_no_number_fails_its_sample_alone():
-    with RewardServer(lambda b, n: Reply(body=b'{"rewards": [1, NaN, 0]}')) as server:
+    with RewardServer(lambda b, n: HttpReply(body=b'{"rewards": [1, NaN, 0]}')) as server:
         found = ask(http(server, batch_wait_s=deadline(5), batch_size=3), ["a", "b", "c"])
     assert [v.value for v in found] == [1.0, None, 0.0]
 
 
 @pytest.mark.parametrize(
-    "slow", [Reply(after_s=10.0**6), Reply(body={"rewards": [1]}, drip_s=deadline(0.2))]
+    "slow", [HttpReply(after_s=10.0**6), HttpReply(body={"rewards": [1]}, drip_s=deadline(0.2))]
 )
 def test_a_slow_server_is_left_at_the_deadline(slow):
     # A byte now and then does not move the deadline.
@@ -159,7 +167,7 @@ def test_a_slow_server_is_left_at_the_deadline(slow):
 
 
 def test_nobody_listens():
-    with RewardServer(lambda body, number: Reply()) as server:
+    with RewardServer(lambda body, number: HttpReply()) as server:
         spec = http(server, retries=2)
     (verdict,) = ask(spec, ["x"])
     assert verdict.status == "error"
@@ -168,7 +176,11 @@ def test_nobody_listens():
 
 @pytest.mark.parametrize(
     "fault",
-    [Reply(500), Reply(429, headers=(("Retry-After", "0"),)), Reply(body=[1] * 99, cut=True)],
+    [
+        HttpReply(500),
+        HttpReply(429, headers=(("Retry-After", "0"),)),
+        HttpReply(body=[1] * 99, cut=True),
+    ],
 )
 def test_what_may_pass_is_tried_again(fault):
     good = rewards(lambda response, label: 0.5)
@@ -177,7 +189,9 @@ def test_what_may_pass_is_tried_again(fault):
     assert (verdict.value, len(server.seen)) == (0.5, 3)
 
 
-@pytest.mark.parametrize("fault", [Reply(401), Reply(404), Reply(body=b"{"), Reply(body={})])
+@pytest.mark.parametrize(
+    "fault", [HttpReply(401), HttpReply(404), HttpReply(body=b"{"), HttpReply(body={})]
+)
 def test_what_will_not_pass_is_tried_once(fault):
     with RewardServer(lambda body, number: fault) as server:
         (verdict,) = ask(http(server, retries=5), ["x"])
@@ -185,7 +199,7 @@ def test_what_will_not_pass_is_tried_once(fault):
 
 
 def test_a_retry_waits_as_long_as_the_server_asks():
-    busy = Reply(429, headers=(("Retry-After", "3600"),))
+    busy = HttpReply(429, headers=(("Retry-After", "3600"),))
     with RewardServer(lambda body, number: busy) as server:
         spec = http(server, retries=9, request_timeout_s=deadline(1), deadline_s=deadline(1))
         (verdict,) = ask(spec, ["x"])
@@ -195,7 +209,7 @@ def test_a_retry_waits_as_long_as_the_server_asks():
 
 def test_the_breaker_opens_and_fails_at_once():
     notes = []
-    with RewardServer(lambda body, number: Reply(503)) as server:
+    with RewardServer(lambda body, number: HttpReply(503)) as server:
         spec = http(server, breaker_failures=3, breaker_rest_s=600.0)
         found = ask(spec, ["x"] * 8, notes=notes, in_turn=True)
     assert len(server.seen) == 3
@@ -208,7 +222,7 @@ def test_the_breaker_opens_and_fails_at_once():
 def test_the_breaker_closes_when_a_request_succeeds():
     good = rewards(lambda response, label: 1.0)
     notes = []
-    with RewardServer(lambda b, n: good(b, n) if n >= 4 else Reply(503)) as server:
+    with RewardServer(lambda b, n: good(b, n) if n >= 4 else HttpReply(503)) as server:
         # With a rest that is over at once, every request is a trial.
         spec = http(server, breaker_failures=2, breaker_rest_s=1e-6)
         found = ask(spec, ["x"] * 6, notes=notes, in_turn=True)
@@ -221,8 +235,8 @@ def test_a_key_is_sent_and_shown_nowhere(monkeypatch):
 
     def answer(body, number):
         if number == 0:
-            return Reply(401, {"error": f"wrong key {KEY}"})
-        return Reply(body={"rewards": [1.0], "extra_logs": {KEY: 1.0}})
+            return HttpReply(401, {"error": f"wrong key {KEY}"})
+        return HttpReply(body={"rewards": [1.0], "extra_logs": {KEY: 1.0}})
 
     notes = []
     with RewardServer(answer) as server:
@@ -277,12 +291,12 @@ def test_the_reference_can_be_kept_from_the_judge():
     with RewardServer(lambda body, number: judgement("Score: 3")) as server:
         spec = judge(server, reference=False, lowest=1, highest=5)
         assert [v.value for v in ask(spec, ["x"])] == [0.5]
-        (verdict,) = ask(judge(server), [Asked("q", "", "r")])
+        (verdict,) = ask(judge(server), [RewardQuery("q", "", "r")])
     assert all("<reference>" not in str(seen.body) for seen in server.seen)
     assert verdict.value == pytest.approx(0.3)
 
 
 def test_a_reply_of_another_service_is_no_judgement():
-    with RewardServer(lambda body, number: Reply(body={"choices": []})) as server:
+    with RewardServer(lambda body, number: HttpReply(body={"choices": []})) as server:
         (verdict,) = ask(judge(server), ["x"])
     assert "/v1/chat/completions is not a chat completion" in verdict.error

@@ -8,12 +8,12 @@ from timing import deadline
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.rewards.protocols import Verdict
+from rlcore.tasks.rewards.protocols import RewardVerdict
 from rlcore.tasks.rewards.weighted import WeightedScorer, make_scorer, total
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.testing.records import make_answer
-from rlcore.testing.reward_server import Reply, RewardServer, judgement, rewards
+from rlcore.testing.reward_server import HttpReply, RewardServer, judgement, rewards
 
 QUICK = {"retry_wait_s": 0.01, "retries": 0}
 
@@ -106,7 +106,7 @@ def test_a_failed_reward_fails_the_sample_and_no_other():
 
     def answer(body, number):
         grade = rewards(lambda response, label: 1.0)
-        return Reply(500) if body["labels"][0] == good[1] else grade(body, number)
+        return HttpReply(500) if body["labels"][0] == good[1] else grade(body, number)
 
     with RewardServer(answer) as server:
         spec = task(rewards={"more": http(server, batch_size=1)})
@@ -139,7 +139,7 @@ def test_a_dead_service_costs_scores_and_the_breaker_says_so_once():
 
 
 def verdicts(**values):
-    return {name: Verdict("ok", value) for name, value in values.items()}
+    return {name: RewardVerdict("ok", value) for name, value in values.items()}
 
 
 def test_a_weight_of_zero_is_shown_and_not_added():
@@ -151,7 +151,7 @@ def test_a_weight_of_zero_is_shown_and_not_added():
 
 def test_a_task_may_weigh_its_own_grader_alone():
     spec = task(grade_weight=3.0)
-    own = {"task": Verdict("ok", 0.5, {"correct": 0.0, "format": 1.0})}
+    own = {"task": RewardVerdict("ok", 0.5, {"correct": 0.0, "format": 1.0})}
     found = total(make_answer(), spec, own)
     assert found.reward == 1.5
     assert found.parts == {"task": 0.5, "correct": 0.0, "format": 1.0}
@@ -160,14 +160,17 @@ def test_a_task_may_weigh_its_own_grader_alone():
 
 def test_a_part_that_is_named_as_a_reward_is_a_failed_score():
     spec = task(rewards={"format": {"weight": 2.0}})
-    own = {**verdicts(format=1.0), "task": Verdict("ok", 1.0, {"format": 1.0})}
+    own = {**verdicts(format=1.0), "task": RewardVerdict("ok", 1.0, {"format": 1.0})}
     found = total(make_answer(), spec, own)
     assert found.status == "error" and "named as the reward format" in found.error
 
 
 def test_the_first_reward_that_failed_gives_the_status():
     spec = task(rewards={"a": {}, "b": {}})
-    late, broken = Verdict("timeout", error="late", seconds=3.0), Verdict("error", error="broken")
+    late, broken = (
+        RewardVerdict("timeout", error="late", seconds=3.0),
+        RewardVerdict("error", error="broken"),
+    )
     found = total(make_answer(), spec, {**verdicts(task=1.0), "a": late, "b": broken})
     assert (found.status, found.error, found.seconds) == ("timeout", "reward a: late", 3.0)
 
@@ -191,7 +194,7 @@ def test_an_open_request_does_not_hold_up_closing():
 
     def never(body, number):
         release.wait(deadline(60))
-        return Reply()
+        return HttpReply()
 
     with RewardServer(never) as server:
         spec = task(grade_weight=None, rewards={"more": http(server)})
@@ -251,6 +254,6 @@ def test_a_task_without_rewards_keeps_the_plain_scorer():
 
 def test_rewards_of_tokens_are_weighed_and_the_other_rewards_are_the_last_token_s():
     spec = task(grade_weight=2.0, rewards={"more": {"weight": 0.5}})
-    own = Verdict("ok", 0.75, token_rewards=(0.25, 0.5))
-    found = total(make_answer(), spec, {"task": own, "more": Verdict("ok", 3.0)})
+    own = RewardVerdict("ok", 0.75, token_rewards=(0.25, 0.5))
+    found = total(make_answer(), spec, {"task": own, "more": RewardVerdict("ok", 3.0)})
     assert found.reward == 3.0 and found.token_rewards == (0.5, 2.5)

@@ -14,7 +14,7 @@ from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
-from rlcore.rollout.engines.diffusion.model import HeldWeights, MaskedModel
+from rlcore.rollout.engines.diffusion.model import DiffusionWeights, MaskedModel
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.spec import refuse
@@ -228,7 +228,7 @@ class DiffusionEngine(BookedEngine):
             torch.set_num_threads(max(1, int(job.actor.num_cpus)))
         tokenizer = load_tokenizer(job.model_path)
         model = MaskedModel(job.model_path, job.actor, mask_id)
-        self._weights = HeldWeights(model.weights, job.actor)
+        self._weights = DiffusionWeights(model.weights, job.actor)
         self.core = DiffusionCore(
             model, job.actor, job.diffusion, mask_id=mask_id, end_id=int(tokenizer.eos_token_id)
         )

@@ -110,7 +110,7 @@ def _drawn(logits: Tensor, heat: Tensor, u: Tensor) -> Tensor:
     return torch.where(heat > 0, drawn.clamp_max(logits.shape[1] - 1), best)
 
 
-class HeldWeights:
+class DiffusionWeights:
     """Loads sets of weights into a model in this process, in place."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], actor: ActorSpec) -> None:

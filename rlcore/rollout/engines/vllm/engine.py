@@ -24,7 +24,7 @@ from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN
-from rlcore.rollout.engines.vllm.weight_loader import HeldWeights, shared_file
+from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
 from rlcore.types import FinishReason, OnPublish, Request, SamplingSpec, Trajectory
@@ -265,7 +265,7 @@ class VllmEngine(BookedEngine):
         check_model(job)
         vocab = int(read_config(job.model_path)["vocab_size"])
         self.core = VllmCore(job, vocab)
-        self._weights = HeldWeights(job.model_path, self.core, job.actor, job.adapter)
+        self._weights = WeightLoader(job.model_path, self.core, job.actor, job.adapter)
         self._keep_kv = job.actor.kv_on_update == "keep"
         book = RequestBook(
             self.core,

@@ -33,7 +33,7 @@ class ModelRanks(Protocol):
     def load_adapter(self, folder: str) -> None: ...
 
 
-class HeldWeights:
+class WeightLoader:
     """Loads sets of weights into an engine's ranks and reports what they hold of them."""
 
     def __init__(

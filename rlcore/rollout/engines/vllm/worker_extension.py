@@ -99,7 +99,7 @@ class WeightExtension:
         if found := [n for n, nan in broken.items() if nan]:
             raise RuntimeError(
                 f"patches have put NaN into {found[0]} (and {len(found) - 1} more): vLLM's loader "
-                "of it does not take them (use cluster.whole_every=1)"
+                "of it does not take them (use cluster.full_weights_every=1)"
             )
 
     def rl_begin_relayout(self) -> None:
