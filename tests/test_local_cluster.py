@@ -1,4 +1,4 @@
-"""The stand-in for Ray does what rlcore.cluster expects of Ray."""
+"""The stand-in for Ray does what Ray does: one program, run with either."""
 
 import json
 import os
@@ -118,17 +118,22 @@ def run():
     found["later"] = raised(two.listed.remote())[0]
     print("FOUND" + json.dumps(found))
 
-from local_cluster import put_in_place
-
-with tempfile.TemporaryDirectory() as root:
-    driver = put_in_place(root, sys.argv[1])
-    ray.init()
-    try:
-        run()
-    finally:
-        ray.shutdown()
-        driver.close()
-    assert not os.listdir(root)
+if sys.argv[1] == "ray":
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+             object_store_memory=10**8)
+    run()
+    ray.shutdown()
+else:
+    from local_cluster import put_in_place
+    with tempfile.TemporaryDirectory() as root:
+        driver = put_in_place(root, sys.argv[2])
+        ray.init()
+        try:
+            run()
+        finally:
+            ray.shutdown()
+            driver.close()
+        assert not os.listdir(root)
 """
 EXPECTED = {
     "order": True,
@@ -150,12 +155,18 @@ EXPECTED = {
 }
 
 
-@pytest.mark.processes
-def test_actors_of_every_kind_are_called_awaited_and_killed(tmp_path):
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param("local", marks=pytest.mark.processes),
+        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.cluster]),
+    ],
+)
+def test_actors_do_the_same(which, tmp_path):
     log, program = tmp_path / "actors.log", tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [sys.executable, program, log],
+        [sys.executable, program, which, log],
         capture_output=True,
         text=True,
         timeout=deadline(120),

@@ -1,8 +1,8 @@
 """Whole runs by the command: real engines, graders and DeepSpeed ranks, short ones on the smallest
 model.
 
-`command` starts the installed program, with Ray; `forked` starts it as a fork of a process that
-has all imports, without Ray (tests/local_run.py).
+`command` starts them as forks of a process that has their imports, without Ray
+(tests/local_run.py); `installed` starts the installed program, with Ray.
 """
 
 from __future__ import annotations
@@ -120,23 +120,24 @@ def warm_process():
 
 
 @pytest.fixture
-def forked(warm_process, tmp_path):
+def command(warm_process, tmp_path):
     """Start commands of one test, without Ray."""
     with started_in(tmp_path, warm_process.start) as start:
         yield start
 
 
 @pytest.fixture
-def command(tmp_path):
+def installed(tmp_path):
     """Start commands of one test as a user does, with Ray."""
     with started_in(tmp_path, as_installed) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Run a command, for the tests of a module to read what it left; raises unless it ends well."""
-    with started_in(tmp_path_factory.mktemp("finished"), as_installed) as start:
+def finished(warm_process, tmp_path_factory):
+    """Run a command without Ray, for the tests of a module to read what it left; raises unless it
+    ends well."""
+    with started_in(tmp_path_factory.mktemp("finished"), warm_process.start) as start:
 
         def finish(*words):
             run = start(*words)

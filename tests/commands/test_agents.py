@@ -8,6 +8,8 @@ import psutil
 import pytest
 from conftest import rows
 
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+
 GAME = """
 import time
 from rlcore.environments.games import HigherLower
@@ -42,13 +44,11 @@ def processes(run, name):
     return found
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
-def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(forked, small, tmp_path):
+def test_a_run_goes_on_past_failing_environments_and_a_killed_actor(command, small, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     run_dir = tmp_path / "run"
     own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
-    run = forked(
+    run = command(
         "train",
         "experiment=agent_quickstart",
         *own,

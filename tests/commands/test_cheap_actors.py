@@ -9,7 +9,7 @@ import pytest
 from conftest import rows
 from safetensors.numpy import load_file
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 # 81 tokens in 6 pages of 16: a budget of 2 bites
 LONG = (
@@ -89,7 +89,6 @@ def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
         assert other["mismatch/abs_dlogp_mean"] > 10 * same["mismatch/abs_dlogp_mean"]
 
 
-@pytest.mark.slow
 def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distilled, tmp_path):
     words = ("train", *small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
     parts = tmp_path / "parts"
@@ -118,7 +117,6 @@ def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distil
     assert (out / "sparse" / "adapter" / "adapter_config.json").is_file()
 
 
-@pytest.mark.slow
 def test_adapters_alone_are_trained_and_are_served_merged(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "out"
     words = ("train", *small, *LORA, f"run_dir={run_dir}", "schedule=on_policy")
@@ -168,7 +166,6 @@ def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path)
     assert found[-1]["ledger/consumed"] == found[-1]["ledger/admitted"] == (done + 2) * 8
 
 
-@pytest.mark.slow
 def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(
     command, small, distilled, tmp_path
 ):

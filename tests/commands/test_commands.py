@@ -20,8 +20,8 @@ from rlcore.loop import checkpoint
 RLCORE = str(Path(sys.executable).parent / "rlcore")
 
 
-@pytest.mark.slow
-@pytest.mark.cluster
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     warm = tmp_path / "warm"
     sft = command("sft", *small, f"run_dir={warm}")

@@ -17,9 +17,8 @@ def _doctor(command, small, *words, code=0):
     return json.loads(run.text[run.text.index('{\n "machine"') :])["run"]
 
 
-@pytest.mark.slow
-@pytest.mark.cluster
-@pytest.mark.timeout(900)
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_precise_actor_needs_no_correction_and_a_rounded_one_does(command, small):
     same = _doctor(command, small, "correction=none")
     assert same["starts"] and same["tokens"] > 100

@@ -57,10 +57,10 @@ def _children(node):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_path):
+def test_a_node_is_cut_off_and_another_joins(three_nodes, installed, small, tmp_path):
     nodes = [_actor_node(three_nodes), _actor_node(three_nodes)]
     run_dir = tmp_path / "run"
-    run = command(
+    run = installed(
         "train", *small, *WORDS, f"run_dir={run_dir}", f"cluster.address={three_nodes.address}"
     )
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
@@ -100,7 +100,7 @@ def test_a_node_is_cut_off_and_another_joins(three_nodes, command, small, tmp_pa
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_a_run_over_several_nodes_goes_on_from_what_its_shards_wrote(
-    three_nodes, command, small, tmp_path
+    three_nodes, installed, small, tmp_path
 ):
     for _ in range(2):
         _actor_node(three_nodes)
@@ -115,7 +115,7 @@ def test_a_run_over_several_nodes_goes_on_from_what_its_shards_wrote(
     )
     done = 0
     for _ in range(2):
-        run = command(*words, f"cluster.address={three_nodes.address}")
+        run = installed(*words, f"cluster.address={three_nodes.address}")
         run.wait_for(lambda least=done + 3: len(rows(run_dir)) >= least, what="three steps")
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130, run.text[-3000:]

@@ -59,9 +59,9 @@ def books(run_dir):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, small, tmp_path):
+def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(installed, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command("train", *small, *FAST, f"run_dir={run_dir}")
+    run = installed("train", *small, *FAST, f"run_dir={run_dir}")
     run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
     processes(run, "BufferActor")[0].kill()
     run.wait_for(lambda: "continuing from step_" in run.text, what="the recovery")
@@ -74,7 +74,7 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, smal
     run.kill()  # all of its processes
     run.wait()
 
-    resumed = command("train", f"run_dir={run_dir}", "resume=auto")
+    resumed = installed("train", f"run_dir={run_dir}", "resume=auto")
     resumed.wait_for(lambda: "continuing from step_" in resumed.text, what="the run to continue")
     at = len(rows(run_dir))
     resumed.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
@@ -91,11 +91,11 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(command, smal
 @pytest.mark.engine
 @pytest.mark.ranks
 def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
-    forked, small, tmp_path
+    command, small, tmp_path
 ):
     run_dir = tmp_path / "run"
     by_time = [word for word in FAST if not word.startswith("checkpoint.")]
-    run = forked("train", *small, *by_time, f"run_dir={run_dir}", "checkpoint.every_s=2")
+    run = command("train", *small, *by_time, f"run_dir={run_dir}", "checkpoint.every_s=2")
     run.wait_for(lambda: list((run_dir / "checkpoints").glob("step_*")), what="a checkpoint")
     run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
     processes(run, "LearnerActor")[0].kill()
@@ -112,7 +112,8 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_steps_go_on_while_one_of_three_actors_is_stopped(command, small, tmp_path):
     run_dir = tmp_path / "run"
     words = ("actor.bf16.count=3", "cluster.num_cpus=4", "cluster.hang_timeout_s=120")
@@ -148,8 +149,8 @@ class Slow(VllmEngine):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.cluster
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
     command, small, tmp_path
 ):
@@ -176,9 +177,9 @@ def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_path):
+def test_an_engine_over_two_ranks_loses_one_and_is_replaced(installed, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
+    run = installed("train", *small, *FAST, f"run_dir={run_dir}", "actor.bf16.tensor_parallel=2")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     run.wait_for(
         lambda: len(processes(run, "Worker_TP")) == 2, seconds=20, what="both ranks to be seen"
@@ -205,11 +206,11 @@ def test_an_engine_over_two_ranks_loses_one_and_is_replaced(command, small, tmp_
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_path, monkeypatch):
+def test_actors_come_and_go_and_nothing_is_open_to_others(installed, small, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, "hush" * 10)
     run_dir = tmp_path / "run"
-    run = command("train", *small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3")
+    run = installed("train", *small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3")
     run.wait_for(lambda: len(rows(run_dir)) >= 2, what="two steps")
     assert not open_to_others(run)
     assert main(["scale", f"run_dir={run_dir}", "actor.bf16.count=2"]) == 0
@@ -236,7 +237,8 @@ def test_actors_come_and_go_and_nothing_is_open_to_others(command, small, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_checkpoint_of_two_zero2_ranks_opens_at_one_and_is_exported(command, small, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "model"
     words = (*small, *FAST, f"run_dir={run_dir}", "cluster.num_cpus=3", "learner.zero_stage=2")

@@ -9,26 +9,19 @@ from conftest import rows
 
 from rlcore.testing.experts import tiny_mixture
 
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+
 GRADER = "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
 
 
 OTHERS = ("schedule.colocated=true", "environment=attempts", "learner.activation_cache_mib=64")
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
-def test_what_is_trained_is_what_the_engine_serves(forked, tmp_path):
-    _trains_and_serves(forked, "environment=none", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-@pytest.mark.parametrize("word", OTHERS)
-def test_other_runs_train_what_the_engine_serves(word, command, tmp_path):
-    _trains_and_serves(command, word, tmp_path)
-
-
-def _trains_and_serves(command, word, tmp_path):
+@pytest.mark.parametrize(
+    "word",
+    ["environment=none", *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)],
+)
+def test_what_is_trained_is_what_the_engine_serves(word, command, tmp_path):
     """Every publication is checked tensor by tensor, and engine and learner agree on the log-probs
     of experts that training has changed."""
     folder, run_dir = tmp_path / "mixture", tmp_path / "run"

@@ -47,8 +47,8 @@ print("ANSWERS" + json.dumps(answers))
 """
 
 
-def run(command, *words):
-    done = command(*words)
+def run(installed, *words):
+    done = installed(*words)
     assert done.wait(900) == 0, done.text[-3000:]
     return done
 
@@ -127,21 +127,21 @@ def test_sft_teaches_the_form_of_the_answer_and_both_engines_read_the_result(smo
     assert vllm_answers(supervised, prompts_of(tokenizer)) == after
 
 
-def test_lora_is_trained_exported_merged_and_evaluated(command, supervised, tmp_path):
+def test_lora_is_trained_exported_merged_and_evaluated(installed, supervised, tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "export"
-    run(command, "train", *TASK, *ROLLOUTS, f"model.path={supervised}", f"run_dir={run_dir}")
+    run(installed, "train", *TASK, *ROLLOUTS, f"model.path={supervised}", f"run_dir={run_dir}")
     assert all(row["grad_norm"] > 0 for row in rows(run_dir))
-    run(command, "export", f"run_dir={run_dir}", f"out={out}")
+    run(installed, "export", f"run_dir={run_dir}", f"out={out}")
     check_adapter(supervised, out)
 
     tokenizer, answers = plain_answers(out)
     assert vllm_answers(out, prompts_of(tokenizer)) == answers
 
     # of the checkpoint, whose adapters the learner merges, and of the exported folder
-    run(command, "eval", f"run_dir={run_dir}")
+    run(installed, "eval", f"run_dir={run_dir}")
     of_checkpoint = json.loads((run_dir / "eval.json").read_text())
     words = (*TASK, *(w for w in ROLLOUTS if w.startswith(("rollout", "actor", "evaluation"))))
-    run(command, "eval", *words, f"model.path={out}", f"run_dir={tmp_path / 'eval'}")
+    run(installed, "eval", *words, f"model.path={out}", f"run_dir={tmp_path / 'eval'}")
     of_folder = json.loads((tmp_path / "eval" / "eval.json").read_text())
     key = "eval/arithmetic/greedy"
     assert of_folder[key] == of_checkpoint[key] == rows(run_dir)[-1][key]

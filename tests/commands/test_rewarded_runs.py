@@ -67,7 +67,7 @@ def test_the_documented_judge_is_accepted(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.ranks
-def test_a_run_adds_rewards_up_and_keeps_the_key(forked, small, tmp_path, grader, monkeypatch):
+def test_a_run_adds_rewards_up_and_keeps_the_key(command, small, tmp_path, grader, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     run_dir = tmp_path / "run"
 
@@ -80,7 +80,7 @@ def test_a_run_adds_rewards_up_and_keeps_the_key(forked, small, tmp_path, grader
             f"{{weight: 0.25, judge: {{url: '{judge.url}/v1', model: m, rubric: Judge., "
             "api_key_env: JUDGE_KEY, retries: 0, breaker_failures: 2, breaker_rest_s: 0.2}}"
         )
-        run = forked(
+        run = command(
             "train",
             *small,
             *example(grader),
@@ -118,16 +118,16 @@ def test_a_run_adds_rewards_up_and_keeps_the_key(forked, small, tmp_path, grader
     # The checkpoint is evaluated by the same rewards.
     with RewardServer(lambda body, number: judgement("Score: 10")) as judge:
         words = f"task.rewards.style.judge.url={judge.url}/v1"
-        evaluation = forked("eval", f"run_dir={run_dir}", "resume=auto", words)
+        evaluation = command("eval", f"run_dir={run_dir}", "resume=auto", words)
         assert evaluation.wait() == 0, evaluation.text[-3000:]
         assert judge.seen
     assert KEY not in evaluation.text
 
 
 @pytest.mark.processes
-def test_a_key_that_is_not_set_ends_the_command_at_once(command, tmp_path, monkeypatch):
+def test_a_key_that_is_not_set_ends_the_command_at_once(installed, tmp_path, monkeypatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    run = command(
+    run = installed(
         "train",
         f"run_dir={tmp_path / 'run'}",
         "task.rewards.r={http: {url: 'http://127.0.0.1:9/', api_key_env: JUDGE_KEY}}",
@@ -138,8 +138,8 @@ def test_a_key_that_is_not_set_ends_the_command_at_once(command, tmp_path, monke
 
 
 @pytest.mark.processes
-def test_a_dry_run_says_what_the_reward_is(command, tmp_path):
-    run = command(
+def test_a_dry_run_says_what_the_reward_is(installed, tmp_path):
+    run = installed(
         "train",
         f"run_dir={tmp_path / 'run'}",
         "dry_run=true",

@@ -81,11 +81,11 @@ def _stopped_with_a_checkpoint(run, run_dir, family):
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("wandb", [pytest.param("disabled", marks=pytest.mark.slow), "offline"])
-def test_coreutils_timeout_leaves_a_checkpoint(command, small, tmp_path, wandb):
+def test_coreutils_timeout_leaves_a_checkpoint(installed, small, tmp_path, wandb):
     """It signals its child and then its group, in which all of them are."""
     run_dir = tmp_path / "run"
     words = (*small, *ENDLESS, f"logging.wandb={wandb}", f"run_dir={run_dir}")
-    run = command("train", *words, under=("timeout", "--preserve-status", "10000"))
+    run = installed("train", *words, under=("timeout", "--preserve-status", "10000"))
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     run.process.send_signal(signal.SIGTERM)  # what timeout does when the time is over
@@ -94,9 +94,9 @@ def test_coreutils_timeout_leaves_a_checkpoint(command, small, tmp_path, wandb):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_two_signals_to_the_whole_group_leave_a_checkpoint(command, small, tmp_path):
+def test_two_signals_to_the_whole_group_leave_a_checkpoint(installed, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command("train", *small, *ENDLESS, f"run_dir={run_dir}")
+    run = installed("train", *small, *ENDLESS, f"run_dir={run_dir}")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     for _ in range(2):  # the command is the leader of its group

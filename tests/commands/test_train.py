@@ -7,7 +7,6 @@ import pytest
 import yaml
 from conftest import left_over, rows, without_times
 
-pytestmark = pytest.mark.cluster
 CONTRACT = [
     "step",
     "policy_version",
@@ -31,9 +30,10 @@ CONTRACT = [
 ]
 
 
-def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
+@pytest.mark.cluster
+def test_an_asynchronous_run_leaves_what_the_contract_names(installed, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command(
+    run = installed(
         "train",
         *small,
         f"run_dir={run_dir}",
@@ -75,7 +75,9 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
     assert not left_over(seen)
 
 
-@pytest.mark.slow  # runs of large batches, below, and of a mixture resume exactly, too
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, small, tmp_path):
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -88,6 +90,22 @@ def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, 
     assert [r["step"] for r in rows(parts)] == list(range(1, 7))
     assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
     assert all(r["grad_norm"] > 0 for r in rows(whole))
+
+
+@pytest.mark.cluster
+def test_a_run_gives_the_numbers_with_ray_that_it_gives_without(
+    installed, command, small, tmp_path
+):
+    """What the runs by `command` show holds for those that users start."""
+    words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish")
+    found = []
+    for start in (installed, command):
+        run_dir = tmp_path / str(len(found))
+        run = start(*words, "schedule.steps=4", f"run_dir={run_dir}")
+        assert run.wait() == 0, run.text[-3000:]
+        found.append([without_times(row) for row in rows(run_dir)])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4 and all(row["grad_norm"] > 0 for row in found[0])
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +131,8 @@ def whole_large_batch(large_batch, finished, tmp_path_factory):
     return rows(run_dir)
 
 
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(
     command, large_batch, whole_large_batch, tmp_path
 ):
@@ -132,6 +152,8 @@ def test_a_large_batch_run_resumes_exactly_also_in_the_middle_of_a_phase(
 
 
 @pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_exactly(
     command, large_batch, whole_large_batch, tmp_path
 ):
@@ -153,11 +175,13 @@ def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_
     ]
 
 
-@pytest.mark.slow
-def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(command, small, tmp_path):
+@pytest.mark.cluster
+def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(
+    installed, small, tmp_path
+):
     """Ctrl-C in a terminal, pressed twice."""
     run_dir = tmp_path / "run"
-    run = command("train", *small, f"run_dir={run_dir}", "schedule.steps=10000")
+    run = installed("train", *small, f"run_dir={run_dir}", "schedule.steps=10000")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     for _ in range(2):  # the command is the leader of its group
@@ -167,7 +191,7 @@ def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(command
     assert not left_over(family)
     done = len(rows(run_dir))
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{done:06d}"]
-    resumed = command("train", f"run_dir={run_dir}", "resume=auto", f"schedule.steps={done + 2}")
+    resumed = installed("train", f"run_dir={run_dir}", "resume=auto", f"schedule.steps={done + 2}")
     assert resumed.wait() == 0, resumed.text[-3000:]
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, done + 3))
@@ -175,10 +199,10 @@ def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(command
     assert max(r["staleness/max"] for r in found) <= 1
 
 
-@pytest.mark.slow
-def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(command, small, tmp_path):
+@pytest.mark.cluster
+def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(installed, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = command(
+    run = installed(
         "train", *small, f"run_dir={run_dir}", "schedule.steps=30", "cluster.heartbeat_s=1"
     )
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")

@@ -1,4 +1,4 @@
-"""Whole runs of a masked-diffusion model: real Ray, the diffusion engine, real DeepSpeed."""
+"""Whole runs of a masked-diffusion model: the diffusion engine, real DeepSpeed."""
 
 import json
 
@@ -26,8 +26,8 @@ SMALL = (
 )
 
 
-@pytest.mark.cluster
-@pytest.mark.slow  # two starts of Ray and a warm-up
+@pytest.mark.engine
+@pytest.mark.ranks
 def test_a_masked_diffusion_run_trains_and_resumes_exactly(command, warm_cache, tmp_path):
     words = ("train", *SMALL, f"model.warmup.cache_dir={warm_cache}", "schedule.max_staleness=0")
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -7,6 +7,8 @@ import pytest
 from conftest import rows, without_times
 from run_documented import blocks
 
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+
 
 def documented():
     """The words of the page's first command, but its run_dir."""
@@ -15,9 +17,7 @@ def documented():
     return [w for w in words[1:] if not w.startswith("run_dir=")]
 
 
-@pytest.mark.engine
-@pytest.mark.ranks
-def test_a_mixture_trains_and_resumes_exactly(forked, small, tmp_path):
+def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     # of `small`, what is about a single task is not this run's
     settings = [w for w in small if not w.startswith(("task.", "experiment="))]
     words = [*documented(), *settings, "schedule=on_policy", "task.arithmetic.args.max_digits=1"]
@@ -26,11 +26,11 @@ def test_a_mixture_trains_and_resumes_exactly(forked, small, tmp_path):
     words += ["task.digits.args={min_digits: 2, max_digits: 3, credit: digits}"]
     words += ["task.digits.difficulty={problems: 6, keep: 0.5}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    first = forked(*words, f"run_dir={whole}", "schedule.steps=4")
+    first = command(*words, f"run_dir={whole}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
-    second = forked(*words, f"run_dir={parts}", "schedule.steps=2")
+    second = command(*words, f"run_dir={parts}", "schedule.steps=2")
     assert second.wait() == 0, second.text[-3000:]
-    third = forked("train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
+    third = command("train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
     assert third.wait() == 0, third.text[-3000:]
     assert [without_times(r) for r in rows(parts)] == [without_times(r) for r in rows(whole)]
     for row in rows(whole):
@@ -54,8 +54,6 @@ def test_a_mixture_trains_and_resumes_exactly(forked, small, tmp_path):
     assert "<h3>Tasks</h3>" in report and "Reward by task" in report
 
 
-@pytest.mark.slow
-@pytest.mark.cluster
 def test_tasks_of_one_run_are_played_in_their_own_environments(command, small, tmp_path):
     own = [w for w in small if not w.startswith(("experiment=", "task."))]
     run = command(

@@ -5,7 +5,7 @@ import signal
 import pytest
 from conftest import rows, without_times
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 PHASES = (
     "schedule.steps_per_phase=2",
     "schedule.epochs=2",
@@ -69,7 +69,6 @@ def test_an_asynchronous_run_stopped_within_a_phase_uses_every_group_twice(
     audit(rows(run_dir))
 
 
-@pytest.mark.slow
 def test_a_synchronous_run_continues_within_a_phase_to_the_bit(command, small, tmp_path):
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish", *PHASES)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
