@@ -287,7 +287,9 @@ async def head_answers(timeout_s: float = 5.0) -> bool:
     """Return whether the port of Ray's head can be reached."""
     host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
     try:
-        _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), timeout_s)
+        # not wait_for: up to Python 3.11 it loses a cancellation that comes with the answer
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError):
         return False
     writer.close()

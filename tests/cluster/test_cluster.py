@@ -1,5 +1,7 @@
 """Which cluster a run is on, what it waits for there and what it refuses."""
 
+import asyncio
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ from timing import deadline
 
 from rlcore.cluster import placement
 from rlcore.cluster.placement import actor_class, beside_driver, free_port, rendezvous
-from rlcore.cluster.ray_cluster import cluster, joined_address
+from rlcore.cluster.ray_cluster import cluster, head_answers, joined_address
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, UserError
 
@@ -64,6 +66,30 @@ def test_the_environment_s_cluster_is_joined_unless_one_is_named(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert joined_address(None) == "10.0.0.1:6379"
     assert joined_address("10.0.0.2:6379") == "10.0.0.2:6379"
+
+
+def test_a_heartbeat_of_the_head_that_is_answered_as_it_is_cancelled_ends(monkeypatch):
+    """Else the watch of the roles goes on, and the run that has ended waits for it for ever."""
+    connect = asyncio.open_connection
+
+    async def cancelled(server):
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(
+            ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address)
+        )
+        heartbeat = asyncio.create_task(head_answers())
+
+        async def connected(host, port):
+            answer = await connect(host, port)
+            heartbeat.cancel()
+            return answer
+
+        monkeypatch.setattr(asyncio, "open_connection", connected)
+        await asyncio.wait([heartbeat], timeout=deadline(10))
+        return heartbeat.cancelled()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert asyncio.run(cancelled(server))
 
 
 @pytest.mark.cluster
