@@ -120,6 +120,17 @@ BLOCK = 128  # queries and keys of a block: torch's own size, which its kernels 
 FLEX_QUERY_CHUNK = 2048  # queries whose scores exist at one time
 
 
+# Block top-k attention by torch's FlexAttention: blocks of keys that no query of a block sees are
+# skipped, forward and backward, and no mask over tokens is kept for the backward pass.
+#
+# For GPUs. On a CPU torch has no compiled backward pass: there masked SDPA attends
+# (`implementation.py`), which is also what this is tested against, by torch's plain implementation
+# of the same operator, and on an H100 by its kernel (`benchmarks/results/gpu_h100.md`).
+#
+# A query's own pages are looked up inside the kernel, since each query has its own and blocks of
+# queries see the union of theirs.
+
+
 def attend_blocks(
     query: Tensor,
     key: Tensor,

@@ -12,6 +12,12 @@ from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.errors import UserError
 from rlcore.serialization import record_bytes
 
+# The groups that later steps may use, in the order in which they are due.
+#
+# Admission, arrival and departure of a group cost the same whatever waits. A batch is looked for by
+# counts, of which there is one for every deadline: as many as published versions have groups
+# waiting.
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -171,6 +177,54 @@ class ReadyGroups:
         """(deadline, groups of it that are not among them), ascending."""
         taken = dict(self.taken)
         return ((deadline, n - taken.get(deadline, 0)) for deadline, n in self.waiting.due())
+
+
+# The staleness bound: what may be admitted, and which finished groups may be trained on next.
+#
+# Step v turns learner version v into v + 1 and trains on G groups. Weights are published every H
+# steps; eta is `max_staleness`. A phase of M*E steps trains on M batches, on each of them E times
+# (`buffer/specs.py: Phases`); H and M*E divide one another. A token's staleness at step v is `v -
+# version(token)`, in optimizer steps, whatever the epoch. A group admitted while every actor it may
+# be sent to serves version a or a later one has no token older than a, so the bound
+#
+#     staleness <= cap = max(H, M*E) - 1 + eta        for every token trained on
+#
+# holds if the group is trained on for the last time at or before a + cap. Its last use comes
+# (E-1)*M steps after its first, so that its deadline, the last step that may train on it first, is
+#
+#     deadline = a + cap - (E-1)*M
+#
+# With M*E = 1 the cap is H - 1 + eta and the deadline a + cap. Two rules keep every deadline, and
+# neither throws anything away. They count batches: only the first M steps of a phase take a new
+# one. Write W for the groups waiting (in flight or finished, not yet taken), n for the number of
+# the next batch, and N(d) for the number of batches whose first step is d or an earlier one.
+#
+# Admission. At published version a, |W| may grow to (N(a + cap - (E-1)*M) - n) * G: what the
+# batches up to the deadline can use. Dropped groups (failed, filtered, evicted) do not count.
+#
+# Release. A set S of G finished groups may be taken as batch n only if the rest can still be met,
+# that is if for every d at most max(0, N(d) - n - 1) * G groups of W \ S have a deadline <= d.
+# Sorted by deadline, the i-th of the rest (i = 0, 1, ...) would be in batch n + 1 + i // G at the
+# latest, whose first step must not exceed its deadline.
+#
+# Why it holds. Invariant I(n): for every d, at most max(0, N(d) - n) * G groups of W have a
+# deadline <= d. Admission keeps it: a new group is only counted for d >= its deadline, and there
+# |W| <= (N(deadline) - n) * G is at least as strict as I, whatever the order in which published
+# versions were seen. Release turns I(n) into I(n + 1) by its own condition. Dropping only lowers
+# counts. So a group taken as batch n has a deadline that is not before the batch's first step,
+# always.
+#
+# Why it never stalls. A phase that begins at step s needs all of its M batches first. Once the
+# publishes up to s have arrived, a >= s - max(0, H - M*E), because H and M*E divide one another, so
+# that the first steps of these batches, up to s + M - 1, are not after a + cap - (E-1)*M: there is
+# room for all of them. If G groups wait and all are finished, the G earliest deadlines satisfy the
+# release condition by I(n), since every count falls by G or to zero. In between, only stragglers
+# whose deadline is at stake are waited for. Among finished groups the earliest deadlines lower
+# every count at once, so if they may not be released no other choice may.
+#
+# With eta = 0 the order of training must not depend on timing: groups are then taken strictly by id
+# (`strict`), which also satisfies the release condition. Which ids survive filtering does not
+# depend on timing either, as a new group is admitted only when an earlier one was dropped.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,15 @@ from rlcore.seeding import derive_seed
 UNNAMED_WEIGHT = 1e-9
 
 
+# Which groups a step trains on: FIFO by deadline, uniform with replay, or by task. Whole groups
+# only.
+#
+# Uniform and by_task may leave a group unused until its deadline; there `max_staleness` is a hard
+# cap, and such groups are evicted with reason "stale". With eta = 0 they draw only from the
+# complete pool of a publish (nothing in flight, no room for more), so that the draw depends on the
+# seed alone. If `cluster.buffer_mib` limits admission, the pool depends on record sizes.
+
+
 class Sampler:
     """Draws batches of G groups. `drawn` (groups per task so far) is its only state and part of a
     checkpoint.

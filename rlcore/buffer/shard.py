@@ -81,6 +81,13 @@ def with_records(groups: Sequence[StoredGroup], fetch: Fetch) -> list[StoredGrou
 PAUSE_S = 1e-3  # between two messages, of any shards
 
 
+# What a node's shard tells the buffer: the headers and scores of its samples, in few messages.
+#
+# A message costs the buffer far more than a sample in it. One is sent at a time, and after each the
+# buffer says how long to pause, so that all shards together do not send more than it can take: on a
+# few nodes for milliseconds, on 512 for half a second. Nothing waits longer than that.
+
+
 @dataclass(frozen=True, slots=True)
 class ShardReport(ByFields):
     """A shard's report to the buffer about its samples."""

@@ -290,6 +290,14 @@ def failed_scores(buffer: ReplayBuffer) -> tuple[int, str]:
 Recover = Callable[[int, int, str], tuple[bytes, ...] | None]
 
 
+# A shard is lost with its node: what only it had is asked for again.
+#
+# A group keeps its id, its account and, since seeds depend on these, the seeds of its samples. It
+# is in flight again until its samples have arrived a second time. A group that a batch has, or that
+# was trained on before, stays in it: nothing filters it then. Records that a checkpoint holds are
+# read back from there.
+
+
 def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
     """The records of a shard are gone; what to ask actors for again."""
     live, promised = buffer.live, buffer.batches.promised()

@@ -43,6 +43,12 @@ LOW_ESS = 0.5  # below it, weights hardly help: most of the batch counts for not
 DIFFERENT = 0.8  # mean acceptance below which the actor is another policy rather than a noisy one
 
 
+# Which correction fits a mismatch that was measured, which is unnecessary, and why.
+#
+# The bounds are those at which a correction's own defaults begin to act; the words say which figure
+# decided. Staleness is not in these figures: they are of one step with fresh samples.
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """`use`: corrections by name, empty for none; `because`: sentences; `without`: name -> why."""

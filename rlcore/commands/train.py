@@ -40,6 +40,13 @@ TOGETHER_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+# Signals that end a run: SIGINT (Ctrl-C) and SIGTERM.
+#
+# Supervisors often signal a process twice at once: coreutils' timeout its child and then the group,
+# Slurm each step and the batch script, a terminal with a bouncing key. Signals within a few seconds
+# of the first are therefore one request; only a later one stops at once.
+
+
 class StopSignals:
     """The requests to stop that the signals of one command have made."""
 

@@ -147,6 +147,12 @@ def _code(name: str) -> str:
 GROUP = "task"
 
 
+# `task` with several tasks: how `task=[a,b]` becomes sections by label.
+#
+# `task=a` fills `task` itself with the keys of one task. A list, even of one, fills `task.LABEL`,
+# and so does an option whose file holds tasks by label.
+
+
 def names_several(override: Override) -> bool:
     """Return whether a selection is a list of tasks."""
     chosen = override.key_or_group == GROUP and not override.package

@@ -60,6 +60,14 @@ Number: TypeAlias = (
 )
 
 
+# Adaptive importance sampling: how strongly to correct is itself estimated from the batch (AIS
+# section 3).
+#
+# `ais` does it in one call. A trainer whose batch comes in micro-batches adds up `ais_accumulate`
+# of each (and over ranks, with an all-reduce), then asks `ais_weight`: alpha is then one number for
+# the whole batch, however it was cut.
+
+
 @dataclass(frozen=True, slots=True)
 class _Moments:
     """The moments that alpha depends on, of the tokens that count: w = min(p_ref/p_inf, cap), A

@@ -65,6 +65,13 @@ def same_shape(**tensors: Tensor) -> None:
 SumReduce = Callable[["Tensor"], "Tensor"]
 
 
+# Shared by every formula: which tokens count, safe log differences, and global sums.
+#
+# A token counts when its mask is 1 and its log-probs can be compared: neither is NaN, and they are
+# not infinite in a way that makes the difference undefined. Masked positions may hold anything.
+# Everything is detached and at least float32.
+
+
 def at_least_float32(values: Tensor) -> Tensor:
     """Detached, half precisions widened to float32; float64 stays."""
     return kl.at_least_float32(values.detach())
@@ -170,6 +177,15 @@ def token_uniforms(
 
 TokenOrSequence = Literal["token", "sequence"]
 Level = Literal["token", "sequence", "geometric"]
+
+
+# Importance ratios p_target/p_inf, truncated (TIS), masked (MIS, IcePop) or used as a veto.
+#
+# All functions take log-probs [B, T] (half precisions are widened) and a mask [B, T] (bool or 0/1),
+# and return detached tensors. A masked token never enters a product or mean and gets weight 1; an
+# unmasked token whose log-prob is NaN leaves the loss (weight 0) and its sequence's product too.
+# Log differences are clamped at +-20 before `exp`: per token, or once on the sum or mean at the
+# sequence levels.
 
 
 def importance_ratio(

@@ -49,6 +49,13 @@ class RapidSpec(CorrectionSpec):
 _RAPID = RapidSpec()
 
 
+# Sequence-level formulas over groups of samples of one prompt: RAPID's advantage, and keeping the
+# best.
+#
+# Group sums are taken on the sorted ids, in buffers as long as the batch: how many groups there are
+# is never asked of the device.
+
+
 def sequence_log_ratio(logp_new: Tensor, logp_mu: Tensor, mask: Tensor) -> Tensor:
     """`sum_t (log p_new - log mu)` [B] float64 over the tokens that count; 0 for an empty
     sequence."""

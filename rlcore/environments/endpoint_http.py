@@ -245,6 +245,12 @@ STREAMED = "text/event-stream"
 Complete = Callable[[bytes, Callable[[], bool]], tuple[dict[str, Any], bool, bool]]
 
 
+# The endpoint of one session: chat completions over HTTP on loopback, behind a bearer token.
+#
+# It lives in the process of its episode and ends with it, so reads and answers have no deadline of
+# their own: the environment's deadlines end the process.
+
+
 class SessionServer(ThreadingHTTPServer):
     """Serves from its construction until `close`."""
 

@@ -15,6 +15,17 @@ COMMENT = re.compile(r"\$\(.*?(?:\$\)|\Z)", re.DOTALL)
 LABEL = re.compile(r"[A-Za-z0-9._-]+")
 
 
+# Theorems of a file in the form of miniF2F's Metamath folder: a block for each, with its
+# hypotheses, its statement, and perhaps its proof.
+#
+#     ${
+#       name.0 $e |- ( ph -> X e. RR ) $.
+#       name $p |- ( ph -> ( X + 1 ) e. RR ) $= ? $.
+#     $}
+#
+# Blocks without a proof are commented out there, some with `@` in the place of `$`; both are read.
+
+
 class BadStatement(ValueError):
     """Text that is no block of that form; the message says where."""
 
@@ -112,6 +123,14 @@ RULES = {
 SYNTAX = {letter: f"w{name}" for letter, name in VARIABLES.items()} | CONNECTIVES
 LABELS = SYNTAX | HYPOTHESES | RULES
 ALPHABET = "".join(LABELS) + ",:="
+
+
+# Small theorems of propositional calculus and their proofs, in a notation of one letter a symbol.
+#
+# Formulas are in reverse Polish notation, as the syntax steps of a Metamath proof write them: `pq>`
+# is ( ph -> ps ), `p-` is -. ph. A theorem is `p,pq>:q`, its hypotheses and behind the colon what
+# follows from them. A proof is the sequence of its labels, one letter each: `pqxym` is wph wps, the
+# first and the second hypothesis, ax-mp.
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,12 @@ _EPSILONS = ("variance_epsilon", "eps")  # what transformers' norms call it
 _PROBE = (5, 24)  # rows and width of the input that a kind of norm is tried with
 
 
+# RMS norms of float32 models on CPU, with a backward pass of their own.
+#
+# Autograd takes transformers' norm apart into eight operations, each of which reads and writes the
+# whole activations again on the way back. The forward pass here is the same to the bit.
+
+
 def own_norms(lm: nn.Module) -> int:
     """Have those modules of `lm` that compute exactly `rms_norm` use it, in place; their number.
 
@@ -110,6 +116,13 @@ class _RmsNorm(torch.autograd.Function):
 STAT = Path("/proc/stat")
 WINDOW_S = 0.04  # four ticks of the clock that /proc/stat counts in
 FREE = 0.7  # of a core: what must have been free for one more thread
+
+
+# Compute threads of a rank on CPU that follow the machine's load.
+#
+# In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can take
+# these, and has to give them back within a fraction of a step. How many threads compute changes how
+# sums round, so that this is for runs whose results depend on timing anyway.
 
 
 @dataclass(frozen=True, slots=True)

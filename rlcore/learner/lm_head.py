@@ -42,6 +42,12 @@ class HeadSpec:
         return [slice(start, min(start + rows, n)) for start in range(0, max(n, 1), rows)]
 
 
+# KL of the policy to another one, from hidden states through the LM head, chunk by chunk.
+#
+# Nothing of size [N, V] survives a chunk: the backward pass recomputes it. Both policies are taken
+# whole, also under a safe set: constrained to sets that differ, their KL would be infinite.
+
+
 @dataclass(frozen=True, slots=True)
 class TopkTarget:
     """A policy known at some tokens only: its log-probs [N, k] float32 at ids [N, k] int64 (-1
@@ -104,6 +110,18 @@ def _as_products_take_it(weight: Tensor, spec: HeadSpec) -> Tensor:
 def _log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     logits = hidden.to(weight.dtype) @ weight.t()
     return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+# One pass over hidden states and the LM head: log-probs, entropy, top k and safe set, without [N,
+# V] in float32.
+#
+# Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and
+# the softmax's row statistics survive; the backward pass recomputes the chunk's logits. A pass
+# holds two `[chunk, V]` float32 buffers, and a chunk is an eighth of the positions at most, so that
+# this is no [N, V] for a short micro-batch either.
+#
+# Liger's fused kernels cannot take its place: they give no entropy, which every step reports, or no
+# log-probs at all (benchmarks/results/head_memory_cpu.md, with the measured size of a chunk).
 
 
 class _Buffers:

@@ -28,6 +28,20 @@ from rlcore.types import TokenScores
 NONE = -1  # in place of experts: the token's are chosen by the learner itself
 
 
+# Router replay: a mixture's layers compute the experts that the actor's engine chose, weighed by
+# the learner's own scores.
+#
+# Of a token x in one layer, with the router's logits z = W x over E experts and the k experts I
+# that the engine chose, the layer computes
+#
+#     sum over i in I of g_i expert_i(x),   g_i = softmax(z)_i [ / sum over j in I of softmax(z)_j ]
+#
+# divided where the model normalises its top k. A plain pass has I = top k of z. Gradients reach W
+# through g; the choice itself has none in either. Where I is the learner's own top k, the pass is
+# the plain one to the bit. Source: "Stabilizing MoE Reinforcement Learning by Aligning Training and
+# Inference Routers" (2025), "rollout routing replay".
+
+
 class Replay:
     """Makes a model take the argument `routes` [R, W, layers, k] int16, the experts of each
     position, NONE where it chooses by itself."""

@@ -80,6 +80,15 @@ class RankReduce(Reduce):
         return moved.to(values.device)
 
 
+# Sequences that several ranks hold in parts (`learner.sequence_parallel`).
+#
+# The ranks of a group have the same micro-batches. Each computes the layers at its own positions, a
+# contiguous part of every row, and the scores of the tokens that these predict; attention exchanges
+# positions for heads (`engines/ulysses.py`). Scores are then gathered, so that corrections and
+# losses see whole sequences and every rank of a group has the same loss. Its gradient at the scores
+# of other ranks is dropped: the sum over all ranks is the gradient of each sequence once.
+
+
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The ranks that hold the same sequences, and which part is this one's."""

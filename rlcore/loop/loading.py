@@ -160,6 +160,14 @@ Send = Callable[[Publication, Sequence[ActorClient]], Awaitable[object]]  # Lear
 Party = tuple[Member, Process]
 
 
+# Delivers weights through a group transport: to all actors at once, while the learner waits.
+#
+# Every actor stops between two steps first, and only those that did are sent the weights, so the
+# loss of an actor before that costs nothing: the learner forms the group anew from those that are
+# there. The loss of one while weights are being sent leaves others with half of them, and costs a
+# recovery.
+
+
 class JointLoading:
     """The processes that take part in a publication, and the version that each has loaded."""
 

@@ -133,6 +133,11 @@ Entry = tuple[int, int]  # (load, number of the member)
 Choose = Callable[[int], Member | None]  # the least loaded member for a group id
 
 
+# Who works on what: the groups of each member, the members of each group, and who has least to do.
+#
+# Every change costs O(log n) in the number of members, however many groups there are.
+
+
 class Workload:
     """Heaps of members by load, one for training groups and one for evaluation. An entry counts as
     long as its load is the member's; each change of a load adds one."""

@@ -23,6 +23,15 @@ CIRCLE = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # CIRCLE / phi, odd: n * GOLDEN has no short period
 
 
+# Training prompts of several tasks: which task comes next, and which of its problems.
+#
+# The task of draw n is a function of (run seed, n, weights): the point `frac(u + n * phi)`, phi the
+# golden ratio, falls into one of intervals whose lengths are the tasks' shares. Points of that
+# sequence are spread so evenly (Kronecker; discrepancy O(log n / n)) that every stretch of draws,
+# the batches of single steps among them, has nearly the shares of the whole. The point is kept in
+# integers modulo 2^64, so that it is exact for every n.
+
+
 class TaskOrder:
     """Labels in the order in which prompts are drawn: random access by number."""
 

@@ -11,6 +11,16 @@ from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.role_protocols import ActorClient, Clients, LearnerClient, Publication, Sent
 from rlcore.loop.timing import PUBLICATIONS, Timeline, now
 
+# Engines and learner on the same GPUs, in turn (`schedule.colocated`).
+#
+#     engines generate -> they sleep -> the learner takes the steps of a phase -> it makes room ->
+#     engines wake their weights, receive the new ones, wake their caches -> engines generate
+#
+# A phase ends with a publication, and nothing is drawn within one: so nothing runs on an engine
+# that goes to sleep but copies of groups that another one has finished, which it holds until it
+# wakes. An engine that is lost is not replaced, for its GPU may be the learner's by then: the
+# attempt ends, and the run goes on from its newest checkpoint.
+
 
 class Colocation:
     """Whose turn it is. Engines are asleep when a session starts."""

@@ -371,6 +371,11 @@ def _reduce(how: Reduction, values: Sequence[float]) -> float:
             return values[-1]
 
 
+# What is healthy in a metric, and what to do when it leaves that range: for docs/metrics.md.
+#
+# By the names of `names.py`. A metric without an entry describes a run and has no range of its own.
+
+
 class Guide(NamedTuple):
     """Example: Guide("above 0.8", "lower `schedule.max_staleness`")"""
 

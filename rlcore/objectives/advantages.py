@@ -43,6 +43,13 @@ def without_truncated(mask: Tensor, truncated: Tensor | None) -> Tensor:
     return mask if truncated is None else mask & ~truncated[:, None]
 
 
+# The rewards of a step, and the statistics that advantages are made of.
+#
+# Rewards [B] and group_ids [B] int64 are of one rank. Groups are whole on a rank, so group
+# statistics need no reduction; batch statistics do. All are float64, and a group of one, a group of
+# equal rewards or a batch of equal rewards is centred to exactly 0, never NaN.
+
+
 class Rewards:
     """One rank's share of a step, one reward per episode.
 

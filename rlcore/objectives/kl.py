@@ -112,6 +112,15 @@ def entropy(logprobs: Tensor) -> Tensor:
 MIN_TAIL = 1e-6  # mass below which the tail is rounding noise
 
 
+# DistillSparse: reverse KL of the sparse actor's policy to the dense policy, on the actor's own
+# samples.
+#
+# DistillSparse, algorithm 1 step 7: with theta frozen, phi steps on `L_PPO_sparse + lambda *
+# KL(sparse || dense)`. Here p_s is the sparse policy (theta + phi, which carries the gradient) and
+# p_d the dense one (theta, detached: the log-probs of step 4). Every function gives the KL of the
+# next token at the states the actor visited, one value per token.
+
+
 def distill_sampled(
     kind: Literal["k1", "k3"],
     logp_sparse: Tensor,

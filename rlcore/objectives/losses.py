@@ -43,6 +43,14 @@ def policy_loss(
     }
 
 
+# From per-token losses to one number: coefficients that do not depend on micro-batches or ranks.
+#
+# `loss = sum(coefficients * per_token_loss)` over all ranks and micro-batches. The counts are of
+# the whole step over all ranks, so any split of the sequences into micro-batches adds up to the
+# same loss. The mask is the one after rejection, so a token mean divides by the kept tokens (see
+# `rlcore.corrections.jackpot` for why that is right).
+
+
 def counts(mask: Tensor, reduce: Reduce) -> tuple[int, int]:
     """Kept tokens, and sequences with at least one, of the whole step over all ranks.
 

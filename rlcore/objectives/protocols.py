@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 WIDE = 1e9  # a threshold that never binds
 
 
+# What a method declares of its expected gradient: the ways in which it departs from its reference.
+#
+# The reference of a token-level method: prefix and continuation of a token as the actor draws them,
+# the token itself from the policy that is differentiated. Of a sequence-level method: all of the
+# sequence from the policy that its weights lead to. Advantages are fixed, and denominators count
+# the batch before any rejection. A method without a declared bias is exact; the tests enumerate
+# every combination of methods and hold each to its declarations (docs/corrections-grid.md). No
+# torch.
+
+
 @dataclass(frozen=True, slots=True)
 class Bias:
     """One named departure, and when it is gone; the method's docstring uses the name.

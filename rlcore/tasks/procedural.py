@@ -18,6 +18,15 @@ HELDOUT_ONE_IN = 10
 ROUNDS = 4  # of the Feistel network: enough for an order without visible structure
 
 
+# Finite spaces of generated problems, cut into train and heldout by a bijection.
+#
+# A space is a union of strata (for example: numbers of 4, of 5, ... digits), each a range of ranks.
+# A keyed permutation that depends on the stratum alone orders its ranks; the last tenth of that
+# order is heldout. So a problem is on the same side for every seed and for every range of
+# difficulty, no problem is on both, and distinct indices give distinct problems until a side is
+# used up. The task's seed permutes within a side.
+
+
 class Permutation:
     """A keyed bijection of [0, size): a four-round Feistel network, walked until it lands inside
     the range."""

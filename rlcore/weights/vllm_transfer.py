@@ -162,6 +162,16 @@ class Client:
 REACH = 2**31 - 1  # entries of a tensor that vLLM's indices, int32, can name
 
 
+# Publications of changes from GPU to GPU, by vLLM's `sparse_nccl` sender: flat indices and values
+# of whole tensors in checkpoint coordinates, which each engine's own loader takes apart.
+#
+# UNPROVEN on GPUs; with a group whose collectives block as NCCL's do it is tested on CPU
+# (tests/weights/test_vllm_patches.py). Whole sets go by `nccl` as ever, over the same communicator.
+# vLLM marks entries that stay with NaN and writes into the parameters as they are
+# (vllm/model_executor/model_loader/checkpoint_weight_patch.py), so NaN cannot be sent, and engines
+# that lay weights out anew cannot be patched.
+
+
 class PatchSender(GroupSender):
     """A learner rank's end. Rank 0 keeps the set that was sent last on its host, and sends what
     differs from it; a whole set every few versions, to a group that is new, and after a failure."""

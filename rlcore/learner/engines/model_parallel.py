@@ -57,6 +57,13 @@ _BY_INPUTS = ("o_proj", "down_proj")
 _OF_HEADS = ("q_norm", "k_norm")
 
 
+# Matrices of the layers of which each of several ranks holds a part: DeepSpeed's AutoTP.
+#
+# Query, key, value, gate and up projections are divided by outputs, so that a rank has whole heads;
+# output and down projections by inputs, whose products are summed over the ranks. Everything else
+# is whole on every rank, embedding and head included.
+
+
 def autotp_config(count: int) -> dict[str, Any]:
     """DeepSpeed's section `tensor_parallel`. Its own table of models would divide the head too,
     whose weight the head pass reads whole."""
@@ -176,6 +183,19 @@ EXPERT_KEY = "learner.expert_parallel"
 # what AutoEP makes of a stacked parameter, in the order of its rows
 _PIECES = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
 _ROUTER, _MOVED = ".mlp.gate.weight", ".mlp.router.gate.weight"
+
+
+# Experts of which each of several ranks holds a part: DeepSpeed's AutoEP.
+#
+# A rank has E / N of the E experts of every layer; their tokens come to it from the other ranks of
+# its group, by an all-to-all around the experts, and go back. Everything else is whole on every
+# rank. AutoEP holds a layer's experts as w1 (gate), w3 (up) [E / N, I, H] and w2 (down) [E / N, H,
+# I], and the router's weight one module deeper. Under the names that transformers gives them, which
+# publications and checkpoints know, stand parameters without storage, in the shapes of whole
+# tensors.
+#
+# DeepSpeed's clipping is not used: it averages norms over ranks that have other experts, so that
+# these would scale their gradients unequally.
 
 
 def check_experts(lm: Any, count: int) -> None:

@@ -55,6 +55,14 @@ _LOCK = "in_use"
 _locks: list[int] = []  # descriptors that hold this process's folders until it ends
 
 
+# DeepSpeed's offload at ZeRO-3: AdamW's masters and moments in host memory or on NVMe, where the
+# step is then computed, and the parameters in host memory.
+#
+# Stages 1 and 2 are refused (`OffloadSpec`): there DeepSpeed 0.19 keeps offloaded gradients in the
+# model's dtype from one micro-batch to the next (`accumulated_grads_in_cpu` in stage_1_and_2.py),
+# which loses small ones in bfloat16. Stage 3 adds them up in float32.
+
+
 def offload_config(spec: LearnerSpec) -> dict[str, dict[str, Any]]:
     """Entries of DeepSpeed's `zero_optimization`; of NVMe without its folder."""
     offload = spec.offload

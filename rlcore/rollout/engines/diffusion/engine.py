@@ -20,6 +20,11 @@ from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.spec import refuse
 from rlcore.types import FinishReason, OnPublish
 
+# One response on its way from masks to tokens. NumPy alone.
+#
+# As papers/ais.txt (C.2) has it for LLaDA: blocks one after the other, from the left; a step draws
+# a candidate for every masked position of the current block and keeps the most confident ones.
+
 
 class Denoising:
     """A prompt and its canvas. Its draws depend on the request's seed and on how many steps it has

@@ -36,6 +36,12 @@ _ADAPTER = LoRARequest("published", 1, "published")
 _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.LENGTH: "length"}
 
 
+# vLLM's engine core, driven directly.
+#
+# Its outputs stay the arrays they are: vLLM's own output processor turns every log-prob into Python
+# objects, which costs more than computing them (see benchmarks/rollout_logprobs.py).
+
+
 class VllmCore(DecodeCore):
     """One engine of vLLM whose scheduler runs in this process.
 

@@ -17,6 +17,11 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
 from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
 
+# Experts of a mixture on the CPU, computed from weights that can be replaced in place.
+#
+# vLLM's own kernel wants them packed, at the same shapes: a weight loaded into the packed parameter
+# would be read wrongly, and a checksum of that parameter could not tell.
+
 
 def keep_experts_live() -> None:
     """Have vLLM's unquantised CPU experts keep and read their weights as they were loaded."""
@@ -51,6 +56,15 @@ def mixed(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor) 
         y = F.linear(F.silu(gate) * up, w2[e])
         total.index_add_(0, tokens, y.float() * weights[tokens, place, None].float())
     return total.to(x.dtype)
+
+
+# The experts that a mixture chooses on the CPU, recorded for every token.
+#
+# vLLM returns them from its second model runner alone (vllm/config/vllm.py:
+# _verify_aux_output_compatibility), whose kernels are written for GPUs. So this stands in its
+# scheduler where that runner's connector would, in the one process that scheduler and model share
+# here. As vLLM 0.26 did, it keeps experts by the slot of a token's keys and values: what a prefix
+# cache hit reads of another request's keys and values, it reads of their experts too.
 
 
 class RoutesOnCpu:

@@ -29,6 +29,12 @@ _SPARE = 64  # requests that may have left before their numbers are dropped
 _LARGEST = 2**31
 
 
+# Draws of seeded requests on the CPU, without an operation of torch for each request and token.
+#
+# vLLM takes one number from the generator of every request in every step. Here a request's next
+# numbers are drawn together: the same ones in the same order, so that tokens stay what they were.
+
+
 class SeededDraws:
     """In place of vLLM's CPU sampler of one model runner."""
 

@@ -114,6 +114,16 @@ ROW_CHUNK = 1024  # tokens whose scores exist at one time
 GATHER_BYTES = 4 << 20
 
 
+# Block top-k attention on the CPU: one layer.
+#
+# Cache layout per layer: [blocks, kv_heads, block_size, 2 * head_dim], keys first and stored
+# transposed ([head_dim, block_size]) within their half. Beside it each layer keeps the mean key of
+# every physical page, written when the page's last key is: a page that the prefix cache gives to
+# another request brings its summary along, one that is recomputed is summarised again. Pages chosen
+# for a KV head become a row of the stock kernel with a shortened block table; keys are stored after
+# RoPE, so a page means the same at any place in the table.
+
+
 class SparseCPUImpl(CPUAttentionBackendImpl):
     """Page summaries beside the layer's cache, selection per KV head, the stock kernel on the kept
     pages."""
@@ -325,6 +335,13 @@ def _keys(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return (
         key_half.index_select(0, blocks).view(len(blocks), heads, width // 2, size).transpose(2, 3)
     )
+
+
+# Block top-k sparse attention inside vLLM on the CPU, in place of its stock attention backend.
+#
+# install(SparseSpec(...))         # before the engine starts, in the process that hosts the model
+# engine = ...                     # with block_size=rule.block_size
+# bind(worker.model_runner)        # once it has started
 
 
 def install(rule: SparseSpec) -> None:

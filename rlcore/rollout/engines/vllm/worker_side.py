@@ -35,6 +35,15 @@ from rlcore.weights.manifest import tensor_checksum
 BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> vLLM's name
 
 
+# vLLM's receivers of weights, with a record of what the model took. Registered under names of
+# their own, in every process that imports this file.
+#
+# `ipc` has run on one H100, unquantised; `nccl` and its patches are UNPROVEN on GPUs. vLLM drives
+# the reload of quantised layers itself; see vllm/distributed/weight_transfer/base.py. While it
+# loads patches it puts a function of its own in the place of `torch.Tensor.copy_`, for the whole
+# process.
+
+
 class Recording:
     """Mixed in before one of vLLM's receivers."""
 
