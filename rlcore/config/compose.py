@@ -44,6 +44,7 @@ from rlcore.errors import UserError
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.tasks.rewards.specs import RewardSpec
+from rlcore.tasks.row_files import CACHED
 from rlcore.tasks.specs import EvalTaskSpec, MixedTaskSpec, TaskSpec
 
 AnyTask = TypeVar("AnyTask", bound=EvalTaskSpec)
@@ -112,7 +113,7 @@ def _corrections(corrections: CorrectionList) -> CorrectionList:
 def _task(task: AnyTask) -> AnyTask:
     args = dict(task.args)
     for name in FILES:
-        if isinstance(args.get(name), str):
+        if isinstance(args.get(name), str) and not args[name].startswith(CACHED):
             args[name] = os.path.abspath(args[name])
     if isinstance(args.get("grader"), str):
         args["grader"] = _code(args["grader"])

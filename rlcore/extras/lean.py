@@ -14,7 +14,7 @@ from typing import Any
 
 from rlcore.interfaces import Split
 from rlcore.tasks.arguments import ArgumentError
-from rlcore.tasks.records import Record, RecordTask, RowError, pick_text
+from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
 from rlcore.types import Grade, Item
 
 FENCE = re.compile(r"```[ \t]*(?:lean4?|tactics)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -186,15 +186,15 @@ class Lean(RecordTask):
 
     def record(self, row: dict[str, Any]) -> Record:
         statement_field, worked_field = self._fields
-        header = row.get("header")
-        header = header if isinstance(header, str) and header.strip() else self._header
+        header = str(pick(row, "header", empty=True) or "") if "header" in row else ""
+        header = header if header.strip() else self._header
         text = pick_text(row, statement_field)
         try:
             statement = Statement.of(f"{header.rstrip()}\n\n{text}")
         except NoStatement as error:
             raise RowError(f"field {statement_field} {error}") from error
-        informal = row.get("informal_prefix") or ""
-        shown = f"{str(informal).strip()}\n{statement.text} by".lstrip()
+        informal = pick(row, "informal_prefix", empty=True) if "informal_prefix" in row else ""
+        shown = f"{str(informal or '').strip()}\n{statement.text} by".lstrip()
         worked = None
         if worked_field:
             worked = f"```lean\n{statement.text} by\n{pick_text(row, worked_field)}\n```"

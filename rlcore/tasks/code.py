@@ -232,7 +232,7 @@ class CodeTask(RecordTask):
             raise RowError(
                 f"field {tests_field} is not Python source or a list of it", missing_answer=True
             )
-        setup = row.get(setup_field) if setup_field else None
+        setup = pick(row, setup_field, empty=True) if setup_field and setup_field in row else None
         tests = f"{setup}\n{tests}" if isinstance(setup, str) and setup.strip() else tests
         solution = pick_text(row, worked) if worked else None
         try:

@@ -8,7 +8,14 @@ from typing import Any
 from rlcore.registry import LoadError, load_object
 from rlcore.tasks.arguments import ArgumentError
 from rlcore.tasks.grades import as_grade, wants_tokens
-from rlcore.tasks.records import Record, RecordTask, pick, pick_question, pick_text
+from rlcore.tasks.records import (
+    Record,
+    RecordTask,
+    pick,
+    pick_answers,
+    pick_question,
+    pick_text,
+)
 from rlcore.types import Grade, Item
 
 
@@ -19,9 +26,10 @@ class FileTask(RecordTask):
     `question_field` holds a text or the messages of a conversation; None: the column question,
     prompt or messages. The function returns a number, a list with one for every token, either of
     them as (it, {part: number}), or a `Grade`, and raises when it cannot judge. `answer_field` may
-    be None if the grader needs no reference. `meta_fields` are columns (JSON-able values) that the
-    grader finds in `item.meta`; `worked_field` is a column of full answers for supervised warm-up;
-    without it, a conversation's last turn is one, if it is the assistant's.
+    be None if the grader needs no reference. A list in it holds accepted answers: item.answer is
+    the first, item.meta["answers"] are all. `meta_fields` are columns (JSON-able values, also null)
+    that the grader finds in `item.meta`; `worked_field` is a column of full answers for supervised
+    warm-up; without it, a conversation's last turn is one, if it is the assistant's.
     """
 
     name = "file"
@@ -53,12 +61,14 @@ class FileTask(RecordTask):
     def record(self, row: dict[str, Any]) -> Record:
         question, answer, worked = self._fields
         asked = pick_question(row, question)
+        answers = pick_answers(row, answer) if answer else [""]
         return Record(
             asked.question,
-            pick_text(row, answer, answer=True) if answer else "",
+            answers[0],
             pick_text(row, worked) if worked else asked.answer,
-            {name: pick(row, name) for name in self._meta_fields},
+            {name: pick(row, name, empty=True) for name in self._meta_fields},
             asked.messages,
+            tuple(answers) if len(answers) > 1 else (),
         )
 
     def grade(self, item: Item, response: str, tokens: Sequence[str] = ()) -> Grade:

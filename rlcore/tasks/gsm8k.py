@@ -9,7 +9,14 @@ from typing import Any
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import final_number, is_number, number_text
-from rlcore.tasks.records import Record, RecordTask, RowError, pick_question, pick_text
+from rlcore.tasks.records import (
+    Record,
+    RecordTask,
+    RowError,
+    accepted,
+    pick_answers,
+    pick_question,
+)
 from rlcore.types import Grade, Item
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
@@ -40,17 +47,25 @@ class Gsm8k(RecordTask):
 
     def record(self, row: dict[str, Any]) -> Record:
         question_field, answer_field = self._fields
-        solution = pick_text(row, answer_field, answer=True)
-        _, mark, final = solution.rpartition("####")
-        number = number_text(final)
-        if not mark or number is None:
-            raise RowError(
-                f"field {answer_field} does not end in '#### <number>'", missing_answer=True
-            )
+        solutions = pick_answers(row, answer_field)
+        numbers = [_number(solution, answer_field) for solution in solutions]
         asked = pick_question(row, question_field)
-        worked = CALCULATOR.sub("", solution)
-        return Record(asked.question, number, worked, messages=asked.messages)
+        worked = CALCULATOR.sub("", solutions[0])
+        alternatives = tuple(numbers) if len(numbers) > 1 else ()
+        return Record(
+            asked.question, numbers[0], worked, messages=asked.messages, accepted=alternatives
+        )
 
     def grade(self, item: Item, response: str) -> Grade:
         found = final_number(response)
-        return weighted(is_number(item.answer, found), found.marked, self._format_reward)
+        correct = any(is_number(answer, found) for answer in accepted(item))
+        return weighted(correct, found.marked, self._format_reward)
+
+
+def _number(solution: str, answer_field: str) -> str:
+    """The number that a published solution ends in. Raises RowError for one without."""
+    _, mark, final = solution.rpartition("####")
+    number = number_text(final)
+    if not mark or number is None:
+        raise RowError(f"field {answer_field} does not end in '#### <number>'", missing_answer=True)
+    return number

@@ -7,7 +7,14 @@ from typing import Any
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed
-from rlcore.tasks.records import Record, RecordTask, pick_question, pick_text
+from rlcore.tasks.records import (
+    Record,
+    RecordTask,
+    accepted,
+    pick_answers,
+    pick_question,
+    pick_text,
+)
 from rlcore.types import Grade, Item
 
 
@@ -16,6 +23,7 @@ class Math(RecordTask):
     holds something, together with the boxes that only "and", "or" or a comma separates from it;
     without one what follows its last ####, then "the answer is", then its last formula or number.
 
+    A list of answers in a row are alternatives, each of which is right.
     reward = (1 - format_reward) * correct + format_reward * (there is a \\boxed answer). An answer
     that cannot be read or compared is wrong. `worked_field` names a column with full solutions,
     used for supervised warm-up; without it the worked answer is the boxed reference.
@@ -38,14 +46,21 @@ class Math(RecordTask):
 
     def record(self, row: dict[str, Any]) -> Record:
         question, answer, worked = self._fields
-        reference = pick_text(row, answer, answer=True)
+        reference, *others = pick_answers(row, answer)
         solution = pick_text(row, worked) if worked else ""
         # Published solutions do not always box their answer.
         if "\\boxed" not in solution or last_boxed(solution) != reference:
             solution = f"{solution}\n\\boxed{{{reference}}}".lstrip()
         asked = pick_question(row, question)
-        return Record(asked.question, reference, solution, messages=asked.messages)
+        return Record(
+            asked.question,
+            reference,
+            solution,
+            messages=asked.messages,
+            accepted=(reference, *others) if others else (),
+        )
 
     def grade(self, item: Item, response: str) -> Grade:
         found = final_answer(response)
-        return weighted(equivalent(item.answer, found.texts), found.boxed, self._format_reward)
+        correct = any(equivalent(answer, found.texts) for answer in accepted(item))
+        return weighted(correct, found.boxed, self._format_reward)

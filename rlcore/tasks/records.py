@@ -3,113 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rlcore.interfaces import Split, Task
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
+from rlcore.tasks.row_files import Row, Unread, fault, rows
 from rlcore.types import Grade, Item, Message
-
-Row = dict[str, Any]
-# What `datasets.save_to_disk` writes: beside the files of one split, and above those of several.
-STATE, SPLITS = "state.json", "dataset_dict.json"
-
-
-def rows(argument: str, path: str) -> Iterator[tuple[int, Row]]:
-    """(row number from 1, row) of a file, or of a folder that `save_to_disk` wrote; in a JSONL file
-    the row number is the line number. Raises ArgumentError for `argument`."""
-    file = Path(str(path)).expanduser()
-    if file.is_dir():
-        yield from enumerate(_saved(argument, file), 1)
-        return
-    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".arrow": _arrow}
-    if file.suffix not in readers:
-        raise ArgumentError(
-            argument,
-            path,
-            "is not accepted: give a .jsonl, .parquet or .arrow file, or a folder that a Hugging "
-            "Face data set was saved to.",
-        )
-    if not file.is_file():
-        raise ArgumentError(argument, path, f"names no file (looked for {file.absolute()}).")
-    yield from readers[file.suffix](argument, file)
-
-
-def _saved(argument: str, folder: Path) -> Iterator[Row]:
-    """Rows of a split's folder, in the order of its state."""
-    if (folder / SPLITS).is_file():
-        splits = sorted(p.name for p in folder.iterdir() if (p / STATE).is_file())
-        raise ArgumentError(
-            argument,
-            folder,
-            f"holds the splits {', '.join(splits) or 'of a data set, but none of their folders'}: "
-            f"name one of them, such as {folder / splits[0] if splits else folder / 'train'}.",
-        )
-    if not (folder / STATE).is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8])
-        raise ArgumentError(
-            argument,
-            folder,
-            f"is no folder that a Hugging Face data set was saved to: it has no {STATE} (it has: "
-            f"{found or 'nothing'}).",
-        )
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        files = [str(entry["filename"]) for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(argument, folder, f"has a {STATE} that cannot be read.") from error
-    for name in files:
-        for _, row in _arrow(argument, folder / name):
-            yield row
-
-
-def _jsonl(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise ArgumentError(
-                            argument, file, f"has a bad row: row {number} is not a JSON object."
-                        )
-                    yield number, row
-    except json.JSONDecodeError as error:
-        raise ArgumentError(
-            argument, file, f"has a bad row: row {number} is not JSON ({error.msg})."
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(argument, file, f"cannot be read: {error}.") from error
-
-
-def _parquet(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ArgumentError(argument, file, f"cannot be read as Parquet: {error}.") from error
-
-
-def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
-    """Of Arrow's stream format, which `datasets` writes, or its file format."""
-    import pyarrow
-    import pyarrow.ipc
-
-    try:
-        with pyarrow.memory_map(str(file)) as source:
-            seekable = source.read(6) == b"ARROW1"
-            source.seek(0)
-            opened = pyarrow.ipc.open_file if seekable else pyarrow.ipc.open_stream
-            table = opened(source).read_all()
-            yield from enumerate(table.to_pylist(), 1)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ArgumentError(argument, file, f"cannot be read as Arrow: {error}.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +25,7 @@ class Record:
     worked: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()  # the whole conversation, where it is more than the question
+    accepted: tuple[str, ...] = ()  # all answers that are right, where there are several
 
 
 class RowError(ValueError):
@@ -132,8 +37,9 @@ class RowError(ValueError):
 
 
 class RecordTask(Task, ABC):
-    """`train_path` and `heldout_path` name a .jsonl, .parquet or .arrow file each, or a folder that
-    a Hugging Face data set was saved to; one may be None, its split is then empty.
+    """`train_path` and `heldout_path` name a data file each, or a folder that a Hugging Face data
+    set was saved to (`row_files.py`); one may be None, its split is then empty. `train_split` and
+    `heldout_split` choose one of several splits in such a folder.
 
     A field is a column name or a dotted path into it (`reward_model.ground_truth`,
     `prompt.0.content`). `instruction` is appended to every question, on a line of its own, which is
@@ -148,6 +54,8 @@ class RecordTask(Task, ABC):
         *,
         train_path: str | None = None,
         heldout_path: str | None = None,
+        train_split: str | None = None,
+        heldout_split: str | None = None,
         instruction: str = "",
         missing_answer: str = "error",
     ) -> None:
@@ -162,6 +70,7 @@ class RecordTask(Task, ABC):
         self._instruction = instruction
         self._skip = one_of("missing_answer", missing_answer, ("error", "skip")) == "skip"
         self._paths: dict[Split, str | None] = {"train": train_path, "heldout": heldout_path}
+        self._splits: dict[Split, str | None] = {"train": train_split, "heldout": heldout_split}
         # rows left out because they have no answer
         self.skipped: dict[Split, int] = {"train": 0, "heldout": 0}
         self._records: dict[Split, list[Record]] = {
@@ -169,14 +78,14 @@ class RecordTask(Task, ABC):
         }
 
     @abstractmethod
-    def record(self, row: dict[str, Any]) -> Record:
+    def record(self, row: Row) -> Record:
         """Validate one row. Raises RowError."""
 
     @abstractmethod
     def grade(self, item: Item, response: str) -> Grade:
         """See `rlcore.interfaces.Task`."""
 
-    def keeps(self, split: Split, row: dict[str, Any]) -> bool:
+    def keeps(self, split: Split, row: Row) -> bool:
         """Return whether a row of a split's file belongs to the split."""
         return True
 
@@ -185,22 +94,20 @@ class RecordTask(Task, ABC):
         if path is None:
             return []
         argument, records = f"{split}_path", []
-        for number, row in rows(argument, path):
+        for number, row in rows(argument, path, self._splits[split]):
             if not self.keeps(split, row):
                 continue
             try:
                 records.append(self.record(row))
             except RowError as error:
                 if not (error.missing_answer and self._skip):
-                    hint = (
-                        "; task.args.missing_answer=skip leaves such rows out"
-                        if error.missing_answer
-                        else ""
-                    )
-                    raise ArgumentError(
-                        argument, path, f"has a bad row: row {number}: {error}{hint}."
-                    ) from error
+                    skips = "; task.args.missing_answer=skip leaves such rows out"
+                    why = f"{error}{skips if error.missing_answer else ''}"
+                    raise _bad_row(argument, path, number, why) from error
                 self.skipped[split] += 1
+            except Exception as error:  # of any kind: a task may be a user's own
+                why = f"{type(error).__name__}: {error}"
+                raise _bad_row(argument, path, number, why) from error
         if not records:
             raise ArgumentError(
                 argument, path, "is an empty data set: it has no row with an answer."
@@ -220,9 +127,11 @@ class RecordTask(Task, ABC):
         question = (
             f"{record.question}\n{self._instruction}" if self._instruction else record.question
         )
-        meta = (
-            {**record.meta, "worked": record.worked} if record.worked is not None else record.meta
-        )
+        meta = dict(record.meta)
+        if record.worked is not None:
+            meta["worked"] = record.worked
+        if record.accepted:
+            meta[ACCEPTED] = list(record.accepted)
         return Item(
             format_prompt_id(self.name, split, index),
             question,
@@ -240,9 +149,19 @@ class RecordTask(Task, ABC):
         return None
 
 
-def pick(row: dict[str, Any], path: str, *, answer: bool = False) -> Any:
-    """The value at a dotted path of a row. Raises RowError naming the path if it is absent, null or
-    blank."""
+def _bad_row(argument: str, path: str, number: int, why: str) -> ArgumentError:
+    first = why.splitlines()[0].rstrip(".")
+    return ArgumentError(argument, path, f"has a bad row: row {number}: {first}.")
+
+
+def accepted(item: Item) -> list[str]:
+    """The answers of an item that are right."""
+    return item.meta.get(ACCEPTED) or [item.answer]
+
+
+def pick(row: Row, path: str, *, answer: bool = False, empty: bool = False) -> Any:
+    """The value at a dotted path of a row. Raises RowError naming the path if it is absent, has no
+    meaning, or, without `empty`, is null or blank."""
     value: Any = row
     for part in [path] if path in row else path.split("."):
         if isinstance(value, dict) and part in value:
@@ -254,18 +173,36 @@ def pick(row: dict[str, Any], path: str, *, answer: bool = False) -> Any:
             and int(part) < len(value)
         ):
             value = value[int(part)]
+        elif isinstance(value, Unread):
+            break
         else:
             raise RowError(
                 f"field {path} is absent (the row has: {', '.join(map(str, row))})", answer
             )
-    if value is None or (isinstance(value, str) and not value.strip()):
+    why = fault(value, path)
+    if why is not None:
+        raise RowError(why, answer and why.endswith("is NaN"))  # as pandas writes a missing value
+    if not empty and (value is None or (isinstance(value, str) and not value.strip())):
         raise RowError(f"field {path} is empty", answer)
     return value
 
 
-def pick_text(row: dict[str, Any], path: str, *, answer: bool = False) -> str:
+def pick_text(row: Row, path: str, *, answer: bool = False) -> str:
     """Text at a dotted path; numbers are written out, whole floats without their `.0`."""
-    value = pick(row, path, answer=answer)
+    return _written(pick(row, path, answer=answer), path)
+
+
+def pick_answers(row: Row, path: str) -> list[str]:
+    """The accepted answers at a dotted path: one, or a list of them."""
+    value = pick(row, path, answer=True)
+    if not isinstance(value, list):
+        return [_written(value, path)]
+    if not value:
+        raise RowError(f"field {path} is an empty list", missing_answer=True)
+    return [pick_text(row, f"{path}.{i}", answer=True) for i in range(len(value))]
+
+
+def _written(value: Any, path: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -275,6 +212,9 @@ def pick_text(row: dict[str, Any], path: str, *, answer: bool = False) -> str:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("question", "prompt", "messages")  # looked for where no column is named
+ACCEPTED = "answers"  # in an item's meta: the accepted answers, where there are several
+_STORED = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+_BEGUN = ("prefix", "partial", "prefill", "continue_final_message")  # keys that mark a prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +227,7 @@ class Question:
     answer: str | None = None  # the last turn, where it is the assistant's
 
 
-def pick_question(row: dict[str, Any], path: str | None) -> Question:
+def pick_question(row: Row, path: str | None) -> Question:
     """The question at a dotted path; None: in the first of COLUMNS that the row has.
 
     A conversation ends with what the model is asked; a last turn of the assistant is its answer.
@@ -299,11 +239,11 @@ def pick_question(row: dict[str, Any], path: str | None) -> Question:
             f"it has none of the fields {', '.join(COLUMNS)} (the row has: "
             f"{', '.join(map(str, row))}): name one with task.args.question_field"
         )
-    value = _turned(pick(row, field))
+    value = _turned(_unpacked(pick(row, field), field))
     if not isinstance(value, list):
         return Question(pick_text(row, field))
     messages = [_message(m, f"{field}.{i}") for i, m in enumerate(value)]
-    answer = messages.pop()["content"] if len(messages) and _said(messages[-1]) else None
+    answer = _answer(messages.pop(), field) if messages and _said(messages[-1]) else None
     if not messages:
         raise RowError(f"field {field} holds no message before the assistant's")
     last = messages[-1]
@@ -317,6 +257,45 @@ def pick_question(row: dict[str, Any], path: str | None) -> Question:
 
 def _said(message: Message) -> bool:
     return bool(message["role"] == "assistant")
+
+
+def _answer(message: Message, field: str) -> str:
+    """The text of a last turn of the assistant, which is a whole answer. Raises RowError for one
+    that is only begun: every answer is sampled from its beginning."""
+    text = str(message["content"])
+    begun = next((f"the key {key}" for key in _BEGUN if message.get(key) is True), None)
+    opened = re.search(r"<[A-Za-z_]+>\s*$", text)
+    if begun is None and opened:
+        begun = f"it ends with {opened[0].strip()}"
+    if begun is None and text.count("<think>") > text.count("</think>"):
+        begun = "its <think> is not closed"
+    if begun is None and text.count("```") % 2:
+        begun = "its last code block is not closed"
+    if begun is None and not text.strip():
+        begun = "it has no text"
+    if begun is not None:
+        raise RowError(
+            f"field {field} ends with an assistant turn that is begun and not finished ({begun}): "
+            "answers are sampled from their beginning, so leave this turn out"
+        )
+    return text
+
+
+def _unpacked(value: Any, field: str) -> Any:
+    """A conversation that is stored as JSON text, read. Raises RowError for one in another form."""
+    listed = field == "messages" and isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
+    if not isinstance(value, str) or not (listed or _STORED.match(value)):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f"field {field} holds the messages of a conversation as text that is not JSON"
+        ) from error
+    why = fault(found, field)
+    if why is not None:
+        raise RowError(why)
+    return found
 
 
 def _turned(value: Any) -> Any:

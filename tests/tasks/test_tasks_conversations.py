@@ -46,6 +46,49 @@ def test_a_text_and_messages_are_read_out_of_the_column_that_is_there(row, asked
     assert pick_question(row, None) == asked
 
 
+@pytest.mark.parametrize("field", ["messages", "prompt", "chat"])
+def test_a_conversation_that_is_stored_as_json_text_is_read(field):
+    stored = json.dumps([SYSTEM, USER, SAID])
+    asked = pick_question({field: stored}, field)
+    assert asked == Question("2+2?", (SYSTEM, USER), "4")
+    assert pick_question({"messages": "Is [1, 2] a list?"}, None) == Question("Is [1, 2] a list?")
+    assert pick_question({"question": "[1, 2] + [3]?"}, None) == Question("[1, 2] + [3]?")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (str([USER, SAID]), "field messages holds the messages of a conversation as text that is"),
+        (json.dumps([USER])[:-1], "field messages holds the messages of a conversation as text"),
+        ('[{"role": "user", "content": NaN}]', "field messages.0.content is NaN"),
+        ('[{"role": "user", "content": "\\ud83d"}]', "field messages.0.content has a lone surr"),
+        ("[" * 5000, "field messages holds the messages of a conversation as text"),
+    ],
+)
+def test_text_that_is_nearly_a_conversation_is_refused(text, said):
+    with pytest.raises(RowError) as error:
+        pick_question({"messages": text}, None)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"content": "So", "prefix": True}, "the key prefix"),
+        ({"content": "<think>\nWell, "}, "its <think> is not closed"),
+        ({"content": "The answer is <answer>"}, "it ends with <answer>"),
+        ({"content": "```python\n"}, "its last code block is not closed"),
+        ({"content": " "}, "it has no text"),
+    ],
+)
+def test_a_prefill_is_no_worked_answer(turn, said):
+    with pytest.raises(RowError) as error:
+        pick_question({"messages": [USER, {"role": "assistant", **turn}]}, None)
+    assert f"ends with an assistant turn that is begun and not finished ({said})" in str(
+        error.value
+    )
+
+
 def test_a_named_column_counts_before_the_usual_ones():
     row = {"question": "no", "chats": {"first": [SYSTEM, AGAIN]}}
     assert pick_question(row, "chats.first") == Question("3+3?", (SYSTEM, AGAIN))

@@ -130,7 +130,7 @@ def test_parquet_with_nested_fields_and_an_instruction(tmp_path):
         (None, ".jsonl", "names no file"),
         (b"", ".jsonl", "is an empty data set"),
         (b"\n\n", ".jsonl", "is an empty data set"),
-        (b"{}", ".csv", "give a .jsonl, .parquet or .arrow file, or a folder"),
+        (b"{}", ".xlsx", "give a .jsonl, .json, .csv, .parquet or .arrow file"),
         (
             b'{"question": "q", "answer": "#### 1"}\n\n{"question": "q"}\n',
             ".jsonl",
