@@ -132,13 +132,9 @@ TINY = 1e-6  # smallest normaliser: below it (almost) nothing was accepted
 COMPLETE = 1e-5
 
 
-# Optimal budgeted rejection sampling (OBRS) and its weights: Jackpot's formulas (sections 3 and 4,
-# appendix A).
-#
-# A token drawn from p_inf is kept with probability `a(x) = min(1, p_t(x) / (lam p_inf(x)))`. Kept
-# tokens follow `min(p_inf, p_t/lam) / Z` with `Z = sum_x min(p_inf(x), p_t(x)/lam)`, and `Z
-# max(lam, p_t/p_inf)` weighs them to p_t. `E_{x~p_inf}[a(x)] = Z`, which is what repairs a Z summed
-# over the most likely tokens only.
+# Jackpot (sections 3 and 4, appendix A): a token drawn from p_inf is kept with probability
+# `a(x) = min(1, p_t(x) / (lam p_inf(x)))`; kept tokens follow `min(p_inf, p_t/lam) / Z`, and `Z
+# max(lam, p_t/p_inf)` weighs them to p_t. `E_{x~p_inf}[a(x)] = Z` repairs a Z of the top k alone.
 
 
 def _ratio_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
