@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
+import importlib.util
 import logging
 import re
 import symtable
+import sys
+import textwrap
+import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlcore.errors import UserError
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
-from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError, available
+from rlcore.tasks.sandbox import LAYERS, Limits, ProgramTests, Sandbox, SandboxError, available
 from rlcore.types import Grade, Item
 
 
@@ -22,30 +28,123 @@ class BadTests(ValueError):
     """Tests that cannot judge a program; the message says why."""
 
 
-def names_under_test(tests: str, reference: str, given: Collection[str]) -> list[str]:
-    """Names that the tests use and that the program must define.
+# Modules that tests name the program by, in `from solution import f`.
+PROGRAM_MODULES = frozenset(
+    {"solution", "solutions", "your_solution", "program", "submission", "answer", "candidate"}
+    | {"main", "your_module", "my_module", "your_code"}
+)
+ALIASES = {"np": "numpy", "numpy": "numpy"}
+NOT_LIBRARY = frozenset({"antigravity", "this", "__main__", "tkinter", "turtle", "idlelib"})
+CLASS_NAME = re.compile(r"[A-Z]+[a-z0-9]+(?:[A-Z]+[a-z0-9]*)*")
+
+
+def program_tests(source: str, reference: str, given: Collection[str]) -> ProgramTests:
+    """Tests with the names that the program must define.
 
     These are what the reference solution defines, and what neither Python nor the preamble (its
-    names are `given`) nor the tests themselves define. Everything else in the tests, `set` and
-    `sorted` among it, means what it means in Python, whatever the program does to it.
+    names are `given`) nor the tests themselves define, nor an import of the reference or a module
+    of the library that the tests name. Everything else in the tests, `set`, `sorted` and `np` among
+    it, means what it means in Python, whatever the program does to it.
 
     Without a reference a function under test may have the name of one that is given (`gcd`): if
     there is no other candidate, it is what the tests call first. Raises BadTests for tests that
     are not Python or that use nothing of a program.
     """
     try:
-        used = _free_names(tests)
-    except SyntaxError as error:
+        source, asked = _without_program_imports(source)
+        used = _free_names(source) | asked
+    except (SyntaxError, ValueError) as error:
         raise BadTests(f"not Python: {error}") from error
     own = _defined(reference) & used
-    known = set(given) | set(dir(builtins))
-    found = own | (used - known)
+    imports = {n: text for n, text in _imports(reference).items() if n in used - own - asked}
+    imports |= {
+        name: _library(source, name)
+        for name in used - own - set(given) - set(imports) - asked
+        if _library(source, name)
+    }
+    known = set(given) | set(dir(builtins)) | set(imports)
+    found = own | asked | (used - known)
     if not found:
-        called = [name for name in _called(tests) if name in used]
-        found = set([*(n for n in called if n in given), *called][:1])
+        called = [name for name in _called(source) if name in used]
+        found = set([*(n for n in called if n in given or n in imports), *called][:1])
     if not found:
         raise BadTests("they use no name that a program could define")
-    return sorted(found)
+    classes = _classes(reference) if own else {n for n in found if CLASS_NAME.fullmatch(n)}
+    return ProgramTests(
+        source,
+        tuple(sorted(found)),
+        tuple(sorted(found & classes)),
+        "\n".join(sorted({text for name, text in imports.items() if name not in found})),
+    )
+
+
+def names_under_test(tests: str, reference: str, given: Collection[str]) -> list[str]:
+    """The names of `program_tests`."""
+    return list(program_tests(tests, reference, given).names)
+
+
+def _without_program_imports(source: str) -> tuple[str, set[str]]:
+    """Tests without imports of the program, and the names that these gave them."""
+    tree = ast.parse(source)
+    asked: set[str] = set()
+    for at, node in enumerate(tree.body):
+        if isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES:
+            asked |= {alias.name for alias in node.names if alias.name != "*"}
+            renamed = [f"{a.asname} = {a.name}" for a in node.names if a.asname]
+            tree.body[at] = ast.parse("; ".join(renamed) or "pass").body[0]
+    # as it was, with its own lines, wherever there is nothing to leave out
+    return (ast.unparse(tree) if asked else source), asked
+
+
+def _imports(source: str) -> dict[str, str]:
+    """The statement that imports a name, for each import at the top level of a solution."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return {}
+    found = {}
+    for node in body:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                found[name] = ast.unparse(ast.Import([alias]))
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                text = ast.unparse(ast.ImportFrom(node.module, [alias], 0))
+                names = _public(node.module) if alias.name == "*" else [alias.asname or alias.name]
+                found |= dict.fromkeys(names, text)
+    return found
+
+
+def _public(module: str) -> list[str]:
+    """Names that a star import of a library module gives; none of any other module."""
+    if module.partition(".")[0] not in sys.stdlib_module_names - NOT_LIBRARY:
+        return []
+    found = importlib.import_module(module)
+    return list(getattr(found, "__all__", [n for n in vars(found) if not n.startswith("_")]))
+
+
+def _library(source: str, name: str) -> str:
+    """The statement that imports a library module which the tests use without importing it: a name
+    that only has its attributes read, all of which the module has; "" for any other name."""
+    module = ALIASES.get(name, name)
+    if module not in sys.stdlib_module_names - NOT_LIBRARY and name not in ALIASES:
+        return ""
+    tree = ast.parse(source)
+    reads = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
+    bases = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.value in reads]
+    if len(bases) != len(reads) or importlib.util.find_spec(module) is None:
+        return ""
+    found = importlib.import_module(module)
+    whole = all(hasattr(found, base.attr) for base in bases)
+    return (f"import {module} as {name}" if module != name else f"import {name}") if whole else ""
+
+
+def _classes(source: str) -> set[str]:
+    try:
+        return {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    except (SyntaxError, ValueError):
+        return set()
 
 
 def _free_names(source: str) -> set[str]:
@@ -167,15 +266,18 @@ def is_same_tree(a, b):
         return a is b
     return a.val == b.val and is_same_tree(a.left, b.left) and is_same_tree(a.right, b.right)
 """
-FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL)
+OPENING = re.compile(r"(.*?)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#.-]*)[^`]*")
+PYTHON = re.compile(r"(?:python|py)[\d.]*|ipython\d*|python-repl", re.IGNORECASE)
+MOST_ENDS = 30  # of one block that are tried
+UNCALLED = "its tests called nothing of the program"
 TRACEBACK = "Traceback (most recent call last):\n"
 PROGRAM_FRAME = '  File "<program>"'
 logger = logging.getLogger(__name__)
 
 
 class CodeTask(RecordTask):
-    """A response's program is its last fenced block, or all of it; it is correct if its tests run
-    to their end.
+    """A response's program is a fenced block of it (`find_program`), or all of it; it is correct if
+    its tests call it and run to their end.
 
     `tests_field` holds Python source, or a list of sources (assertions); `setup_field` source that
     goes before them. Tests and program run in processes of their own: see `sandbox`. A program that
@@ -236,14 +338,14 @@ class CodeTask(RecordTask):
         tests = f"{setup}\n{tests}" if isinstance(setup, str) and setup.strip() else tests
         solution = pick_text(row, worked) if worked else None
         try:
-            names = names_under_test(tests, solution or "", self._given)
+            judged = program_tests(tests, solution or "", self._given)
         except BadTests as error:
             raise RowError(f"field {tests_field}: {error}", missing_answer=True) from error
         return Record(
             pick_text(row, question),
             solution or "",
             None if solution is None else f"```python\n{solution.strip()}\n```",
-            {"tests": tests, "names": names},
+            {"tests": replace(judged, effects=solution is None)},
         )
 
     def grade(self, item: Item, response: str) -> Grade:
@@ -251,15 +353,19 @@ class CodeTask(RecordTask):
 
     def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
         """The grade, and what a program that has not passed failed at: "" if it passed."""
-        blocks = FENCE.findall(response)
-        program = blocks[-1] if blocks else response
+        tests = item.meta["tests"]
+        program, fenced = find_program(response, tests.names)
         try:
-            outcome = self._started().run(program, item.meta["tests"], item.meta["names"])
+            outcome = self._started().run(program, tests)
         except BaseException:
             self._sandbox = None  # it has closed itself
             raise
-        why = f"{_own_frames(outcome.output)}\n{outcome.why}".strip() if outcome.why else ""
-        return weighted(outcome.passed, bool(blocks), self._format_reward), why
+        passed, why = outcome.passed, ""
+        if not passed:
+            why = f"{_own_frames(outcome.output)}\n{outcome.why}".strip()
+        elif not outcome.calls:
+            passed, why = False, UNCALLED
+        return weighted(passed, fenced, self._format_reward), why
 
     def _started(self) -> Sandbox:
         if self._sandbox is None:
@@ -271,6 +377,93 @@ class CodeTask(RecordTask):
         if self._sandbox is not None:
             self._sandbox.close()
             self._sandbox = None
+
+
+@dataclass(frozen=True, slots=True)
+class FencedBlock:
+    """A fenced block of a response."""
+
+    tag: str
+    source: str
+
+    @property
+    def python(self) -> bool:
+        return bool(PYTHON.fullmatch(self.tag))
+
+
+def find_program(response: str, names: Collection[str] = ()) -> tuple[str, bool]:
+    """(the program of a response, whether it is fenced).
+
+    The last block that is tagged as Python and defines one of the names, else an untagged one that
+    does; else the last that is tagged as Python, else the last untagged one that does more than
+    state a value, else the last; else the whole response.
+    """
+    blocks = fenced_blocks(response.replace("\r\n", "\n").replace("\r", "\n"))
+    untagged = [block for block in blocks if not block.tag]
+    tagged = [block for block in blocks if block.python]
+    defining = [
+        [b for b in group if names and _defined(b.source) & set(names)]
+        for group in (tagged, untagged)
+    ]
+    working = [block for block in untagged if _does_something(block.source)]
+    for group in (*defining, tagged, working, untagged, blocks):
+        if group:
+            return group[-1].source, True
+    return response, False
+
+
+def fenced_blocks(text: str) -> list[FencedBlock]:
+    """Blocks between fences, whose last may be unclosed. A block ends at the first fence up to
+    which it is Python, so that one may have fences in its strings; if none is, at the first."""
+    lines = text.split("\n")
+    blocks, at = [], 0
+    while at < len(lines):
+        opening = OPENING.fullmatch(lines[at])
+        at += 1
+        if opening is None or (opening[1].strip() and not PYTHON.fullmatch(opening[3])):
+            continue
+        source, at = _block(lines, at, opening[2])
+        blocks.append(FencedBlock(opening[3].lower(), textwrap.dedent(source)))
+    return blocks
+
+
+def _block(lines: list[str], start: int, fence: str) -> tuple[str, int]:
+    """(text of a block, line after it)."""
+    ends: list[tuple[str, int]] = []
+    for at in range(start, len(lines)):
+        head, found, rest = lines[at].partition(fence)
+        if found and (not head.strip() or not rest.strip(fence[0]).strip()):
+            body = "\n".join([*lines[start:at], *([head] if head.strip() else [])])
+            # what has a tag begins another block
+            following = at if not head.strip() and rest.strip() else at + 1
+            ends.append((body, following))
+            if len(ends) == 1 and not body.strip():
+                return ends[0]
+            if _parses(textwrap.dedent(body)):
+                return ends[-1]
+            if len(ends) == MOST_ENDS:
+                break
+    whole = ("\n".join(lines[start:]), len(lines))
+    return ends[0] if ends and not _parses(textwrap.dedent(whole[0])) else whole
+
+
+def _parses(source: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in a model's strings
+            ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _does_something(source: str) -> bool:
+    """Return whether it is Python, and more than values, as a program's output often is."""
+    if not _parses(source):
+        return False
+    values = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp)
+    body = ast.parse(source).body
+    return any(not (isinstance(n, ast.Expr) and isinstance(n.value, values)) for n in body)
 
 
 def _own_frames(output: str) -> str:

@@ -40,6 +40,17 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramTests:
+    """The tests that judge a program. Example: ProgramTests("assert f(2) == 4", ("f",))"""
+
+    source: str
+    names: tuple[str, ...] = ()  # what they test: the program defines it, they see proxies
+    classes: tuple[str, ...] = ()  # those of the names that are classes
+    imports: str = ""  # statements that define what else they use
+    effects: bool = False  # a call whose value they use changes its arguments, too
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """`passed` only if the program ran to its end and then its tests did, without an exception."""
 
@@ -47,6 +58,7 @@ class Outcome:
     why: str  # the limit it exceeded, how it ended, or what failed; "" if passed
     output: str  # the last 2000 characters of the program's stdout and stderr
     seconds: float
+    calls: int = 0  # of the tests that reached the program
 
 
 class Sandbox:
@@ -79,27 +91,32 @@ class Sandbox:
         """Process ids of the helpers that run."""
         return [helper.pid for helper in (self._server, self._judge) if helper is not None]
 
-    def run(self, program: str, tests: str = "", names: Sequence[str] = ()) -> Outcome:
-        """Run a program, then its tests. `names` are what the tests test: the program must define
-        them, and the tests see them as proxies. Raises SandboxError if the sandbox failed."""
+    def run(
+        self, program: str, tests: str | ProgramTests = "", names: Sequence[str] = ()
+    ) -> Outcome:
+        """Run a program, then its tests; a text: `ProgramTests` with these names. Raises
+        SandboxError if the sandbox failed."""
         started = time.monotonic()
+        if isinstance(tests, str):
+            tests = ProgramTests(tests, tuple(names))
         try:
-            verdict, answer = self._run(program, tests, names)
+            verdict, answer = self._run(program, tests)
         except BaseException:  # a caller's deadline too: the helpers are out of step now
             self.close()
             raise
         passed = verdict["passed"] and not answer["limit"]
         why = answer["limit"] or answer["ended"] or verdict["why"]
         seconds = time.monotonic() - started
-        return Outcome(passed, "" if passed else why, answer["output"], seconds)
+        calls = verdict.get("calls", 0)
+        return Outcome(passed, "" if passed else why, answer["output"], seconds, calls)
 
-    def _run(
-        self, program: str, tests: str, names: Sequence[str]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _run(self, program: str, tests: ProgramTests) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the judge's verdict, the server's answer)."""
-        numpy = bool(NUMPY.search(program) or NUMPY.search(tests))
-        job = {"program": program, "tests": tests, "names": list(names), "numpy": numpy}
+        numpy = any(map(NUMPY.search, (program, tests.source, tests.imports)))
+        given = asdict(tests)
+        job = {"program": program, "tests": given.pop("source"), **given, "numpy": numpy}
         ours, theirs = socket.socketpair()
+        self._ready_judge()  # its start takes none of the program's time
         with ours, theirs:
             self._server.send({"numpy": numpy}, [theirs.fileno()])
             judge = self._give(job, ours.fileno())
@@ -154,4 +171,4 @@ def _installed(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-__all__ = ["LAYERS", "Limits", "Outcome", "Sandbox", "SandboxError", "available"]
+__all__ = ["LAYERS", "Limits", "Outcome", "ProgramTests", "Sandbox", "SandboxError", "available"]

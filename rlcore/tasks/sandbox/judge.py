@@ -8,29 +8,26 @@ process.
 
 from __future__ import annotations
 
-import ast
 import builtins
+import itertools
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
+from . import layouts
 from .confinement import LIBC, PR_SET_PDEATHSIG, Confinement
-from .program import import_numpy, prepare
-from .values import Channel, Closed, decode, encode, receive_line, send_line
+from .program import ARRAY, import_numpy, prepare
+from .values import LONGEST_ITERATOR, Channel, Closed, decode, encode, receive_line, send_line
 
 RECVMSG = 47  # x86_64: how a descriptor arrives
-AFFECT = "__affect__"
 ENDED = "the program ended before its tests"
 # Exceptions that mean something to the machinery of Python would end loops and generators of the
 # tests as if they were complete; a program that raises one has failed.
 CONTROL = (StopIteration, StopAsyncIteration)
-
-
-class ProgramError(Exception):
-    """The program raised an exception of a type that is none of Python's own."""
 
 
 class NotConfined(Exception):
@@ -38,21 +35,30 @@ class NotConfined(Exception):
 
 
 class Remote:
-    """An object of the program. Opaque, except for the operations below, which the program does."""
+    """An object of the program. Opaque, except for the operations below, which the program does.
 
-    __slots__ = ("_judge", "_number")
+    `own`: the tests made it, out of a class that they test. Its operators and comparisons with
+    other objects of the program are the class's; of any other object they would let a returned
+    value decide its own comparison.
+    """
+
+    __slots__ = ("_judge", "_number", "_own")
 
     def __init__(self, judge: Judge, number: int) -> None:
         object.__setattr__(self, "_judge", judge)
         object.__setattr__(self, "_number", number)
+        object.__setattr__(self, "_own", False)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return _ask(self, "call", args, keywords)
+        return _judge(self).call(self, args, keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and name not in SHOWN:
             raise AttributeError(name)
-        return _ask(self, "get", name)
+        found = _ask(self, "get", name)
+        if _judge(self).tests_class(self):  # a member of an enumeration
+            _own(found)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         _ask(self, "set", name, value)
@@ -63,11 +69,21 @@ class Remote:
     def __setitem__(self, key: Any, value: Any) -> None:
         _ask(self, "put", key, value)
 
+    def __delitem__(self, key: Any) -> None:
+        _ask(self, "remove", key)
+
     def __iter__(self) -> Iterator[Any]:
-        items = _ask(self, "items")
-        if type(items) is not list:
+        iterator = _ask(self, "iterate")
+        if type(iterator) is not Remote:
             raise TypeError("the program's object has no items")
-        return iter(items)
+        while item := _ask(iterator, "next"):
+            yield item[0]
+
+    def __next__(self) -> Any:
+        item = _ask(self, "next")
+        if not item:
+            raise StopIteration
+        return item[0]
 
     def __len__(self) -> int:
         return _ask(self, "length")
@@ -75,22 +91,132 @@ class Remote:
     def __str__(self) -> str:
         return _ask(self, "text")
 
+    def __repr__(self) -> str:
+        return _ask(self, "shown")
+
+    def __enter__(self) -> Any:
+        return _ask(self, "enter")
+
+    def __exit__(self, *raised: object) -> None:
+        _ask(self, "get", "__exit__")(None, None, None)
+
     def __bool__(self) -> bool:
-        raise TypeError("an object of the program is neither true nor false")
+        if not _is_own(self):
+            raise TypeError("an object of the program is neither true nor false")
+        return _plain(_ask(self, "truth"), bool)
+
+    def __contains__(self, item: Any) -> bool:
+        if not _is_own(self):
+            return any(item == found for found in self)
+        return _plain(_ask(self, "contains", item), bool)
+
+    def __hash__(self) -> int:
+        if not _is_own(self):
+            raise TypeError("an object of the program was hashed: only plain data can be")
+        return _plain(_ask(self, "hash"), int)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and _plain(_ask(value, "is_instance", self), bool)
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return type(value) is Remote and _plain(_ask(value, "is_subclass", self), bool)
 
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        raise TypeError("an object of the program was compared: only plain data can be")
+        if self is other and _is_own(self):
+            return True
+        return _compare("eq", self, other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other
+        if other is None:
+            return True
+        return _compare("ne", self, other)
 
-    __hash__ = None  # type: ignore[assignment]
+
+# Attributes with such names that the tests may read.
+SHOWN = frozenset({"__name__", "__doc__", "__dict__", "__class__", "__annotations__"})
+
+
+def _judge(remote: Remote) -> Judge:
+    return object.__getattribute__(remote, "_judge")
+
+
+def _is_own(value: Any) -> bool:
+    return type(value) is Remote and object.__getattribute__(value, "_own")
+
+
+def _own(value: Any) -> Any:
+    if type(value) is Remote:
+        object.__setattr__(value, "_own", True)
+    return value
+
+
+def _plain(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"the program's object gave no {kind.__name__}")
+    return value
 
 
 def _ask(remote: Remote, verb: str, *arguments: Any) -> Any:
-    return object.__getattribute__(remote, "_judge").ask(verb, remote, *arguments)
+    return _judge(remote).ask(verb, remote, *arguments)
+
+
+def _compare(name: str, left: Remote, right: Any) -> bool:
+    """A comparison of two objects of the program, one of them made by the tests."""
+    both = type(left) is Remote and type(right) is Remote
+    if not (both and (_is_own(left) or _is_own(right))):
+        raise TypeError("an object of the program was compared: only plain data can be")
+    if name == "eq" and _judge(left).equals_anything(left, right):
+        raise TypeError("an object of the program is equal to anything")
+    return _plain(_judge(left).ask("operate", name, left, right), bool)
+
+
+def _operator(name: str, swapped: bool = False) -> Any:
+    """A method of Remote: an operator of an object that the tests made."""
+
+    def operate(self: Remote, *others: Any) -> Any:
+        if not any(map(_is_own, (self, *others))):
+            raise TypeError("an object of the program was computed with: only plain data can be")
+        values = (*others, self) if swapped else (self, *others)
+        return _own(_judge(self).ask("operate", name, *values))
+
+    return operate
+
+
+def _ordering(name: str) -> Any:
+    return lambda self, other: _compare(name, self, other)
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _ordering(_name))
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+):
+    _called = f"{_name}_" if _name in ("and", "or") else _name
+    setattr(Remote, f"__{_name}__", _operator(_called))
+    setattr(Remote, f"__r{_name}__", _operator(_called, swapped=True))
+for _name in ("neg", "pos", "invert", "abs"):
+    setattr(Remote, f"__{_name}__", _operator(_name))
+
+
+class Raised(Exception):
+    """Base of the classes that stand for exception classes of the program; `said`: its text."""
+
+    said: str | None = None
+
+    def __str__(self) -> str:
+        return super().__str__() if self.said is None else self.said
 
 
 class Judge:
@@ -102,6 +228,13 @@ class Judge:
         self._nodes = nodes
         self._classes = {name: names[name] for name in nodes}
         self._ended = ""  # why no more can be asked
+        self._remotes: dict[int, Remote] = {}
+        self._raises: dict[int, type] = {}  # classes that stand for the program's exceptions
+        self._lent: list[Any] = []  # functions of the tests that the program may call
+        self._tested: list[Any] = []  # classes that the tests test
+        self._effects = Effects()
+        self._keeps = False  # whether used calls change their arguments, too
+        self.calls = 0  # that reached the program
         self.clean = True  # whether this process may run further tests
 
     def run(self, job: dict[str, Any]) -> str:
@@ -128,10 +261,11 @@ class Judge:
         return ""
 
     def _test(self, job: dict[str, Any]) -> None:
+        exec(compile(job["imports"], "<imports>", "exec", dont_inherit=True), self._names)
         if job["numpy"]:
             import_numpy(self._names)
-        tree = _Effects().visit(ast.parse(job["tests"]))
-        code = compile(ast.fix_missing_locations(tree), "<tests>", "exec", dont_inherit=True)
+        self._keeps = job["effects"]
+        code = layouts.compiled(job["tests"])
         defined = self._reply("defined", job["names"])
         for name in job["names"]:
             self._names.pop(name, None)
@@ -139,36 +273,81 @@ class Judge:
                 self._names[name] = self._decode(defined[name])
             elif hasattr(builtins, name):  # which must not stand in for it
                 raise NameError(f"name {name!r} is not defined")
-        self._names[AFFECT] = self._affect
-        exec(code, self._names)
+        self._tested = [self._names.get(name) for name in job["classes"]]
+        layouts.run(code, self._names, affect=self._affect, settle=self._effects.settle)
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Have the program do something; raises what it raised."""
-        return self._decode(self._reply(verb, *(self._encode(a) for a in arguments)))
+        return self._decode(self._reply(verb, *(self._encode(a) for a in arguments))["value"])
+
+    def call(self, function: Remote, args: Any, keywords: Any, *, at_once: bool = False) -> Any:
+        """Call a function of the program. What it does to mutable arguments happens here after the
+        comparison that the call is part of, or `at_once`."""
+        self.calls += 1
+        keeps = at_once or self._keeps
+        sent = [self._encode(a) for a in (function, args, keywords)]
+        reply = self._reply("call", *sent, keeps)
+        value = self._decode(reply["value"])
+        if keeps:
+            given = [*args, *keywords.values()]
+            frame = None if at_once else sys._getframe(2)
+            for argument, after in zip(given, reply["changed"], strict=True):
+                for content in after:
+                    self._effects.add(frame, argument, self._decode(content))
+        return _own(value) if self.tests_class(function) else value
+
+    def tests_class(self, value: Any) -> bool:
+        """Return whether it is a class of the program that the tests test."""
+        return any(value is tested for tested in self._tested)
+
+    def equals_anything(self, left: Remote, right: Remote) -> bool:
+        """Return whether an object is equal to a thing that no class can know."""
+        for value in (left, right):
+            try:
+                if self.ask("operate", "eq", value, os.urandom(8).hex()) is not False:
+                    return True
+            except Closed:
+                raise
+            except Exception:  # a class may refuse to compare itself with a text
+                continue
+        return False
 
     def _affect(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
         """A call whose value is discarded: what counts is what it does to its arguments."""
         if type(function) is not Remote:
             return function(*args, **keywords)
-        sent = (self._encode(a) for a in (function, args, keywords))
-        changed = self._reply("affect", *sent)
-        for argument, after in zip(args, changed, strict=True):
-            if after is not None:
-                _become(argument, self._decode(after))
-        return None
+        return self.call(function, args, keywords, at_once=True)
 
     def _reply(self, *request: Any) -> Any:
         self._program.send(request)
-        reply = self._receive()
+        while "borrowed" in (reply := self._receive()):
+            self._program.send(self._call_back(*reply["borrowed"]))
         if "raised" not in reply:
-            return reply["value"]
-        name, text = reply["raised"]
-        kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, BaseException):
-            if issubclass(kind, Exception) and kind not in CONTROL:
-                raise kind(str(text))
-            raise self._close(f"the program raised {name}")
-        raise ProgramError(f"{name}: {text}")
+            return reply if "value" in reply and request[0] != "defined" else reply["value"]
+        raise self._exception(*reply["raised"])
+
+    def _call_back(self, number: int, args: Any, keywords: Any) -> list[Any]:
+        """The program calls a function that the tests have given it."""
+        try:
+            value = self._lent[number](*self._decode(args), **self._decode(keywords))
+            return ["returned", self._encode(value)]
+        except Exception as error:
+            return ["raised", type(error).__name__, str(error)[:300]]
+
+    def _exception(self, kind: Any, text: str, args: list[Any], own: dict[str, Any]) -> Exception:
+        """Return what the program raised; closes the program for what is no error of a program."""
+        raised = self._decode(kind)
+        if not issubclass(raised, Exception) or issubclass(raised, CONTROL):
+            raise self._close(f"the program raised {raised.__name__}")
+        try:
+            error = raised(*(self._decode(a) for a in args))
+        except TypeError:  # it wants other arguments than it keeps
+            error = raised.__new__(raised, text)
+        for name, value in own.items():
+            vars(error)[name] = self._decode(value)
+        if isinstance(error, Raised):
+            error.said = str(text)
+        return error
 
     def _receive(self) -> Any:
         if self._ended:
@@ -185,38 +364,123 @@ class Judge:
         return Closed(why)
 
     def _encode(self, value: Any) -> Any:
-        return encode(value, _number, self._nodes)
+        return encode(value, self._refer, self._nodes)
+
+    def _refer(self, value: Any) -> dict[str, Any]:
+        if type(value) is Remote:
+            return {"x": object.__getattribute__(value, "_number")}
+        for number, kind in self._raises.items():
+            if value is kind:
+                return {"x": number}
+        if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
+            items = list(itertools.islice(value, LONGEST_ITERATOR + 1))
+            if len(items) > LONGEST_ITERATOR:
+                raise TypeError("an endless iterator of the tests cannot be given to the program")
+            return {"I": [self._encode(item) for item in items]}
+        if callable(value) and not any(value is kept for kept in KEPT):
+            self._lent.append(value)
+            return {"k": len(self._lent) - 1}
+        raise TypeError(f"a {type(value).__name__} of the tests cannot be given to the program")
 
     def _decode(self, data: Any) -> Any:
-        return decode(data, lambda number: Remote(self, number), self._classes)
+        return decode(data, self._resolve, self._classes)
+
+    def _resolve(self, tag: str, content: Any) -> Any:
+        if tag == "x":
+            if type(content) is not int:
+                raise TypeError("an object of the program has no number")
+            return self._remotes.setdefault(content, Remote(self, content))
+        if tag == "k":
+            return self._lent[content]
+        if tag == "M":
+            return _library_exception(*content)
+        if tag == "e":
+            return self._own_exception(*content)
+        raise ValueError(f"an unknown tag {tag!r}")
+
+    def _own_exception(self, number: int, name: str, bases: list[Any]) -> type:
+        if number not in self._raises:
+            found = [kind for kind in map(self._decode, bases) if _is_exception(kind)]
+            ours = tuple(found or [BaseException])
+            mixed = ours if any(issubclass(b, Raised) for b in ours) else (*ours, Raised)
+            if not all(issubclass(base, Exception) for base in ours):
+                mixed = ours
+            self._raises[number] = type(str(name), mixed, {})
+        return self._raises[number]
 
 
-def _number(value: Any) -> int:
-    if type(value) is not Remote:
-        raise TypeError(f"a {type(value).__name__} of the tests cannot be given to the program")
-    return object.__getattribute__(value, "_number")
+def _is_exception(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseException)
+
+
+def _library_exception(module: str, name: str) -> type:
+    """An exception class of a module that the tests could have named."""
+    kind = getattr(sys.modules.get(module), name, Exception)
+    library = module.partition(".")[0] in sys.stdlib_module_names
+    return kind if library and _is_exception(kind) else Exception
+
+
+# Would run or change what the program chooses, if it could call them here.
+KEPT = (eval, exec, compile, open, __import__, getattr, setattr, delattr, input, breakpoint)
+
+
+class Effects:
+    """Changes by calls to arguments of the tests, until the comparison they are in is over.
+
+    `assert f(xs) == sorted(xs)` compares with what `xs` held, whatever `f` does to it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Any, Any, Any]] = []
+
+    def add(self, frame: Any, old: Any, new: Any) -> None:
+        """`frame`: of the tests, which made the call; None: nothing else reads its value."""
+        if frame is None:
+            _become(old, new)
+        else:
+            self._waiting.append((frame, old, new))
+
+    def settle(self, value: Any = None) -> Any:
+        """Have all effects but those of calls that a caller's comparison still needs; returns the
+        value."""
+        if self._waiting:
+            callers = []
+            frame = sys._getframe(1).f_back
+            while frame is not None:
+                callers.append(frame)
+                frame = frame.f_back
+            waiting, self._waiting = self._waiting, []
+            for entry in waiting:
+                if any(entry[0] is caller for caller in callers):
+                    self._waiting.append(entry)
+                else:
+                    _become(*entry[1:])
+        return value
 
 
 def _become(old: Any, new: Any) -> None:
     """Give a mutable argument the content that the program left in its copy."""
-    if type(old) is list and type(new) is list:
+    if type(old) is not type(new):
+        return
+    if type(old) is list:
+        for i, (was, now) in enumerate(zip(old, new)):
+            if type(was) is type(now) and isinstance(was, list | dict | set):
+                _become(was, now)
+                new[i] = was
         old[:] = new
-    elif type(old) is type(new) and isinstance(old, dict | set):
+    elif isinstance(old, bytearray):
+        old[:] = new
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
+    elif isinstance(old, dict | set):
         old.clear()
         old.update(new)
-    elif type(old) is type(new) and hasattr(old, "__dict__"):
+    elif type(old).__name__ == ARRAY:
+        if old.shape == new.shape:
+            old[...] = new
+    elif hasattr(old, "__dict__"):
         vars(old).update(vars(new))
-
-
-class _Effects(ast.NodeTransformer):
-    """Calls whose value is discarded go through `_affect`."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        call = node.value
-        if isinstance(call, ast.Call):
-            call.args.insert(0, call.func)
-            call.func = ast.Name(AFFECT, ast.Load())
-        return node
 
 
 def main(fd: int) -> None:
@@ -248,8 +512,8 @@ def main(fd: int) -> None:
 def _verdict(
     job: dict[str, Any], fd: int, names: dict[str, Any], nodes: tuple[str, ...]
 ) -> dict[str, Any]:
-    """{"passed", "why", "ended": whether the program did, "clean": whether this process may go
-    on}."""
+    """{"passed", "why", "calls": that reached the program, "ended": whether the program did,
+    "clean": whether this process may go on}."""
     judge = Judge(Channel(fd), names, nodes)
     try:
         why = judge.run(job)
@@ -257,7 +521,8 @@ def _verdict(
         why = str(closed)
     except NotConfined as error:
         return {"fault": str(error)}
-    return {"passed": not why, "why": why, "ended": why == ENDED, "clean": judge.clean}
+    verdict = {"passed": not why, "why": why, "calls": judge.calls}
+    return verdict | {"ended": why == ENDED, "clean": judge.clean}
 
 
 def confine(settings: dict[str, Any]) -> None:

@@ -6,17 +6,24 @@ decides which values reach the judge, as any program does.
 
 from __future__ import annotations
 
+import builtins
+import copy
 import importlib.util
+import itertools
+import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .values import Channel, Closed, decode, encode
 
 MENTIONED = "numpy"  # imported for programs that mention it: too slow for every one
-MUTABLE = (list, dict, set)
+MUTABLE = (list, dict, set, bytearray, deque)
+ARRAY = "ndarray"
+DEEPEST = 20  # bases above an exception class that are described
 NODES = ("ListNode", "TreeNode")
 
 
@@ -31,15 +38,24 @@ class Program:
         self._node_classes = {name: names[name] for name in nodes}
         self._told = False  # one traceback is enough
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}  # by id: the list keeps them alive
         self._verbs: dict[str, Callable[..., Any]] = {
-            "call": lambda function, args, keywords: function(*args, **keywords),
             "get": getattr,
             "set": setattr,
             "item": lambda container, key: container[key],
             "put": lambda container, key, value: container.__setitem__(key, value),
-            "items": list,
+            "remove": lambda container, key: container.__delitem__(key),
+            "iterate": iter,
             "length": len,
             "text": str,
+            "shown": repr,
+            "truth": bool,
+            "hash": hash,
+            "contains": lambda container, item: item in container,
+            "is_instance": isinstance,
+            "is_subclass": issubclass,
+            "enter": lambda context: context.__enter__(),
+            "operate": lambda name, *values: getattr(operator, name)(*values),
         }
 
     def run(self) -> None:
@@ -65,10 +81,10 @@ class Program:
                 found = [name for name in arguments[0] if name in self._names]
                 return {"value": {name: self._encode(self._names[name]) for name in found}}
             values = [self._decode(a) for a in arguments]
-            if verb == "affect":  # a call for its effect on its arguments
-                function, args, keywords = values
-                function(*args, **keywords)
-                return {"value": [self._encode(a) if self._mutable(a) else None for a in args]}
+            if verb == "call":
+                return self._call(arguments, *values)
+            if verb == "next":  # [item], or [] at the end
+                return {"value": [self._encode(item) for item in itertools.islice(values[0], 1)]}
             return {"value": self._encode(self._verbs[verb](*values))}
         except Closed:
             raise
@@ -76,23 +92,89 @@ class Program:
             if not self._told:
                 traceback.print_exc()
             self._told = True
-            return {"raised": [type(error).__name__, str(error)[:300]]}
+            return self._raised(error)
 
-    def _mutable(self, value: Any) -> bool:
-        return isinstance(value, MUTABLE) or type(value).__name__ in self._nodes
+    def _call(
+        self, sent: Sequence[Any], function: Any, args: Any, keywords: Any, effects: bool
+    ) -> dict[str, Any]:
+        """The value, and with `effects` every mutable argument that the call has changed."""
+        if not effects:
+            return {"value": self._encode(function(*args, **keywords))}
+        # plain lists are decoded as they were sent
+        before = copy.deepcopy([*sent[1]["t"], *(pair[1] for pair in sent[2]["d"])])
+        value = self._encode(function(*args, **keywords))
+        given = [*args, *keywords.values()]
+        return {"value": value, "changed": [self._changed(*pair) for pair in zip(given, before)]}
+
+    def _changed(self, value: Any, before: Any) -> list[Any]:
+        if not isinstance(value, MUTABLE) and type(value).__name__ not in (*self._nodes, ARRAY):
+            return []
+        after = self._encode(value)
+        return [] if after == before else [after]
+
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        own = {str(k): self._encode(v) for k, v in vars(error).items()}
+        args = [self._encode(a) for a in error.args]
+        return {"raised": [self._class(type(error)), str(error)[:300], args, own]}
+
+    def _class(self, kind: type, depth: int = 0) -> dict[str, Any]:
+        """An exception class: Python's own by name, the program's by number, with its bases."""
+        if getattr(builtins, kind.__name__, None) is kind:
+            return {"B": kind.__name__}
+        module = sys.modules.get(kind.__module__)
+        library = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+        if library and getattr(module, kind.__name__, None) is kind:
+            return {"M": [kind.__module__, kind.__name__]}
+        bases = [b for b in kind.__bases__ if issubclass(b, BaseException)]
+        known = [self._class(b, depth + 1) for b in bases] if depth < DEEPEST else []
+        return {"e": [self._number(kind), kind.__name__, known]}
 
     def _encode(self, value: Any) -> Any:
         return encode(value, self._refer, self._nodes)
 
-    def _refer(self, value: Any) -> int:
-        self._objects.append(value)
-        return len(self._objects) - 1
+    def _refer(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Borrowed):
+            return {"k": value.number}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return self._class(value)
+        return {"x": self._number(value)}
+
+    def _number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return self._numbers[id(value)]
 
     def _decode(self, data: Any) -> Any:
         # a program's own class of that name takes the place of the preamble's
         given = self._node_classes
         classes = {name: self._names.get(name, given[name]) for name in self._nodes}
-        return decode(data, self._objects.__getitem__, classes)
+        return decode(data, self._resolve, classes)
+
+    def _resolve(self, tag: str, content: Any) -> Any:
+        return Borrowed(self, content) if tag == "k" else self._objects[content]
+
+    def borrow(self, number: int, args: Any, keywords: Any) -> Any:
+        """Have the judge call a function of the tests, and serve what that asks meanwhile."""
+        self._reply({"borrowed": [number, self._encode(args), self._encode(keywords)]})
+        while True:
+            verb, *content = self._channel.receive()
+            if verb == "returned":
+                return self._decode(content[0])
+            if verb == "raised":
+                raise getattr(builtins, content[0], RuntimeError)(content[1])
+            self._reply(self._serve(verb, *content))
+
+
+class Borrowed:
+    """A function of the tests that was given to the program: the judge calls it."""
+
+    def __init__(self, program: Program, number: int) -> None:
+        self._program = program
+        self.number = number
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._program.borrow(self.number, args, keywords)
 
 
 def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
