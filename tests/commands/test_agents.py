@@ -138,7 +138,6 @@ def trained_on(run_dir):
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 def test_an_actor_killed_in_turn_two_of_three_costs_no_group(command, small, tmp_path):
     run = stopped_in_turn_two(command, small, tmp_path, "schedule.steps=8")
     (victim,) = processes(run, "RolloutActor")
@@ -154,7 +153,6 @@ def test_an_actor_killed_in_turn_two_of_three_costs_no_group(command, small, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
     command, small, tmp_path
 ):
@@ -178,7 +176,6 @@ def test_everything_killed_in_the_middle_of_episodes_loses_and_repeats_none(
 
 
 @pytest.mark.slow
-@pytest.mark.cluster
 def test_a_sparse_actor_plays_what_a_learner_of_its_rule_scores(command, small, tmp_path):
     own = [w for w in small if not w.startswith(("experiment=", "task.args"))]
     run = command(

@@ -85,6 +85,7 @@ def test_an_empty_data_set_and_a_row_without_an_answer_are_named(refused, tmp_pa
         assert str(path) in sentence and said in sentence, sentence
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_port_that_is_taken_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("RLCORE_TEST_MARK", str(tmp_path))  # which the run's processes inherit

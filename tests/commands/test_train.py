@@ -30,10 +30,11 @@ CONTRACT = [
 ]
 
 
-@pytest.mark.cluster
-def test_an_asynchronous_run_leaves_what_the_contract_names(installed, small, tmp_path):
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
     run_dir = tmp_path / "run"
-    run = installed(
+    run = command(
         "train",
         *small,
         f"run_dir={run_dir}",
@@ -179,9 +180,10 @@ def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_
 def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(
     installed, small, tmp_path
 ):
-    """Ctrl-C in a terminal, pressed twice."""
+    """Ctrl-C in a terminal, pressed twice; the service of wandb is in the group, too."""
     run_dir = tmp_path / "run"
-    run = installed("train", *small, f"run_dir={run_dir}", "schedule.steps=10000")
+    words = (*small, f"run_dir={run_dir}", "logging.wandb=offline")
+    run = installed("train", *words, "schedule.steps=10000")
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     family = run.descendants()
     for _ in range(2):  # the command is the leader of its group
@@ -199,6 +201,7 @@ def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(
     assert max(r["staleness/max"] for r in found) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(installed, small, tmp_path):
     run_dir = tmp_path / "run"
