@@ -24,7 +24,7 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     words += ["task.digits.samples_per_prompt=6", "task.arithmetic.advantage=reinforce"]
     # partial credit and short numbers, so that rewards are mixed
     words += ["task.digits.args={min_digits: 2, max_digits: 3, credit: digits}"]
-    words += ["task.digits.difficulty={problems: 6, keep: 0.5}"]
+    words += ["task.digits.difficulty={problems: 6, resample_rate: 0.5}"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     first = command(*words, f"run_dir={whole}", "schedule.steps=4")
     assert first.wait() == 0, first.text[-3000:]
