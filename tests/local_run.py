@@ -116,7 +116,9 @@ class WarmProcess:
 
     def close(self) -> None:
         """End it, and what runs of its commands."""
-        self._link.close()
+        # closing alone would not wake the thread that reads, nor the process
+        with socket.socket(fileno=os.dup(self._link.fileno())) as link:
+            link.shutdown(socket.SHUT_RDWR)
         self._process.wait(timing.deadline(30))
         self._charge(-self._charged)  # its children's time is now that of a child of this process
         self._root.cleanup()

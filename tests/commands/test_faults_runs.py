@@ -90,7 +90,7 @@ def test_a_lost_buffer_and_then_everything_cost_steps_and_no_group(installed, sm
 
 @pytest.mark.engine
 @pytest.mark.ranks
-def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
+def test_a_lost_learner_costs_the_steps_since_its_checkpoint_and_a_second_command_none(
     command, small, tmp_path
 ):
     run_dir = tmp_path / "run"
@@ -100,6 +100,13 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
     run.wait_for(lambda: len(rows(run_dir)) >= 5, what="five steps")
     processes(run, "LearnerActor")[0].kill()
     run.wait_for(lambda: "continuing from step_" in run.text, what="the recovery")
+    # a scheduler's requeue, while the run goes on: it is refused and changes nothing
+    written, status = (run_dir / "metrics.jsonl").stat().st_ino, {*run_dir.iterdir()}
+    second = command("train", f"run_dir={run_dir}", "resume=auto")
+    assert second.wait() == 2
+    assert f"run_dir={run_dir} is in use by rlcore train" in second.text
+    assert (run_dir / "metrics.jsonl").stat().st_ino == written
+    assert {*run_dir.iterdir()} == status
     at = len(rows(run_dir))
     run.wait_for(lambda: len(rows(run_dir)) >= at + 3, what="further steps")
     run.process.send_signal(signal.SIGTERM)
@@ -109,6 +116,9 @@ def test_a_lost_learner_costs_no_more_than_the_steps_since_the_timed_checkpoint(
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
     assert books(run_dir)[1] == len(found) * 8
     assert found[-1]["checkpoint/interval_s"] >= 2
+    assert not (run_dir / "owner.json").exists()  # the next command need not wait
+    logged = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    assert any("continuing from step_" in entry["text"] for entry in logged)
 
 
 @pytest.mark.slow
