@@ -21,7 +21,7 @@ logarithms.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # packages in plain Python must not import torch
 
 POLICY = "policy"  # the policy's own weights, among the sets that are published
 ScoreStatus = Literal["ok", "error", "timeout"]
+MOST_REWARD = 1e12  # of a reward or one of its parts, either sign
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]
 # Kinds with rounded weights, whose arithmetic is in the actor's dtype.
@@ -219,6 +220,23 @@ class Score(ByFields):
                 f"score of sample {self.sample_index} of group {self.group_id}: status "
                 f"{self.status!r} with reward {self.reward!r}"
             )
+
+    def checked(self) -> Score:
+        """This score, or a failed one where its status is none, or a number of it is none that can
+        be trained on: not finite, or beyond MOST_REWARD, whose square float32 sums still hold."""
+        ids = self.group_id, self.sample_index, self.draw_id
+        if self.status not in get_args(ScoreStatus):
+            return Score(*ids, "error", error=f"the status is {self.status!r:.80}")
+        numbers: dict[str, Any] = {} if self.reward is None else {"reward": self.reward}
+        numbers |= {f"part {name}": part for name, part in self.parts.items()}
+        numbers |= {f"reward of turn {i}": r for i, r in enumerate(self.turn_rewards)}
+        numbers |= {f"reward of token {i}": r for i, r in enumerate(self.token_rewards)}
+        for what, number in numbers.items():
+            if not isinstance(number, int | float) or not abs(number) <= MOST_REWARD:
+                shown = f"{number:g}" if isinstance(number, float) else type(number).__name__
+                error = f"the {what} is {shown}, not a number up to {MOST_REWARD:g}"
+                return Score(*ids, "error", error=error, seconds=self.seconds)
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,11 +176,12 @@ class Intake:
             self._add_record(header, record)
 
     def add_scores(self, scores: Sequence[Score]) -> None:
-        """Scores of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
+        """Scores of training samples; one whose numbers cannot be trained on becomes a failed one.
+        Raises ValueError, taking none, as `ReplayBuffer` says."""
         for score in scores:
             self._check_score(score)
         for score in scores:
-            self._add_score(score)
+            self._add_score(score.checked())
 
     def _check_record(self, header: RecordHeader) -> None:
         entry = self._live.entries.get(header.group_id)
@@ -206,15 +207,10 @@ class Intake:
         return ""
 
     def _check_score(self, score: Score) -> None:
-        why = ""
-        if score.reward is not None and not math.isfinite(score.reward):
-            why = f"has reward {score.reward}; that is a failed score"
         entry = self._live.entries.get(score.group_id)
         if not self._was_asked(entry, score.group_id, score.sample_index):
-            why = why or "was never asked for"
-        if why:
             name = f"score of sample {score.sample_index} of group {score.group_id}"
-            raise ValueError(f"buffer: {name} {why}")
+            raise ValueError(f"buffer: {name} was never asked for")
 
     def _was_asked(self, entry: LiveGroup | None, group_id: int, sample_index: int) -> bool:
         live = self._live

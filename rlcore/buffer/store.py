@@ -154,7 +154,7 @@ class ReplayBuffer:
 
     def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples. Raises ValueError, taking none of them, if one was never
-        asked for or has a reward that is not finite."""
+        asked for. One whose numbers cannot be trained on is taken as a failed score."""
         self.intake.add_scores(scores)
 
     def ready(self, step: int, *, wave: int | None = None) -> bool:

@@ -294,6 +294,10 @@ class _EndpointHandler(BaseHTTPRequestHandler):
                 self._send(refused.body(), refused.status)
         except OSError:  # the client has left
             self.close_connection = True
+        except Exception as error:  # of any kind: a request is answered, whatever it holds
+            refused = Refused(f"The request cannot be read: {type(error).__name__}: {error}.")
+            with contextlib.suppress(OSError):
+                self._send(refused.body(), refused.status)
 
     def _models(self) -> None:
         self._authorise()
@@ -338,10 +342,11 @@ class _EndpointHandler(BaseHTTPRequestHandler):
 
     def _waits(self) -> bool:
         """Return whether the client still keeps its connection open."""
-        readable = select.select([self.connection], [], [], 0)[0]
+        poll = select.poll()  # `select` takes no descriptor above 1023
         try:
-            return not readable or bool(self.connection.recv(1, socket.MSG_PEEK))
-        except OSError:
+            poll.register(self.connection, select.POLLIN)
+            return not poll.poll(0) or bool(self.connection.recv(1, socket.MSG_PEEK))
+        except (OSError, ValueError):  # ValueError: it is closed
             return False
 
     def _send(self, answer: dict[str, Any], status: int = 200) -> None:

@@ -211,8 +211,8 @@ class EpisodeState:
             r.purpose,
             "" if r.purpose == "train" else decode(records[0].token_ids[:first].tolist()),
         )
-        seconds = self.environment_s
-        return Played(records, answer, Score(*key, status, seconds=seconds, **score))
+        judged = Score(*key, status, seconds=self.environment_s, **score).checked()
+        return Played(records, answer, judged)
 
     def _record(self, turns: Sequence[Trajectory], part: int, parts: int) -> Trajectory:
         """One part: its last turn's tokens, and the sampled ones of every turn."""

@@ -180,7 +180,7 @@ class Play:
         episode.environment_s += time.monotonic() - episode.begun
         call, episode.waits_for = episode.waits_for, ""
         if "error" in answer:
-            self._fail(episode, "error", answer["error"])
+            self._fail(episode, "error", str(answer["error"]))
         elif call == "reset":
             episode.hosts_program = answer["hosts_program"]
             episode.max_tokens = answer["max_tokens"]
@@ -311,10 +311,11 @@ class Play:
         self._finish(episode, status, error=error)
 
     def _finish(self, episode: EpisodeState, status: ScoreStatus, **score: Any) -> None:
+        # First, since it raises for a grade of another form: the episode then fails.
+        self.done.append(episode.played(status, self._decode, self._actor, **score))
         del self.open[episode.request.request_id]
         # What a program leaves behind (threads, connections) ends with its process.
         self._release(episode, reuse=status == "ok" and not episode.hosts_program)
-        self.done.append(episode.played(status, self._decode, self._actor, **score))
 
     def _release(self, episode: EpisodeState, *, reuse: bool) -> None:
         """Give its process up. Only one whose instance has ended well serves another episode."""

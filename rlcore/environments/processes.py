@@ -27,13 +27,15 @@ class EnvironmentDied(Exception):
 
 
 class Link:
-    """The connection to one environment. Calls are answered one at a time and in order."""
+    """The connection to one environment. Calls are answered one at a time, in order and under their
+    numbers."""
 
     def __init__(self, server: EnvironmentServer) -> None:
         self.socket, theirs = socket.socketpair()
         self._server = server
         self._rest = b""
         self._pid = 0
+        self._calls = 0  # the number of the last one
         self.episodes = 0  # that it has served
         with theirs:
             server.fork(theirs)
@@ -45,12 +47,14 @@ class Link:
     def call(self, name: str, **arguments: Any) -> None:
         """Send a call. Raises EnvironmentDied."""
         try:
-            self.socket.sendall(json.dumps({"call": name, **arguments}).encode() + b"\n")
+            self._calls += 1
+            call = {"call": name, "id": self._calls, **arguments}
+            self.socket.sendall(json.dumps(call).encode() + b"\n")
         except OSError as error:
             raise EnvironmentDied("the environment's process died") from error
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the answer that has come, once `select` has reported the link; None if it is not
+        """Return the answer to the last call, once there is something to read; None if it is not
         yet whole.
 
         Raises EnvironmentDied.
@@ -65,9 +69,11 @@ class Link:
         if len(self._rest) > MAX_LINE:
             raise EnvironmentDied(f"an environment answered with more than {MAX_LINE >> 20} MiB")
         message = self._next()
-        if message is not None and "pid" in message:
-            self._pid = message["pid"]
+        if message is not None and not self._pid:  # what a process says first
+            self._pid = int(message["pid"])
             message = self._next()
+        if message is not None and message.get("id") != self._calls:
+            raise EnvironmentDied("the environment's process answered what it was not asked")
         return message
 
     def _next(self) -> dict[str, Any] | None:
@@ -75,7 +81,12 @@ class Link:
         if not found:
             return None
         self._rest = rest
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise EnvironmentDied("the environment's process answered what is not JSON") from error
+        if not isinstance(message, dict):
+            raise EnvironmentDied("the environment's process answered what is no JSON object")
         return message
 
     @property

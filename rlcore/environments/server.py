@@ -89,7 +89,9 @@ class ForkServer:
             _kill(pid)
 
     def _take(self) -> bool:
-        if not select.select([self._control], [], [], POLL_S)[0]:
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self._control, select.POLLIN)
+        if not poll.poll(1000 * POLL_S):
             return True
         data, fds, _, _ = socket.recv_fds(self._control, MAX_DATAGRAM, 1)
         if not data:
@@ -133,17 +135,20 @@ class ForkServer:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         environment: Environment | None = None
+        own = os.getpid()
         link.sendall(_line({"pid": os.getpid()}))
         for line in link.makefile("rb"):
             call = json.loads(line)
             try:
                 if environment is None or call["call"] == "reset":
                     environment = self._make()
-                answer = _line(self._answer(environment, call))
+                answer = _line({**self._answer(environment, call), "id": call["id"]})
             except BaseException as error:  # sys.exit() in an environment is a failed score too
                 text = " ".join(str(error).split())
                 what = f"{call['call']} raised {type(error).__name__}: {text}"
-                answer = _line({"error": what[:MAX_ERROR]})
+                answer = _line({"error": what[:MAX_ERROR], "id": call["id"]})
+            if os.getpid() != own:  # an environment has forked: the first process answers
+                os._exit(0)
             link.sendall(answer)
 
     def _answer(self, environment: Environment, call: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 it with its children.
 
 Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray),
-and a pool's deadline is for a whole chunk. Here a verdict arrives for every item, so the item at
-fault is always known.
+and a pool's deadline is for a whole chunk. Here a verdict arrives for every item, with the number
+that the item was asked under, so the item at fault is always known. A process that answers anything
+else has failed: it is killed, since nothing that it says later can be assigned to an item.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.tasks.grading_worker import EXIT_OUT_OF_MEMORY
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 
+MAX_LINE = 16 << 20  # bytes of an answer
 REAP_S = 10.0  # a killed process that still exists after this is stuck in the kernel
 
 
@@ -45,6 +48,8 @@ class WorkerProcess:
     ) -> None:
         self._who = who
         self._rest = b""
+        self._count = 0  # items asked so far: the number of the next one
+        self._owed: deque[int] = deque()  # numbers of the items that have no answer yet
         self._killed = False
         # Whatever is left in the temporary folder goes with the process, however it ends.
         self._folder = tempfile.TemporaryDirectory(
@@ -70,7 +75,7 @@ class WorkerProcess:
         theirs.close()
         try:
             self._send(settings, start_timeout_s)
-            hello = self.receive(start_timeout_s)
+            hello = self._message(start_timeout_s)
         except (WorkerDied, DeadlineExceeded) as error:
             self.close()
             raise StageError(f"{who} did not start: {error}") from error
@@ -85,7 +90,10 @@ class WorkerProcess:
     def ask(self, items: Sequence[Sequence[Any]], timeout_s: float) -> None:
         """Send what a worker is asked; a verdict for each item, in order, is then read with
         `receive`."""
-        self._send([list(item) for item in items], timeout_s)
+        numbers = range(self._count, self._count + len(items))
+        self._count += len(items)
+        self._owed.extend(numbers)
+        self._send([[n, *item] for n, item in zip(numbers, items, strict=True)], timeout_s)
 
     def _send(self, message: Any, timeout_s: float) -> None:
         self._link.settimeout(timeout_s)
@@ -98,11 +106,20 @@ class WorkerProcess:
 
     def ready(self, timeout_s: float) -> bool:
         """Wait up to timeout_s seconds for something to receive."""
-        return b"\n" in self._rest or bool(select.select([self._link], [], [], timeout_s)[0])
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self._link, select.POLLIN)
+        return b"\n" in self._rest or bool(poll.poll(1000 * timeout_s))
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message. Raises DeadlineExceeded after timeout_s seconds, WorkerDied if there
-        will be none."""
+        """The verdict on the next item. Raises DeadlineExceeded after timeout_s seconds, WorkerDied
+        if there will be none, or if what came is no answer to that item."""
+        verdict = self._message(timeout_s)
+        number = self._owed.popleft()
+        if verdict.get("id") != number:
+            raise self._failed("answered something that it was not asked")
+        return verdict
+
+    def _message(self, timeout_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             self._link.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -115,8 +132,21 @@ class WorkerProcess:
             if not data:
                 raise WorkerDied(self._how_it_ended())
             self._rest += data
+            if len(self._rest) > MAX_LINE:
+                raise self._failed(f"answered with more than {MAX_LINE >> 20} MiB")
         line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._failed("answered what is not JSON") from error
+        if not isinstance(message, dict):
+            raise self._failed("answered what is no JSON object")
+        return message
+
+    def _failed(self, how: str) -> WorkerDied:
+        """Killed for what it sent."""
+        self.kill()
+        return WorkerDied(f"{self._who} {how}, and was killed")
 
     def _how_it_ended(self) -> str:
         self.kill()

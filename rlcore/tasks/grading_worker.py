@@ -1,9 +1,9 @@
 """The process that runs graders: `python -m rlcore.tasks.grading_worker <socket fd>`.
 
 It exchanges JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered
-by {"ready": true} or {"fatal": sentence}; then a line with a list of [prompt id, response, number
-of its tokens, their texts], answered by one line for every item as it is done. It dies with its
-parent, and loads neither models nor tensors."""
+by {"ready": true} or {"fatal": sentence}; then a line with a list of [number of the item, prompt
+id, response, number of its tokens, their texts], answered by one line for every item as it is done,
+with the item's number as "id". It dies with its parent, and loads neither models nor tensors."""
 
 from __future__ import annotations
 
@@ -75,9 +75,13 @@ def main(fd: int) -> None:
         _send(link, {"fatal": str(error)})
         return
     _send(link, {"ready": True})
+    own = os.getpid()
     for line in lines:
-        for asked in json.loads(line):
-            _send(link, _verdict(tasks, asked, settings["timeout_s"]))
+        for number, *asked in json.loads(line):
+            verdict = _verdict(tasks, asked, settings["timeout_s"])
+            if os.getpid() != own:  # a grader has forked: the first process answers
+                os._exit(0)
+            _send(link, {"id": number, **verdict})
 
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.grading_process import GradingProcess, WorkerDied
+from rlcore.tasks.grading_worker import MAX_ERROR
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.types import Answer, Score
 
@@ -207,20 +208,23 @@ class Scorer:
         self._hand_over(done)
 
     def _scored(self, answer: Answer, verdict: Mapping[str, Any]) -> tuple[Answer, Score]:
+        ids = answer.group_id, answer.sample_index, answer.draw_id
         error = verdict.get("error", "")
-        if verdict["status"] == "timeout":
+        if verdict.get("status") == "timeout":
             error = f"the grader passed its deadline of {self._grading.grade_timeout_s:g} s"
-        score = Score(
-            answer.group_id,
-            answer.sample_index,
-            answer.draw_id,
-            verdict["status"],
-            verdict.get("reward"),
-            verdict.get("parts", {}),
-            token_rewards=tuple(verdict.get("token_rewards", ())),
-            error=error,
-            seconds=verdict["seconds"],
-        )
+        try:
+            score = Score(
+                *ids,
+                verdict["status"],
+                verdict.get("reward"),
+                verdict.get("parts", {}),
+                token_rewards=tuple(verdict.get("token_rewards", ())),
+                error=error,
+                seconds=verdict["seconds"],
+            ).checked()
+        except (KeyError, TypeError, ValueError) as fault:  # of this answer alone
+            error = f"the grading process sent what is no verdict: {type(fault).__name__}: {fault}"
+            score = Score(*ids, "error", error=error[:MAX_ERROR])
         return answer, score
 
     def _requeue(self, entries: list[_PendingAnswer]) -> None:

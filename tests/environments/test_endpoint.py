@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +13,21 @@ import numpy as np
 import pytest
 from agent_fakes import TEMPLATE
 from environment_fakes import ScriptedSampler, ask
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timing import deadline
 
 from rlcore.config.compose import absolute, load
 from rlcore.environments import environment_maker
+from rlcore.environments.endpoint_http import (
+    ROLES,
+    Sampling,
+    SessionServer,
+    answered,
+    read_request,
+)
 from rlcore.environments.play import Play
+from rlcore.environments.protocol import Action
 from rlcore.environments.renderers import check_template
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
@@ -255,3 +268,68 @@ def test_a_tokenizer_without_a_template_is_refused_in_a_sentence():
         check_template(spec, build_char_tokenizer("01"), "auto")
     check_template(spec, chars(), "auto")
     check_template(EnvironmentSpec(name="task"), build_char_tokenizer("01"), "auto")
+
+
+SAMPLING = Sampling(evaluates=False, temperature=1.0, top_p=1.0, stop=["x"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    ["messages", "tools", "max_tokens", "stop", "temperature", "n", "stream", "stream_options"]
+)
+CALLS = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"arguments": JSON, "name": JSON})}
+)
+MESSAGES = st.dictionaries(
+    st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "name"]),
+    JSON | st.sampled_from(ROLES) | st.lists(CALLS, max_size=2),
+)
+BODIES = st.one_of(
+    st.binary(max_size=40),
+    st.dictionaries(FIELDS, JSON | st.lists(MESSAGES, max_size=3)).map(
+        lambda b: json.dumps(b).encode()
+    ),
+    st.sampled_from(
+        [
+            b"[" * 100_000,
+            b'{"temperature": 1' + b"0" * 400 + b"}",
+            b'{"max_tokens": 1' + b"0" * 5000 + b"}",
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", '
+            b'"arguments": "' + b"[" * 100_000 + b'"}}]}]}',
+        ]
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def session():
+    def complete(body, waits):
+        request = read_request(body, SAMPLING)
+        action = Action("3", (), finish_reason="stop", tokens=(1, 1))
+        return answered(action, 0), request.stream, request.usage
+
+    server = SessionServer(complete)
+    yield server
+    server.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(BODIES)
+def test_whatever_a_program_sends_is_answered_and_the_endpoint_goes_on(session, body):
+    link = http.client.HTTPConnection("127.0.0.1", session.server_port, timeout=deadline(60))
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    with contextlib.closing(link):
+        link.request("POST", "/v1/chat/completions", body, headers)
+        with link.getresponse() as reply:
+            said = reply.read()
+            assert reply.status in (200, 400)
+            if reply.status == 400:
+                assert json.loads(said)["error"]["message"]
+        link.request("POST", "/v1/chat/completions", GOOD, headers)
+        with link.getresponse() as reply:
+            assert json.loads(reply.read())["choices"][0]["message"]["content"] == "3"
+
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "1+2"}]}).encode()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 from environment_fakes import ScriptedSampler, ask, make_job
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timing import deadline, wait_until
 
 from rlcore.environments.play import Play
+from rlcore.environments.processes import Link
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.seeding import derive_seed
 
@@ -295,3 +301,95 @@ def test_a_task_is_an_environment_of_one_turn(start):
         assert sampler.asked[0].seed == 7  # as a request of one turn has it
         assert np.array_equal(played.parts[0].turn_starts, [len(ids(item.question))])
     assert rewards == [1.0, 0.0]
+
+
+class OddServer:
+    """In the place of an environments' process: one that answers every call by `answer(call)`, with
+    bytes as they are."""
+
+    def __init__(self, answer):
+        self._answer = answer
+        self.closed = 0
+
+    def open(self):
+        return Link(self)
+
+    def fork(self, theirs):
+        threading.Thread(target=self._serve, args=(theirs.dup(),), daemon=True).start()
+
+    def _serve(self, link):
+        with link, contextlib.suppress(OSError):
+            link.sendall(b'{"pid": 1}\n')
+            for line in link.makefile("rb"):
+                link.sendall(self._answer(json.loads(line)))
+
+    def kill(self, pid):
+        self.closed += 1
+
+    def close(self):
+        pass
+
+
+GRADE = {"reward": 1.0, "parts": {}, "turn_rewards": [], "token_rewards": []}
+ANSWERS = {
+    "reset": {
+        "messages": [{"role": "user", "content": "12="}],
+        "tools": [],
+        "max_tokens": None,
+        "hosts_program": False,
+    },
+    "step": {
+        "messages": [{"role": "user", "content": "3"}],
+        "over": True,
+        "parts": {},
+        "reward": None,
+        "opening": None,
+        "conversation": None,
+        "max_tokens": None,
+    },
+    "grade": GRADE,
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+) | st.sampled_from([1e308, 10**400, "9" * 200])
+
+
+@st.composite
+def odd_answers(draw):
+    """(call, what it is answered with): the fields of a good answer with others among them, or
+    bytes of any kind."""
+    call = draw(st.sampled_from(list(ANSWERS)))
+    names = [*ANSWERS[call], "error", "id", "pid"]
+    changed = draw(st.dictionaries(st.sampled_from(names), JSON, min_size=1, max_size=2))
+    deep, raw = st.just(b"[" * 100_000 + b"\n"), st.binary(max_size=20).map(lambda b: b + b"\n")
+    return call, draw(st.just(changed) | deep | raw)
+
+
+@settings(max_examples=150, deadline=None)
+@given(odd_answers())
+def test_whatever_an_environment_answers_its_episode_alone_has_one_verdict(odd):
+    call, said = odd
+    twice = set()
+
+    def answer(asked):
+        fields = {**ANSWERS[asked["call"]], "id": asked["id"]}
+        # the first sample's environment is the odd one, in the first call of that name
+        if asked["call"] == call and call not in twice:
+            twice.add(call)
+            if isinstance(said, bytes):
+                return said + json.dumps(fields).encode() + b"\n"
+            fields |= said
+        return json.dumps(fields).encode() + b"\n"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlcore.environments.play.EnvironmentServer", lambda job: OddServer(answer))
+        play = Play(make_job(concurrency=1), build_char_tokenizer(ALPHABET), ("bf16-0", "bf16"))
+    sampler = ScriptedSampler(play, [[*ids("12"), EOS]])
+    play.add(ask(3))
+    played = sampler.run()
+    assert [(p.score.group_id, p.score.sample_index) for p in played] == [(0, i) for i in range(3)]
+    assert all(p.score.draw_id == p.answer.draw_id == p.parts[0].draw_id for p in played)
+    assert all(p.score == p.score.checked() for p in played)
+    assert [p.score.status for p in played[1:]] == ["ok", "ok"]

@@ -6,9 +6,12 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
+from rlcore.tasks.records import Record, RecordTask
 
 DATA = Path(__file__).parent.parent / "data"
 GSM8K = {
@@ -158,6 +161,53 @@ def test_bad_files_are_user_errors(tmp_path, content, suffix, said):
     with pytest.raises(UserError) as error:
         make_task("gsm8k", {"train_path": str(path)})
     assert str(error.value).startswith(f"task.args.train_path={path} ") and said in str(error.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+ROWS = st.one_of(
+    st.dictionaries(st.sampled_from(["problem", "answer", "solution", "messages"]), JSON).map(
+        lambda row: json.dumps(row).encode()
+    ),
+    st.sampled_from([b"[" * 100_000, b'{"problem": 1' + b"0" * 5000 + b"}", b'{"a": NaN}']),
+    st.binary(max_size=20),
+)
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(ROWS, min_size=1, max_size=3))
+def test_whatever_a_row_holds_it_is_taken_or_refused_in_a_sentence(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([*rows, b'{"problem": "1+1?", "answer": "2"}']) + b"\n")
+    try:
+        task = make_task("math", {"train_path": str(path)})
+    except UserError as error:
+        assert str(error).startswith(f"task.args.train_path={path} ")
+    else:
+        assert task.size("train") <= len(rows) + 1
+        for index in range(task.size("train")):
+            assert isinstance(task.item("train", index).question, str)
+
+
+class OddRows(RecordTask):
+    name = "odd"
+
+    def record(self, row):
+        return Record(str(10 // row["by"]), "a")
+
+    def grade(self, item, response):
+        raise NotImplementedError
+
+
+def test_a_row_that_a_task_of_ones_own_cannot_read_is_refused_by_its_number(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"by": 5}, {"by": 0}])
+    with pytest.raises(UserError, match="has a bad row: row 2: ZeroDivisionError: "):
+        OddRows(train_path=path)
 
 
 def test_no_file_at_all():

@@ -1,8 +1,10 @@
 """The scorer with real grading processes: whatever a grader does, its sample alone has a failed
 score."""
 
+import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,10 +13,13 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timing import deadline, wait_for_end, wait_until
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task, tasks_with_tokens
+from rlcore.tasks.grading_process import WorkerDied, WorkerProcess
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
 from rlcore.testing.records import make_answer
@@ -51,6 +56,9 @@ def score(item, response):
             out.write(tempfile.mkdtemp())
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         hold()
+    if what == "fork":
+        os.fork()
+        return float(len(response))
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "die-once" and not os.path.exists(rest):
@@ -244,6 +252,79 @@ def test_the_label_of_the_prompt_id_picks_the_task():
         prompt_ids=["train/heldout/3", "long/heldout/3", "long/heldout/3"],
     )
     assert [s.reward for s in results] == [1.0, 1.0, 0.0]
+
+
+def test_a_grader_that_forks_answers_once_and_shifts_no_later_reward(args):
+    lengths = range(4, 12)
+    texts = [
+        f"return {'true' if n % 2 else 'parts'}" if n % 3 else "fork" + " " * n for n in lengths
+    ]
+    expected = [1.0 if n % 2 else 0.5 for n in lengths]
+    expected = [e if n % 3 else 4.0 + n for n, e in zip(lengths, expected)]
+    assert [s.reward for s in run(file_task(args), texts)] == expected
+
+
+# A process that answers every item with the bytes that it is asked with.
+ODD_WORKER = """
+import json, socket, sys
+link = socket.socket(fileno=int(sys.argv[1]))
+lines = link.makefile("rb")
+next(lines)
+link.sendall(b'{"ready": true}\\n')
+for line in lines:
+    for number, answer in json.loads(line):
+        link.sendall(answer.replace("ID", str(number)).encode() + b"\\n")
+"""
+ODD_ANSWERS = st.sampled_from(
+    [
+        '{"id": ID}',
+        '{"id": ID}\n{"id": ID}',
+        '{"id": 99}',
+        '{"id": null}',
+        "[" * 100_000,
+        "[ID]",
+        "nothing",
+        "",
+    ]
+) | st.text(max_size=20)
+
+
+def test_a_process_that_answers_anything_but_what_it_was_asked_is_killed(tmp_path, monkeypatch):
+    (tmp_path / "odd_worker.py").write_text(ODD_WORKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.lists(ODD_ANSWERS, min_size=1, max_size=4))
+    def check(said):
+        worker = WorkerProcess("odd_worker", {}, who="it", start_timeout_s=deadline(60))
+        answered = []
+        try:
+            worker.ask([[text] for text in said], deadline(60))
+            for number in range(len(said)):
+                answered.append((number, worker.receive(deadline(60))["id"]))
+        except WorkerDied:
+            assert not worker.alive
+        finally:
+            worker.close()
+        assert all(asked == given for asked, given in answered)
+        honest = list(itertools.takewhile(lambda text: text == '{"id": ID}', said))
+        assert len(answered) >= len(honest)
+
+    check()
+
+
+def test_descriptors_above_1023_do_not_end_scoring(args):
+    low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(high, 4096), high))
+        while not taken or taken[-1] < 1024:
+            taken.append(os.dup(0))
+        assert [s.reward for s in run(file_task(args), ["fine"] * 3)] == [1.0] * 3
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, high))
 
 
 def test_finished_scores_do_not_wait_for_a_slow_one(args):

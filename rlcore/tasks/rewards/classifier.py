@@ -128,7 +128,7 @@ class ClassifierReward(Reward):
                 if "error" in said:
                     entry.tell(RewardVerdict("error", error=said["error"], seconds=seconds))
                 else:
-                    entry.tell(RewardVerdict("ok", said["value"], seconds=seconds))
+                    entry.tell(RewardVerdict("ok", said.get("value"), seconds=seconds))
         except DeadlineExceeded:
             process.kill()
             limit = f"the classifier passed its deadline of {self._spec.timeout_s:g} s"

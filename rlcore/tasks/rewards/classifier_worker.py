@@ -3,8 +3,8 @@ fd>`.
 
 It exchanges JSON lines with `rlcore.tasks.rewards.classifier`: first the settings of a
 `ClassifierSpec`, answered by {"ready": true} or {"fatal": sentence}; then a line with a list of
-[question, response], a batch, answered by {"value": number} or {"error": sentence} for each. It
-dies with its parent."""
+[number of the sample, question, response], a batch, answered by {"id": number, "value": number} or
+{"id": number, "error": sentence} for each. It dies with its parent."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def main(fd: int) -> None:
     for line in lines:
         batch = json.loads(line)
         try:
-            answers = classifier.judge(batch)
+            answers = classifier.judge([(question, response) for _, question, response in batch])
         except Exception as error:  # a failed score for each
             said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_ERROR]
             answers = [{"error": said}] * len(batch)
-        for answer in answers:
-            _send(link, answer)
+        for (number, *_), answer in zip(batch, answers, strict=True):
+            _send(link, {"id": number, **answer})
 
 
 def _send(link: socket.socket, message: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ unchanged, and a judge that is a chat model (`JudgeReward`). The form of the gra
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import aiohttp
 from rlcore.tasks.rewards.protocols import RewardQuery, RewardVerdict, Unjudged, finite
 from rlcore.tasks.rewards.requests import RequestReward
 from rlcore.tasks.rewards.specs import HttpSpec, JudgeSpec
+from rlcore.types import MOST_REWARD
 
 NAME = re.compile(r"[A-Za-z0-9_.@-]{1,40}")  # of an extra log
 MAX_LOGS = 32
@@ -55,18 +55,18 @@ def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | Rewar
         reward = finite(value, "the reward in the reply")
     except Unjudged as e:
         return e
-    numbers = {name: column[index] for name, column in logs.items() if _is_finite(column[index])}
+    numbers = {name: column[index] for name, column in logs.items() if _is_shown(column[index])}
     return RewardVerdict("ok", reward, {name: float(number) for name, number in numbers.items()})
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _is_shown(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= MOST_REWARD
 
 
 def _logs(data: dict[str, Any], count: int) -> dict[str, list[Any]]:
     """`scores` and `extra_logs` by name, a value a sample; a single number stands for all of
     them. They are shown and nothing else, so names that no metric can have are left out, and so are
-    values that are no finite numbers."""
+    values that are no numbers up to MOST_REWARD."""
     extra = data.get("extra_logs") or {}
     if not isinstance(extra, dict):
         raise ValueError('has "extra_logs" that are not an object')

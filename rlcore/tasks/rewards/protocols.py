@@ -69,6 +69,18 @@ class Unjudged(Exception):
 
 def finite(value: Any, what: str) -> float:
     """`value` as a float. Raises Unjudged for anything but a finite number."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise Unjudged(f"{what} is {value!r:.80}, not a finite number")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer that no float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise Unjudged(f"{what} is {_shown(value)}, not a finite number")
+    return number
+
+
+def _shown(value: Any) -> str:
+    """The beginning of what it looks like; a deep or long value may have no text."""
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:  # of any kind: a class of another's may raise what it likes
+        return f"a {type(value).__name__} ({type(error).__name__})"

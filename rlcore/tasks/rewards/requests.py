@@ -143,8 +143,8 @@ class RewardEndpoint:
         payload: Mapping[str, Any],
         read: Callable[[Any], T],
     ) -> T:
-        """Post `payload` and return the result of `read` on the reply's JSON. `read` raises
-        ValueError for a reply of another form.
+        """Post `payload` and return the result of `read` on the reply's JSON. Whatever `read`
+        raises is about the reply; a ValueError says itself what is wrong with it.
 
         Raises Unjudged: "timeout" past the deadlines, "error" for everything else.
         """
@@ -160,6 +160,10 @@ class RewardEndpoint:
         except ValueError as e:
             self._breaker.failed(f"the reply of {self._shown} {e}")
             raise Unjudged(f"the reply of {self._shown} {e}") from e
+        except Exception as e:  # of any kind: the service decides what its replies hold
+            why = f"the reply of {self._shown} cannot be read: {type(e).__name__}: {e}"
+            self._breaker.failed(why)
+            raise Unjudged(why) from e
         except BaseException:
             self._breaker.withdrawn()
             raise
@@ -226,7 +230,7 @@ class RewardEndpoint:
             raise Unjudged(f"{self._shown} answered status {status}: {_start(text)}")
         try:
             return json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise Unjudged(f"the reply of {self._shown} is not JSON: {_start(text)}") from e
 
     @property
@@ -391,13 +395,24 @@ class RequestReward(Reward, ABC, Generic[S]):
             async with self._collecting:
                 batch = await self._batch()
             started = time.monotonic()
-            try:
-                results = await self.ask(session, [asked for asked, _ in batch])
-            except Unjudged as e:
-                results = [e] * len(batch)
+            results = await self._asked(session, [asked for asked, _ in batch])
             seconds = time.monotonic() - started
             for (_, tell), result in zip(batch, results, strict=True):
                 tell(_verdict(result, seconds))
+
+    async def _asked(
+        self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
+    ) -> Sequence[float | Unjudged | RewardVerdict]:
+        """A result for each sample, whatever `ask` does."""
+        try:
+            results = await self.ask(session, batch)
+        except Unjudged as e:
+            return [e] * len(batch)
+        except Exception as e:  # of any kind: the samples of this request fail, and no others
+            return [Unjudged(f"{type(e).__name__}: {e}")] * len(batch)
+        if len(results) != len(batch):
+            return [Unjudged(f"{len(results)} verdicts on {len(batch)} samples")] * len(batch)
+        return results
 
     async def _batch(self) -> list[tuple[RewardQuery, Tell]]:
         """The next samples: as many as there are, after a short wait for more."""

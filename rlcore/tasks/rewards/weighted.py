@@ -14,7 +14,7 @@ from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.interfaces import Task
 from rlcore.registry import resolve
 from rlcore.tasks import make_task, parse_prompt_id
-from rlcore.tasks.rewards.protocols import Reward, RewardQuery, RewardVerdict
+from rlcore.tasks.rewards.protocols import MAX_ERROR, Reward, RewardQuery, RewardVerdict
 from rlcore.tasks.rewards.requests import RequestThread
 from rlcore.tasks.rewards.specs import OWN, REWARDS, OwnSpec, RewardSpec
 from rlcore.tasks.scoring import Scored, Scorer
@@ -167,7 +167,12 @@ class WeightedScorer:
             return
         asked = RewardQuery(item.question, item.answer, entry.answer.text)
         for name, reward in rewards.items():
-            reward.submit(asked, partial(self._told, entry, name))
+            try:
+                reward.submit(asked, partial(self._told, entry, name))
+            except Exception as e:  # of a user's own reward
+                self._told(
+                    entry, name, RewardVerdict("error", error=f"{type(e).__name__}: {e}"[:300])
+                )
 
     def _graded(self, scored: Scored) -> None:
         """Scores of the tasks' own graders."""
@@ -192,8 +197,11 @@ class WeightedScorer:
             self._hand_over([entry])
 
     def _is_last(self, entry: _Open, name: str, verdict: RewardVerdict) -> bool:
-        """Keep a verdict; whether the answer has all of them."""
+        """Keep a verdict; whether the answer has all of them. Of two verdicts of one reward the
+        first counts."""
         with self._state:
+            if name not in entry.missing:
+                return False
             entry.verdicts[name] = verdict
             entry.missing.discard(name)
             return not entry.missing
@@ -201,7 +209,7 @@ class WeightedScorer:
     def _hand_over(self, entries: list[_Open]) -> None:
         if not entries or self._closing:
             return
-        done = [(e.answer, total(e.answer, self._specs[e.task], e.verdicts)) for e in entries]
+        done = [(e.answer, _total(e.answer, self._specs[e.task], e.verdicts)) for e in entries]
         try:
             with self._handing_over:
                 self._on_scored(done)
@@ -255,6 +263,15 @@ def own_reward(key: str, spec: OwnSpec) -> Reward:
             f"{key}.args={spec.args} does not suit {key}.name={spec.name}: {error}."
         ) from error
     return reward
+
+
+def _total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:
+    """The same, whatever a reward has put into its verdict."""
+    try:
+        return total(answer, spec, verdicts).checked()
+    except Exception as e:  # of any kind: verdicts may be of a user's own reward
+        error = f"the rewards cannot be added up: {type(e).__name__}: {e}"[:MAX_ERROR]
+        return Score(answer.group_id, answer.sample_index, answer.draw_id, "error", error=error)
 
 
 def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:

@@ -1,14 +1,18 @@
 """Weighted sums of rewards: parts, failures, faults of one reward among several."""
 
+import itertools
 import json
+import math
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from timing import deadline
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.tasks import make_task
-from rlcore.tasks.rewards.protocols import RewardVerdict
+from rlcore.tasks.rewards.protocols import Reward, RewardVerdict
 from rlcore.tasks.rewards.weighted import WeightedScorer, make_scorer, total
 from rlcore.tasks.scoring import Scorer
 from rlcore.tasks.specs import EvalTaskSpec, GradingSpec
@@ -52,6 +56,112 @@ def scores(tasks, submitted, notes=None):
     counts = [statuses.count(status) for status in ("ok", "error", "timeout")]
     assert [scorer.scored, scorer.errors, scorer.timeouts] == counts
     return [by_group[i] for i in range(len(submitted))]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+NAMED = st.dictionaries(st.sampled_from(["rewards", "scores", "extra_logs", "choices"]), JSON)
+DEEP = b"[" * 100_000
+ODD_REPLIES = [
+    DEEP,
+    b'{"rewards": [1' + b"0" * 400 + b"]}",
+    b'{"rewards": [1' + b"0" * 5000 + b"]}",
+    b'{"rewards": [1e308]}',
+    b'{"rewards": [NaN]}',
+    b'{"rewards": [1], "extra_logs": {"a": ' + DEEP + b"}}",
+    b'{"rewards": [1], "extra_logs": {"a": [' + b"[" * 900 + b"]" * 900 + b"]}}",
+    b'{"rewards": [1], "extra_logs": {"a": [1' + b"0" * 400 + b"]}}",
+    b'{"rewards": [1], "scores": {"a": 1}}',
+    b'{"rewards": [1], "scores": [1e308]}',
+    b'{"choices": [{"message": {"content": "Score: 1' + b"0" * 400 + b'"}}]}',
+    b'{"choices": [[]]}',
+    b"\xff\xfe",
+    b"",
+]
+
+
+@pytest.mark.parametrize("kind", ["http", "judge"])
+def test_whatever_a_service_answers_each_sample_has_one_score_and_scoring_goes_on(kind):
+    said = [b""]
+    found = []
+    with RewardServer(lambda body, number: HttpReply(body=said[0])) as server:
+        own = {"url": server.url, "breaker_failures": 10**6, **QUICK}
+        own |= {"model": "m", "rubric": "r"} if kind == "judge" else {}
+        spec = task(grade_weight=None, rewards={"r": {"weight": 10.0, kind: own}})
+        scorer = make_scorer({"digits": spec}, GradingSpec(), on_scored=found.extend, note=print)
+
+        def score_of(body, number):
+            said[0], before = body, len(found)
+            answer = make_answer(number, 0, "x", prompt_id="digits/train/0")
+            scorer.submit([answer])
+            scorer.drain(deadline(60))
+            ((asked, score),) = found[before:]
+            assert (asked.group_id, asked.draw_id) == (score.group_id, score.draw_id)
+            assert score.group_id == number and score == score.checked()
+            return score
+
+        numbers = itertools.count()
+
+        @settings(max_examples=60, deadline=None)
+        @given(st.sampled_from(ODD_REPLIES) | st.binary(max_size=40) | (NAMED | JSON).map(encoded))
+        def check(body):
+            score_of(body, next(numbers))
+
+        try:
+            for body in ODD_REPLIES:
+                score_of(body, next(numbers))
+            check()
+            good = b'{"rewards": [0.5], "choices": [{"message": {"content": "Score: 5"}}]}'
+            assert score_of(good, next(numbers)).reward == 5.0  # it is still in order
+        finally:
+            scorer.close()
+
+
+def encoded(value):
+    return json.dumps(value).encode()
+
+
+class OddReward(Reward):
+    """Does with a sample what its response says."""
+
+    def submit(self, asked, tell):
+        if asked.response == "raise":
+            raise ValueError("it has a fault")
+        for told in ODD_VERDICTS[asked.response]:
+            tell(told)
+
+    def check(self):
+        pass
+
+    def close(self):
+        pass
+
+
+FINE = RewardVerdict("ok", 1.0)
+ODD_VERDICTS = {
+    "fine": [FINE],
+    "twice": [FINE, RewardVerdict("error", error="again")],
+    "nothing": [None],
+    "number": [0.5],
+    "inf": [RewardVerdict("ok", math.inf)],
+    "text": [RewardVerdict("ok", "1")],
+    "none": [RewardVerdict("ok", None)],
+    "parts": [RewardVerdict("ok", 1.0, {"p": "q"})],
+    "status": [RewardVerdict("odd", None)],
+}
+
+
+def test_whatever_a_reward_of_ones_own_does_is_one_score_of_its_sample():
+    own = {"name": f"{__file__}:OddReward"}
+    spec = task(grade_weight=None, rewards={"r": {"own": own}})
+    texts = [*ODD_VERDICTS, "raise", "fine"]
+    found = scores({"digits": spec}, answers(texts))
+    right = {"fine", "twice"}
+    assert [s.reward for s in found] == [1.0 if text in right else None for text in texts]
+    assert all(s.status == "error" for text, s in zip(texts, found) if text not in right)
 
 
 @pytest.mark.processes
