@@ -124,8 +124,23 @@ def _one(error: ErrorDetails) -> str:
     return f"{key}={value} is not accepted: it should be {what.removeprefix('Input should be ')}"
 
 
+# Keys that were renamed: the last part of the former name -> the present name
+FORMER = {
+    "whole_every": "cluster.full_weights_every",
+    "keep_best": "algorithm.train_on_best",
+    "keep_best_by": "algorithm.train_on_best_by",
+    "keep_passes_mib": "learner.activation_cache_mib",
+    "router": "learner.router_replay",
+    "keep": "task.difficulty.resample_rate",
+}
+
+
 def _unknown_key(key: str, value: str) -> str:
     parent, _, leaf = key.rpartition(".")
+    present = FORMER.get(leaf, "")
+    if present and parent.rpartition(".")[2] == present.split(".")[-2]:
+        name = f"{parent}.{present.rpartition('.')[2]}"
+        return f"{key}={value} is not a key any more: it is called {name} now"
     siblings = _keys_under(parent)
     hint = closest(leaf, siblings, f"{parent}." if parent else "")
     # The same name in another section: the key is right and its place is not.

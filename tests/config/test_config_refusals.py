@@ -501,3 +501,18 @@ def test_secrets_are_not_taken_into_a_job_s_script():
     load(
         ["run_dir=x", "experiment=quickstart", "cluster.launch.env.TOKENIZERS_PARALLELISM='false'"]
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "now"),
+    [
+        ("cluster.whole_every=2", "cluster.full_weights_every"),
+        ("algorithm.keep_best=2", "algorithm.train_on_best"),
+        ("learner.keep_passes_mib=8", "learner.activation_cache_mib"),
+        ("learner.router=replay", "learner.router_replay"),
+        ("task.difficulty.keep=0.5", "task.difficulty.resample_rate"),
+    ],
+)
+def test_a_former_key_is_refused_with_its_present_name(tmp_path, word, now):
+    with pytest.raises(UserError, match=f"is not a key any more: it is called {now} now"):
+        load(["experiment=quickstart", f"run_dir={tmp_path}", word])
