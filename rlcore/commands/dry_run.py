@@ -179,6 +179,7 @@ def _tasks(config: RunConfig, prepared: Prepared) -> list[str]:
     times = f"{'at the start, ' if spec.at_start else ''}{when}"
     return [
         *(_trained(config, label) for label in config.tasks),
+        *prepared.remarks,
         *_rewards(config),
         f"evaluated {times} on {_evaluated(prepared.heldout, spec.prompts)}, {how}",
     ]

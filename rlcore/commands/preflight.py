@@ -117,6 +117,7 @@ class Prepared:
     heldout: HeldOutRequests
     tokenizer: Any
     alphabet: str | None  # characters of the training tasks; None: natural text
+    remarks: tuple[str, ...] = ()  # of the training tasks, on their problems
 
     @property
     def pad_id(self) -> int:
@@ -176,6 +177,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
         alphabet,
+        tuple(f"{label}: {line}" for label, task in tasks.items() for line in task.remarks()),
     )
 
 

@@ -93,6 +93,8 @@ def try_task(config: RunConfig, n: int) -> int:
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
+        for line in tasks[label].remarks():
+            note(line)
         note(_rendering(config, tokenizer))
         for trial, verdicts in zip(its, scores[label]):
             for line in [*trial.lines, *_verdicts(config, label, trial, verdicts)]:

@@ -6,18 +6,21 @@ import ast
 import builtins
 import importlib
 import importlib.util
+import json
 import logging
 import re
 import symtable
 import sys
-import textwrap
-import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
+from rlcore.interfaces import Split
+from rlcore.tasks import proof
 from rlcore.tasks.arguments import ArgumentError, integer, one_of, share
+from rlcore.tasks.fences import defined_names, find_program
 from rlcore.tasks.grades import weighted
 from rlcore.tasks.records import Record, RecordTask, RowError, pick, pick_text
 from rlcore.tasks.sandbox import LAYERS, Limits, ProgramTests, Sandbox, SandboxError, available
@@ -55,7 +58,7 @@ def program_tests(source: str, reference: str, given: Collection[str]) -> Progra
         used = _free_names(source) | asked
     except (SyntaxError, ValueError) as error:
         raise BadTests(f"not Python: {error}") from error
-    own = _defined(reference) & used
+    own = defined_names(reference) & used
     imports = {n: text for n, text in _imports(reference).items() if n in used - own - asked}
     imports |= {
         name: _library(source, name)
@@ -167,15 +170,6 @@ def _nested(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield from _nested(child)
 
 
-def _defined(source: str) -> set[str]:
-    """Names that a solution defines at its top level, imports aside; none if it is not Python."""
-    try:
-        table = symtable.symtable(source, "<reference>", "exec")
-    except (SyntaxError, ValueError):
-        return set()
-    return {s.get_name() for s in table.get_symbols() if s.is_assigned() and not s.is_imported()}
-
-
 def _called(source: str) -> list[str]:
     """Names that are called, in the order of the source."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
@@ -266,9 +260,6 @@ def is_same_tree(a, b):
         return a is b
     return a.val == b.val and is_same_tree(a.left, b.left) and is_same_tree(a.right, b.right)
 """
-OPENING = re.compile(r"(.*?)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#.-]*)[^`]*")
-PYTHON = re.compile(r"(?:python|py)[\d.]*|ipython\d*|python-repl", re.IGNORECASE)
-MOST_ENDS = 30  # of one block that are tried
 UNCALLED = "its tests called nothing of the program"
 TRACEBACK = "Traceback (most recent call last):\n"
 PROGRAM_FRAME = '  File "<program>"'
@@ -285,6 +276,10 @@ class CodeTask(RecordTask):
     format_reward * (there is a fenced block). A program has timeout_s seconds, memory_mib MiB, no
     network, no children. confinement "full" refuses a machine that cannot confine programs by every
     layer (`sandbox.confinement`), "reduced" goes on with those that it has, and says so.
+
+    Rows are proven when the task is built (`proof`), once: proofs are kept in proof_cache, the
+    user's cache folder if None. unproven_rows="skip" leaves rows that are not proven out and counts
+    them in `unproven`; "refuse" refuses the file.
     """
 
     preamble = COMMON  # names that programs and tests find
@@ -301,6 +296,8 @@ class CodeTask(RecordTask):
         memory_mib: int = 512,
         format_reward: float = 0.0,
         confinement: str = "full",
+        unproven_rows: str = "refuse",
+        proof_cache: str | None = None,
         **files: Any,
     ) -> None:
         self._fields = question_field, tests_field, worked_field, setup_field
@@ -325,6 +322,45 @@ class CodeTask(RecordTask):
             super().__init__(**files)
         finally:
             self.close()
+        self._skips_unproven = one_of("unproven_rows", unproven_rows, ("refuse", "skip")) == "skip"
+        self.unproven: dict[Split, int] = {"train": 0, "heldout": 0}  # rows left out
+        folder = Path(proof_cache).expanduser() if proof_cache else proof.default_folder()
+        for split, records in self._records.items():
+            if records:
+                self._records[split] = self._proven(split, records, folder)
+
+    def _proven(self, split: Split, records: list[Record], folder: Path) -> list[Record]:
+        """The rows whose tests pass their reference and fail a mutant. Raises ArgumentError for
+        others, unless they are to be left out, and if none is left."""
+        claims = [self.claim(record) for record in records]
+        proofs = proof.prove(self.name, claims, self._sandboxed, folder)
+        numbered = [(record.row, found) for record, found in zip(records, proofs)]
+        kept = [self.settled(r, found) for r, found in zip(records, proofs) if not found.why]
+        self.unproven[split] = len(records) - len(kept)
+        if self.unproven[split] and not (self._skips_unproven and kept):
+            hint = "" if not kept else "; task.args.unproven_rows=skip leaves them out"
+            why = f"has {proof.unproven(numbered)}{hint}."
+            raise ArgumentError(f"{split}_path", self._paths[split], why)
+        return kept
+
+    def claim(self, record: Record) -> proof.Claim:
+        """The row as it is to be proven."""
+        tests, reference = record.meta["tests"], record.answer or None
+        content = json.dumps([self.preamble, asdict(self._limits), reference, asdict(tests)])
+        return proof.Claim(content, lambda sandbox: proof.proven(sandbox, reference, tests))
+
+    def settled(self, record: Record, found: proof.RowProof) -> Record:
+        """A proven row, with what its proof has shown."""
+        tests = replace(record.meta["tests"], effects=found.effects)
+        return replace(record, meta={**record.meta, "tests": tests})
+
+    def remarks(self) -> list[str]:
+        found = [
+            f"{count} {split} rows whose tests prove nothing are left out"
+            for split, count in self.unproven.items()
+            if count
+        ]
+        return [*super().remarks(), *found]
 
     def record(self, row: dict[str, Any]) -> Record:
         question, tests_field, worked, setup_field = self._fields
@@ -345,7 +381,7 @@ class CodeTask(RecordTask):
             pick_text(row, question),
             solution or "",
             None if solution is None else f"```python\n{solution.strip()}\n```",
-            {"tests": replace(judged, effects=solution is None)},
+            {"tests": judged},
         )
 
     def grade(self, item: Item, response: str) -> Grade:
@@ -367,9 +403,12 @@ class CodeTask(RecordTask):
             passed, why = False, UNCALLED
         return weighted(passed, fenced, self._format_reward), why
 
+    def _sandboxed(self) -> Sandbox:
+        return Sandbox(self._limits, preamble=self.preamble, layers=self._layers)
+
     def _started(self) -> Sandbox:
         if self._sandbox is None:
-            self._sandbox = Sandbox(self._limits, preamble=self.preamble, layers=self._layers)
+            self._sandbox = self._sandboxed()
         return self._sandbox
 
     def close(self) -> None:
@@ -377,93 +416,6 @@ class CodeTask(RecordTask):
         if self._sandbox is not None:
             self._sandbox.close()
             self._sandbox = None
-
-
-@dataclass(frozen=True, slots=True)
-class FencedBlock:
-    """A fenced block of a response."""
-
-    tag: str
-    source: str
-
-    @property
-    def python(self) -> bool:
-        return bool(PYTHON.fullmatch(self.tag))
-
-
-def find_program(response: str, names: Collection[str] = ()) -> tuple[str, bool]:
-    """(the program of a response, whether it is fenced).
-
-    The last block that is tagged as Python and defines one of the names, else an untagged one that
-    does; else the last that is tagged as Python, else the last untagged one that does more than
-    state a value, else the last; else the whole response.
-    """
-    blocks = fenced_blocks(response.replace("\r\n", "\n").replace("\r", "\n"))
-    untagged = [block for block in blocks if not block.tag]
-    tagged = [block for block in blocks if block.python]
-    defining = [
-        [b for b in group if names and _defined(b.source) & set(names)]
-        for group in (tagged, untagged)
-    ]
-    working = [block for block in untagged if _does_something(block.source)]
-    for group in (*defining, tagged, working, untagged, blocks):
-        if group:
-            return group[-1].source, True
-    return response, False
-
-
-def fenced_blocks(text: str) -> list[FencedBlock]:
-    """Blocks between fences, whose last may be unclosed. A block ends at the first fence up to
-    which it is Python, so that one may have fences in its strings; if none is, at the first."""
-    lines = text.split("\n")
-    blocks, at = [], 0
-    while at < len(lines):
-        opening = OPENING.fullmatch(lines[at])
-        at += 1
-        if opening is None or (opening[1].strip() and not PYTHON.fullmatch(opening[3])):
-            continue
-        source, at = _block(lines, at, opening[2])
-        blocks.append(FencedBlock(opening[3].lower(), textwrap.dedent(source)))
-    return blocks
-
-
-def _block(lines: list[str], start: int, fence: str) -> tuple[str, int]:
-    """(text of a block, line after it)."""
-    ends: list[tuple[str, int]] = []
-    for at in range(start, len(lines)):
-        head, found, rest = lines[at].partition(fence)
-        if found and (not head.strip() or not rest.strip(fence[0]).strip()):
-            body = "\n".join([*lines[start:at], *([head] if head.strip() else [])])
-            # what has a tag begins another block
-            following = at if not head.strip() and rest.strip() else at + 1
-            ends.append((body, following))
-            if len(ends) == 1 and not body.strip():
-                return ends[0]
-            if _parses(textwrap.dedent(body)):
-                return ends[-1]
-            if len(ends) == MOST_ENDS:
-                break
-    whole = ("\n".join(lines[start:]), len(lines))
-    return ends[0] if ends and not _parses(textwrap.dedent(whole[0])) else whole
-
-
-def _parses(source: str) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in a model's strings
-            ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
-def _does_something(source: str) -> bool:
-    """Return whether it is Python, and more than values, as a program's output often is."""
-    if not _parses(source):
-        return False
-    values = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp)
-    body = ast.parse(source).body
-    return any(not (isinstance(n, ast.Expr) and isinstance(n.value, values)) for n in body)
 
 
 def _own_frames(output: str) -> str:

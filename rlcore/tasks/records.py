@@ -6,7 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlcore.interfaces import Split, Task
@@ -26,6 +26,7 @@ class Record:
     meta: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()  # the whole conversation, where it is more than the question
     accepted: tuple[str, ...] = ()  # all answers that are right, where there are several
+    row: int = 0  # its number in the file, from 1
 
 
 class RowError(ValueError):
@@ -98,7 +99,7 @@ class RecordTask(Task, ABC):
             if not self.keeps(split, row):
                 continue
             try:
-                records.append(self.record(row))
+                records.append(replace(self.record(row), row=number))
             except RowError as error:
                 if not (error.missing_answer and self._skip):
                     skips = "; task.args.missing_answer=skip leaves such rows out"
@@ -147,6 +148,10 @@ class RecordTask(Task, ABC):
 
     def alphabet(self) -> str | None:
         return None
+
+    def remarks(self) -> list[str]:
+        found = {split: count for split, count in self.skipped.items() if count}
+        return [f"{n} {split} rows without an answer are left out" for split, n in found.items()]
 
 
 def _bad_row(argument: str, path: str, number: int, why: str) -> ArgumentError:

@@ -1,12 +1,15 @@
 """Programs of the code tasks: where they are found in a response, and what honest ones may do."""
 
+import json
 import textwrap
 
 import pytest
 from timing import deadline
 
-from rlcore.tasks import code
-from rlcore.tasks.code import find_program, program_tests
+from rlcore.errors import UserError
+from rlcore.tasks import code, make_task, proof
+from rlcore.tasks.code import program_tests
+from rlcore.tasks.fences import find_program
 from rlcore.tasks.sandbox import Limits, ProgramTests, Sandbox
 
 SOLVED = "class Solution:\n    def f(self, nums): return sum(nums)"
@@ -250,3 +253,75 @@ def test_every_layout_of_tests_can_pass_and_fail(sandbox, layout):
     right = run(sandbox, "def f(x): return x + 1", LAYOUTS[layout])
     assert right.passed and right.calls, right
     assert not run(sandbox, "def f(x): return 0", LAYOUTS[layout]).passed
+
+
+GOOD = {"text": "Add one.", "code": "def f(x): return x + 1", "test_list": ["assert f(1) == 2"]}
+BAD = {  # rows that prove nothing, and why
+    "its reference fails: AssertionError": {**GOOD, "code": "def f(x): return x"},
+    "its tests pass a program whose functions return None": {
+        **GOOD, "test_list": ["n = f(1)"],
+    },
+}  # fmt: skip
+
+
+def mbpp(tmp_path, rows, **args):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"train_path": str(path), "proof_cache": str(tmp_path / "proofs"), **args}
+    return make_task("mbpp", {"timeout_s": deadline(3), **given})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("why", BAD)
+@pytest.mark.parametrize("reference", [True, False])
+def test_rows_that_prove_nothing_are_refused_or_left_out(tmp_path, why, reference):
+    rows = [GOOD, BAD[why]]
+    args = {} if reference else {"worked_field": None}
+    if reference or "pass" in why:
+        with pytest.raises(UserError, match=f"1 of 2 rows .*row 2: .*{why.split(': ')[-1]}"):
+            mbpp(tmp_path, rows, **args)
+        task = mbpp(tmp_path, rows, unproven_rows="skip", **args)
+        assert task.size("train") == 1 and task.unproven["train"] == 1
+        assert task.remarks() == ["1 train rows whose tests prove nothing are left out"]
+        with pytest.raises(UserError, match="1 of 1 rows"):
+            mbpp(tmp_path, rows[1:], unproven_rows="skip", **args)
+    else:  # there is nothing that could fail
+        assert mbpp(tmp_path, rows, **args).size("train") == 2
+
+
+@pytest.mark.processes
+def test_proofs_are_kept_by_content(tmp_path, monkeypatch):
+    mbpp(tmp_path, [GOOD])
+
+    def fail(*_):
+        raise RuntimeError("proven again")
+
+    monkeypatch.setattr(proof, "proven", fail)
+    mbpp(tmp_path, [GOOD])
+    with pytest.raises(RuntimeError, match="proven again"):
+        mbpp(tmp_path, [{**GOOD, "test_list": ["assert f(2) == 3"]}])
+
+
+@pytest.mark.processes
+def test_a_reference_shows_whether_used_calls_change_their_arguments(tmp_path):
+    row = {"text": "Sort.", "code": "def f(a):\n    a.sort()\n    return len(a)"}
+    task = mbpp(tmp_path, [{**row, "test_list": [IN_PLACE]}, GOOD])
+    try:
+        assert [task.item("train", i).meta["tests"].effects for i in (0, 1)] == [True, False]
+        item = task.item("train", 0)
+        assert task.grade(item, task.worked_answer(item)).reward == 1.0
+    finally:
+        task.close()
+
+
+@pytest.mark.processes
+def test_a_program_that_its_tests_do_not_call_has_no_reward(tmp_path):
+    tests = "try:\n    n = f(1)\nexcept TypeError:\n    n = 2\nassert n == 2"
+    task = mbpp(tmp_path, [{**GOOD, "test_list": [tests]}])
+    try:
+        item = task.item("train", 0)
+        assert task.grade(item, "```python\ndef f(x): return x + 1\n```").reward == 1.0
+        grade, why = task.attempt(item, "```python\nf = 5\n```")
+        assert grade.reward == 0.0 and why == "its tests called nothing of the program"
+    finally:
+        task.close()
