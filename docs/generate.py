@@ -21,11 +21,8 @@ from rlcore.config.schema import (
 from rlcore.config.sentences import sections
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.extras.foreign_keys import ENTRIES
-from rlcore.metrics.names import (
-    GUIDES,
-    METRICS,
-    Metric,
-)
+from rlcore.metrics.metric import Metric
+from rlcore.metrics.names import METRICS
 from rlcore.registry import resolve
 
 HEADING = {
@@ -121,8 +118,8 @@ def metrics() -> str:
             "| --- | --- | --- | --- | --- |",
         ]
         for metric in members:
-            healthy, otherwise = GUIDES.get(metric.name, ("describes the run", ""))
-            cells = (f"`{metric.name}`", metric.unit, metric.meaning, healthy, otherwise)
+            healthy = metric.healthy or "describes the run"
+            cells = (f"`{metric.name}`", metric.unit, metric.meaning, healthy, metric.otherwise)
             lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join([*lines[1:], ""])
 

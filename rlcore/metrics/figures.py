@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.metrics.names import Metric, declared
+from rlcore.metrics.metric import Metric
+from rlcore.metrics.names import declared
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run
 

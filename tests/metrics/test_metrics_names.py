@@ -1,12 +1,16 @@
 """Declarations of metrics: what they cover, and how steps combine."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.metrics.names import METRICS, combine, declared, is_accuracy
+from rlcore.objectives.specs import LOSSES
+from rlcore.registry import resolve
 
 CONTRACT = """step policy_version reward/mean eval/digits/greedy response_length/mean
 staleness/mean staleness/max mismatch/kl_k1 mismatch/kl_k3 mismatch/abs_dlogp_mean mismatch/ess
@@ -19,6 +23,30 @@ def test_the_outside_contract_is_declared_with_unit_and_meaning():
     assert [name for name in CONTRACT.split() if declared(name) is None] == []
     assert all(m.unit and m.meaning for m in METRICS)
     assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+def test_only_names_that_users_choose_are_left_open():
+    """A further figure of a package is declared by name, so that no other one passes for it."""
+    last = [m.name for m in METRICS if m.name.rpartition("/")[2].startswith("<")]
+    assert last == [
+        "reward_parts/<part>",
+        "task/<task>/reward_parts/<part>",
+        "correction/<name>/<statistic>",
+        "ledger/evicted/<reason>",
+        "ledger/failed/<reason>",
+    ]
+    others = ["policy/largest_weight", "train/x", "time/x_s", "buffer/x", "eval/digits/x"]
+    assert [declared(name) for name in others] == [None] * len(others)
+
+
+def test_the_names_of_a_run_and_of_every_loss_are_declared():
+    rows = (Path(__file__).parent / "recorded_run" / "metrics.jsonl").read_text().splitlines()
+    names = {name for row in rows for name in json.loads(row)}
+    for loss in LOSSES:
+        names |= {
+            f"policy/{name}" for name in resolve(LOSSES, loss, key="algorithm.loss").indicators
+        }
+    assert sorted(name for name in names if declared(name) is None) == []
 
 
 def test_a_name_is_matched_segment_by_segment():

@@ -1,0 +1,43 @@
+"""The declaration of a metric, and the advice that several declarations share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One declared metric. `reduction` combines the values of several steps (a summary, a thinned
+    curve).
+
+    Example: Metric("time/publish_s", "s", "publishing weights", "sum")
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+    healthy: str = ""  # the usual range; "": the metric describes a run and has none
+    otherwise: str = ""  # the advice outside of the range, in Markdown
+
+    def covers(self, name: str) -> bool:
+        """Return whether this declaration is about `name`, segment by segment."""
+        mine, theirs = self.name.split("/"), name.split("/")
+        return len(mine) == len(theirs) and all(_covers(m, t) for m, t in zip(mine, theirs))
+
+
+def _covers(template: str, segment: str) -> bool:
+    literal, bracket, _ = template.partition("<")
+    return (
+        segment.startswith(literal) and len(segment) > len(literal)
+        if bracket
+        else segment == template
+    )
+
+
+ENGINES_WAIT = "[The engines wait](troubleshooting.md#the-engines-wait)"
+GRADER = "the log has the last reason; `task.grade_timeout_s`, `task.grader_memory_mib`"
+CUT = "raise `rollout.max_new_tokens`, or accept that such answers count as wrong"
