@@ -19,7 +19,7 @@ from rlcore.registry import load_object
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
 traits = [advantage_class(a).compares_group for a in ADVANTAGES]
 traits += [loss_class(name).carries_ratio for name in LOSSES]
-traits += [load_object(spec)().biases for spec in CORRECTIONS.values()]
+traits += [load_object(spec).weighs for spec in CORRECTIONS.values()]
 print(len(traits), *(m for m in ("torch", "ray", "vllm", "transformers") if m in sys.modules))
 """
 
