@@ -89,6 +89,7 @@ def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
         assert other["mismatch/abs_dlogp_mean"] > 10 * same["mismatch/abs_dlogp_mean"]
 
 
+@pytest.mark.slow
 def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distilled, tmp_path):
     words = ("train", *small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
     parts = tmp_path / "parts"
@@ -166,6 +167,7 @@ def test_an_adapter_sent_alone_is_what_is_sampled_from(command, small, tmp_path)
     assert found[-1]["ledger/consumed"] == found[-1]["ledger/admitted"] == (done + 2) * 8
 
 
+@pytest.mark.slow
 def test_distillsparse_sends_the_policy_once_and_the_adapter_beside_it(
     command, small, distilled, tmp_path
 ):

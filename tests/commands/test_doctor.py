@@ -17,6 +17,7 @@ def _doctor(command, small, *words, code=0):
     return json.loads(run.text[run.text.index('{\n "machine"') :])["run"]
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.ranks
 def test_a_precise_actor_needs_no_correction_and_a_rounded_one_does(command, small):

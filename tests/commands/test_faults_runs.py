@@ -159,6 +159,7 @@ class Slow(VllmEngine):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.ranks
 def test_answers_of_a_slow_actor_go_on_at_another_with_the_tokens_they_have(

@@ -79,9 +79,8 @@ def _stopped_with_a_checkpoint(run, run_dir, family):
     assert not left_over(family)
 
 
-@pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.parametrize("wandb", ["disabled", "offline"])
+@pytest.mark.parametrize("wandb", [pytest.param("disabled", marks=pytest.mark.slow), "offline"])
 def test_coreutils_timeout_leaves_a_checkpoint(installed, small, tmp_path, wandb):
     """It signals its child and then its group, in which all of them are."""
     run_dir = tmp_path / "run"

@@ -93,6 +93,7 @@ def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, 
     assert all(r["grad_norm"] > 0 for r in rows(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_a_run_gives_the_numbers_with_ray_that_it_gives_without(
     installed, command, small, tmp_path
@@ -176,6 +177,7 @@ def test_a_large_batch_run_that_is_interrupted_in_the_middle_of_a_phase_resumes_
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(
     installed, small, tmp_path

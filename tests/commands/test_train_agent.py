@@ -8,7 +8,7 @@ from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
 
-pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.slow]
 
 ALPHABET = "0123456789=+- "
 TEMPLATE = (

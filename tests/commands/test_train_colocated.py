@@ -4,7 +4,7 @@ on GPUs, with keys and values to free."""
 import pytest
 from conftest import rows, without_times
 
-pytestmark = [pytest.mark.engine, pytest.mark.ranks]
+pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.slow]
 
 WORDS = ("schedule=large_batch", "schedule.steps=4", "schedule.steps_per_publish=2")
 COLOCATED = (*WORDS, "schedule.colocated=true", "learner.offload_while_sampling=true")
@@ -56,7 +56,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_kind_of_run_takes_turns(name, run):
     found = run("run", *COLOCATED, *OTHERS[name])

@@ -26,6 +26,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.ranks
 def test_a_masked_diffusion_run_trains_and_resumes_exactly(command, warm_cache, tmp_path):

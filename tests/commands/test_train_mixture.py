@@ -54,6 +54,7 @@ def test_a_mixture_trains_and_resumes_exactly(command, small, tmp_path):
     assert "<h3>Tasks</h3>" in report and "Reward by task" in report
 
 
+@pytest.mark.slow
 def test_tasks_of_one_run_are_played_in_their_own_environments(command, small, tmp_path):
     own = [w for w in small if not w.startswith(("experiment=", "task."))]
     run = command(

@@ -69,6 +69,7 @@ def test_an_asynchronous_run_stopped_within_a_phase_uses_every_group_twice(
     audit(rows(run_dir))
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_continues_within_a_phase_to_the_bit(command, small, tmp_path):
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish", *PHASES)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
