@@ -2,7 +2,7 @@
 that lacks a method (`rlcore.registry`), and a method with a body is optional.
 
 Stages import these and `types`. The protocols of the clients of the loop are in
-`loop/role_protocols.py`, those inside the learner in `learner/protocols.py`.
+`loop/role_protocols.py`, the contracts inside the learner in `learner/protocols.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Task(ABC):
 
     @abstractmethod
     def item(self, split: Split, index: int) -> Item:
-        """Problem `index` of a split: always the same for the same arguments, in every process."""
+        """Problem `index` of a split: equal for equal arguments, in every process."""
 
     @abstractmethod
     def grade(self, item: Item, response: str) -> Grade:
@@ -288,7 +288,7 @@ class Correction(ABC):
         return None
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        """Hook 4: weights and masks on top of those so far (TIS, MIS, veto, Jackpot, AIS).
+        """Hook 4: weights and masks on top of the current ones (TIS, MIS, veto, Jackpot, AIS).
 
         To a method that weighs (`CorrectionSpec.weighs`), `step.logp_ref` and its top k are of the
         policy that weights must lead to: p_ref, or p_new where the loss carries no p_new/p_ref.

@@ -65,7 +65,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """A grader's verdict. Raising is how a grader says that it could not judge; 0.0 means wrong.
+    """A grader's verdict. A grader that cannot judge raises; 0.0 means wrong.
 
     Example: Grade(1.0, {"correct": 1.0, "format": 1.0})
     """
@@ -329,7 +329,7 @@ class StepTensors:
     ref_logp_at_inf_ids: torch.Tensor | None = (
         None  # [B, T, k] float32: p_ref on the actor's top-k ids
     )
-    new_topk_ids: torch.Tensor | None = None  # the same three under p_new
+    new_topk_ids: torch.Tensor | None = None  # as the three fields above, under p_new
     new_topk_logp: torch.Tensor | None = None
     new_logp_at_inf_ids: torch.Tensor | None = None
     inside: torch.Tensor | None = (
