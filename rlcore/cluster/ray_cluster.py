@@ -22,12 +22,37 @@ from rlcore.cluster.calls import last_line
 from rlcore.cluster.process_tuning import Processor, wanted
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.patching import Patch
 
 MIB = 2**20
 STDERR = "rlcore"  # the handler of what processes write
 POLL_S = 2.0  # poll interval while waiting for a cluster
 # time for a local cluster's processes to exit by themselves once Ray has shut down
 SHUTDOWN_TIMEOUT_S = 20.0
+
+# every attribute of Ray that rlcore replaces: there are no settings for them
+_RAY = ("2.60.",)
+# A signal to the driver's process group (coreutils' timeout, a terminal) asks the run to stop,
+# which it cannot do with a checkpoint once the cluster is gone. If the driver dies, Ray still ends.
+CONSOLE_POPEN = Patch(
+    "ray._private.services",
+    "ConsolePopen",
+    "to start its processes outside the driver's process group",
+    _RAY,
+)
+ONLY_LOOPBACK = Patch(
+    "ray._private.ray_constants",
+    "ENABLE_RAY_CLUSTER",
+    "to bind the ports of a local cluster to loopback",
+    _RAY,
+)
+SKIPPED_OUTPUT = Patch(
+    "ray._private.ray_logging:stdout_deduplicator",
+    "skip_re",
+    "to leave its paragraph on a dead worker to its logs",
+    _RAY,
+)
+PATCHES = (CONSOLE_POPEN, ONLY_LOOPBACK, SKIPPED_OUTPUT)
 
 
 @contextlib.contextmanager
@@ -228,33 +253,17 @@ def _start_local(**settings: Any) -> None:
     for name, value in wanted(Processor.here()).items():
         os.environ.setdefault(name, value)
     # the run itself reports, in one sentence, which process died; Ray's paragraph stays in its logs
-    ray_logging.stdout_deduplicator.skip_re = re.compile("A worker died or was killed")
+    SKIPPED_OUTPUT.replace(re.compile("A worker died or was killed"))
     settings |= {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     for last in (False, True):
         try:
-            with _own_process_group():
+            with CONSOLE_POPEN.replaced(partial(services.ConsolePopen, process_group=0)):
                 ray.init(**settings)
             return
         except Exception as e:  # Ray raises a bare one here
             ray.shutdown()
             if last or "timed out during startup" not in str(e):
                 raise StageError(f"Ray did not start on this machine: {last_line(str(e))}") from e
-
-
-@contextlib.contextmanager
-def _own_process_group() -> Iterator[None]:
-    """Have Ray's processes started outside this process's group.
-
-    A signal to the group (coreutils' timeout, a terminal) asks the run to stop, which it cannot do
-    with a checkpoint once the cluster is gone. If this process dies, they still end with it.
-    """
-    module: Any = services  # Ray has no setting for it
-    plain = module.ConsolePopen
-    module.ConsolePopen = partial(plain, process_group=0)
-    try:
-        yield
-    finally:
-        module.ConsolePopen = plain
 
 
 def _stay_on_loopback() -> None:
@@ -264,7 +273,7 @@ def _stay_on_loopback() -> None:
     unless clusters of several machines are switched off; the variable says so to the processes it
     starts, the constant to this one."""
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    ONLY_LOOPBACK.replace(False)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

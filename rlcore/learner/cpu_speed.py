@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlcore.learner.engines.patches import NORM
+
 _EPSILONS = ("variance_epsilon", "eps")  # what transformers' norms call it
 _PROBE = (5, 24)  # rows and width of the input that a kind of norm is tried with
 
@@ -42,7 +44,7 @@ def own_norms(lm: nn.Module) -> int:
         if kinds[kind]:
             module.own_epsilon = _epsilon(module)  # type: ignore[assignment]
             # bound, so that a copy of the model has a method of its own
-            module.forward = MethodType(_forward, module)
+            NORM.replace(MethodType(_forward, module), of=module)
             found += 1
     return found
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import UserError
 from rlcore.files import follow_umask
+from rlcore.learner.engines.patches import ADAPTED_LINEAR
 from rlcore.learner.specs import LoraSpec
 from rlcore.weights.adapters import factor_names
 
@@ -64,7 +65,7 @@ def add_adapters(lm: nn.Module, spec: LoraSpec, *, seed: int, key: str) -> None:
     for layer in adapted_layers(lm).values():
         base = layer.get_base_layer()
         if isinstance(base, nn.Linear) and base.weight.dtype == torch.bfloat16:
-            layer.forward = MethodType(_forward_as_published, layer)  # type: ignore[attr-defined]
+            ADAPTED_LINEAR.replace(MethodType(_forward_as_published, layer), of=layer)
 
 
 def plain_name(name: str) -> str:

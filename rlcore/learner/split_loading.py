@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from rlcore.learner.engines.patches import REGISTER_PARAMETER
 from rlcore.learner.ranks import is_first_rank
 from rlcore.models.folder import read_shapes, weight_files
 from rlcore.weights.experts import single_shapes
@@ -65,11 +66,8 @@ def _hollow_parameters() -> Iterator[None]:
         if param is not None:
             param.data = param.data.new_empty(1).expand(param.shape)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
+    with REGISTER_PARAMETER.replaced(register):
         yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import StageError, UserError
 from rlcore.learner.engines.model_parallel import ModelParts, whole_shape
+from rlcore.learner.engines.patches import MOMENTS_LINKED
 from rlcore.learner.protocols import Schedule
 from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index, write_parts
@@ -418,7 +419,7 @@ class ZeroState:
         has no states yet.
         """
         if self._stage in (1, 2):
-            self._optimizer._hp_optimizer_states_linked = False
+            MOMENTS_LINKED.replace(False, of=self._optimizer)
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _publish_masters(self) -> None:

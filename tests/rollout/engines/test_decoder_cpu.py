@@ -92,4 +92,4 @@ def runner(**changes):
 def test_other_models_stay_as_they_are():
     assert PlainDecoder(runner()).reason == "SimpleNamespace is not known"
     assert "adapters" in str(PlainDecoder(runner(lora_config=object())).reason)
-    assert "second runner" in str(PlainDecoder(SimpleNamespace()).reason)
+    assert "second runner" in str(PlainDecoder(runner(req_states=None)).reason)

@@ -85,7 +85,7 @@ def runner(**changes):
 
 def test_other_runners_stay_as_they_are():
     assert SharedPrompts(runner(enable_prefix_caching=False)).reason == "prefix caching is off"
-    assert "second runner" in str(SharedPrompts(SimpleNamespace()).reason)
+    assert "second runner" in str(SharedPrompts(SimpleNamespace(req_states=None)).reason)
     assert "experts is not" in str(SharedPrompts(runner()).reason)
 
 

@@ -26,14 +26,15 @@ from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from rlcore.rollout.engines.vllm.patches import MODEL_FORWARD, NORM, is_second
+
 _WIDTH = 16  # values that the kernels take at a time
 
 
 def use_norm_kernels() -> None:
     """Have every RMSNorm that is built from now on use them where they can: a third of the time of
     five operations of torch, equal to rounding."""
-    norm: Any = RMSNorm
-    norm.forward_cpu = _forward
+    NORM.replace(_forward)
 
 
 def takes(norm: Any, dtype: torch.dtype) -> bool:
@@ -206,8 +207,9 @@ class PlainDecoder:
         self._layers = [Layer(layer) for layer in model.layers]
         self._norm = Norm.of(model.norm)
         self._name: str = model.layers[0].self_attn.attn.layer_name
-        self._forward: Callable[..., Any] = runner._model_forward
-        runner._model_forward = lambda *a, **k: self.run(*a, **k)
+        self._forward: Callable[..., Any] = MODEL_FORWARD.replace(
+            lambda *a, **k: self.run(*a, **k), of=runner
+        )
 
     def run(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The runner's forward pass over n positions: [n, D]."""
@@ -230,7 +232,7 @@ class PlainDecoder:
 
 def _unsuited(runner: Any) -> str | None:
     """Why a runner's model is not run this way; None: it is."""
-    if not hasattr(runner, "_model_forward"):
+    if is_second(runner):
         return "the second runner calls the model in other ways"
     if runner.lora_config is not None:
         return "adapters change what layers do"

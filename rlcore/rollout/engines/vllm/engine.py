@@ -22,6 +22,7 @@ from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
+from rlcore.rollout.engines.vllm.patches import ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
 from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
@@ -73,7 +74,7 @@ class VllmCore(DecodeCore):
         if job.routes and on_cpu():
             scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
             blocks = scheduler.kv_cache_manager.get_block_ids
-            scheduler.aux_output_connector = self.rpc("rl_record_routes", blocks)
+            ROUTES.replace(self.rpc("rl_record_routes", blocks), of=scheduler)
         self._quick = None if self.by_modules else self._quick_steps()
 
     def _quick_steps(self) -> Any:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
+from rlcore.rollout.engines.vllm.patches import EXPERTS_APPLY, EXPERTS_LOADED, MODEL_FORWARD
 from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
 
 # Experts of a mixture on the CPU, computed from weights that can be replaced in place.
@@ -25,9 +25,8 @@ from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
 
 def keep_experts_live() -> None:
     """Have vLLM's unquantised CPU experts keep and read their weights as they were loaded."""
-    experts: Any = CPUUnquantizedExperts
-    experts.process_weights_after_loading = _as_loaded
-    experts.apply = _apply
+    EXPERTS_LOADED.replace(_as_loaded)
+    EXPERTS_APPLY.replace(_apply)
 
 
 def _as_loaded(self: Any, layer: torch.nn.Module) -> None:
@@ -83,8 +82,7 @@ class RoutesOnCpu:
         self._by_slot = np.zeros((slots, layers, chosen), dtype)
         self._step: dict[int, np.ndarray] = {}  # of the pass that runs, by layer: [N, k]
         self._tables = runner.input_batch.block_table
-        self._forward = runner._model_forward
-        runner._model_forward = self._run
+        self._forward = MODEL_FORWARD.replace(self._run, of=runner)
         for module in runner.model.modules():
             if isinstance(module, MoERunner):
                 module.router.set_capture_fn(partial(self._note, module.layer_id))

@@ -23,6 +23,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
+from rlcore.rollout.engines.vllm.patches import DRAWS
 
 _AHEAD = 16  # numbers drawn together
 _SPARE = 64  # requests that may have left before their numbers are dropped
@@ -48,7 +49,7 @@ class SeededDraws:
         sampler = self._runner.sampler.topk_topp_sampler
         own = getattr(sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
         if own and not sampler.use_fp64_gumbel and sampler.logprobs_mode == "processed_logprobs":
-            sampler.forward = self.sample
+            DRAWS.replace(self.sample, of=sampler)
 
     def sample(
         self,

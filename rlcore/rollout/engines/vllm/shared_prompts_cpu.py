@@ -20,6 +20,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
+from rlcore.rollout.engines.vllm.patches import ATTENTION, CACHE_UPDATE, MODEL_FORWARD, is_second
+
 _WORTH = 0.8  # share of the positions above which a step is computed as it is
 
 
@@ -71,11 +73,10 @@ class SharedPrompts:
         layers = runner.compilation_config.static_forward_context
         for layer in layers.values():
             impl = layer.impl
-            impl.forward = self._attending(impl.forward)
-            impl.do_kv_cache_update = self._storing(impl.do_kv_cache_update)
+            ATTENTION.replace(self._attending(impl.forward), of=impl)
+            CACHE_UPDATE.replace(self._storing(impl.do_kv_cache_update), of=impl)
         self._layer = next(iter(layers))
-        self._forward = runner._model_forward
-        runner._model_forward = self._run
+        self._forward = MODEL_FORWARD.replace(self._run, of=runner)
 
     def _run(self, input_ids: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The runner's forward pass over N positions: [N, D]."""
@@ -134,7 +135,7 @@ class SharedPrompts:
 
 def _unshared(runner: Any) -> str | None:
     """Why a runner's positions cannot be shared; None: they can."""
-    if not hasattr(runner, "_model_forward"):
+    if is_second(runner):
         return "the second runner calls the model in other ways"
     if not runner.cache_config.enable_prefix_caching:
         return "prefix caching is off"

@@ -11,6 +11,7 @@ import torch
 from rlcore.attention.block_topk import StepPlan, plan_step
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
+from rlcore.rollout.engines.vllm.patches import SECOND_RUNNER_REQUESTS, is_second
 
 PROMPT_LEN = "prompt_len"  # key of SamplingParams.extra_args
 
@@ -29,7 +30,7 @@ def bind_prompt_lengths(model_runner: Any, builder_type: type[Any]) -> None:
             "the engine does not use sparse attention: install() must be called before any engine "
             "starts"
         )
-    second = hasattr(model_runner, "req_states")
+    second = is_second(model_runner)
     lengths = SlotPromptLengths(model_runner) if second else BatchPromptLengths(model_runner)
     for builder in builders:
         builder.prompt_lengths = lengths
@@ -71,7 +72,6 @@ class SlotPromptLengths(PromptLengths):
     def __init__(self, model_runner: Any) -> None:
         self._states = model_runner.req_states
         self._lengths = np.zeros(model_runner.max_num_reqs, np.int64)
-        add_request = model_runner.sampler.add_request
 
         def noted(slot: int, *args: Any) -> Any:
             given = _given(args[-1])
@@ -79,7 +79,7 @@ class SlotPromptLengths(PromptLengths):
             self._lengths[slot] = counted if given is None else given
             return add_request(slot, *args)
 
-        model_runner.sampler.add_request = noted
+        add_request = SECOND_RUNNER_REQUESTS.replace(noted, of=model_runner.sampler)
 
     def __call__(self, rows: int, slots: np.ndarray | None) -> torch.Tensor:
         if slots is None:

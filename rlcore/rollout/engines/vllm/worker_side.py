@@ -27,6 +27,7 @@ from rlcore.models.folder import INDEX_FILE, weight_files
 from rlcore.models.largest import largest
 
 # Imported here too, so that every rank's process registers the loader and the receivers.
+from rlcore.rollout.engines.vllm.patches import LOGPROBS, ONEDNN, SGL_KERNEL, is_second
 from rlcore.rollout.engines.vllm.platform import on_cpu
 from rlcore.rollout.engines.vllm.worker_extension import WeightExtension, second_names
 from rlcore.weights.experts import as_held
@@ -183,9 +184,9 @@ class WorkerSide(WeightExtension):
         """Sample without the ranks of the sampled tokens, and on the CPU without a draw of torch
         for each. The second runner's sampler has no such step: it counts ranks in a kernel of its
         own."""
-        if not hasattr(self.model_runner.sampler, "gather_logprobs"):
+        if is_second(self.model_runner):
             return
-        self.model_runner.sampler.gather_logprobs = _gather_logprobs
+        LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
         if on_cpu():
             from rlcore.rollout.engines.vllm.quick_steps_cpu import SeededDraws
 
@@ -274,13 +275,10 @@ def _keep_weights_live() -> None:
     Packed weights cannot be updated in place, and a reload silently leaves the tied LM head on its
     old copy.
     """
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.utils as layers
-
     from rlcore.rollout.engines.vllm.experts_cpu import keep_experts_live
 
-    ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = lambda *_: False
+    ONEDNN.replace(False)
+    SGL_KERNEL.replace(lambda *_: False)
     keep_experts_live()
 
 

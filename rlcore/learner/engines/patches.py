@@ -1,0 +1,26 @@
+"""Every attribute of torch, PEFT and DeepSpeed that rlcore replaces. Imports none of them."""
+
+from __future__ import annotations
+
+from rlcore.patching import Patch
+
+_TORCH = ("2.11.", "2.13.")
+
+REGISTER_PARAMETER = Patch(
+    "torch.nn:Module", "register_parameter", "to build a model that holds no memory", _TORCH
+)
+# of modules of transformers that were found to compute what its replacement computes
+NORM = Patch("torch.nn:Module", "forward", "to compute norms in fewer passes over memory", _TORCH)
+ADAPTED_LINEAR = Patch(
+    "peft.tuners.lora:Linear",
+    "forward",
+    "to round the merged weight as it is rounded when it is published",
+    ("0.21.",),
+)
+MOMENTS_LINKED = Patch(
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+    "_hp_optimizer_states_linked",
+    "to find the moments of a checkpoint",
+    ("0.19.",),
+)
+PATCHES = (REGISTER_PARAMETER, NORM, ADAPTED_LINEAR, MOMENTS_LINKED)
