@@ -67,6 +67,7 @@ def _check_actor(key: str, actor: ActorSpec) -> None:
 
 _VLLM_ONLY = (
     "kv_cache_gib",
+    "cpu_fast_path",
     "gpu_memory_utilization",
     "enforce_eager",
     "prefix_caching",

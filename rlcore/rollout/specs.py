@@ -76,6 +76,11 @@ class ActorSpec(RoundingSpec):
     kv_cache_gib: float = setting(
         1.0, "CPU: KV cache; GPU: ignored, see gpu_memory_utilization", unit="GiB", gt=0
     )
+    cpu_fast_path: bool = setting(
+        True,
+        "CPU: compute most steps without vLLM's scheduler, modules and sampler; false: with them, "
+        "which is slower and gives equal tokens; GPU: ignored",
+    )
     gpu_memory_utilization: float = setting(
         0.85, "share of GPU memory for weights and KV cache", gt=0, le=1
     )

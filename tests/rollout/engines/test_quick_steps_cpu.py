@@ -5,6 +5,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
 from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps
 from rlcore.weights.stream import whole
 
@@ -60,6 +63,36 @@ def test_quick_steps_give_what_those_of_vllm_give(
         assert np.array_equal(a.token_version, b.token_version)
         for name in ("logp_inf", "topk_ids", "topk_logp"):
             assert np.array_equal(getattr(a, name), getattr(b, name))
+
+
+def own_functions(engine):
+    """Return of the engine's norms, and of its sampler, whether they are vLLM's own."""
+    runner = engine.core._llm.model_executor.driver_worker.model_runner
+    norm, sampler = runner.model.model.norm, runner.sampler.topk_topp_sampler
+    return (
+        norm._forward_method.__func__ is RMSNorm.forward_cpu,
+        getattr(sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu,
+    )
+
+
+def test_the_fast_path_and_vllm_s_own_give_equal_tokens(
+    engine, start, ask, finish, model_a, model_b, quick
+):
+    slow = start(model_a, cpu_fast_path=False)
+    assert slow.core.by_modules == slow.core.unshared == "cpu_fast_path is false"
+    assert own_functions(slow) == (True, True)
+    assert own_functions(engine) == (False, False)
+    expected = busy_run(slow, ask, finish, model_a, model_b)
+    assert quick == []
+    found = busy_run(engine, ask, finish, model_a, model_b)
+    assert any(quick)
+    assert len(found) == len(expected) == 8
+    for a, b in zip(found, expected, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        assert a.finish_reason == b.finish_reason
+        assert np.array_equal(a.token_version, b.token_version)
+        for name in ("logp_inf", "topk_logp"):
+            assert np.allclose(getattr(a, name), getattr(b, name), atol=2e-5)
 
 
 def test_requests_wait_for_blocks_of_the_cache(start, model_a, ask, finish, quick):

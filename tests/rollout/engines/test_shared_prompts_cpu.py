@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rlcore.rollout.engines.vllm import shared_prompts_cpu
-from rlcore.rollout.engines.vllm.decoder_cpu import use_norm_kernels
+from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
 from rlcore.rollout.engines.vllm.shared_prompts_cpu import Positions, SharedPrompts
 from rlcore.weights.stream import whole
 
@@ -96,15 +96,14 @@ def test_norm_kernels_equal_torch(shape):
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
-    use_norm_kernels()
     torch.manual_seed(0)
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig()), norm_kernels():
         norm = RMSNorm(shape[-1])
     norm.weight.data.uniform_(0.5, 1.5)
     # a part of a wider row, as queries are
     x, residual = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]], torch.randn(shape)
     expected = norm.forward_native(x.clone())
-    assert torch.allclose(norm.forward_cpu(x), expected, atol=1e-6)
+    assert torch.allclose(norm(x), expected, atol=1e-6)
     both = norm.forward_native(x.clone(), residual.clone())
-    found = norm.forward_cpu(x.clone().contiguous(), residual.clone())
+    found = norm(x.clone().contiguous(), residual.clone())
     assert all(torch.allclose(a, b, atol=2e-6) for a, b in zip(found, both, strict=True))

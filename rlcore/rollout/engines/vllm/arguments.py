@@ -90,7 +90,8 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_head_options(actor),
         **_cpu_options(actor),
         **_sparse_options(actor),
-        **_noise_options(actor),
+        logits_processors=[NoiseProcessor] if actor.logit_noise else None,
+        additional_config=_own_config(actor),
         **_expert_options(job),
     )
 
@@ -158,10 +159,11 @@ def _expert_options(job: EngineJob) -> dict[str, Any]:
     return {"moe_backend": "triton", "enable_return_routed_experts": job.routes}
 
 
-def _noise_options(actor: ActorSpec) -> dict[str, Any]:
-    if not actor.logit_noise:
-        return {}
-    return {
-        "logits_processors": [NoiseProcessor],
-        "additional_config": {"logit_noise": actor.logit_noise},
-    }
+def _own_config(actor: ActorSpec) -> dict[str, Any]:
+    """Read in the engine's workers by `NoiseProcessor` and `FolderLoader`."""
+    config: dict[str, Any] = {}
+    if actor.logit_noise:
+        config["logit_noise"] = actor.logit_noise
+    if actor.on_cpu:
+        config["cpu_fast_path"] = actor.cpu_fast_path
+    return config

@@ -65,17 +65,24 @@ class VllmCore(DecodeCore):
         self._count = itertools.count()
         self.rpc("rl_plain_gather")
         #: why the model runs as vLLM's modules; None: `decoder_cpu` runs it
-        self.by_modules: str | None = "the engine has several ranks"
+        self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are
-        self.unshared: str | None = "the engine has several ranks"
-        if self._ranks == 1:
-            self.by_modules = self.rpc("rl_run_plainly")
-            self.unshared = self.rpc("rl_share_prompts")
+        self.unshared: str | None = "cpu_fast_path is false"
+        if job.actor.cpu_fast_path:
+            self._use_fast_path()
         if job.routes and on_cpu():
             scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]
             blocks = scheduler.kv_cache_manager.get_block_ids
             ROUTES.replace(self.rpc("rl_record_routes", blocks), of=scheduler)
         self._quick = None if self.by_modules else self._quick_steps()
+
+    def _use_fast_path(self) -> None:
+        """Compute without vLLM's modules where that is possible (`by_modules`, `unshared`)."""
+        self.rpc("rl_draw_ahead")
+        self.by_modules = self.unshared = "the engine has several ranks"
+        if self._ranks == 1:
+            self.by_modules = self.rpc("rl_run_plainly")
+            self.unshared = self.rpc("rl_share_prompts")
 
     def _quick_steps(self) -> Any:
         from rlcore.rollout.engines.vllm.quick_steps_cpu import QuickSteps

@@ -70,9 +70,12 @@ class RoutesOnCpu:
     """Records the experts of every step; has the methods that vLLM's scheduler calls of its own
     `AuxOutputSchedulerConnector`."""
 
-    def __init__(self, runner: Any, shared: SharedPrompts, blocks: Callable[[str], Any]) -> None:
-        """`runner`: the first model runner, with its cache. `shared`: what it computes once.
-        `blocks`: of a request's keys and values, by its name."""
+    def __init__(
+        self, runner: Any, shared: SharedPrompts | None, blocks: Callable[[str], Any]
+    ) -> None:
+        """`runner`: the first model runner, with its cache. `shared`: of the positions that it
+        computes once; None: it computes all. `blocks`: of a request's keys and values, by its
+        name."""
         model, cache = runner.model_config, runner.kv_cache_config
         layers, chosen = model.get_total_num_hidden_layers(), model.get_num_experts_per_tok()
         dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
@@ -89,7 +92,8 @@ class RoutesOnCpu:
 
     def _note(self, layer: int, experts: Tensor) -> None:
         """experts [U, k]: of the positions that are computed."""
-        if (found := self._shared.positions) is not None:
+        found = self._shared and self._shared.positions
+        if found is not None:
             experts = experts.index_select(0, found.of_each)
         self._step[layer] = experts.numpy().astype(self._by_slot.dtype)
 

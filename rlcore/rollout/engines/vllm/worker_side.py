@@ -174,20 +174,32 @@ class FolderLoader(DefaultModelLoader):
             return model_name_or_path, files, True
         return model_name_or_path, files, True, INDEX_FILE
 
+    def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """vLLM's own, with norms as `cpu_fast_path` asks: each chooses its function when it is
+        built."""
+        if not vllm_config.additional_config.get("cpu_fast_path"):
+            return super().load_model(vllm_config, *args, **kwargs)
+        from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
+
+        with norm_kernels():
+            return super().load_model(vllm_config, *args, **kwargs)
+
 
 class WorkerSide(WeightExtension):
     """Mixed into vLLM's worker class (`worker_extension_cls`)."""
 
     weight_transfer_engine: Any
+    rl_shared: Any = None  # the `SharedPrompts` of this worker's runner
 
     def rl_plain_gather(self) -> None:
-        """Sample without the ranks of the sampled tokens, and on the CPU without a draw of torch
-        for each. The second runner's sampler has no such step: it counts ranks in a kernel of its
-        own."""
-        if is_second(self.model_runner):
-            return
-        LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
-        if on_cpu():
+        """Sample without the ranks of the sampled tokens. The second runner's sampler has no such
+        step: it counts ranks in a kernel of its own."""
+        if not is_second(self.model_runner):
+            LOGPROBS.replace(_gather_logprobs, of=self.model_runner.sampler)
+
+    def rl_draw_ahead(self) -> None:
+        """Sample without a draw of torch for each token, on the CPU."""
+        if on_cpu() and not is_second(self.model_runner):
             from rlcore.rollout.engines.vllm.quick_steps_cpu import SeededDraws
 
             SeededDraws(self.model_runner).install()
@@ -283,7 +295,4 @@ def _keep_weights_live() -> None:
 
 
 if on_cpu():
-    from rlcore.rollout.engines.vllm.decoder_cpu import use_norm_kernels
-
     _keep_weights_live()
-    use_norm_kernels()
