@@ -436,7 +436,8 @@ def confining_layers(name: str, confinement: str) -> tuple[str, ...]:
             "confinement",
             confinement,
             f"needs {', '.join(missing)}, which this machine does not have (seccomp: x86_64 only; "
-            "landlock: Linux 5.13 or newer, switched on): choose reduced to run programs that a "
+            "landlock: Linux 5.13 or newer, switched on; tmpfs: root that may mount, or user "
+            "namespaces): choose reduced to run programs that a "
             f"model wrote under {', '.join(layers)} alone, or grade on another machine.",
         )
     if missing:

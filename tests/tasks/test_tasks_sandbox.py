@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from timing import deadline, wait_for_end
 from rlcore.errors import UserError
 from rlcore.tasks import make_task
 from rlcore.tasks.sandbox import LAYERS, Limits, Sandbox, SandboxError
+from rlcore.tasks.sandbox.server import LATE, Clock
 
 pytestmark = pytest.mark.processes
 
@@ -52,7 +54,7 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def hasty():
-    box = Sandbox(Limits(timeout_s=deadline(1)))
+    box = Sandbox(Limits(timeout_s=1))  # CPU seconds: the same however busy the machine is
     assert box.run("").passed
     yield box
     box.close()
@@ -291,22 +293,134 @@ def test_a_gigabyte_of_output_or_files_is_cut_short(sandbox):
     assert outcome.why == "more than 64 KiB of output" and len(outcome.output) <= 2000
     one = sandbox.run("open('big', 'wb').write(bytes(1 << 30))")
     assert not one.passed
-    endless = (
-        "n = 0\nwhile True:\n    n += 1\n"
-        "    with open(str(n), 'wb') as f:\n        f.write(bytes({}))"
+
+
+# Each fills the disk in a way of its own, and prints how many MiB it has got, or files.
+FILLING = {
+    "by name": "write('f{}')",
+    "in one file": "write('f')",
+    "without a name": "write('f{}', unlink=True)",
+    "reserved": "write('f{}', unlink=True, reserve=True)",
+    "reserved in one file": "write('f', reserve=True)",
+    "mapped": "write('f{}', unlink=True, mapped=True)",
+    "by threads": "threads(lambda: write(f'{threading.get_ident()}-{{}}', unlink=True))",
+}
+FILL = """
+import mmap, os, threading
+kept, got = [], []
+
+def write(name, unlink=False, reserve=False, mapped=False):
+    n = 0
+    try:
+        while True:
+            fd = os.open(name.format(n), os.O_RDWR | os.O_CREAT | os.O_APPEND * (not reserve))
+            if unlink:
+                os.unlink(name.format(n))
+            n += 1
+            if reserve:
+                os.posix_fallocate(fd, n << 20 if "{}" not in name else 0, 1 << 20)
+            else:
+                assert os.write(fd, bytes(1 << 20)) == 1 << 20
+            got.append(1)
+            if mapped:
+                kept.append(mmap.mmap(fd, 4096))
+            if mapped or not unlink:
+                os.close(fd)
+            if len(got) > 100:
+                return
+    except (OSError, AssertionError):
+        pass
+
+def threads(target):
+    every = [threading.Thread(target=target) for _ in range(16)]
+    for thread in every:
+        thread.start()
+    for thread in every:
+        thread.join()
+"""
+
+
+@pytest.mark.parametrize("how", FILLING)
+def test_no_program_writes_more_than_its_file_system_holds(sandbox, how):
+    outcome = sandbox.run(f"{FILL}\n{FILLING[how]}\nprint(len(got))")
+    assert outcome.passed and 1 <= int(outcome.output) <= 4, outcome
+    # and the next program has all of it again
+    assert sandbox.run("open('f', 'wb').write(bytes(3 << 20))").passed
+
+
+def test_the_number_of_files_is_bounded(sandbox):
+    many = (
+        "import os\nn = 0\ntry:\n    while n < 5000:\n        {}\n        n += 1\n"
+        "except OSError: pass\nprint(n)"
     )
-    assert sandbox.run(endless.format("1 << 20")).why == "more than 4 MiB or 1000 of files"
-    assert sandbox.run(endless.format(0)).why == "more than 4 MiB or 1000 of files"
+    for make in ("open(str(n), 'w').close()", "os.mkdir(str(n))"):
+        outcome = sandbox.run(many.format(make))
+        assert outcome.passed and 900 < int(outcome.output) <= 1000, outcome
+
+
+def test_a_program_cannot_void_its_verdict_by_what_it_leaves(sandbox):
+    for left in (
+        "os.mkdir('d', 0o300)",
+        "os.mkdir('d', 0)",
+        "os.mkdir('d'); os.chdir('d'); os.mkdir('e', 0)",
+    ):
+        outcome = sandbox.run(f"import os\n{left}\nraise SystemExit(1)")
+        assert not outcome.passed and outcome.why.startswith("exit code 1")
+    assert sandbox.run("import os; assert os.listdir('.') == []").passed
+
+
+def test_a_lock_on_an_inherited_file_ends_with_its_program(sandbox):
+    lock = "import fcntl\nfcntl.flock({}, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    for descriptor in (0, 1, 2):
+        for _ in range(2):
+            assert sandbox.run(lock.format(descriptor)).passed
+
+
+def test_a_program_that_waits_is_wrong_and_not_unjudged(hasty):
+    for wait in ("time.sleep(1000)", "os.read(3, 1)", "threading.Event().wait()"):
+        outcome = hasty.run(f"import os, threading, time\n{wait}")
+        assert outcome.why == "time limit of 1 s"
+
+
+def test_cpu_seconds_of_all_threads_count(hasty):
+    spin = (
+        "import threading, hashlib\ndef spin():\n    while True: hashlib.sha256(bytes(1 << 20))\n"
+    )
+    spin += "for _ in range(8): threading.Thread(target=spin, daemon=True).start()\nspin()"
+    assert hasty.run(spin).why == "time limit of 1 s"
+
+
+def test_time_without_a_cpu_is_not_charged(monkeypatch):
+    waited = {}
+    monkeypatch.setattr("rlcore.tasks.sandbox.server._delay", lambda pid: waited.get(pid, 5.0))
+    sleeper = subprocess.Popen(["sleep", "600"])
+    try:
+        waited[sleeper.pid] = 0.0
+        clock = Clock(sleeper.pid, judge=1)
+        began = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: began + 100.0)
+        assert 99.0 < clock.charged() <= clock.wall() < 101.0
+        waited |= {sleeper.pid: 60.0, 1: 35.0}
+        assert 9.0 < clock.charged() < 11.0
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_program_that_got_no_cpu_has_no_verdict(sandbox, monkeypatch):
+    late = {"limit": LATE, "ended": "", "output": ""}
+    monkeypatch.setattr(sandbox, "_run", lambda *job: ({"passed": False, "why": ""}, late))
+    with pytest.raises(SandboxError, match="too busy to judge a program"):
+        sandbox.run("print(1)")
 
 
 def test_killed_programs_leave_nothing_behind(sandbox, hasty):
-    where = "import os\nprint(os.getcwd(), flush=True)\n"
-    late = hasty.run(where + "open('f', 'w').write('x')\nwhile True: pass")
-    deep = sandbox.run(where + "while True:\n    os.mkdir('d')\n    os.chdir('d')")
+    late = hasty.run("open('f', 'w').write('x')\nwhile True: pass")
+    deep = sandbox.run("import os\nwhile True:\n    os.mkdir('d')\n    os.chdir('d')")
     assert late.why.startswith("time limit of")
-    assert deep.why == "more than 4 MiB or 1000 of files"
-    for outcome in (late, deep):
-        assert outcome.output.startswith("/") and os.listdir(outcome.output.strip()) == []
+    assert "No space left on device" in deep.output
+    for box in (hasty, sandbox):
+        assert box.run("import os; assert os.listdir('.') == []").passed
 
 
 def test_the_folder_goes_with_the_sandbox(tmp_path, monkeypatch):

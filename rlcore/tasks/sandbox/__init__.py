@@ -21,9 +21,9 @@ from typing import Any
 
 from rlcore.tasks.sandbox.confinement import LAYERS, available
 from rlcore.tasks.sandbox.helper import Helper, NoAnswer, SandboxError
+from rlcore.tasks.sandbox.server import LATE, WALL_TIMES
 
-GRACE_S = 10.0  # beyond a program's own time limit: forking, clearing up
-JUDGE_S = 2.0  # beyond it: the judge's for its verdict
+GRACE_S = 10.0  # beyond the limit of wall-clock time: forking, clearing up
 RENEW = 100  # programs after which a judge is replaced by a fresh one
 PACKAGES = ("numpy", "sortedcontainers")  # that programs find, where they are installed
 NUMPY = re.compile(r"\b(?:np|numpy)\b")
@@ -33,9 +33,11 @@ NUMPY = re.compile(r"\b(?:np|numpy)\b")
 class Limits:
     """The resources that one program may use."""
 
-    timeout_s: float = 5.0  # wall clock, the program and its tests together
+    # of the program and its tests together: CPU seconds, and those in which it waits for something
+    # other than a CPU
+    timeout_s: float = 5.0
     memory_mib: int = 512  # address space
-    file_mib: int = 16  # in its temporary folder, all files together
+    file_mib: int = 16  # in its temporary folder, all files together, named or not
     output_kib: int = 256  # stdout and stderr
 
 
@@ -104,6 +106,8 @@ class Sandbox:
         except BaseException:  # a caller's deadline too: the helpers are out of step now
             self.close()
             raise
+        if answer["limit"] == LATE:
+            raise SandboxError(f"this machine is too busy to judge a program: {LATE}")
         passed = verdict["passed"] and not answer["limit"]
         why = answer["limit"] or answer["ended"] or verdict["why"]
         seconds = time.monotonic() - started
@@ -118,10 +122,10 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         self._ready_judge()  # its start takes none of the program's time
         with ours, theirs:
-            self._server.send({"numpy": numpy}, [theirs.fileno()])
             judge = self._give(job, ours.fileno())
+            self._server.send({"numpy": numpy, "judge": judge.pid}, [theirs.fileno()])
         try:
-            verdict = judge.receive(self._limits.timeout_s + JUDGE_S)
+            verdict = judge.receive(WALL_TIMES * self._limits.timeout_s + GRACE_S)
         except NoAnswer as error:  # ended or kept busy by the program's data: it has not passed
             verdict = {"passed": False, "ended": False, "clean": False, "why": str(error)}
         if not verdict["clean"]:

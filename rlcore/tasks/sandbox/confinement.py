@@ -5,6 +5,8 @@ Layers, all of them required unless `task.args.confinement=reduced`:
 * limits: address space, CPU seconds, file size, open files;
 * capabilities: none, and no_new_privs;
 * landlock: libraries can be read, the program's own folder written, nothing else;
+* tmpfs: the program's folder is a file system of its own, in memory, of a fixed size: whatever is
+  in it counts, under a name or not; without this layer a program writes no files;
 * seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets, no
   new processes (threads only), no exec, no signals to others. Known for x86_64 only.
 """
@@ -17,15 +19,21 @@ import os
 import platform
 import resource
 import struct
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
-LAYERS = ("limits", "capabilities", "landlock", "seccomp")
+LAYERS = ("limits", "capabilities", "landlock", "tmpfs", "seccomp")
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
+MNT_DETACH = 2
+PROBE_S = 20.0
 CAPABILITY_V3 = 0x20080522
 # the same numbers on every architecture
 LANDLOCK_CREATE = 444
@@ -78,9 +86,43 @@ def available() -> tuple[str, ...]:
     layers = ["limits", "capabilities"]
     if LIBC.syscall(LANDLOCK_CREATE, None, 0, 1) > 0:
         layers.append("landlock")
+    if _has_own_mounts():
+        layers.append("tmpfs")
     if platform.machine() == "x86_64":
         layers.append("seccomp")
     return tuple(layers)
+
+
+@cache
+def _has_own_mounts() -> bool:
+    """Whether a process may mount a tmpfs that it alone sees: in a process, since it changes it."""
+    probe = [sys.executable, "-I", "-S", __file__]
+    ended = subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=PROBE_S, check=False)
+    return ended.returncode == 0
+
+
+def own_mounts() -> None:
+    """Give this process, which has one thread, mounts that nobody else sees. Raises OSError."""
+    uid, gid = os.geteuid(), os.getegid()
+    if LIBC.unshare(CLONE_NEWNS) < 0:  # not as root: within a user namespace
+        _check(LIBC.unshare(CLONE_NEWNS | CLONE_NEWUSER), "namespaces of mounts and users")
+        maps = {"setgroups": "deny", "uid_map": f"{uid} {uid} 1", "gid_map": f"{gid} {gid} 1"}
+        for name, text in maps.items():
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    _check(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mounts of its own")
+
+
+def mount_tmpfs(folder: str, mib: int, files: int) -> None:
+    """Mount an empty file system of at most so many MiB and files. Raises OSError."""
+    options = f"size={mib}m,nr_inodes={files},mode=700".encode()
+    flags = MS_NOSUID | MS_NODEV
+    _check(LIBC.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options), f"tmpfs at {folder}")
+
+
+def unmount(folder: str) -> None:
+    """Take it away again, with all that is in it. Raises OSError."""
+    _check(LIBC.umount2(folder.encode(), MNT_DETACH), f"unmounting {folder}")
 
 
 def _check(result: int, what: str) -> int:
@@ -93,9 +135,9 @@ def _check(result: int, what: str) -> int:
 class Confinement:
     """Prepared once, in the server, so that little is left to do in every fork.
 
-    `limits` by name of `resource.RLIMIT_*`. `folder`: may be read and written. `packages`: may be
-    read, beside the standard library. `calls`: further system calls to allow. Raises OSError if a
-    layer cannot be set up.
+    `limits` by name of `resource.RLIMIT_*`. `folder`: may be read and written, None: no folder may.
+    `packages`: may be read, beside the standard library. `calls`: further system calls to allow.
+    Raises OSError if a layer cannot be set up.
     """
 
     def __init__(
@@ -109,9 +151,13 @@ class Confinement:
     ) -> None:
         self._layers = layers
         self._limits = {getattr(resource, name): value for name, value in limits.items()}
-        #: descriptor of the file rules; None without that layer
-        self.rules = _ruleset(packages.values(), folder) if "landlock" in layers else None
+        self._folder, self._packages = folder, packages.values()
         self._filter = _system_call_filter(calls) if "seccomp" in layers else b""
+
+    def rules(self) -> int | None:
+        """A descriptor of the file rules, about the folder as it is mounted now; None without that
+        layer. Raises OSError."""
+        return _ruleset(self._packages, self._folder) if "landlock" in self._layers else None
 
     def apply(self, rules: int | None) -> None:
         """Confine this process for good, by file rules at descriptor `rules`. Raises OSError."""
@@ -192,3 +238,8 @@ def _install(template: bytes) -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HP", len(code) // 8, ctypes.addressof(buffer))
     _check(LIBC.prctl(PR_SET_SECCOMP, 2, ctypes.create_string_buffer(program), 0, 0), "seccomp")
+
+
+if __name__ == "__main__":  # the probe
+    own_mounts()
+    mount_tmpfs("/tmp", 1, 10)

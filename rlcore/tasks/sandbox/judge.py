@@ -532,4 +532,4 @@ def confine(settings: dict[str, Any]) -> None:
     layers, packages = settings["layers"], settings["packages"]
     confinement = Confinement(layers, limits, folder=None, packages=packages, calls=[RECVMSG])
     os.chdir("/")
-    confinement.apply(confinement.rules)
+    confinement.apply(confinement.rules())

@@ -5,20 +5,21 @@ program needs one. Every program is a fork of it, confined. It never sees a prog
 those go from the parent to the judge, and from there the program to its process. So nothing of them
 is in the memory that a program starts with.
 
-The server watches the clock, the output, the threads and the folder, and kills what exceeds them.
+The server watches the time, the output and the threads, and kills what exceeds them. A program is
+charged for the seconds of the clock, less those in which it or its judge was ready to run and had
+no CPU, so that a verdict does not depend on what else the machine does; and for CPU seconds, if
+they are more. What is not over after WALL_TIMES as long has no verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
+import math
 import os
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +27,14 @@ import traceback
 from typing import Any
 
 from . import program
-from .confinement import LIBC, PR_SET_PDEATHSIG, Confinement
+from .confinement import (
+    LIBC,
+    PR_SET_PDEATHSIG,
+    Confinement,
+    mount_tmpfs,
+    own_mounts,
+    unmount,
+)
 from .values import Channel, receive_line, send_line
 
 CHANNEL_FD = 3
@@ -35,7 +43,9 @@ POLL_S = 0.05
 MAX_FILES = 1000
 MAX_THREADS = 64
 SHOWN = 2000  # characters of the output that are reported
-REMOVE_S = 60.0
+WALL_TIMES = 20
+LATE = "it had no CPU for most of its time"
+JUDGE_S = 2.0  # of a judge for its verdict on a program that was killed
 EXIT_S = 0.5  # for a program that ends by itself to say how
 
 
@@ -46,18 +56,24 @@ class SandboxServer:
         self._link = link
         self._limits = settings["limits"]
         self._folder = settings["folder"]
+        self._mounts = "tmpfs" in settings["layers"]
+        if self._mounts:
+            own_mounts()
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # which other credentials may undo
         limits = {
             "RLIMIT_AS": self._limits["memory_mib"] << 20,
-            "RLIMIT_CPU": int(self._limits["timeout_s"]) + 2,
-            "RLIMIT_FSIZE": self._limits["file_mib"] << 20,
+            "RLIMIT_CPU": math.ceil(self._limits["timeout_s"]) + 2,
+            "RLIMIT_FSIZE": self._limits["file_mib"] << 20 if self._mounts else 0,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_CORE": 0,
         }
         self._names, self._nodes = program.prepare(settings)
         self._confinement = Confinement(
-            settings["layers"], limits, folder=self._folder, packages=settings["packages"]
+            settings["layers"],
+            limits,
+            folder=self._folder if self._mounts else None,
+            packages=settings["packages"],
         )
-        self._null = os.open("/dev/null", os.O_RDONLY)
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
         tempfile.tempdir = self._folder
         # What is frozen is left alone by a collection in a fork, so that its pages stay shared.
@@ -68,16 +84,17 @@ class SandboxServer:
         """Names that the preamble defines."""
         return sorted(n for n in self._names if not n.startswith("__"))
 
-    def run(self, channel: int, numpy: bool) -> dict[str, Any]:
+    def run(self, channel: int, numpy: bool, judge: int) -> dict[str, Any]:
         """Run one program until the parent says that it was judged.
 
-        channel: a socket to the judge. Returns {"limit": exceeded, "ended": how the program ended
-        by itself, "output"}.
+        channel: a socket to the judge, whose process number is `judge`. Returns {"limit": exceeded,
+        "ended": how the program ended by itself, "output"}.
         """
         if numpy and "numpy" not in sys.modules:
             program.import_numpy({})
             gc.freeze()
-        deadline = time.monotonic() + self._limits["timeout_s"]
+        if self._mounts:
+            mount_tmpfs(self._folder, self._limits["file_mib"], MAX_FILES)
         output, output_end = os.pipe()
         try:
             try:
@@ -85,18 +102,24 @@ class SandboxServer:
             finally:
                 os.close(output_end)
                 os.close(channel)
-            limit, text = self._watch(pid, output, deadline)
+            limit, text = self._watch(pid, output, Clock(pid, judge))
             if limit:  # the judge sees its end
                 os.kill(pid, signal.SIGKILL)
+                if not _readable(self._link, JUDGE_S):  # it is busy with the program's data
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(judge, signal.SIGKILL)
             verdict, _ = receive_line(self._link, 0)
             judged_end = verdict is not None and verdict["ended"]
-            how = _end(pid, EXIT_S if judged_end else 0.0)
+            how, cpu_s = _end(pid, EXIT_S if judged_end else 0.0)
+            if cpu_s > self._limits["timeout_s"]:
+                limit = limit or self._time_limit()
             os.set_blocking(output, False)
             with contextlib.suppress(BlockingIOError):
                 text += os.read(output, 1 << 16)
         finally:
             os.close(output)
-            _empty(self._folder)
+            if self._mounts:
+                unmount(self._folder)
         shown = text.decode(errors="replace")[-SHOWN:]
         # a program also ends because its judge has: that says nothing about it
         return {"limit": limit, "ended": how if judged_end else "", "output": shown}
@@ -104,16 +127,20 @@ class SandboxServer:
     def _fork(self, output: int, channel: int) -> int:
         """A confined process that runs a program and never returns here; its number."""
         server = os.getpid()
+        rules = self._confinement.rules()
         pid = os.fork()
         if pid:
+            if rules is not None:
+                os.close(rules)
             return pid
         try:
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:  # it died before the signal was asked for
                 os._exit(1)
-            rules = self._confinement.rules
             kept = {} if rules is None else {RULES_FD: rules}
-            _keep({0: self._null, 1: output, 2: output, CHANNEL_FD: channel, **kept})
+            # opened here: a lock on a description that others share would outlive the program
+            null = os.open("/dev/null", os.O_RDONLY)
+            _keep({0: null, 1: output, 2: output, CHANNEL_FD: channel, **kept})
             os.chdir(self._folder)
             sys.set_int_max_str_digits(0)
             self._confinement.apply(RULES_FD if kept else None)
@@ -123,33 +150,80 @@ class SandboxServer:
         finally:
             os._exit(1)
 
-    def _watch(self, pid: int, output: int, deadline: float) -> tuple[str, bytes]:
+    def _watch(self, pid: int, output: int, clock: Clock) -> tuple[str, bytes]:
         """Follow a program until the parent has a verdict: (limit exceeded or "", output)."""
         text = b""
         looked = time.monotonic()
-        waiting: list[Any] = [self._link, output]
-        while (now := time.monotonic()) < deadline:
-            if now - looked >= POLL_S:
-                looked = now
-                if limit := self._exceeded(pid):
+        waiting = select.poll()  # `select` takes no descriptor above 1023
+        for source in (self._link.fileno(), output):
+            waiting.register(source, select.POLLIN)
+        while True:
+            if time.monotonic() - looked >= POLL_S:
+                looked = time.monotonic()
+                if limit := self._exceeded(pid, clock):
                     return limit, text
-            ready = select.select(waiting, [], [], min(POLL_S, deadline - now))[0]
+            ready = [source for source, _ in waiting.poll(1000 * POLL_S)]
             if output in ready:
                 data = os.read(output, 1 << 16)
                 if not data:
-                    waiting.remove(output)
+                    waiting.unregister(output)
                 text += data
                 if len(text) > self._limits["output_kib"] << 10:
                     return f"more than {self._limits['output_kib']} KiB of output", text
             elif ready:
                 return "", text
-        return f"time limit of {self._limits['timeout_s']:g} s", text
 
-    def _exceeded(self, pid: int) -> str:
-        mib = self._limits["file_mib"]
-        if _oversized(self._folder, mib << 20):
-            return f"more than {mib} MiB or {MAX_FILES} of files"
+    def _exceeded(self, pid: int, clock: Clock) -> str:
+        if clock.charged() > self._limits["timeout_s"]:
+            return self._time_limit()
+        if clock.wall() > WALL_TIMES * self._limits["timeout_s"]:
+            return LATE
         return f"more than {MAX_THREADS} threads" if _threads(pid) > MAX_THREADS else ""
+
+    def _time_limit(self) -> str:
+        return f"time limit of {self._limits['timeout_s']:g} s"
+
+
+class Clock:
+    """The time of one program."""
+
+    def __init__(self, pid: int, judge: int) -> None:
+        self._pid = pid
+        self._judge = judge
+        self._began = time.monotonic()
+        self._delay_before = _delay(judge)
+
+    def wall(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._began
+
+    def charged(self) -> float:
+        """Seconds that count. Only the main thread's wait for a CPU is taken off: other threads of
+        the program may be what it waits for, and their CPU seconds count."""
+        cpu_s = 0.0
+        with contextlib.suppress(OSError):  # it has ended
+            cpu_s = time.clock_gettime((~self._pid << 3) | PROCESS_CLOCK)
+        delay = _delay(self._pid) + _delay(self._judge) - self._delay_before
+        return max(cpu_s, self.wall() - delay)
+
+
+PROCESS_CLOCK = 2  # of another process: what its threads and it have used of the CPUs
+
+
+def _delay(pid: int) -> float:
+    """Seconds that the main thread of a process was ready and waited for a CPU; 0 where the kernel
+    does not count them."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as counts:
+            return int(counts.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _readable(link: socket.socket, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def _keep(wanted: dict[int, int]) -> None:
@@ -167,19 +241,19 @@ def _keep(wanted: dict[int, int]) -> None:
                 os.close(fd)
 
 
-def _end(pid: int, patience_s: float) -> str:
-    """End a program: how it had ended by itself before, "" if it had not."""
+def _end(pid: int, patience_s: float) -> tuple[str, float]:
+    """End a program: how it had ended by itself before, "" if it had not; its CPU seconds."""
     deadline = time.monotonic() + patience_s
-    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+    while not (found := os.wait4(pid, os.WNOHANG))[0]:
         if time.monotonic() >= deadline:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return ""
+            used = os.wait4(pid, 0)[2]
+            return "", used.ru_utime + used.ru_stime
         time.sleep(0.001)
-    code = os.waitstatus_to_exitcode(found[1])
+    code, cpu_s = os.waitstatus_to_exitcode(found[1]), found[2].ru_utime + found[2].ru_stime
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code} before the end of its tests"
+        return f"killed by {signal.Signals(-code).name}", cpu_s
+    return f"exit code {code} before the end of its tests", cpu_s
 
 
 def _threads(pid: int) -> int:
@@ -188,42 +262,6 @@ def _threads(pid: int) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return 0
-
-
-def _oversized(folder: str, limit: int) -> bool:
-    """More than `limit` bytes on disk or MAX_FILES entries; looks no further than it must."""
-    total = entries = 0
-    folders = [folder]
-    while folders:
-        try:
-            with os.scandir(folders.pop()) as found:
-                for entry in found:
-                    entries += 1
-                    status = entry.stat(follow_symlinks=False)
-                    total += status.st_blocks * 512
-                    if total > limit or entries > MAX_FILES:
-                        return True
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-        except FileNotFoundError:  # the program removed it meanwhile
-            continue
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return True
-            raise
-    return False
-
-
-def _empty(folder: str) -> None:
-    """Remove what a program left. The folder itself stays: the file rules name its inode."""
-    for entry in list(os.scandir(folder)):
-        if not entry.is_dir(follow_symlinks=False):
-            os.unlink(entry.path)
-            continue
-        with contextlib.suppress(RecursionError):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        if os.path.exists(entry.path):  # nested deeper than Python's own removal goes
-            subprocess.run(["/bin/rm", "-rf", "--", entry.path], check=True, timeout=REMOVE_S)
 
 
 def main(fd: int) -> None:
@@ -242,7 +280,7 @@ def main(fd: int) -> None:
         if request is None:
             return
         try:
-            answer = server.run(fds[0], request["numpy"])
+            answer = server.run(fds[0], request["numpy"], request["judge"])
         except OSError as error:
             answer = {"fault": str(error)}
         send_line(fd, answer)
