@@ -160,6 +160,8 @@ class EnvironmentServer:
     def close(self) -> None:
         """End the server and all its children, which die with it."""
         self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends what its children started
+            self._process.wait(REAP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(REAP_S)

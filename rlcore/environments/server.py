@@ -18,7 +18,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +37,8 @@ CUT = " [cut: {} more characters]"
 MAX_DATAGRAM = 1 << 16
 POLL_S = 0.5
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+END_S = 10.0  # for what was killed to end
 
 
 def main(fd: int) -> None:
@@ -82,11 +85,18 @@ class ForkServer:
         self._children: set[int] = set()  # process ids
 
     def run(self) -> None:
-        """Until the other end of the control socket is closed; then every child is killed."""
+        """Until the other end of the control socket is closed; then every child is killed, with
+        all that it started."""
+        _adopt_orphans()
         while self._take():
             self._reap()
+            _kill_all(_children() - self._children)  # started by a child that has ended
         for pid in self._children:
             _kill(pid)
+        deadline = time.monotonic() + END_S
+        while (left := _children()) and time.monotonic() < deadline:
+            _kill_all(left)
+            time.sleep(0.01)
 
     def _take(self) -> bool:
         poll = select.poll()  # `select` takes no descriptor above 1023
@@ -114,6 +124,7 @@ class ForkServer:
         try:
             os.setsid()
             _die_with_parent(signal.SIGKILL)
+            _adopt_orphans()  # until it ends: then they are the server's
             if os.getppid() == server:
                 self._control.close()
                 self._serve(socket.socket(fileno=link))
@@ -211,6 +222,28 @@ def _texts(messages: Any) -> list[dict[str, Any]]:
             content = content[:MAX_TEXT] + CUT.format(len(content) - MAX_TEXT)
         out.append({**message, "content": content})
     return out
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind, in whatever session it is."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> set[int]:
+    """Process ids of the children of this process, which has one thread; none where the kernel does
+    not list them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+            return set(map(int, listed.read().split()))
+    except FileNotFoundError:
+        return set()
+
+
+def _kill_all(pids: Iterable[int]) -> None:
+    """End children; their own become children of this process."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, os.WNOHANG)
 
 
 def _kill(pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -46,6 +47,9 @@ class Echo:
                 print("x" * (1 << 20))
         if self.fault == "memory":
             bytearray(8 << 30)
+        if self.fault == "daemon":  # in a session of its own, and without a parent
+            subprocess.run(["sh", "-c", f"setsid sleep 600 & echo $! > {self.listed}"], check=True)
+            os._exit(3)
         if self.fault == "big":
             self.texts[-1] = "1" * (1 << 26)
         if self.fault == "slow":

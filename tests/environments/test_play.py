@@ -9,6 +9,7 @@ import signal
 import threading
 
 import numpy as np
+import psutil
 import pytest
 from environment_fakes import ScriptedSampler, ask, make_job
 from hypothesis import given, settings
@@ -301,6 +302,15 @@ def test_a_task_is_an_environment_of_one_turn(start):
         assert sampler.asked[0].seed == 7  # as a request of one turn has it
         assert np.array_equal(played.parts[0].turn_starts, [len(ids(item.question))])
     assert rewards == [1.0, 0.0]
+
+
+def test_what_an_environment_started_in_another_session_ends_with_its_episode(start, tmp_path):
+    job = make_job(args={"fault": "daemon", "at": "grade", "listed": str(tmp_path / "pid")})
+    sampler = start(job)
+    sampler.play.add(ask(1))
+    assert [p.score.status for p in sampler.run()] == ["error"]
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(pid), 20, "the daemon's end")
 
 
 class OddServer:
