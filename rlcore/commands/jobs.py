@@ -172,6 +172,7 @@ def _prompt_job(config: RunConfig) -> PromptJob:
         {label: most_prompt_tokens(config, label, spec) for label, spec in specs.items()},
         chat_template=config.model.chat_template,
         system_prompt=config.model.system_prompt,
+        control_tokens=config.model.control_tokens,
     )
 
 
@@ -194,6 +195,7 @@ def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
             stop=config.rollout_of(label).stop,
             chat_template=config.model.chat_template,
             system_prompt=config.model.system_prompt,
+            control_tokens=config.model.control_tokens,
         )
         for label, environment in config.played.items()
     }

@@ -34,7 +34,7 @@ from rlcore.loop.prompts import (
 )
 from rlcore.metrics.logger import own_sink
 from rlcore.models.fresh import build_char_tokenizer, check_vocabulary
-from rlcore.models.text import encode_prompt, load_tokenizer, padding
+from rlcore.models.text import encode_prompt, load_tokenizer, padding, split_stops
 from rlcore.objectives.specs import make_advantage, make_loss
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
@@ -149,6 +149,8 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     alphabet = _alphabet(tasks)
     tokenizer = tokenizer_of(config, tasks)
     config = within_vocabulary(config, check_models(config, tokenizer), note)
+    for label in config.tasks:
+        split_stops(tokenizer, config.rollout_of(label).stop)
     train = training_sources(config, tasks, tokenizer)
     for label in config.played:
         _check_environment(config, label, tasks[label], tokenizer)
@@ -318,7 +320,11 @@ def _source(
 
     def encode(asked: str | Sequence[Message]) -> list[int]:
         return encode_prompt(
-            tokenizer, asked, chat_template=model.chat_template, system_prompt=model.system_prompt
+            tokenizer,
+            asked,
+            chat_template=model.chat_template,
+            system_prompt=model.system_prompt,
+            control_tokens=model.control_tokens,
         )
 
     # An environment asks the questions itself, where the episode is played.

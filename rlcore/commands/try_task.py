@@ -24,7 +24,13 @@ from rlcore.config.schema import RunConfig
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import PromptSource
-from rlcore.models.text import decode_response, uses_template
+from rlcore.models.text import (
+    decode_response,
+    end_ids,
+    spelled_tokens,
+    split_stops,
+    uses_template,
+)
 from rlcore.rollout.text import cut
 from rlcore.spec import refuse
 from rlcore.tasks.graders import Graders
@@ -96,6 +102,8 @@ def try_task(config: RunConfig, n: int) -> int:
         for line in tasks[label].remarks():
             note(line)
         note(_rendering(config, tokenizer))
+        for line in _ends(config, label, tokenizer):
+            note(line)
         for trial, verdicts in zip(its, scores[label]):
             for line in [*trial.lines, *_verdicts(config, label, trial, verdicts)]:
                 note(line)
@@ -119,6 +127,7 @@ def _trials(
     trials = []
     for at, item in enumerate(items[:n]):
         lines, refused = _prompt(source, tokenizer, item)
+        lines += _spelled(config, tokenizer, item)
         texts = responses(source.task, item, [*items[at + 1 :], *items[:at]])
         special = config.tasks[label].grader_text == "raw"
         ends = stop.of(item.prompt_id)
@@ -259,6 +268,29 @@ def _rendering(config: RunConfig, tokenizer: Any) -> str:
     else:
         template = "off, since the tokenizer has none"
     return f"tokenizer of {whose}; chat template {template}"
+
+
+def _spelled(config: RunConfig, tokenizer: Any, item: Item) -> list[str]:
+    """One line on the special tokens that a row spells, if it does."""
+    shown = _as_text(item)
+    found = [] if tokenizer is None else spelled_tokens(tokenizer, shown)
+    if not found:
+        return []
+    read = "text" if config.model.control_tokens == "text" else "special tokens"
+    key = f"model.control_tokens={config.model.control_tokens}"
+    return [f"  the row spells {', '.join(found)}, read as {read} ({key})"]
+
+
+def _ends(config: RunConfig, label: str, tokenizer: Any) -> list[str]:
+    """One line on what ends an answer, with a tokenizer."""
+    if tokenizer is None:
+        return []
+    stop = config.rollout_of(label).stop
+    ids, strings = split_stops(tokenizer, stop)
+    ids = list(dict.fromkeys([*end_ids(tokenizer, config.model.path), *ids]))
+    shown = [f"token {i} {tokenizer.convert_ids_to_tokens(i)}" for i in ids]
+    shown += [f"text {json.dumps(text, ensure_ascii=False)}" for text in strings]
+    return [f"an answer ends with {', '.join(shown) or 'its length alone'}"]
 
 
 def _verdicts(config: RunConfig, label: str, trial: Trial, scores: Sequence[Score]) -> list[str]:

@@ -31,6 +31,7 @@ from rlcore.models.fresh import build_fresh_model
 from rlcore.models.masked_folder import mask_token_id
 from rlcore.models.masking import masked_answer
 from rlcore.models.specs import WarmUpSpec
+from rlcore.models.text import encode_text
 from rlcore.seeding import derive_seed
 from rlcore.spec import refuse
 from rlcore.types import POLICY, Item
@@ -170,7 +171,9 @@ def _examples(
         label = item.prompt_id.partition("/")[0]
         job = jobs.get(label)
         if job is None:
-            one = example(prompts.source(item.prompt_id), item, tokenizer)
+            one = example(
+                prompts.source(item.prompt_id), item, tokenizer, config.model.control_tokens
+            )
             return one if masks is None else masks(one, label)
         if label not in makers:
             task = prompts.source(item.prompt_id).task
@@ -180,7 +183,9 @@ def _examples(
     return another
 
 
-def example(source: PromptSource, item: Item, tokenizer: Any) -> TokenSequence:
+def example(
+    source: PromptSource, item: Item, tokenizer: Any, control_tokens: str = "text"
+) -> TokenSequence:
     """An item's prompt and worked answer, with end of sequence.
 
     Raises UserError if it has no worked answer.
@@ -191,7 +196,7 @@ def example(source: PromptSource, item: Item, tokenizer: Any) -> TokenSequence:
             f"task.name={source.task.name} has no worked answers to warm up on: set model.path to "
             "a trained model."
         )
-    ids = tokenizer.encode(answer, add_special_tokens=False)
+    ids = encode_text(tokenizer, answer, control_tokens)
     return TokenSequence.of_answer(source.encode(item).tolist(), [*ids, tokenizer.eos_token_id])
 
 

@@ -34,6 +34,7 @@ FIXED = {
     "model.warmup.lr_schedule": _MODEL,
     "model.chat_template": _ASKED,
     "model.system_prompt": _ASKED,
+    "model.control_tokens": _ASKED,
     "task.name": _PROBLEMS,
     "task.args": _PROBLEMS,
     "task.*.name": _PROBLEMS,

@@ -23,7 +23,7 @@ from rlcore.environments.protocol import Opening, Renderer
 from rlcore.environments.renderers import make_renderer
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import StageError
-from rlcore.models.text import decode_response
+from rlcore.models.text import decode_response, encode_text
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
 
@@ -118,6 +118,7 @@ class Play:
             chat_template=job.chat_template,
             system_prompt=job.system_prompt,
             stop=job.stop,
+            control_tokens=job.control_tokens,
         )
 
     def _reset(self, episode: EpisodeState) -> None:
@@ -271,7 +272,7 @@ class Play:
         """The messages with at most `max_observation_tokens` tokens of text together."""
         left, shown = self._job.environment.max_observation_tokens, []
         for message in messages:
-            ids = self._tokenizer.encode(message["content"], add_special_tokens=False)
+            ids = encode_text(self._tokenizer, message["content"], self._job.control_tokens)
             if len(ids) > left:
                 text = self._tokenizer.decode(ids[:left])
                 message = {**message, "content": text + self._told(len(ids) - left)}

@@ -13,8 +13,11 @@ from rlcore.environments.protocol import Action, Environment, Message, Opening, 
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.models.text import (
+    Spelled,
+    control_ids,
     decode_response,
     encode_opening,
+    encode_text,
     plain_text,
     uses_template,
     with_system,
@@ -27,12 +30,18 @@ _FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
 def make_renderer(
-    tokenizer: Any, *, chat_template: str, system_prompt: str | None, stop: Sequence[str]
+    tokenizer: Any,
+    *,
+    chat_template: str,
+    system_prompt: str | None,
+    stop: Sequence[str],
+    control_tokens: str = "text",
 ) -> Renderer:
     """The renderer of one episode, by the rule of `models.text.encode_prompt`: the tokenizer's chat
     template if it has one and `chat_template` is not "off"."""
     chat = uses_template(tokenizer, chat_template)
-    return (ChatRenderer if chat else PlainRenderer)(tokenizer, system_prompt, tuple(stop))
+    renderer = ChatRenderer if chat else PlainRenderer
+    return renderer(tokenizer, system_prompt, tuple(stop), control_tokens)
 
 
 def check_template(spec: EnvironmentSpec, tokenizer: Any, chat_template: str) -> None:
@@ -48,8 +57,15 @@ class PlainRenderer(Renderer):
     """The text of messages, one after the other. A turn of the model ends with its end-of-sequence
     token, a stop string or its length, and what follows is put behind it as it is."""
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str | None,
+        stop: tuple[str, ...],
+        control_tokens: str = "text",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._control_tokens = control_tokens
         self._system_prompt = system_prompt
         self._stop = stop
 
@@ -57,10 +73,10 @@ class PlainRenderer(Renderer):
         if opening.tools:
             raise ValueError("tools need a tokenizer with a chat template, which tells of them")
         text = plain_text(with_system(opening.messages, self._system_prompt))
-        return encode_opening(self._tokenizer, text)
+        return encode_opening(self._tokenizer, text, self._control_tokens)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return encode_text(self._tokenizer, text, self._control_tokens)
 
     def parse(self, ids: Sequence[int]) -> Action:
         return Action(_cut(decode_response(self._tokenizer, ids), self._stop))
@@ -82,8 +98,15 @@ class ChatRenderer(Renderer):
     from the ends of an answer is no rewriting.
     """
 
-    def __init__(self, tokenizer: Any, system_prompt: str | None, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        system_prompt: str | None,
+        stop: tuple[str, ...],
+        control_tokens: str = "text",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._spelled = Spelled(tokenizer, control_tokens)
         self._system_prompt = system_prompt
         self._stop = stop
         self._messages: list[Message] = []
@@ -92,7 +115,8 @@ class ChatRenderer(Renderer):
         self._answer: Sequence[int] = ()  # the last turn of the model
 
     def open(self, opening: Opening) -> list[int]:
-        self._messages = with_system(opening.messages, self._system_prompt)
+        messages = with_system(opening.messages, self._system_prompt)
+        self._messages = self._spelled.hidden(messages)
         self._tools = list(opening.tools) or None
         if self._tools and not self._template_shows_tools():
             self._messages.insert(0, {"role": "system", "content": _described(self._tools)})
@@ -107,16 +131,13 @@ class ChatRenderer(Renderer):
 
     def reopen(self) -> list[int]:
         self._text = self._rendered()
-        return self._encode(self._text)
+        return self._spelled.encode(self._text)
 
     def _rendered(self) -> str:
         text = self._tokenizer.apply_chat_template(
             self._messages, tools=self._tools, add_generation_prompt=True, tokenize=False
         )
         return str(text)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def parse(self, ids: Sequence[int]) -> Action:
         self._answer = ids
@@ -130,12 +151,13 @@ class ChatRenderer(Renderer):
             said = said[:-1]
         # as it was sampled: tool calls stay in the text
         content = self._tokenizer.decode(list(said), clean_up_tokenization_spaces=False)
-        self._messages += [{"role": "assistant", "content": content}, *messages]
+        self._messages += [{"role": "assistant", "content": content}]
+        self._messages += self._spelled.hidden(list(messages))
         before, now = self._text, self._rendered()
         if not now.startswith(before):
             return None
         rest = _after(now[len(before) :], content)
-        suffix = None if rest is None else self._encode(rest)
+        suffix = None if rest is None else self._spelled.encode(rest)
         if not suffix or (closed is not None and suffix[0] != closed):
             return None
         self._text = now
@@ -144,7 +166,7 @@ class ChatRenderer(Renderer):
     def _closed(self) -> int | None:
         """The special token that the last turn ended with; None: it was cut off."""
         last = int(self._answer[-1])
-        return last if last in self._tokenizer.all_special_ids else None
+        return last if last in control_ids(self._tokenizer).values() else None
 
 
 def written_call(name: str, arguments: Any) -> str:
@@ -213,7 +235,11 @@ def _worked_episode(
     job: EnvironmentJob, environment: Environment, item: Item, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     renderer = make_renderer(
-        tokenizer, chat_template=job.chat_template, system_prompt=job.system_prompt, stop=job.stop
+        tokenizer,
+        chat_template=job.chat_template,
+        system_prompt=job.system_prompt,
+        stop=job.stop,
+        control_tokens=job.control_tokens,
     )
     seed = derive_seed(job.run_seed, "environment", "worked", item.prompt_id)
     ids = renderer.open(environment.reset(item, seed))

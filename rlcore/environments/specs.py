@@ -60,3 +60,4 @@ class EnvironmentJob:
     stop: tuple[str, ...] = ()  # strings that end a turn, and that its text is cut before
     chat_template: str = "auto"
     system_prompt: str | None = None
+    control_tokens: str = "text"  # special tokens that messages spell: text, or these tokens

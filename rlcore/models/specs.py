@@ -69,6 +69,9 @@ class ModelSpec(Spec):
     )
     chat_template: Literal["auto", "off"] = setting("auto", "auto: the tokenizer's, if it has one")
     system_prompt: str | None = setting(None, "put before every question")
+    control_tokens: Literal["text", "tokens"] = setting(
+        "text", "special tokens that rows and tools' answers spell: text, or these tokens"
+    )
     trust_remote_code: Literal[False] = setting(False, "code from model folders is never run")
     warmup: WarmUpSpec | None = setting(None, "supervised warm-up of a fresh model")
 

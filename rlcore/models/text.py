@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,43 @@ def padding(tokenizer: Any) -> int:
     return next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
 
 
+@lru_cache(maxsize=16)
+def control_ids(tokenizer: Any) -> dict[str, int]:
+    """Texts of a tokenizer's special tokens -> their ids."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: i for i, token in added.items() if token.special and token.content}
+
+
+def end_ids(tokenizer: Any, folder: str | Path | None) -> list[int]:
+    """Token ids that end an answer without a stop string: the tokenizer's end of sequence and those
+    that `generation_config.json` of a model folder lists."""
+    given: Any = None
+    file = None if folder is None else Path(folder) / "generation_config.json"
+    if file is not None and file.is_file():
+        try:
+            given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"model.path={folder}: {file.name} cannot be read: {error}.") from error
+    listed = given if isinstance(given, list) else [given]
+    own = getattr(tokenizer, "eos_token_id", None)
+    return list(dict.fromkeys(i for i in (own, *listed) if isinstance(i, int)))
+
+
+def split_stops(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
+    """Stop strings as (ids of those that are special tokens, the others): special tokens are no
+    text, so that only their ids can end an answer. Raises UserError for a special token together
+    with other text, which would never be found."""
+    known = control_ids(tokenizer)
+    for text in stop:
+        inside = next((token for token in known if token in text and token != text), None)
+        if inside is not None and text not in known:
+            raise UserError(
+                f"rollout.stop={text!r} holds the special token {inside} and other text, which is "
+                f"never found in an answer: name {inside} by itself."
+            )
+    return [known[t] for t in stop if t in known], tuple(t for t in stop if t not in known)
+
+
 def uses_template(tokenizer: Any, chat_template: str) -> bool:
     """Return whether prompts go through the tokenizer's chat template: it has one, and
     `chat_template` is not "off"."""
@@ -49,11 +89,13 @@ def encode_prompt(
     *,
     chat_template: str,
     system_prompt: str | None,
+    control_tokens: str = "text",
 ) -> list[int]:
     """Token ids of a question or of the messages of a conversation: through the tokenizer's chat
     template if it has one, else as plain text.
 
-    `chat_template="off"` ignores the template. Raises UserError for messages that the template
+    `chat_template="off"` ignores the template. Special tokens that the messages spell are text, or,
+    with `control_tokens="tokens"`, these tokens. Raises UserError for messages that the template
     refuses.
     """
     from jinja2 import TemplateError
@@ -61,10 +103,11 @@ def encode_prompt(
     given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
     messages = with_system(given, system_prompt)
     if not uses_template(tokenizer, chat_template):
-        return encode_opening(tokenizer, plain_text(messages))
+        return encode_opening(tokenizer, plain_text(messages), control_tokens)
+    spelled = Spelled(tokenizer, control_tokens)
     try:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        text = tokenizer.apply_chat_template(
+            spelled.hidden(messages), add_generation_prompt=True, tokenize=False
         )
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
@@ -73,15 +116,107 @@ def encode_prompt(
             f"{roles} ({error}): change the data or model.system_prompt, or set "
             "model.chat_template=off."
         ) from error
-    return list(ids)
+    return spelled.encode(str(text))
 
 
-def encode_opening(tokenizer: Any, text: str) -> list[int]:
+def encode_text(tokenizer: Any, text: str, control_tokens: str) -> list[int]:
+    """Token ids of a text alone; special tokens that it spells are text, or, with
+    `control_tokens="tokens"`, these tokens."""
+    return _encoded(tokenizer, text, split=_splits(tokenizer, text, control_tokens))
+
+
+def spelled_tokens(tokenizer: Any, text: str) -> list[str]:
+    """The special tokens that a text spells."""
+    return [token for token in control_ids(tokenizer) if token in text]
+
+
+def _splits(tokenizer: Any, text: str, control_tokens: str) -> bool:
+    return control_tokens == "text" and bool(spelled_tokens(tokenizer, text))
+
+
+def _encoded(tokenizer: Any, text: str, *, split: bool, begins: bool = False) -> list[int]:
+    further = {"split_special_tokens": True} if split else {}
+    return list(tokenizer.encode(text, add_special_tokens=begins, **further))
+
+
+# Characters of no script: between them stands the number of a special token that a text spells.
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+
+
+class Spelled:
+    """Special tokens that messages spell, kept as text through a chat template.
+
+    Messages are rendered with each of them replaced by its number between two characters, so that
+    every special token of the rendered text is the template's own. The text between two special
+    tokens, with its numbers replaced back, is then encoded without special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, control_tokens: str) -> None:
+        self._tokenizer = tokenizer
+        self._keeps = control_tokens == "text"
+        self._ids = control_ids(tokenizer)
+        self._names = [_OPEN, _CLOSE, *self._ids]
+        longest = sorted(self._names, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest)))
+        own = "|".join(re.escape(name) for name in longest if name in self._ids)
+        self._own = re.compile(f"({own})" if own else "(?!)()")
+
+    def hidden(self, value: Any) -> Any:
+        """The value with the special tokens of its texts replaced, as they are rendered."""
+        if not self._keeps:
+            return value
+        if isinstance(value, str):
+            return self._spelled.sub(lambda m: f"{_OPEN}{self._names.index(m[0])}{_CLOSE}", value)
+        if isinstance(value, Mapping):
+            return {key: self.hidden(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hidden(inner) for inner in value]
+        return value
+
+    def _shown(self, text: str) -> str:
+        pattern = f"{_OPEN}([0-9]+){_CLOSE}"
+        return re.sub(pattern, lambda m: self._names[int(m[1])], text)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Token ids of a rendered text."""
+        if _OPEN not in rendered:
+            return _encoded(self._tokenizer, rendered, split=False)
+        pieces = self._own.split(rendered)  # texts, and between them special tokens
+        ids: list[int] = []
+        usual = ""  # what the tokenizer reads as it is
+        for at, piece in enumerate(pieces):
+            if at % 2 or _OPEN not in piece:
+                usual += piece
+                continue
+            ids += _encoded(self._tokenizer, usual, split=False) if usual else []
+            usual = ""
+            before = pieces[at - 1] if at else ""
+            after = pieces[at + 1] if at + 1 < len(pieces) else ""
+            ids += self._inside(self._shown(piece), before, after)
+        return ids + (_encoded(self._tokenizer, usual, split=False) if usual else [])
+
+    def _inside(self, text: str, before: str, after: str) -> list[int]:
+        """A text between two special tokens, "" at the ends, as the tokenizer reads it there."""
+        added = self._tokenizer.added_tokens_decoder
+        if before and added[self._ids[before]].rstrip:
+            text = text.lstrip()
+        if after and added[self._ids[after]].lstrip:
+            text = text.rstrip()
+        probe = _encoded(self._tokenizer, f"{before}a", split=False)
+        if not before or probe[1:] == _encoded(self._tokenizer, "a", split=False):
+            return _encoded(self._tokenizer, text, split=True)
+        # The tokenizer puts a space before the first text of a sequence, and this is a later one.
+        line = _encoded(self._tokenizer, "\n", split=False)
+        return _encoded(self._tokenizer, f"\n{text}", split=True)[len(line) :]
+
+
+def encode_opening(tokenizer: Any, text: str, control_tokens: str = "text") -> list[int]:
     """Token ids of a text that begins a sequence, behind what the tokenizer itself puts before one:
     a BOS token or nothing. A text that begins with the BOS token gets no second one, and what the
     tokenizer puts behind a sequence is left out, since the model continues it."""
-    plain = list(tokenizer.encode(text, add_special_tokens=False))
-    given = list(tokenizer.encode(text, add_special_tokens=True))
+    split = _splits(tokenizer, text, control_tokens)
+    plain = _encoded(tokenizer, text, split=split)
+    given = _encoded(tokenizer, text, split=split, begins=True)
     before = next(
         (at for at in range(len(given)) if given[at : at + len(plain)] == plain), len(given)
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rlcore.interfaces import RolloutEngine, StepLoad, Wake
+from rlcore.models.text import end_ids, split_stops
 from rlcore.rollout.segments import Draw
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import StopWatcher
@@ -39,6 +40,7 @@ class CoreRequest:
     max_tokens: int  # still to be sampled
     seed: int
     cache_salt: str | None = None  # requests share cached prefixes only within the same salt
+    stop_ids: tuple[int, ...] = ()  # tokens that end the response
 
 
 class Output(NamedTuple):
@@ -93,6 +95,8 @@ class RequestBook:
         self._core = core
         self._job = job
         self._tokenizer = tokenizer
+        # of the policy, whose vocabulary a draft shares
+        self._end_ids = end_ids(tokenizer, job.policy_path or job.model_path)
         self._vocab = vocab
         self._salted = salted
         self.version = job.version  # samples now
@@ -161,12 +165,13 @@ class RequestBook:
 
     def _draw(self, request: Request) -> Draw:
         spec = request.sampling
+        _, strings = split_stops(self._tokenizer, spec.stop)
         return Draw(
             request=request,
             draw_id=f"{self._draws_of}:{next(self._count)}",
             budget=min(spec.max_new_tokens, self._job.max_len - len(request.prompt_ids)),
             version=self.version,
-            watcher=StopWatcher(self._tokenizer, spec.stop) if spec.stop else None,
+            watcher=StopWatcher(self._tokenizer, strings) if strings else None,
         )
 
     def _submit(self, draw: Draw) -> None:
@@ -176,6 +181,7 @@ class RequestBook:
         seed = request.seed
         if draw.resubmissions:  # do not repeat the draws that followed the same seed before
             seed = derive_seed(seed, "rollout/resubmit", draw.resubmissions)
+        stop_ids, _ = split_stops(self._tokenizer, request.sampling.stop)
         self._core.add(
             CoreRequest(
                 request.request_id,
@@ -185,6 +191,7 @@ class RequestBook:
                 max_tokens=draw.budget - len(draw.tokens),
                 seed=seed,
                 cache_salt=f"v{self.version}" if self._salted else None,
+                stop_ids=tuple(sorted({*self._end_ids, *stop_ids})),
             )
         )
         self.active[request.request_id] = draw

@@ -104,6 +104,7 @@ class PromptJob:
     most_tokens: Mapping[str, int]  # that a prompt may have, by the label of its task
     chat_template: str = "auto"
     system_prompt: str | None = None
+    control_tokens: str = "text"
 
 
 class PromptEncoder:
@@ -136,5 +137,6 @@ class PromptEncoder:
             request.asked,
             chat_template=job.chat_template,
             system_prompt=job.system_prompt,
+            control_tokens=job.control_tokens,
         )
         return fitting_prompt(ids, request.prompt_id, job.most_tokens[label])

@@ -104,6 +104,15 @@ def test_the_rendered_prompt_is_what_the_model_gets(tokenizer, capsys):
 
 
 @pytest.mark.processes
+def test_what_ends_an_answer_is_shown(tokenizer, tmp_path, capsys):
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    words = (*FILE, "model.path=model", "n=1", 'rollout.stop=["<pad>","a b"]')
+    fifth = tokenizer.convert_ids_to_tokens(5)
+    said = f'an answer ends with token 1 <eos>, token 5 {fifth}, token 0 <pad>, text "a b"\n'
+    assert said in tried(capsys, *words, code=1)
+
+
+@pytest.mark.processes
 def test_system_turns_of_conversations_are_shown(tokenizer, tmp_path, capsys):
     system, user = {"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}
     row = {"messages": [system, user, {"role": "assistant", "content": "2"}], "answer": "2"}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rollout_fakes import ALPHABET, JOB, VOCAB, FakeCore, FakeEngine, ask
 
+from rlcore.errors import UserError
 from rlcore.interfaces import StepLoad
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.request_book import Output, RequestBook
@@ -278,3 +281,15 @@ def test_tokens_of_a_settled_step_count_with_the_next_one():
         book.decode()
         counts.append(book.step_load.tokens)
     assert sum(counts) == 6 and counts[0] == 2
+
+
+def test_special_tokens_end_a_response_by_their_ids(tmp_path):
+    tokenizer, core = build_char_tokenizer(ALPHABET), FakeCore()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    job = replace(JOB, model_path=str(tmp_path))
+    book = RequestBook(core, job, tokenizer, vocab=VOCAB, salted=False)
+    book.add(ask(1, stop=("<pad>", "zzzz")))
+    book.add(ask(1, group=1))
+    assert [r.stop_ids for r in core.added] == [(0, 1, 7), (1, 7)]
+    with pytest.raises(UserError, match=r"rollout.stop='<pad>a' holds the special token <pad> and"):
+        book.add(ask(1, group=2, stop=("<pad>a",)))

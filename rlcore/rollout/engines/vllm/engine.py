@@ -58,7 +58,7 @@ class VllmCore(DecodeCore):
         self._llm = _start(job, vocab)
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
-        self._params: dict[SamplingSpec, SamplingParams] = {}
+        self._params: dict[tuple[SamplingSpec, tuple[int, ...]], SamplingParams] = {}
         # A step that is under way when a request is dropped still gives a token for its name. The
         # request may come back meanwhile: so vLLM gets a name that no other one ever had.
         self._names: dict[str, str] = {}  # request id -> vLLM's name for it
@@ -93,7 +93,7 @@ class VllmCore(DecodeCore):
 
     def add(self, request: CoreRequest) -> None:
         """Queue a request."""
-        params = self._sampling_params(request.sampling)
+        params = self._sampling_params(request.sampling, request.stop_ids)
         params.max_tokens = request.max_tokens
         params.seed = request.seed
         # Sparse attention: the tokens of a resubmitted response are no prompt.
@@ -113,20 +113,22 @@ class VllmCore(DecodeCore):
         self._core.add_request(core_request)
         self._names[request.request_id] = name
 
-    def _sampling_params(self, spec: SamplingSpec) -> SamplingParams:
+    def _sampling_params(self, spec: SamplingSpec, stop_ids: tuple[int, ...]) -> SamplingParams:
         """A template per kind of request; vLLM copies it when a request is queued."""
-        if spec not in self._params:
-            self._params[spec] = SamplingParams(
+        kind = spec, stop_ids
+        if kind not in self._params:
+            self._params[kind] = SamplingParams(
                 temperature=spec.temperature * self._temperature_scale,
                 top_p=spec.top_p,
                 top_k=spec.top_k,
                 min_p=spec.min_p,
                 logprobs=None if spec.logprobs_k < 0 else min(spec.logprobs_k, self._vocab),
                 flat_logprobs=True,
+                stop_token_ids=list(stop_ids),
                 detokenize=False,
                 skip_clone=True,  # a shallow copy: only its plain fields differ between requests
             )
-        return self._params[spec]
+        return self._params[kind]
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop requests that are queued or running."""
