@@ -29,6 +29,7 @@ TASKS: dict[str, str] = {
     "metamath": "rlcore.extras.metamath:Metamath",
     "metamath_file": "rlcore.extras.metamath:MetamathFile",
     "reasoning_gym": "rlcore.tasks.reasoning_gym:ReasoningGym",
+    "stdin_code": "rlcore.tasks.stdin_code:StdinCode",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",
 }
 

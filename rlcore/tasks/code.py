@@ -398,7 +398,7 @@ class CodeTask(RecordTask):
             raise
         passed, why = outcome.passed, ""
         if not passed:
-            why = f"{_own_frames(outcome.output)}\n{outcome.why}".strip()
+            why = f"{own_frames(outcome.output)}\n{outcome.why}".strip()
         elif not outcome.calls:
             passed, why = False, UNCALLED
         return weighted(passed, fenced, self._format_reward), why
@@ -418,7 +418,7 @@ class CodeTask(RecordTask):
             self._sandbox = None
 
 
-def _own_frames(output: str) -> str:
+def own_frames(output: str) -> str:
     """A program's output without the sandbox's frames in its traceback."""
     before, found, trace = output.partition(TRACEBACK)
     at = trace.find(PROGRAM_FRAME)

@@ -37,7 +37,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 SCALARS = frozenset({type(None), bool, int, float, str})
 MAX_FRAME = 64 << 20  # bytes of one message
@@ -164,7 +164,7 @@ def encode(value: Any, refer: Refer, nodes: Iterable[str]) -> Any:
         return refer(value) if found is None else found
     if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
         values = [encode(v, refer, nodes) for v in tuple.__iter__(value)]
-        return {"m": [kind.__name__, list(kind._fields), values]}  # type: ignore[attr-defined]
+        return {"m": [kind.__name__, list(kind._fields), values]}
     for base, tag, items in SEQUENCES:
         if isinstance(value, base):
             return {tag: [encode(v, refer, nodes) for v in items(value)]}
@@ -229,6 +229,10 @@ def _encode_time(value: Any) -> Any:
     day = [value.year, value.month, value.day] if isinstance(value, datetime.date) else []
     if day and not isinstance(value, datetime.datetime):
         return {"T": ["date", day, None]}
+    return _encode_moment(value, day)
+
+
+def _encode_moment(value: Any, day: list[int]) -> Any:
     moment = [value.hour, value.minute, value.second, value.microsecond]
     zone: Any = None
     if value.tzinfo is not None:
@@ -290,7 +294,7 @@ def decode(data: Any, resolve: Resolve, nodes: Mapping[str, type]) -> Any:
         )
     if tag == "E":
         factory, *pairs = content
-        return defaultdict(BUILTINS[factory], decode({"d": pairs}, resolve, nodes))
+        return defaultdict(cast(Any, BUILTINS[factory]), decode({"d": pairs}, resolve, nodes))
     if tag == "m":
         name, fields, values = content
         return _named_tuple(name, tuple(fields))(*(decode(v, resolve, nodes) for v in values))

@@ -1,0 +1,261 @@
+"""Programs that read standard input and print, judged by their output: rows as in APPS, TACO and
+LiveCodeBench."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rlcore.tasks import proof
+from rlcore.tasks.arguments import ArgumentError
+from rlcore.tasks.code import CodeTask, own_frames
+from rlcore.tasks.fences import find_program
+from rlcore.tasks.grades import weighted
+from rlcore.tasks.records import Record, RowError, pick, pick_text
+from rlcore.tasks.sandbox import Outcome, ProgramTests, Sandbox
+from rlcore.types import Grade, Item
+
+# Runs in the program's process: `answer` runs the whole program on one input, which it finds at
+# descriptor 0 and as sys.stdin, and returns what it writes to descriptor 1 and sys.stdout.
+HARNESS = """
+import os, sys, threading
+source, most = {source!r}, {most}
+code = compile(source, "<program>", "exec", dont_inherit=True)
+
+def answer(text):
+    with open("input", "wb") as file:
+        file.write(text.encode())
+    kept = [os.dup(0), os.dup(1)]
+    streams = sys.stdin, sys.stdout
+    for fd, name, how in ((0, "input", os.O_RDONLY), (1, "output", os.O_RDWR | os.O_CREAT)):
+        at = os.open(name, how | (os.O_TRUNC if fd else 0))
+        os.dup2(at, fd)
+        os.close(at)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    try:
+        exec(code, {{"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}})
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise RuntimeError(f"exit code {{ended.code}}") from None
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join()
+        sys.stdout.flush()
+        sys.stdin, sys.stdout = streams
+        for fd in (0, 1):
+            os.dup2(kept[fd], fd)
+            os.close(kept[fd])
+    if os.path.getsize("output") > most:
+        raise OverflowError(f"more than {{most}} bytes of output")
+    with open("output", "rb") as file:
+        return file.read().decode(errors="replace")
+"""
+# Runs in the judge.
+TESTS = """
+import math
+cases, function, tolerance = {cases!r}, {function!r}, {tolerance!r}
+
+def number(token):
+    try:
+        return int(token)
+    except ValueError:
+        try:
+            return float(token)
+        except ValueError:
+            return None
+
+def same_token(expected, found):
+    if expected == found:
+        return True
+    a, b = number(expected), number(found)
+    if a is None or b is None or (type(a) is int and type(b) is int):
+        return a is not None and a == b
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+
+def same_value(expected, found):
+    if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(expected) == len(found) and all(map(same_value, expected, found))
+    if type(expected) is float or type(found) is float:
+        numbers = all(type(v) in (int, float) for v in (expected, found))
+        return numbers and math.isclose(expected, found, rel_tol=tolerance, abs_tol=tolerance)
+    return type(expected) is type(found) and expected == found
+
+def same_output(expected, found):
+    if type(found) is not str:
+        return False
+    expected, found = expected.split(), found.split()
+    return len(expected) == len(found) and all(map(same_token, expected, found))
+
+passed = 0
+for given, accepted in cases:
+    try:
+        found = {call}
+        passed += any((same_value if function else same_output)(a, found) for a in accepted)
+    except Exception:
+        continue
+assert passed == len(cases), f"passed {{passed}} of {{len(cases)}} tests"
+"""
+PASSED = re.compile(r"AssertionError: passed (\d+) of (\d+) tests")
+MOST_OUTPUT = 4 << 20  # bytes of one test
+
+
+class StdinCode(CodeTask):
+    """Rows with `question`, `solutions` and `input_output`, JSON of {"inputs", "outputs"}, with
+    "fn_name" for functions; or a list of {"input", "output"} as in LiveCodeBench.
+
+    Outputs are compared by their tokens, numbers with `tolerance`; an output that is a list of
+    texts names several that are accepted. A program has timeout_s seconds for all its tests.
+    partial_credit: the reward is the share of tests passed; a program that exceeds a limit or ends
+    its process has none.
+    """
+
+    name = "stdin_code"
+
+    def __init__(
+        self,
+        *,
+        question_field: str = "question",
+        tests_field: str = "input_output",
+        worked_field: str | None = "solutions",
+        partial_credit: bool = False,
+        tolerance: float = 1e-6,
+        **other: Any,
+    ) -> None:
+        if not isinstance(partial_credit, bool):
+            raise ArgumentError("partial_credit", partial_credit, "is not true or false.")
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance < 0:
+            raise ArgumentError("tolerance", tolerance, "is not accepted: give a number from 0 on.")
+        self._partial = partial_credit
+        self._tolerance = float(tolerance)
+        super().__init__(
+            question_field=question_field,
+            tests_field=tests_field,
+            worked_field=worked_field,
+            **other,
+        )
+
+    def record(self, row: dict[str, Any]) -> Record:
+        question, tests_field, worked, _ = self._fields
+        given = _json(pick(row, tests_field, answer=True))
+        try:
+            cases, function = _cases(given)
+        except (KeyError, TypeError, ValueError) as error:
+            why = (
+                f'field {tests_field} is not {{"inputs", "outputs"}} with as many of each: {error}'
+            )
+            raise RowError(why, missing_answer=True) from error
+        solutions = _json(row.get(worked)) if worked else None
+        listed = solutions if isinstance(solutions, list) else [solutions]
+        solution = next((s for s in listed if isinstance(s, str) and s.strip()), None)
+        return Record(
+            pick_text(row, question),
+            solution or "",
+            None if solution is None else f"```python\n{solution.strip()}\n```",
+            {"tests": self._tests(cases, function, solution or ""), "function": function},
+        )
+
+    def _tests(self, cases: list[Any], function: str, solution: str) -> ProgramTests:
+        method = "class Solution" in solution or not solution
+        call = "answer(given)"
+        names: tuple[str, ...] = ("answer",)
+        classes: tuple[str, ...] = ()
+        if function:
+            own = f"Solution().{function}" if method else function
+            call = f"{own}(*given)"
+            names = ("Solution" if method else function,)
+            classes = ("Solution",) if method else ()
+        source = TESTS.format(cases=cases, function=function, tolerance=self._tolerance, call=call)
+        return ProgramTests(source, names, classes)
+
+    def claim(self, record: Record) -> proof.Claim:
+        tests, function = record.meta["tests"], record.meta["function"]
+        reference = record.answer or None
+        content = json.dumps([HARNESS, asdict(self._limits), reference, asdict(tests)])
+
+        def check(sandbox: Sandbox) -> proof.RowProof:
+            if function:
+                return proof.proven(sandbox, reference, tests)
+            if reference is not None and not self._run(sandbox, reference, record.meta).passed:
+                return proof.RowProof("its reference fails its tests")
+            if self._run(sandbox, "pass", record.meta).passed:
+                return proof.RowProof("its tests pass a program that prints nothing")
+            return proof.RowProof()
+
+        return proof.Claim(content, check)
+
+    def _run(self, sandbox: Sandbox, program: str, meta: Mapping[str, Any]) -> Outcome:
+        if not meta["function"]:
+            program = HARNESS.format(source=program, most=MOST_OUTPUT)
+        return sandbox.run(program, meta["tests"])
+
+    def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
+        tests = item.meta["tests"]
+        program, fenced = find_program(response, tests.names if item.meta["function"] else ())
+        try:
+            outcome = self._run(self._started(), program, item.meta)
+        except BaseException:
+            self._sandbox = None  # it has closed itself
+            raise
+        passed = outcome.passed and bool(outcome.calls)
+        counted = PASSED.fullmatch(outcome.why)
+        share = int(counted[1]) / int(counted[2]) if counted else float(passed)
+        grade = weighted(passed, fenced, self._format_reward, passed=share)
+        if self._partial:
+            reward = grade.reward + (1 - self._format_reward) * (share - passed)
+            grade = Grade(reward, grade.parts)
+        why = "" if passed else f"{own_frames(outcome.output)}\n{outcome.why}".strip()
+        return grade, why
+
+
+def _json(value: Any) -> Any:
+    """A value that a column may hold as JSON text."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _cases(given: Any) -> tuple[list[Any], str]:
+    """([(input, accepted outputs)], name of the function, "" for programs). Raises ValueError,
+    KeyError or TypeError."""
+    if isinstance(given, list):
+        function = next((c["fn_name"] for c in given if c.get("fn_name")), "")
+        pairs = [(case["input"], case["output"]) for case in given]
+    else:
+        function = given.get("fn_name") or ""
+        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+    if not pairs:
+        raise ValueError("there are no tests")
+    if function:
+        if not function.isidentifier():
+            raise ValueError(f"fn_name {function!r} is no name")
+        return [(_arguments(i), _accepted(_json(o))) for i, o in pairs], function
+    return [
+        (_text(i), [_text(o)] if isinstance(o, str) else list(map(_text, o))) for i, o in pairs
+    ], ""
+
+
+def _arguments(given: Any) -> list[Any]:
+    """Arguments of a call: a list, or a JSON value a line as in LiveCodeBench."""
+    if isinstance(given, str):
+        return [_json(line) for line in given.split("\n") if line.strip()]
+    return list(given)
+
+
+def _accepted(output: Any) -> list[Any]:
+    """A returned value, and where it is a list of one, as APPS writes it, what is in it."""
+    return [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value
