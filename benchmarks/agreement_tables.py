@@ -83,7 +83,8 @@ def step_tensors(drawn: Drawn, *, k: int = 20, constrained: bool = False) -> Ste
         new_topk_ids=d.ref_ids[..., :k],
         new_topk_logp=d.ref_logp[..., :k],
         new_logp_at_inf_ids=d.ref_at_inf[..., :k],
-        inside=inside,
+        ref_inside=inside,
+        new_inside=inside,
         coverage=coverage,
     )
 

@@ -9,13 +9,24 @@ into the configuration of a run; constructors take them whole. Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticUndefined
 
 from rlcore.errors import UserError
+
+
+class Unread(NamedTuple):
+    """Settings that nothing reads where others of the same specification have some values.
+
+    Example: Unread(("c2",), lambda spec: spec.target == "ref", "target=ref has no such factor")
+    """
+
+    names: tuple[str, ...]
+    where: Callable[[Any], bool]  # of the specification
+    because: str  # names the settings that decide
 
 
 class Spec(BaseModel):
@@ -28,6 +39,17 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    #: which settings are dead under which others: a run that sets one is told so
+    #: (`config/checks.py: unread`)
+    unread: ClassVar[tuple[Unread, ...]] = ()
+
+    def dead(self) -> Iterator[tuple[str, str]]:
+        """Each setting that nothing reads under the others, and why."""
+        for cls in type(self).__mro__:
+            for pair in cls.__dict__.get("unread", ()):
+                if pair.where(self):
+                    yield from ((name, pair.because) for name in pair.names)
 
     def check(self, key: str) -> None:
         """Raise UserError if settings of this specification contradict each other.

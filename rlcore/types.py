@@ -332,10 +332,10 @@ class StepTensors:
     new_topk_ids: torch.Tensor | None = None  # as the three fields above, under p_new
     new_topk_logp: torch.Tensor | None = None
     new_logp_at_inf_ids: torch.Tensor | None = None
-    inside: torch.Tensor | None = (
-        None  # [B, T] bool: sampled token lies in the learner's safe set (DVP)
-    )
-    coverage: torch.Tensor | None = None  # [B, T] float32: probability mass of the safe set (DVP)
+    # [B, T] bool: sampled token lies in the safe set of p_ref, and in that of p_new (DVP)
+    ref_inside: torch.Tensor | None = None
+    new_inside: torch.Tensor | None = None
+    coverage: torch.Tensor | None = None  # [B, T] float32: probability mass of p_ref's (DVP)
     # [B] bool: the episode's last turn was cut off at the length limit; None: none was
     truncated: torch.Tensor | None = None
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,14 @@ class TaskShare:
 
 class SelectionSpec(Spec):
     """The selection of the samples of a finished group that are trained on."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("filter_limit",),
+            lambda spec: not spec.dynamic_sampling,
+            "dynamic_sampling=false filters nothing",
+        ),
+    )
 
     dynamic_sampling: bool = setting(
         False, "groups with all-equal rewards are filtered and replaced"

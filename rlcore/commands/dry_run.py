@@ -19,6 +19,7 @@ from rlcore.commands.memory import (
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
+from rlcore.config.checks import unread
 from rlcore.config.compose import check_resume
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
@@ -125,6 +126,8 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
     idle = jobs.idle_clip(config)
     yield "algorithm", [names, *_changed(config.algorithm), *filter(None, [idle])]
+    if unread(config):
+        yield "not read", unread(config)
     yield "schedule", [_schedule(config), *_changed(config.schedule)]
     yield "learner", _learner(config)
     yield "resources", _resources(config, prepared)

@@ -21,6 +21,7 @@ from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
+from rlcore.config.checks import unread
 from rlcore.config.compose import check_resume, to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
@@ -177,7 +178,7 @@ def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
         run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
         run.stop.interrupt()
-        for news in (owner.news, swept, jobs.idle_clip(config)):
+        for news in (owner.news, swept, jobs.idle_clip(config), *unread(config)):
             if news:
                 reporter.note(news)
         try:

@@ -148,7 +148,7 @@ class Dppo(Correction):
         region: dict[str, Any] = {"divergence": spec.divergence, "low": spec.low, "high": spec.high}
         weight = dppo(*tokens, cap=spec.cap, **region)
         out = dppo_mask(*tokens, **region)
-        compared = inside(step, current.mask)
+        compared = inside(step, current.mask, "new")
         over = ratio(log_difference(step.logp_new, step.logp_inf, step.mask)[0]) > spec.cap
         high, low, truncated, count = total(
             [*(which & compared for which in (out.high, out.low, over)), compared], reduce

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class DvpSpec(CorrectionSpec):
     """Dynamic vocabulary pruning (papers/dvp.txt).
 
-    Its reference is the policy constrained to its safe set. Biased by the safe set of p_ref where
-    it lacks a token of p_new's: that token has weight 0, from a phase's second step on. With
-    zero=trajectory and weights per token also by the sequences that a token outside takes out."""
+    Its reference is the policy constrained to its safe set. Where weights lead to p_ref, biased by
+    the safe set of p_ref where it lacks a token of p_new's: that token has weight 0, from a phase's
+    second step on. With zero=trajectory and weights per token also by the sequences that a token
+    outside takes out."""
 
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
     sequence_wise: ClassVar[bool] = True
+    follows_weights: ClassVar[bool] = True
 
     rho: float = setting(exp(-13.0), "safe set: p >= rho * max p", gt=0, lt=1)
     zero: Literal["token", "trajectory"] = setting(
@@ -80,9 +82,11 @@ class Dvp(Correction):
     """The actor samples with min-p = rho, the learner's log-probs are over its own safe set (DVP
     section 5).
 
-    A sampled token outside the learner's safe set has ratio 0: weight 0, still in the denominator,
-    and its whole sequence is dropped by sequence-level weights or a veto. With `zero=trajectory`
-    every token of its sequence weighs 0, as in equation 22, whose ratio is of the whole trajectory.
+    A sampled token outside the safe set of the policy that weights lead to (p_ref; p_new under a
+    loss without p_new/p_ref) has ratio 0: weight 0, still in the denominator, and its whole
+    sequence is dropped by sequence-level weights. A veto looks at p_ref's set. With
+    `zero=trajectory` every token of its sequence weighs 0, as in equation 22, whose ratio is of the
+    whole trajectory.
     The ratio of the two constrained policies is left to another correction (none, TIS, MIS, ...).
 
     Both estimate the gradient of the constrained policies, which is the bias that the method
@@ -99,16 +103,16 @@ class Dvp(Correction):
         return replace(sampling, min_p=max(sampling.min_p, self.spec.rho))
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
-        if step.inside is None or step.coverage is None:
+        if step.ref_inside is None or step.coverage is None:
             raise ValueError(
-                "correction=dvp needs StepTensors.inside and .coverage: the learner applied no "
+                "correction=dvp needs StepTensors.ref_inside and .coverage: the learner applied no "
                 "safe set"
             )
         on = current.mask
         coverage = step.coverage.float().clamp(0, 1)
-        left = (step.mask & ~step.inside).any(-1)
+        left = (step.mask & ~step.ref_inside).any(-1)
         outside, covered, count, sequences, present = total(
-            [~step.inside & on, coverage.where(on, 0.0), on, left, step.mask.any(-1)], reduce
+            [~step.ref_inside & on, coverage.where(on, 0.0), on, left, step.mask.any(-1)], reduce
         )
         # a rank without tokens must not decide the minimum, and still takes part in the reduction
         lowest = (-coverage).where(on, -1.0).max() if on.any() else coverage.new_tensor(-1.0)
@@ -118,7 +122,7 @@ class Dvp(Correction):
             "coverage_mean": covered / count if count else 1.0,
             "coverage_min": -reduce.max(lowest).item(),
         }
-        stays = step.inside | ~on
+        stays = step.ref_inside | ~on
         if self.spec.zero == "trajectory":
             stays = stays & ~left[:, None]
         return Corrected(current.weight * stays, on, metrics)

@@ -43,7 +43,7 @@ from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
 from rlcore.objectives.specs import ObjectiveSpec
-from rlcore.spec import refuse, setting
+from rlcore.spec import Unread, refuse, setting
 from rlcore.types import StepTensors
 
 if TYPE_CHECKING:
@@ -60,6 +60,21 @@ class JackpotSpec(CorrectionSpec):
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
     weighs: ClassVar[bool] = True
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("alpha_hat", "missing", "tail"),
+            lambda spec: not spec.needs_topk,
+            "without Z (mode=mask, or normaliser=none, which auto is unless algorithm.aggregation="
+            "token-mean) there is nothing to estimate: normaliser=paper has it",
+        ),
+        Unread(("c1", "c2", "normaliser"), lambda spec: spec.mode == "mask", "mode=mask weighs 1"),
+        Unread(
+            ("c2",),
+            lambda spec: spec.mode != "mask" and (spec.target == "ref" or spec.short_circuit),
+            "target=ref and short_circuit=true have no factor p_ref/p_new",
+        ),
+    )
 
     mode: Literal["mask", "reweight", "both"] = setting(
         "both", "reject tokens, weigh them, or both"

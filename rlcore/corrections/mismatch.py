@@ -20,6 +20,7 @@ from rlcore.corrections.mis import MisSpec
 from rlcore.corrections.numerics import (
     CLAMP,
     at_least_float32,
+    inside,
     require,
     same_shape,
     sums,
@@ -118,8 +119,8 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
     kappa and unknown_share appear where the step holds the top-k log-probs of both sides.
     """
     finite = step.mask & torch.isfinite(step.logp_inf) & torch.isfinite(step.logp_ref)
-    on = finite if step.inside is None else finite & step.inside
-    summed = reduce(mismatch_accumulate(step.logp_ref, step.logp_inf, step.mask, step.inside))
+    on = inside(step, finite)
+    summed = reduce(mismatch_accumulate(step.logp_ref, step.logp_inf, step.mask, step.ref_inside))
     metrics = mismatch_values(summed)
     difference = at_least_float32(step.logp_ref) - at_least_float32(step.logp_inf)
     # a maximum does not add up: the one that takes a reduction of its own
@@ -133,10 +134,10 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         reduce=reduce,
     )
     metrics |= {f"ais_{name}": value for name, value in signals.items()}
-    if step.inside is not None and step.coverage is not None:
-        covered, inside, usable = total([step.coverage.where(finite, 0.0), on, finite], reduce)
+    if step.ref_inside is not None and step.coverage is not None:
+        covered, held, usable = total([step.coverage.where(finite, 0.0), on, finite], reduce)
         metrics["coverage_mean"] = covered / usable if usable else 1.0
-        metrics["outside_share"] = 1.0 - inside / usable if usable else 0.0
+        metrics["outside_share"] = 1.0 - held / usable if usable else 0.0
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
@@ -150,7 +151,7 @@ def _maximum(values: Tensor, reduce: Reduce) -> float:
 def _unlikely(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:
     """Tokens that a safe set of DVP's default would leave out, where the learner's top k is known
     and no safe set is on already."""
-    if step.ref_topk_logp is None or step.inside is not None:
+    if step.ref_topk_logp is None or step.ref_inside is not None:
         return {}
     least = step.ref_topk_logp.amax(-1) + math.log(DvpSpec().rho)
     out, n = total([(step.logp_ref < least) & on, on], reduce)

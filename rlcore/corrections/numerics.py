@@ -131,9 +131,11 @@ class OneRank(Reduce):
 ONE_RANK = OneRank()
 
 
-def inside(step: StepTensors, mask: Tensor) -> Tensor:
-    """The tokens of `mask` [B, T] that have a ratio: under a safe set (DVP), those inside it."""
-    return mask if step.inside is None else mask & step.inside
+def inside(step: StepTensors, mask: Tensor, target: Literal["ref", "new"] = "ref") -> Tensor:
+    """The tokens of `mask` [B, T] that have a ratio to p_inf: under a safe set (DVP), those inside
+    that of the target."""
+    within = step.ref_inside if target == "ref" else step.new_inside
+    return mask if within is None else mask & within
 
 
 def _signed(value: int) -> int:

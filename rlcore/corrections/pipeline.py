@@ -82,6 +82,7 @@ class Pipeline:
         self.needs = _union(self.stages, self.leads_to_new, clip_off)
         #: see `CorrectionSpec.sequence_wise`: all of them are
         self.sequence_wise = all(stage.spec.sequence_wise for stage in self.stages)
+        self._weighs = any(stage.spec.weighs for stage in self.stages)
         self._rejects = any(stage.spec.rejects for stage in self.stages)
         chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
         self._ais = chosen[0] if chosen else AisSpec()
@@ -90,7 +91,7 @@ class Pipeline:
     def biases(self) -> tuple[Bias, ...]:
         """How the expected gradient departs from its reference, whatever the loss."""
         own = tuple(bias for stage in self.stages for bias in stage.spec.biases)
-        return own if any(stage.spec.weighs for stage in self.stages) else (UNCORRECTED, *own)
+        return own if self._weighs else (UNCORRECTED, *own)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
         """Return the sampling settings of the actors, with every correction's constraint added."""
@@ -101,6 +102,7 @@ class Pipeline:
     def advantages(self, step: StepTensors, reduce: Reduce) -> Tensor:
         """The advantages [B, T] to train with: `step.advantages` unless a correction replaces
         them."""
+        step = _outside_is_impossible(step)  # a baseline's weights are those of the gradient
         for stage in self.stages:
             replaced = stage.method.advantages(step, reduce)
             if replaced is not None:
@@ -138,7 +140,8 @@ class Pipeline:
         weighed = _towards_new(step) if self.leads_to_new else step
         scale = 1.0
         for stage in self.stages:
-            seen = weighed if stage.spec.weighs else step
+            follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
+            seen = weighed if follows else step
             before_it = replace(current, metrics={}, step_scale=1.0)
             current = stage.method.correct(seen, before_it, reduce)
             scale *= current.step_scale
@@ -188,18 +191,21 @@ def _towards_new(step: StepTensors) -> StepTensors:
         ref_topk_ids=step.new_topk_ids,
         ref_topk_logp=step.new_topk_logp,
         ref_logp_at_inf_ids=step.new_logp_at_inf_ids,
+        ref_inside=step.new_inside,
     )
 
 
 def _outside_is_impossible(step: StepTensors) -> StepTensors:
-    """Under a safe set, a token outside it has probability 0 for the learner, whatever placeholder
-    its log-prob holds."""
-    if step.inside is None:
-        return step
+    """A token outside the safe set of a policy has probability 0 under that policy, whatever
+    placeholder its log-prob holds."""
+
+    def bounded(logp: Tensor, inside: Tensor | None) -> Tensor:
+        return logp if inside is None else torch.where(inside, logp, -torch.inf)
+
     return replace(
         step,
-        logp_ref=torch.where(step.inside, step.logp_ref, -torch.inf),
-        logp_new=torch.where(step.inside, step.logp_new, -torch.inf),
+        logp_ref=bounded(step.logp_ref, step.ref_inside),
+        logp_new=bounded(step.logp_new, step.new_inside),
     )
 
 

@@ -27,6 +27,9 @@ class CorrectionSpec(Spec):
     #: whether it multiplies the objective by an importance ratio towards the learner's policy:
     #: two of those would correct the same mismatch twice and are refused
     weighs: ClassVar[bool] = False
+    #: whether it judges tokens by the policy that the weights of others lead to, where some weigh;
+    #: one that weighs does so anyway
+    follows_weights: ClassVar[bool] = False
     #: whether a sequence's weights and mask depend on its own tokens alone and reject none, so that
     #: a micro-batch can be corrected on its own
     sequence_wise: ClassVar[bool] = False

@@ -88,6 +88,14 @@ class TurnSpans:
     of_token: Tensor  # [B, T] int64: the turn that sampled each token; 0 where there is none
     token_rewards: Tensor  # [B, T] float64; a turn's, where only turns were rewarded, on its last
 
+    def ending_with(self, rewards: Tensor, tokens: Tensor) -> TurnSpans:
+        """The same turns, with further rewards [B] on the last of each episode's tokens [B]."""
+        turns, by_token = self.rewards.clone(), self.token_rewards.clone()
+        row = torch.nonzero(tokens > 0)[:, 0]  # an episode without a token has no last one
+        turns[row, self.count[row] - 1] += rewards[row].to(turns)
+        by_token[row, tokens[row] - 1] += rewards[row].to(by_token)
+        return replace(self, rewards=turns, token_rewards=by_token)
+
 
 @dataclass(slots=True)
 class StepBatch:
@@ -130,7 +138,8 @@ def observed(
         new_topk_ids=new.topk_ids,
         new_topk_logp=new.topk_logp,
         new_logp_at_inf_ids=new.logp_at_ids,
-        inside=ref.inside if ref.inside is None or new.inside is None else ref.inside & new.inside,
+        ref_inside=ref.inside,
+        new_inside=new.inside,
         coverage=ref.coverage,
     )
 

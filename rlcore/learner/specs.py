@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
 
 PARTS = ("sequence_parallel", "tensor_parallel", "expert_parallel")  # keys that say who holds parts
@@ -205,6 +205,14 @@ class DraftLearnerSpec(Spec):
 class OptimizerSpec(Spec):
     """AdamW, its learning rate and the clip of the gradient."""
 
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("lr_decay_steps", "lr_final"),
+            lambda spec: spec.lr_schedule == "constant",
+            "lr_schedule=constant has no decay",
+        ),
+    )
+
     lr: float = setting(2e-4, "peak learning rate", gt=0)
     lr_warmup_steps: int = setting(5, "steps of linear warm-up", ge=0)
     lr_schedule: LrSchedule = setting("constant", "after the warm-up, until lr_decay_steps")
@@ -221,6 +229,14 @@ class OptimizerSpec(Spec):
 
 class OffloadSpec(Spec):
     """The tensors that ZeRO-3 keeps off the GPUs, by DeepSpeed's own offload."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("pin_memory",),
+            lambda spec: spec.optimizer == spec.parameters == "none",
+            "optimizer=none with parameters=none offloads nothing",
+        ),
+    )
 
     optimizer: Literal["none", "cpu", "nvme"] = setting(
         "none",

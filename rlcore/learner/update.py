@@ -301,7 +301,7 @@ class Update:
         alone = first and (len(phase) if steps is None else steps) == 1
         one_pass = alone and self._one_pass_suffices(phase[0])
         for batch in phase:
-            batch.sent.rewards = self._shaped_rewards(batch)
+            self._shape_rewards(batch)
             if not one_pass and batch.ref is None:
                 batch.ref = self.score_ref(batch)
             if self.loss.needs_base_logp and self.frozen is not None:
@@ -417,7 +417,7 @@ class Update:
         mb, (scores, kl) = shared.batch.micro[index], forward
         if len(mb.episodes):
             rows, width = mb.episodes, shared.batch.sent.mask.shape[1]
-            tokens = _loss_tensors(shared, mb, scores, corrected)
+            tokens = self._loss_tensors(shared, mb, scores, corrected)
             entropy = mb.dense(scores.entropy, width)
             distance = self._kl(shared, mb, forward, tokens)
             loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
@@ -462,18 +462,44 @@ class Update:
             weight = torch.where(inside, weight, 0.0)
         return kl_penalty(estimator, tokens.logp_new, base.logp[rows], weight)
 
+    def _loss_tensors(
+        self, shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected
+    ) -> LossTensors:
+        batch, rows = shared.batch, mb.episodes
+        width = batch.sent.mask.shape[1]
+        logp_new = mb.dense(scores.logp, width)
+        ref = None if shared.first else batch.ref
+        sampled = batch.sent.mask[rows]
+        if scores.inside is not None:
+            sampled = sampled & mb.dense(scores.inside, width)
+        # a loss that is anchored at p_new has no ratio to p_ref
+        if ref is not None and ref.inside is not None and not self.pipeline.leads_to_new:
+            sampled = sampled & ref.inside[rows]
+        return LossTensors(
+            logp_new=logp_new,
+            logp_ref=logp_new.detach() if ref is None else ref.logp[rows],
+            advantages=shared.advantages[rows],
+            weight=corrected.weight,
+            mask=corrected.mask,
+            sampled=sampled,
+        )
+
     def group_advantages(self, batch: StepBatch) -> Tensor:
         """[B, T], before any correction replaces them."""
         return self.advantages.over_tokens(batch, self.reduce)
 
-    def _shaped_rewards(self, batch: StepBatch) -> Tensor:
-        """[B]: what advantages and RAPID's baseline are taken of."""
-        return batch.sent.rewards + overlong_penalty(
-            batch.sent.mask.sum(dim=1),
+    def _shape_rewards(self, batch: StepBatch) -> None:
+        """Adds the overlong penalty to what advantages and RAPID's baseline are taken of: to the
+        reward of each episode, which is that of its last turn and token."""
+        tokens = batch.sent.mask.sum(dim=1)
+        penalty = overlong_penalty(
+            tokens,
             max_len=self._max_len,
             buffer=self._objective.overlong_buffer(self._max_len),
             penalty=self._objective.overlong_penalty,
         )
+        batch.sent.rewards = batch.sent.rewards + penalty
+        batch.turns = batch.turns.ending_with(penalty, tokens)
 
     def _coefficients(self, mask: Tensor) -> tuple[Tensor, int]:
         """Coefficients [B, T] of the tokens in the loss, and their number over all ranks."""
@@ -507,25 +533,3 @@ def _actor_ids(batch: StepBatch, mb: MicroBatch, topk: int) -> Tensor | None:
 
 def _detached(scores: TokenScores) -> TokenScores:
     return replace(scores, logp=scores.logp.detach(), entropy=scores.entropy.detach())
-
-
-def _loss_tensors(
-    shared: _Shared, mb: MicroBatch, scores: TokenScores, corrected: Corrected
-) -> LossTensors:
-    batch, rows = shared.batch, mb.episodes
-    width = batch.sent.mask.shape[1]
-    logp_new = mb.dense(scores.logp, width)
-    ref = None if shared.first else batch.ref
-    sampled = batch.sent.mask[rows]
-    if scores.inside is not None:
-        sampled = sampled & mb.dense(scores.inside, width)
-    if ref is not None and ref.inside is not None:
-        sampled = sampled & ref.inside[rows]
-    return LossTensors(
-        logp_new=logp_new,
-        logp_ref=logp_new.detach() if ref is None else ref.logp[rows],
-        advantages=shared.advantages[rows],
-        weight=corrected.weight,
-        mask=corrected.mask,
-        sampled=sampled,
-    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rlcore.buffer.specs import BatchingSpec, Phases
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.tasks.specs import DifficultySpec, EvalTaskSpec
 from rlcore.types import OnPublish
 
@@ -111,6 +111,12 @@ class EvaluationSpec(Spec):
 
 class CheckpointSpec(Spec):
     """When run checkpoints are made, and which of them stay."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("best_is",), lambda spec: spec.keep_best is None, "keep_best=null looks for no best"
+        ),
+    )
 
     every: int = setting(0, "steps between checkpoints; 0: none by steps", ge=0)
     every_s: float = setting(

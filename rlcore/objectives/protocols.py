@@ -120,5 +120,6 @@ class LossTensors:
     advantages: Tensor
     weight: Tensor  # of the corrections
     mask: Tensor  # tokens that stay in the loss, bool or 0/1
-    # all sampled tokens, kept or rejected, less those outside the safe set under either policy
+    # all sampled tokens, kept or rejected, less those outside the safe set of p_new or, where the
+    # loss carries p_new/p_ref, of p_ref
     sampled: Tensor

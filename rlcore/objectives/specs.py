@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from rlcore.objectives.protocols import WIDE, Advantage, Bias, PolicyLoss
 from rlcore.registry import resolve
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, Unread, setting
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3", "full"]
@@ -22,6 +22,24 @@ class ObjectiveSpec(Spec):
 
     #: of the KL term; the policy loss's own are on its class
     kl_biases: ClassVar[tuple[Bias, ...]] = (Bias("truncation", {"kl_ratio_cap": WIDE}),)
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("kl_estimator", "kl_ratio_cap"),
+            lambda spec: spec.kl_coef == 0,
+            "kl_coef=0 leaves no KL",
+        ),
+        Unread(
+            ("kl_ratio_cap",),
+            lambda spec: spec.kl_coef > 0 and spec.kl_estimator == "full",
+            "kl_estimator=full carries no ratio",
+        ),
+        Unread(
+            ("overlong_penalty",),
+            lambda spec: spec.overlong_share == 0,
+            "overlong_share=0 leaves no penalty",
+        ),
+    )
 
     advantage: str = setting("grpo", "how rewards become advantages, or file.py:Class")
     whitening: Literal["episodes", "tokens"] = setting(

@@ -180,8 +180,8 @@ class Pruned(Bandit):
 
     def step(self) -> StepTensors:
         step = super().step()
-        step.inside = torch.ones_like(step.mask)
-        step.inside[:, 0] = self.tokens[:, 0] != 0
+        step.ref_inside = step.new_inside = torch.ones_like(step.mask)
+        step.ref_inside[:, 0] = self.tokens[:, 0] != 0
         step.coverage = torch.ones(step.mask.shape)
         return step
 

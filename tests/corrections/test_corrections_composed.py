@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,9 +36,9 @@ def pruned_step(share: float = 0.1) -> StepTensors:
     """A safe set that leaves out some of the sampled tokens."""
     step = mismatched_step(noise=0.02, seed=2)
     g = torch.Generator().manual_seed(0)
-    step.inside = torch.rand(step.mask.shape, generator=g) >= share
+    step.ref_inside = step.new_inside = torch.rand(step.mask.shape, generator=g) >= share
     step.coverage = torch.full(step.mask.shape, 0.99)
-    assert (step.mask & ~step.inside).any()
+    assert (step.mask & ~step.ref_inside).any()
     return step
 
 
@@ -45,14 +46,15 @@ def pruned_step(share: float = 0.1) -> StepTensors:
 def test_under_a_loss_without_the_ratio_weights_lead_to_p_new(chosen) -> None:
     step = mismatched_step(noise=0.4)
     if "dvp" in chosen:
-        step.inside = torch.ones_like(step.mask)
+        step.ref_inside = step.new_inside = torch.ones_like(step.mask)
         step.coverage = torch.ones(step.mask.shape)
         step.logp_new[2, 0] = step.logp_inf[2, 0] - 12.0  # the veto is on p_ref, not on p_new
     anchored = pipeline_of(chosen, loss="reinforce")
     found = anchored.correct(step, ONE_RANK, measure=False)
     assert anchored.needs.new and not pipeline_of(chosen).needs.new
     moved = mismatched_step(noise=0.4)
-    moved.inside, moved.coverage = step.inside, step.coverage
+    moved.ref_inside = moved.new_inside = step.ref_inside
+    moved.coverage = step.coverage
     moved.logp_ref = step.logp_new
     moved.ref_topk_ids, moved.ref_topk_logp = step.new_topk_ids, step.new_topk_logp
     moved.ref_logp_at_inf_ids = step.new_logp_at_inf_ids
@@ -71,12 +73,30 @@ def test_what_does_not_weigh_asks_for_no_p_new() -> None:
 def test_tokens_outside_the_safe_set_are_in_no_statistic(order) -> None:
     step = pruned_step()
     metrics = pipeline_of({name: {} for name in order}).correct(step, ONE_RANK)
-    on = step.mask & step.inside
+    on = step.mask & step.ref_inside
     _, signals = ais(step.logp_ref, step.logp_inf, step.advantages, on)
     for name, value in signals.items():
         assert metrics.metrics[f"correction/ais/{name}"] == pytest.approx(value), name
     assert signals["alpha_mis"] < 1  # one token outside would have counted as |dlogp| = 20
-    assert not metrics.weight[step.mask & ~step.inside].any()
+    assert not metrics.weight[step.mask & ~step.ref_inside].any()
+
+
+@pytest.mark.parametrize("chosen", [*WEIGHERS, {"veto": {}}, {"dppo": {}}, {"rapid": {}}])
+def test_each_correction_looks_at_the_safe_set_of_the_policy_that_it_compares(
+    chosen: dict[str, dict[str, Any]],
+) -> None:
+    """Another policy's set is of no account."""
+    loss = "reinforce" if chosen.keys() & {"dppo", "rapid"} else "ppo"
+    pipeline = pipeline_of({"dvp": {}, **chosen}, loss=loss)
+    step = pruned_step()
+    other = "ref_inside" if loss == "reinforce" else "new_inside"
+    moved = replace(step, **{other: torch.ones_like(step.mask)})
+    for each in (step, moved):
+        each.advantages = pipeline.advantages(each, ONE_RANK)
+    found, expected = (pipeline.correct(s, ONE_RANK, measure=False) for s in (step, moved))
+    assert torch.equal(found.weight, expected.weight) and torch.equal(found.mask, expected.mask)
+    assert found.metrics == expected.metrics
+    assert torch.equal(step.advantages.nan_to_num(), moved.advantages.nan_to_num())
 
 
 def test_shares_are_of_the_tokens_that_have_a_ratio() -> None:
@@ -163,7 +183,7 @@ def test_the_distance_of_the_kept_from_the_target_is_reported() -> None:
 
 def test_dvp_takes_out_the_token_or_its_whole_sequence() -> None:
     step = pruned_step()
-    outside = step.mask & ~step.inside
+    outside = step.mask & ~step.ref_inside
     left = outside.any(-1)
     assert left.any() and not left.all()
     token, trajectory = (
@@ -181,8 +201,8 @@ def test_dvp_takes_out_the_token_or_its_whole_sequence() -> None:
 
 def test_a_trajectory_counts_as_outside_whatever_was_rejected_of_it_before() -> None:
     step = pruned_step()
-    left = (step.mask & ~step.inside).any(-1)
-    kept = Corrected(torch.ones(step.mask.shape), step.mask & step.inside, {})
+    left = (step.mask & ~step.ref_inside).any(-1)
+    kept = Corrected(torch.ones(step.mask.shape), step.mask & step.ref_inside, {})
     found = Dvp(DvpSpec(zero="trajectory"), 0).correct(step, kept, ONE_RANK)
     assert not found.weight[kept.mask & left[:, None]].any()
     assert found.weight[kept.mask & ~left[:, None]].all()

@@ -36,7 +36,9 @@ SPLITS = [[range(0, 4), range(4, 8)], [range(0, 2), range(2, 8)], [range(0, 0), 
 
 def uneven_step() -> StepTensors:
     step = mismatched_step(b=8, t=12, noise=0.6, seed=5)
-    step.inside = torch.rand(step.mask.shape, generator=torch.Generator().manual_seed(0)) > 0.1
+    step.ref_inside = step.new_inside = (
+        torch.rand(step.mask.shape, generator=torch.Generator().manual_seed(0)) > 0.1
+    )
     step.coverage = 0.9 + 0.1 * torch.rand(
         step.mask.shape, generator=torch.Generator().manual_seed(1)
     )

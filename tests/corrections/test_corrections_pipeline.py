@@ -51,7 +51,7 @@ IDS = [
 
 
 def with_safe_set(step: StepTensors) -> StepTensors:
-    step.inside = torch.ones_like(step.mask)
+    step.ref_inside = step.new_inside = torch.ones_like(step.mask)
     step.coverage = torch.ones(step.mask.shape)
     return step
 
@@ -96,7 +96,7 @@ def test_with_mismatch_something_changes_and_stays_finite(
     chosen: dict[str, dict[str, Any]],
 ) -> None:
     step = with_safe_set(mismatched_step(noise=1.5))
-    step.inside[2, 0] = False
+    step.ref_inside[2, 0] = False
     step.logp_ref[4, 0] = step.logp_inf[4, 0] - 12.0
     pipeline = pipeline_of(chosen, 3)
     step.advantages = pipeline.advantages(step, ONE_RANK)
@@ -209,7 +209,7 @@ def test_jackpot_s_truncated_shares_are_of_each_cap_by_itself() -> None:
 
 def test_dvp_gives_tokens_outside_the_learners_set_no_weight_whatever_stands_there() -> None:
     step = with_safe_set(mismatched_step(noise=0.1))
-    step.inside[0, 0] = False
+    step.ref_inside[0, 0] = False
     for filler in (-1e6, -50.0, 0.0, math.nan):
         step.logp_ref[0, 0] = step.logp_new[0, 0] = filler
         corrected = pipeline_of({"dvp": {}, "tis": {}}, 0).correct(step, ONE_RANK)

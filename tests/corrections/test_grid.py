@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +99,25 @@ def test_a_kl_term_is_exact_or_biased_as_declared(loss: str) -> None:
 def test_micro_batches_and_ranks_change_nothing(loss: str) -> None:
     for i, cell in enumerate(spread(loss)):
         judge_layouts(cell, [LAYOUTS[i % 2]])
+
+
+# corrections that neither weigh nor mask, as they are set here
+NEUTRAL: dict[str, dict[str, Any]] = {"vcpo": {}, "opsm": {"delta": 1e9}}
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "reinforce"])
+def test_a_correction_that_neither_weighs_nor_masks_changes_no_other_one(loss: str) -> None:
+    """Under DVP it would, if asking for p_new moved the safe set that others are judged by."""
+    named = {name: load_object(CORRECTIONS[name])(**s) for name, s in NEUTRAL.items()}
+    for chosen in lists():
+        cell = Cell(chosen, loss, "token-mean", True, "none")
+        if "dvp" not in dict(chosen) or set(NEUTRAL) & set(dict(chosen)) or refusal(cell):
+            continue
+        case = cell.case()
+        alone = gradient(case)[0]
+        for name, spec in named.items():
+            beside = replace(case, corrections={**case.corrections, name: spec})
+            assert torch.equal(gradient(beside)[0], alone), (cell, name)
 
 
 @pytest.mark.nightly

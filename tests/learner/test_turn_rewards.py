@@ -90,6 +90,30 @@ def test_without_rewards_of_turns_all_belongs_to_the_last(model):
     torch.testing.assert_close(found, padded(expected))
 
 
+@pytest.mark.parametrize("credit", ["turn", "token"])
+def test_a_long_episode_s_penalty_is_of_its_last_token(model, credit):
+    """Rewards to go have it, be they of turns or of tokens."""
+    settings = {"turn_share": 1.0, "credit": credit, "advantage": "reinforce"}
+    found = {}
+    for share in (0.0, 0.9):
+        update = make_update(model, overlong_share=share, **settings)
+        batch = make_batch([group()])
+        update.prepare([batch], first=True)
+        found[share] = update.group_advantages(batch), batch
+    # 3, 5 and 4 of 10 tokens, over the last 9 of which the penalty rises to 1
+    penalty = torch.tensor([-2 / 9, -4 / 9, -3 / 9])
+    (plain, before), (shaped, after) = found.values()
+    torch.testing.assert_close(after.sent.rewards - before.sent.rewards, penalty)
+    torch.testing.assert_close(
+        after.turns.rewards.sum(1) - before.turns.rewards.sum(1), penalty.double()
+    )
+    on = before.sent.mask
+    moved = (shaped - plain)[on]
+    expected = penalty[:, None].expand(on.shape)[on]
+    # the mean over the batch's turns or tokens moves by as much for all of them
+    torch.testing.assert_close(moved - moved[0], expected - expected[0])
+
+
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_pp", "grpo"])
 def test_each_of_several_tasks_compares_its_own_turns(model, name):
     other = group([(5.0,), (1.0, 8.0), (0.0, 1.0, -20.0)], group_id=1)
