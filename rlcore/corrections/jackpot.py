@@ -31,8 +31,10 @@ from rlcore.corrections.numerics import (
     choice,
     log_difference,
     positive,
+    probability,
     ratio,
     require,
+    result_dtype,
     same_shape,
     sums,
     token_uniforms,
@@ -65,8 +67,7 @@ class JackpotSpec(CorrectionSpec):
         Unread(
             ("alpha_hat", "missing", "tail"),
             lambda spec: not spec.needs_topk,
-            "without Z (mode=mask, or normaliser=none, which auto is unless algorithm.aggregation="
-            "token-mean) there is nothing to estimate: normaliser=paper has it",
+            "mode=mask and normaliser=none (auto but for token-mean) have no Z: set it to paper",
         ),
         Unread(("c1", "c2", "normaliser"), lambda spec: spec.mode == "mask", "mode=mask weighs 1"),
         Unread(
@@ -76,9 +77,7 @@ class JackpotSpec(CorrectionSpec):
         ),
     )
 
-    mode: Literal["mask", "reweight", "both"] = setting(
-        "both", "reject tokens, weigh them, or both"
-    )
+    mode: Literal["mask", "reweight", "both"] = setting("both", "reject tokens, weigh, or both")
     target: Literal["ref", "new"] = setting("ref", "p_t: ref without staleness, new with it")
     lam: float = setting(1.0, "lambda: accept with min(1, p_t/(lambda p_inf))", gt=0)
     c1: float = setting(3.0, "cap of Z * max(lambda, p_t/p_inf)", ge=1)
@@ -147,11 +146,6 @@ TINY = 1e-6  # smallest normaliser: below it (almost) nothing was accepted
 COMPLETE = 1e-5
 
 
-# Jackpot (sections 3 and 4, appendix A): a token drawn from p_inf is kept with probability
-# `a(x) = min(1, p_t(x) / (lam p_inf(x)))`; kept tokens follow `min(p_inf, p_t/lam) / Z`, and `Z
-# max(lam, p_t/p_inf)` weighs them to p_t. `E_{x~p_inf}[a(x)] = Z` repairs a Z of the top k alone.
-
-
 def _ratio_or_zero(numerator: Tensor, denominator: Tensor) -> Tensor:
     """Clamped ratio, 0 where it is undefined (NaN, or the same infinity twice)."""
     difference = at_least_float32(numerator) - at_least_float32(denominator)
@@ -212,8 +206,8 @@ def obrs_normalizer(
     k = topk_ids_inf.shape[-1]
     ids = torch.cat([topk_ids_inf.long(), topk_ids_tgt.long()], -1)
     first = _first_occurrence(ids)
-    p_inf = _probability(topk_logp_inf, first[..., :k])
-    p_tgt = _probability(
+    p_inf = probability(topk_logp_inf, first[..., :k])
+    p_tgt = probability(
         torch.cat([at_least_float32(logp_tgt_at_inf_ids), at_least_float32(topk_logp_tgt)], -1),
         first,
     )
@@ -232,12 +226,8 @@ def obrs_normalizer(
     else:
         z = torch.where(p_inf.sum(-1) >= 1.0 - COMPLETE, torch.maximum(z, whole), z)
     share = unknown.sum(-1) / first.sum(-1).clamp(min=1)
-    dtype = _result_dtype(topk_logp_inf)
+    dtype = result_dtype(topk_logp_inf)
     return z.clamp(0.0, min(1.0, 1.0 / lam)).to(dtype), share.to(dtype)
-
-
-def _result_dtype(values: Tensor) -> torch.dtype:
-    return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def _first_occurrence(ids: Tensor) -> Tensor:
@@ -247,12 +237,6 @@ def _first_occurrence(ids: Tensor) -> Tensor:
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
     return ~torch.zeros_like(repeated).scatter(-1, order, repeated) & (ids >= 0)
-
-
-def _probability(logp: Tensor, valid: Tensor) -> Tensor:
-    """exp in float64 where valid and not NaN, else 0; never above 1."""
-    logp = logp.detach().double()
-    return torch.where(valid & ~torch.isnan(logp), logp.clamp(max=0.0).exp(), 0.0)
 
 
 def _unknown_probability(p_inf: Tensor, known: Tensor, unknown: Tensor, missing: Missing) -> Tensor:
@@ -286,13 +270,13 @@ def obrs_divergence(
         logp_tgt_at_inf_ids=logp_tgt_at_inf_ids,
     )
     first = _first_occurrence(topk_ids_inf.long())
-    known = [_probability(logp, first) for logp in (topk_logp_inf, logp_tgt_at_inf_ids)]
+    known = [probability(logp, first) for logp in (topk_logp_inf, logp_tgt_at_inf_ids)]
     p_inf, p_tgt = (torch.cat([p, (1.0 - p.sum(-1, keepdim=True)).clamp(min=0)], -1) for p in known)
     # p_t/p_kept = Z max(lam, p_t/p_inf)
     z = torch.minimum(p_inf, p_tgt / lam).sum(-1)
     rises = (p_tgt / p_inf.clamp(min=TINY)).clamp(min=lam)
     divergence = z.clamp(min=TINY).log() + (p_tgt * rises.log()).sum(-1)
-    return divergence.clamp(min=0).to(_result_dtype(topk_logp_inf))
+    return divergence.clamp(min=0).to(result_dtype(topk_logp_inf))
 
 
 def obrs_calibrate(

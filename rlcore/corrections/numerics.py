@@ -77,6 +77,17 @@ def at_least_float32(values: Tensor) -> Tensor:
     return kl.at_least_float32(values.detach())
 
 
+def result_dtype(values: Tensor) -> torch.dtype:
+    """The dtype of results: float64 for float64 values, else float32."""
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def probability(logp: Tensor, valid: Tensor) -> Tensor:
+    """exp in float64 where valid and not NaN, else 0; never above 1."""
+    logp = logp.detach().double()
+    return torch.where(valid & ~torch.isnan(logp), logp.clamp(max=0.0).exp(), 0.0)
+
+
 def log_difference(numerator: Tensor, denominator: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`numerator - denominator` where it is defined, else 0, and where it is defined.
 

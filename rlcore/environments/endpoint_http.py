@@ -295,9 +295,9 @@ class _EndpointHandler(BaseHTTPRequestHandler):
         except OSError:  # the client has left
             self.close_connection = True
         except Exception as error:  # of any kind: a request is answered, whatever it holds
-            refused = Refused(f"The request cannot be read: {type(error).__name__}: {error}.")
+            unread = Refused(f"The request cannot be read: {type(error).__name__}: {error}.")
             with contextlib.suppress(OSError):
-                self._send(refused.body(), refused.status)
+                self._send(unread.body(), unread.status)
 
     def _models(self) -> None:
         self._authorise()

@@ -12,7 +12,7 @@ from typing import Any
 from rlcore.interfaces import Split, Task
 from rlcore.tasks import format_prompt_id
 from rlcore.tasks.arguments import ArgumentError, one_of
-from rlcore.tasks.row_files import Row, Unread, fault, rows
+from rlcore.tasks.row_files import Meaningless, Row, fault, rows
 from rlcore.types import Grade, Item, Message
 
 
@@ -178,7 +178,7 @@ def pick(row: Row, path: str, *, answer: bool = False, empty: bool = False) -> A
             and int(part) < len(value)
         ):
             value = value[int(part)]
-        elif isinstance(value, Unread):
+        elif isinstance(value, Meaningless):
             break
         else:
             raise RowError(

@@ -29,7 +29,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class Meaningless:
     """Takes the place of a JSON value that has no meaning; `why` completes "field x ..."."""
 
     why: str
@@ -57,7 +57,7 @@ def fault(value: Any, path: str) -> str | None:
 
 
 def _fault(value: Any) -> str | None:
-    if isinstance(value, Unread):
+    if isinstance(value, Meaningless):
         return value.why
     if isinstance(value, str):
         lone = re.search("[\ud800-\udfff]", value)
@@ -77,7 +77,7 @@ def rows(argument: str, path: str, split: str | None = None) -> Iterator[tuple[i
     in the local cache, `hf:OWNER/NAME` or `hf:OWNER/NAME/CONFIGURATION`; in JSON Lines the row
     number is the line number. `split`: of a folder or set that has several.
 
-    JSON values without a meaning are `Unread`. Raises ArgumentError for `argument`.
+    JSON values without a meaning are `Meaningless`. Raises ArgumentError for `argument`.
     """
     if str(path).startswith(CACHED):
         yield from _numbered(argument, _cached(argument, str(path), split))
@@ -179,7 +179,7 @@ def _parsed(argument: str, file: Path, number: int | None, text: str) -> Any:
     try:
         return json.loads(
             text,
-            parse_constant=lambda name: Unread(f"is {name}"),
+            parse_constant=lambda name: Meaningless(f"is {name}"),
             parse_int=_integer,
             object_pairs_hook=_unique,
         )
@@ -196,14 +196,14 @@ def _parsed(argument: str, file: Path, number: int | None, text: str) -> Any:
 
 def _integer(digits: str) -> Any:
     if len(digits) > MOST_DIGITS:
-        return Unread(f"is an integer of {len(digits):,} characters, which has to be given as text")
+        return Meaningless(f"is an integer of {len(digits):,} characters: give it as text")
     return int(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> Row:
     made: Row = {}
     for key, value in pairs:
-        made[key] = Unread("stands in the row twice") if key in made else value
+        made[key] = Meaningless("stands in the row twice") if key in made else value
     return made
 
 

@@ -291,14 +291,16 @@ def test_each_of_several_tasks_must_have_what_a_single_one_must(model, tmp_path)
         prepare(load([f"run_dir={tmp_path}", *gsm8k, f"task.gsm8k.args.train_path={rows}"]))
 
 
+@pytest.mark.processes
 def test_a_program_must_end_before_its_grading_does(model, tmp_path):
     rows = tmp_path / "rows.jsonl"
-    row = {"text": "1", "code": "x = 1", "test_list": ["assert x == 1"], "tests": "assert x == 1"}
+    row = {"text": "1", "code": "def f():\n    return 1", "test_list": ["assert f() == 1"]}
     rows.write_text(json.dumps(row) + "\n")
     words = [
         "task=mbpp",
         f"task.args.train_path={rows}",
         f"task.args.heldout_path={rows}",
+        f"+task.args.proof_cache={tmp_path}",
         "model.max_len=64",
     ]
     said = r"task\.args\.timeout_s=5 is not below task\.grade_timeout_s=5"

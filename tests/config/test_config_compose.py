@@ -20,6 +20,7 @@ from rlcore.config.sentences import section
 from rlcore.errors import UserError
 
 # What a user must give for the options that have no default.
+PROVEN = ("leetcode", "mbpp", "stdin_code")  # tasks that run each row's tests
 MANDATORY = {
     "path": ["model.path=folder"],
     "gsm8k": ["task.args.train_path=train.jsonl"],
@@ -28,6 +29,7 @@ MANDATORY = {
     "lean": ["task.rewards.proof.lean.url=http://host:8000", "task.args.train_path=train.jsonl"],
     "metamath_file": ["task.args.train_path=theorems.mm"],
     "mbpp": ["task.args.train_path=train.jsonl"],
+    "stdin_code": ["task.args.train_path=train.jsonl"],
     "file": ["task.args.train_path=train.jsonl", "task.args.grader=mine:grade"],
     "own": ["task.name=digits"],
     "ray": ["cluster.address=head:6379"],
@@ -276,16 +278,18 @@ def test_without_resume_a_saved_configuration_does_not_count(tmp_path):
     assert load([f"run_dir={tmp_path}"]).learner.lr != 3e-5
 
 
+@pytest.mark.processes
 def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
     from rlcore.tasks import TASKS, make_task
 
     code = {
         "text": "?",
-        "code": "x = 1",
-        "solutions": "x = 1",
-        "test_list": ["assert x"],
+        "code": "def f():\n    return 1",
+        "solutions": "def f():\n    return 1\n\n\nprint(1)",
+        "input_output": {"inputs": [""], "outputs": ["1"]},
+        "test_list": ["assert f() == 1"],
         "formal_statement": "theorem t : 1 = 1 := by",
-        "tests": {"functional": "assert x"},
+        "tests": {"functional": "assert f() == 1"},
     }
     rows = [
         {"question": f"{i}?", "problem": f"{i}?", "answer": f"so #### {i}", **code}
@@ -307,7 +311,8 @@ def test_the_shipped_tasks_take_the_arguments_that_they_are_given(tmp_path):
             continue
         if option == "metamath" and which(option) is None:  # Debian's package
             continue
-        assert make_task(spec.name, dict(spec.args)).item("train", 0).question
+        own = {"proof_cache": str(tmp_path)} if option in PROVEN else {}
+        assert make_task(spec.name, {**spec.args, **own}).item("train", 0).question
 
 
 def _undescribed(model, prefix=""):

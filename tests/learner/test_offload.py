@@ -31,7 +31,9 @@ def test_offload_changes_no_weight_checkpoint_or_publication(model, tmp_path, ki
     for one, other in zip(plain, moved, strict=True):
         for key in ("loaded", "resumed", "state", "published", "gradients"):
             assert one[key].keys() == other[key].keys()
-            assert _difference(one[key], other[key]) <= within, key
+            # what is published is rounded to bfloat16, and so may differ by its last bit
+            last_bit = 2**-7 * _largest(one[key]) if within and key == "published" else 0.0
+            assert _difference(one[key], other[key]) <= max(within, last_bit), key
         assert one["held"] == other["held"] and one["held"]
         for rows, its in zip(_rows(one), _rows(other), strict=True):
             assert rows == pytest.approx(its, rel=1e-4, abs=1e-6)
@@ -40,6 +42,10 @@ def test_offload_changes_no_weight_checkpoint_or_publication(model, tmp_path, ki
 
 def _rows(result):
     return [*result["rows"], result["again"]]
+
+
+def _largest(a):
+    return max(float(np.abs(values).max()) for values in a.values())
 
 
 def _difference(a, b):

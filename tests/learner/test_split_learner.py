@@ -51,8 +51,11 @@ def _check_same(one, ranks):
             assert _difference(moments, its_moments) < 1e-6, name
             if weights:  # the first rank publishes
                 assert _mean_difference(weights, after) < 1e-5, name
-            assert max(float(np.abs(g).max()) for g in reference.values()) > 1e-3, name
-            assert _difference(gradients, reference) < 1e-6, name
+            largest = max(float(np.abs(g).max()) for g in reference.values())
+            assert largest > 1e-3, name
+            # parts are added in another order: bfloat16 keeps eight bits of each
+            within = max(1e-6, 2**-8 * largest) if "bfloat16" in name else 1e-6
+            assert _difference(gradients, reference) < within, name
             for row, its in zip(rows, expected):
                 # padding is each share's own
                 for key in its.keys() - {"train/positions"}:

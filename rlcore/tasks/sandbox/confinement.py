@@ -95,7 +95,7 @@ def available() -> tuple[str, ...]:
 
 @cache
 def _has_own_mounts() -> bool:
-    """Whether a process may mount a tmpfs that it alone sees: in a process, since it changes it."""
+    """True if a process may mount a tmpfs that it alone sees, tried in a process of its own."""
     probe = [sys.executable, "-I", "-S", __file__]
     ended = subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=PROBE_S, check=False)
     return ended.returncode == 0

@@ -132,7 +132,7 @@ def _unittest(code: types.CodeType) -> Any:
         return None
     import unittest
 
-    unittest.main = lambda *_args, **_keywords: None  # type: ignore[assignment,misc]
+    unittest.main = lambda *_args, **_keywords: None  # type: ignore[assignment]
     return unittest
 
 
@@ -176,7 +176,7 @@ def _parameter_sets(function: Any) -> Iterator[dict[str, Any]]:
 
 def _fixture(name: str, names: dict[str, Any]) -> Any:
     made = names.get(name)
-    if not getattr(made, FIXTURE, False):
+    if made is None or not getattr(made, FIXTURE, False):
         raise TypeError(f"nothing gives the tests {name!r}")
     needed = inspect.signature(made).parameters
     value = made(**{n: _fixture(n, names) for n in needed})

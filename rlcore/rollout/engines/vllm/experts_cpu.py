@@ -92,7 +92,7 @@ class RoutesOnCpu:
 
     def _note(self, layer: int, experts: Tensor) -> None:
         """experts [U, k]: of the positions that are computed."""
-        found = self._shared and self._shared.positions
+        found = None if self._shared is None else self._shared.positions
         if found is not None:
             experts = experts.index_select(0, found.of_each)
         self._step[layer] = experts.numpy().astype(self._by_slot.dtype)
