@@ -60,11 +60,6 @@ class Task(ABC):
         is built; None: natural text."""
         return None
 
-    def remarks(self) -> list[str]:
-        """Optional. Lines about its problems, such as how many rows were left out, for `rlcore try`
-        and dry runs."""
-        return []
-
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:

@@ -39,7 +39,7 @@ from rlcore.objectives.specs import make_advantage, make_loss
 from rlcore.registry import resolve
 from rlcore.rollout.specs import RolloutSpec
 from rlcore.spec import refuse
-from rlcore.tasks import make_task, tasks_with_tokens
+from rlcore.tasks import make_task, remarks_of, tasks_with_tokens
 from rlcore.tasks.rewards.requests import api_key
 from rlcore.tasks.rewards.specs import LeanSpec
 from rlcore.tasks.rewards.weighted import own_reward
@@ -179,7 +179,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
         alphabet,
-        tuple(f"{label}: {line}" for label, task in tasks.items() for line in task.remarks()),
+        tuple(f"{label}: {line}" for label, task in tasks.items() for line in remarks_of(task)),
     )
 
 

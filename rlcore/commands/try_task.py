@@ -33,6 +33,7 @@ from rlcore.models.text import (
 )
 from rlcore.rollout.text import cut
 from rlcore.spec import refuse
+from rlcore.tasks import remarks_of
 from rlcore.tasks.graders import Graders
 from rlcore.tasks.scoring import Scored
 from rlcore.types import Answer, Item, Score
@@ -99,7 +100,7 @@ def try_task(config: RunConfig, n: int) -> int:
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
-        for line in tasks[label].remarks():
+        for line in remarks_of(tasks[label]):
             note(line)
         note(_rendering(config, tokenizer))
         for line in _ends(config, label, tokenizer):

@@ -104,3 +104,10 @@ def parse_prompt_id(prompt_id: str) -> tuple[str, Split, int]:
     if not label or split not in ("train", "heldout") or not index.isdecimal():
         raise ValueError(f"not a prompt id: {prompt_id!r}")
     return label, cast(Split, split), int(index)
+
+
+def remarks_of(task: Task) -> list[str]:
+    """Lines of a task about its problems, such as how many rows it left out, where it has a method
+    `remarks`: for `rlcore try` and dry runs."""
+    remarks = getattr(task, "remarks", None)
+    return [] if remarks is None else list(remarks())

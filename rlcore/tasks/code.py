@@ -355,12 +355,11 @@ class CodeTask(RecordTask):
         return replace(record, meta={**record.meta, "tests": tests})
 
     def remarks(self) -> list[str]:
-        found = [
+        return [
             f"{count} {split} rows whose tests prove nothing are left out"
             for split, count in self.unproven.items()
             if count
         ]
-        return [*super().remarks(), *found]
 
     def record(self, row: dict[str, Any]) -> Record:
         question, tests_field, worked, setup_field = self._fields

@@ -462,7 +462,7 @@ def test_a_program_that_could_not_be_confined_has_no_verdict():
     box = Sandbox(Limits(timeout_s=deadline(5)))
     folder = box.run("import os\nprint(os.getcwd())").output.strip()
     os.rmdir(folder)
-    with pytest.raises(SandboxError, match="could not be confined"):
+    with pytest.raises(SandboxError, match=r"could not be confined|server ended"):
         box.run("def f(): return 1", "assert f() == 1", ["f"])
 
 

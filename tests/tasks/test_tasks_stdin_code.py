@@ -76,7 +76,7 @@ def test_functions_are_called(tmp_path):
 @pytest.mark.parametrize(
     ("cases", "why"),
     [
-        ({"inputs": ["1"], "outputs": []}, "as many outputs"),
+        ({"inputs": ["1"], "outputs": []}, "as many of each"),
         ({"inputs": [], "outputs": []}, "no tests"),
         ({"inputs": ["1"], "outputs": [""]}, "its reference fails"),
     ],
