@@ -1,0 +1,55 @@
+"""Figures of regimes: N* from parts of a batch, and the tokens of a floor."""
+
+import math
+
+import pytest
+import torch
+
+from rlcore.corrections.functional import InvalidArgument, batch_worth_correcting, floor_tokens
+
+
+def gradients(parts, answers, *, bias, extra, seed=0, size=64):
+    """Parts' gradients: the plain one biased by `bias`, the corrected one with variance `extra` in
+    addition, both per answer and of unit variance before."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(parts, size, generator=g) / (size * answers) ** 0.5
+    more = torch.randn(parts, size, generator=g) / (size * answers) ** 0.5
+    return noise + bias / size**0.5, noise + more * extra**0.5
+
+
+def test_n_star_is_the_batch_at_which_variance_and_squared_bias_are_equal():
+    plain, corrected = gradients(4000, 8, bias=0.2, extra=2.0)
+    found = batch_worth_correcting(plain, corrected, answers=8)
+    assert abs(found / (2.0 / 0.2**2) - 1) < 0.2
+    # a sum over all parts has as many answers: beyond N* the corrected error is the smaller one
+    biased = plain.double().mean(0).square().sum(), corrected.double().mean(0).square().sum()
+    assert biased[0] > biased[1]
+
+
+def test_n_star_where_nothing_is_to_be_weighed():
+    plain, corrected = gradients(2, 8, bias=0.0, extra=0.5)
+    assert batch_worth_correcting(plain, plain) == math.inf  # no bias
+    assert batch_worth_correcting(plain + 1, plain * 0.5) == 0.0  # less variance, too
+    with pytest.raises(InvalidArgument, match="two parts"):
+        batch_worth_correcting(plain[:1], corrected[:1])
+
+
+def test_the_tokens_of_a_floor_are_what_the_actor_has_beyond_the_learner():
+    vocab, floor, length, answers = 4096, 1e-6, 64, 4000
+    logits = torch.full((vocab,), -18.0, dtype=torch.float64)
+    logits[:4] = torch.tensor([3.0, 1.0, 0.5, 0.0])
+    p = logits.softmax(-1)
+    p_inf = (p + floor) / (1 + vocab * floor)
+    g = torch.Generator().manual_seed(0)
+    x = torch.multinomial(p_inf, answers * length, replacement=True, generator=g)
+    x = x.view(answers, length)
+    outside = p[x] < math.exp(-13) * p.max()
+    mask = torch.ones_like(outside)
+    mask[:, length // 2 :] = False
+    found = floor_tokens(p[x].log(), p_inf[x].log(), outside, mask)
+    tail = p < math.exp(-13) * p.max()
+    expected = (p_inf - torch.minimum(p_inf, p))[tail].sum() * length / 2
+    assert found.shape == (answers,)
+    assert abs(found.mean() / expected - 1) < 0.1
+    unknown = torch.full_like(p[x], math.nan)
+    assert floor_tokens(unknown, p_inf[x].log(), outside, mask).sum() == (outside & mask).sum()
