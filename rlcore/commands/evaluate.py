@@ -50,7 +50,8 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
     with own(run_dir, "rlcore eval", takeover_after_s=after_s) as owner:
         if owner.news:
             note(owner.news)
-        note(f"evaluating {folder or model_path}")
+        for line in [f"evaluating {folder or model_path}", *prepared.remarks]:
+            note(line)
         results = _results(config, prepared, model_path, folder)
         owner.require()
         (owner.folder / "eval.json").write_text(json.dumps(results, indent=1))

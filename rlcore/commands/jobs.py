@@ -170,6 +170,7 @@ def _prompt_job(config: RunConfig) -> PromptJob:
     specs = {**config.evaluation.tasks, **config.tasks}
     return PromptJob(
         {label: most_prompt_tokens(config, label, spec) for label, spec in specs.items()},
+        cut=frozenset(n for n, spec in specs.items() if spec.overlong_rows == "truncate_left"),
         chat_template=config.model.chat_template,
         system_prompt=config.model.system_prompt,
         control_tokens=config.model.control_tokens,

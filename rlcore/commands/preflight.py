@@ -117,7 +117,7 @@ class Prepared:
     heldout: HeldOutRequests
     tokenizer: Any
     alphabet: str | None  # characters of the training tasks; None: natural text
-    remarks: tuple[str, ...] = ()  # of the training tasks, on their problems
+    remarks: tuple[str, ...] = ()  # lines on problems that are left out or changed
 
     @property
     def pad_id(self) -> int:
@@ -179,7 +179,11 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
         alphabet,
-        tuple(f"{label}: {line}" for label, task in tasks.items() for line in remarks_of(task)),
+        tuple(
+            f"{label}: {line}"
+            for label, source in {**train, **heldout}.items()
+            for line in [*remarks_of(source.task), *source.remarks()]
+        ),
     )
 
 
@@ -335,6 +339,8 @@ def _source(
         run_seed=walk.run_seed,
         max_prompt_tokens=most_prompt_tokens(config, label, walk.spec),
         difficulty=walk.difficulty,
+        overlong=walk.spec.overlong_rows,
+        bos=getattr(tokenizer, "bos_token_id", None),
     )
 
 
@@ -368,6 +374,11 @@ def _check_train(config: RunConfig, label: str, prompts: PromptSource) -> None:
         prompts.task.size("train") == 0,
         f"{key}.name={config.tasks[label].name} has no problems to train on: name a file of them "
         f"with {key}.args.train_path.",
+    )
+    refuse(
+        config.tasks[label].overlong_rows == "skip" and prompts.task.size("train") is None,
+        f"{key}.overlong_rows=skip leaves rows of a file out, and {key}.name="
+        f"{config.tasks[label].name} makes problems without end: use refuse or truncate_left.",
     )
     prompts.check("train", ALL)
 

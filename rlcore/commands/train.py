@@ -271,6 +271,8 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
         kept = start.state.get("model_path")
         model_path = str(kept) if kept else starting_model(config, prepared, note)
         config = with_drafts(config, prepared, note)
+        for line in prepared.remarks:
+            note(line)
         for label, actor in config.actor.items():
             note(jobs.describe_actor(label, actor, config.model.max_len))
         began = time.monotonic()

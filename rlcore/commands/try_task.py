@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.commands import jobs
 from rlcore.commands.preflight import (
+    ALL,
     ask_lean_servers,
     check_rewards,
     make_tasks,
@@ -100,7 +101,7 @@ def try_task(config: RunConfig, n: int) -> int:
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
-        for line in remarks_of(tasks[label]):
+        for line in [*remarks_of(tasks[label]), *sources[label].remarks()]:
             note(line)
         note(_rendering(config, tokenizer))
         for line in _ends(config, label, tokenizer):
@@ -118,6 +119,8 @@ def try_task(config: RunConfig, n: int) -> int:
 def _trials(
     config: RunConfig, label: str, source: PromptSource, tokenizer: Any, n: int
 ) -> list[Trial]:
+    if tokenizer is not None and config.tasks[label].overlong_rows == "skip":
+        source.check("train", ALL)
     items = _items(source, n + FURTHER)
     refuse(
         not items,
@@ -139,7 +142,7 @@ def _trials(
 
 def _items(source: PromptSource, count: int) -> list[Item]:
     """The first training problems that the run would draw; held-out ones of a task without."""
-    size = source.task.size("train")
+    size = source.size("train")
     if size != 0:
         return source.peek(count if size is None else min(count, size))
     held = source.task.size("heldout")

@@ -158,6 +158,12 @@ def _played(c: RunConfig, label: str, environment: EnvironmentSpec) -> None:
         f"{key} grades its episodes itself, and {c.task_key(label)}.grader_text={task.grader_text} "
         f"would be ignored: leave it clean, or use {section}=none.",
     )
+    refuse(
+        task.overlong_rows != "refuse",
+        f"{key} asks its questions while an episode is played, and {c.task_key(label)}."
+        f"overlong_rows={task.overlong_rows} is about prompts that are known before a run: leave "
+        f"it refuse, or use {section}=none.",
+    )
     for actor_label, actor in c.actor.items():
         # A rule for all positions alike is exact over turns. What is prompt differs: to the engine
         # all turns before, to the learner the first observation.

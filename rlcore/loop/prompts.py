@@ -17,6 +17,7 @@ from rlcore.interfaces import Split, Task
 from rlcore.loop.specs import DifficultySpec
 from rlcore.models.text import fitting_prompt
 from rlcore.seeding import derive_seed
+from rlcore.tasks.specs import OverlongRows
 from rlcore.types import Item, Message, Request, SamplingSpec
 
 CIRCLE = 1 << 64
@@ -219,13 +220,20 @@ class PromptSource:
         run_seed: int,
         max_prompt_tokens: int,
         difficulty: Difficulty | None = None,
+        overlong: OverlongRows = "refuse",
+        bos: int | None = None,
     ) -> None:
         """`encode`: for checks, and for what is made of prompts in this process; actors encode by
         themselves. None: an environment says what the model is asked, where the episode is played.
         `difficulty`: what decides which problems are passed over; its number of problems, or
-        the task's, must be finite."""
+        the task's, must be finite. `overlong`: what becomes of problems with longer prompts, of
+        which "skip" holds once they are checked. `bos`: the BOS token, if there is one."""
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens
+        self.overlong: dict[Split, tuple[int, int]] = {}  # (longer prompts, checked ones)
+        self._overlong_rows = overlong
+        self._bos = bos
+        self._kept: dict[Split, list[int]] = {}  # indices, where others are left out
         self.cursor = 0  # items passed so far
         self._encode = encode
         self._seed = run_seed
@@ -238,9 +246,17 @@ class PromptSource:
 
     def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> PromptSource:
         """A separate source over the same task and tokenizer, from the beginning."""
-        return PromptSource(
-            self.task, self._encode, run_seed=run_seed, max_prompt_tokens=max_prompt_tokens
+        cut = self._overlong_rows == "truncate_left"
+        other = PromptSource(
+            self.task,
+            self._encode,
+            run_seed=run_seed,
+            max_prompt_tokens=self.max_prompt_tokens if cut else max_prompt_tokens,
+            overlong=self._overlong_rows,
+            bos=self._bos,
         )
+        other._kept = self._kept
+        return other
 
     def next(self) -> Item:
         """The item under the cursor; moves on."""
@@ -272,9 +288,19 @@ class PromptSource:
             at += 1
         return found
 
+    def size(self, split: Split) -> int | None:
+        """Problems of a split without those that are left out; None: without end."""
+        kept = self._kept.get(split)
+        return self.task.size(split) if kept is None else len(kept)
+
+    def index(self, split: Split, place: int) -> int:
+        """The task's index of problem `place` of a split."""
+        kept = self._kept.get(split)
+        return place if kept is None else kept[place]
+
     def _size(self) -> int | None:
         """Problems that are walked; None: without end."""
-        size = self.task.size("train")
+        size = self.size("train")
         first = None if self._difficulty is None else self._difficulty.spec.problems
         return size if first is None else min(first, first if size is None else size)
 
@@ -286,15 +312,19 @@ class PromptSource:
         if self._order is None or self._order[0] != epoch:
             rng = np.random.default_rng(derive_seed(self._seed, "epoch", epoch))
             self._order = (epoch, rng.permutation(size))
-        return int(self._order[1][place])
+        return self.index("train", int(self._order[1][place]))
 
     def encode(self, item: Item) -> np.ndarray:
         """Prompt tokens [P] int32, none where an environment gives them. Raises UserError for a
         prompt that the model cannot hold."""
         if self._encode is None:
             return NO_TOKENS
-        ids = self._encode(item.messages or item.question)
-        return fitting_prompt(ids, item.prompt_id, self.max_prompt_tokens)
+        return self._fitting(self._encode(item.messages or item.question), item)
+
+    def _fitting(self, ids: Sequence[int], item: Item) -> np.ndarray:
+        cut = self._overlong_rows == "truncate_left"
+        most = self.max_prompt_tokens
+        return fitting_prompt(ids, item.prompt_id, most, cut=cut, bos=self._bos)
 
     def asked(self, split: Split, index: int) -> str | tuple[Message, ...] | None:
         """Return the text or messages that an actor makes a problem's prompt of; None where an
@@ -306,10 +336,44 @@ class PromptSource:
 
     def check(self, split: Split, limit: int) -> None:
         """Encode the first `limit` items of a split, so that a bad row is refused before anything
-        starts."""
+        starts. Rows that are to be left out for their length are, and only the first `limit`
+        others are kept. Raises UserError, also if none is left."""
+        if self._encode is None:
+            return
         size = self.task.size(split)
-        for i in range(min(limit, ENDLESS_CHECK if size is None else size)):
-            self.encode(self.task.item(split, i))
+        skips = self._overlong_rows == "skip" and size is not None
+        kept: list[int] = []
+        longer = checked = 0
+        for i in range(ENDLESS_CHECK if size is None else size):
+            if len(kept) == limit:
+                break
+            item = self.task.item(split, i)
+            ids = self._encode(item.messages or item.question)
+            long, checked = len(ids) > self.max_prompt_tokens, checked + 1
+            longer += long
+            if not (long and skips):
+                self._fitting(ids, item)
+                kept.append(i)
+        self.overlong[split] = longer, checked
+        if skips:
+            self._kept[split] = kept
+        if checked and not kept:
+            raise UserError(
+                f"task.overlong_rows=skip leaves no {split} problem of {self.task.name}: all "
+                f"{checked} prompts have more than {self.max_prompt_tokens} tokens "
+                "(model.max_len - rollout.max_new_tokens, or task.max_prompt_tokens)."
+            )
+
+    def remarks(self) -> list[str]:
+        """One line for each split with prompts that are too long and not refused."""
+        done = {"skip": "left out", "truncate_left": "cut at their beginning"}
+        how = self._overlong_rows
+        return [
+            f"{longer} of {checked} {split} prompts have more than {self.max_prompt_tokens} "
+            f"tokens and are {done[how]} (overlong_rows={how})"
+            for split, (longer, checked) in self.overlong.items()
+            if longer
+        ]
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -455,7 +519,7 @@ class HeldOutRequests:
 
     def count(self, label: str, limit: int) -> int:
         """Held-out prompts of a task, at most `limit`."""
-        size = self.sources[label].task.size("heldout")
+        size = self.sources[label].size("heldout")
         return limit if size is None else min(size, limit)
 
     def group(
@@ -463,8 +527,9 @@ class HeldOutRequests:
     ) -> list[Request]:
         """The n requests of one prompt. Seeds depend on the prompt, not on when it is asked."""
         source = self.sources[label]
-        prompt_id = source.task.item("heldout", index).prompt_id
-        asked = source.asked("heldout", index)
+        row = source.index("heldout", index)
+        prompt_id = source.task.item("heldout", row).prompt_id
+        asked = source.asked("heldout", row)
 
         def request(i: int) -> Request:
             seed = derive_seed(self.run_seed, "eval", prompt_id, i)

@@ -224,13 +224,21 @@ def encode_opening(tokenizer: Any, text: str, control_tokens: str = "text") -> l
     return plain if plain[:before] == opening else [*opening, *plain]
 
 
-def fitting_prompt(ids: Sequence[int], prompt_id: str, most: int) -> np.ndarray:
+def fitting_prompt(
+    ids: Sequence[int], prompt_id: str, most: int, *, cut: bool = False, bos: int | None = None
+) -> np.ndarray:
     """The tokens of a prompt, [P] int32. Raises UserError for one that is empty, or longer than
-    `most`, which is what the model can hold before an answer."""
+    `most`, which is what the model can hold before an answer.
+
+    `cut`: a longer one keeps its last tokens, behind the BOS token `bos` if it begins with it."""
+    if len(ids) > most and cut:
+        first = 1 if ids[0] == bos and most > 1 else 0
+        ids = [*ids[:first], *ids[len(ids) - most + first :]]
     if len(ids) > most:
         raise UserError(
             f"model.max_len: prompt {prompt_id} has {len(ids)} tokens, more than the {most} that "
-            "model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves for prompts."
+            "model.max_len - rollout.max_new_tokens (or task.max_prompt_tokens) leaves for "
+            "prompts: raise it, or set task.overlong_rows to skip or truncate_left."
         )
     if not ids:
         raise UserError(f"task: prompt {prompt_id} is empty after tokenisation.")

@@ -105,6 +105,7 @@ class PromptJob:
     chat_template: str = "auto"
     system_prompt: str | None = None
     control_tokens: str = "text"
+    cut: frozenset[str] = frozenset()  # labels of the tasks whose longer prompts are cut
 
 
 class PromptEncoder:
@@ -139,4 +140,10 @@ class PromptEncoder:
             system_prompt=job.system_prompt,
             control_tokens=job.control_tokens,
         )
-        return fitting_prompt(ids, request.prompt_id, job.most_tokens[label])
+        return fitting_prompt(
+            ids,
+            request.prompt_id,
+            job.most_tokens[label],
+            cut=label in job.cut,
+            bos=self._tokenizer.bos_token_id,
+        )

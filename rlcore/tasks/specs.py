@@ -7,6 +7,9 @@ from typing import Any, Literal
 from rlcore.spec import Spec, refuse, setting
 from rlcore.tasks.rewards.specs import RewardSpec, check_labels
 
+# What becomes of rows whose prompt is longer than the model can hold before an answer.
+OverlongRows = Literal["refuse", "skip", "truncate_left"]
+
 
 class EvalTaskSpec(Spec):
     """A task that is only evaluated; the training task's graders grade it too."""
@@ -15,9 +18,14 @@ class EvalTaskSpec(Spec):
     args: dict[str, Any] = setting(default_factory=dict, meaning="keyword arguments of the task")
     max_prompt_tokens: int | None = setting(
         None,
-        "longer prompts are refused; null: whatever leaves tokens for a response",
+        "longer prompts are what overlong_rows says; null: whatever leaves tokens for a response",
         unit="tokens",
         gt=0,
+    )
+    overlong_rows: OverlongRows = setting(
+        "refuse",
+        "rows with a longer prompt: the run is refused, they are left out, or their prompts lose "
+        "their first tokens",
     )
     grader_text: Literal["clean", "raw"] = setting(
         "clean", "what graders and rewards see: responses without special tokens, or with them"

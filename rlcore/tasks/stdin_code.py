@@ -3,9 +3,13 @@ LiveCodeBench."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import pickle
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -101,11 +105,14 @@ assert passed == len(cases), f"passed {{passed}} of {{len(cases)}} tests"
 """
 PASSED = re.compile(r"AssertionError: passed (\d+) of (\d+) tests")
 MOST_OUTPUT = 4 << 20  # bytes of one test
+MOST_UNPACKED = 1 << 30  # bytes of a row's tests
 
 
 class StdinCode(CodeTask):
     """Rows with `question`, `solutions` and `input_output`, JSON of {"inputs", "outputs"}, with
-    "fn_name" for functions; or a list of {"input", "output"} as in LiveCodeBench.
+    "fn_name" for functions; or a list of {"input", "output"} as in LiveCodeBench, whose private
+    tests are compressed. tests_field may name several columns, whose tests are joined. The
+    function of a row without "fn_name" is at function_field, where it has that.
 
     Outputs are compared by their tokens, numbers with `tolerance`; an output that is a list of
     texts names several that are accepted. A program has timeout_s seconds for all its tests.
@@ -119,7 +126,8 @@ class StdinCode(CodeTask):
         self,
         *,
         question_field: str = "question",
-        tests_field: str = "input_output",
+        tests_field: str | Sequence[str] = "input_output",
+        function_field: str = "metadata.func_name",
         worked_field: str | None = "solutions",
         partial_credit: bool = False,
         tolerance: float = 1e-6,
@@ -131,18 +139,26 @@ class StdinCode(CodeTask):
             raise ArgumentError("tolerance", tolerance, "is not accepted: give a number from 0 on.")
         self._partial = partial_credit
         self._tolerance = float(tolerance)
+        self._tests_fields = [tests_field] if isinstance(tests_field, str) else list(tests_field)
+        if not all(isinstance(f, str) for f in (*self._tests_fields, function_field)):
+            raise ArgumentError("tests_field", tests_field, "does not name columns.")
+        self._function_field = function_field
         super().__init__(
             question_field=question_field,
-            tests_field=tests_field,
+            tests_field=", ".join(self._tests_fields),
             worked_field=worked_field,
             **other,
         )
 
     def record(self, row: dict[str, Any]) -> Record:
         question, tests_field, worked, _ = self._fields
-        given = _json(pick(row, tests_field, answer=True))
+        named = _function(row, self._function_field)
         try:
-            cases, function = _cases(given)
+            found = [_cases(_unpacked(pick(row, f, answer=True))) for f in self._tests_fields]
+            function = next((name for _, name in found if name), named)
+            cases = _read([case for listed, _ in found for case in listed], function)
+        except RowError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             why = (
                 f'field {tests_field} is not {{"inputs", "outputs"}} with as many of each: {error}'
@@ -221,24 +237,59 @@ def _json(value: Any) -> Any:
     return value
 
 
+def _unpacked(value: Any) -> Any:
+    """The tests of a column: plain, as JSON text, or as LiveCodeBench compresses its private ones,
+    base64 of zlib of a pickled text of JSON. Raises ValueError."""
+    value = _json(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        inflate = zlib.decompressobj()
+        pickled = inflate.decompress(base64.b64decode(value, validate=True), MOST_UNPACKED)
+        text = _Text(io.BytesIO(pickled)).load()
+    except (ValueError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        raise ValueError("it is neither JSON nor compressed JSON") from error
+    if not inflate.eof or not isinstance(text, str):
+        raise ValueError(f"its compressed content is no text of at most {MOST_UNPACKED >> 20} MiB")
+    return json.loads(text)
+
+
+class _Text(pickle.Unpickler):
+    """Reads pickled texts, lists and numbers: whatever names code is refused."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _function(row: Mapping[str, Any], path: str) -> str:
+    """The name at a dotted path, whose first part may be a record as JSON text; "": none is."""
+    first, _, rest = path.partition(".")
+    value = _json(row.get(first))
+    for part in rest.split(".") if rest else ():
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else ""
+
+
 def _cases(given: Any) -> tuple[list[Any], str]:
-    """([(input, accepted outputs)], name of the function, "" for programs). Raises ValueError,
+    """([(input, output)], name of the function, "" where none is named). Raises ValueError,
     KeyError or TypeError."""
     if isinstance(given, list):
         function = next((c["fn_name"] for c in given if c.get("fn_name")), "")
-        pairs = [(case["input"], case["output"]) for case in given]
-    else:
-        function = given.get("fn_name") or ""
-        pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+        return [(case["input"], case["output"]) for case in given], function
+    pairs = list(zip(given["inputs"], given["outputs"], strict=True))
+    return pairs, given.get("fn_name") or ""
+
+
+def _read(pairs: Sequence[Any], function: str) -> list[Any]:
+    """[(input, accepted outputs)], of calls where there is a function. Raises ValueError or
+    TypeError."""
     if not pairs:
         raise ValueError("there are no tests")
     if function:
         if not function.isidentifier():
             raise ValueError(f"fn_name {function!r} is no name")
-        return [(_arguments(i), _accepted(_json(o))) for i, o in pairs], function
-    return [
-        (_text(i), [_text(o)] if isinstance(o, str) else list(map(_text, o))) for i, o in pairs
-    ], ""
+        return [(_arguments(i), _accepted(_json(o))) for i, o in pairs]
+    return [(_text(i), [_text(o)] if isinstance(o, str) else list(map(_text, o))) for i, o in pairs]
 
 
 def _arguments(given: Any) -> list[Any]:

@@ -249,3 +249,9 @@ def test_the_held_out_prompts_that_an_evaluation_uses_are_counted(tmp_path, caps
     shown = printed(capsys, "run_dir=runs/x", "evaluation.prompts=50", more)
     said = "50 prompts of digits, 3 prompts of few (evaluation.prompts=50; few: all there are), "
     assert said in shown
+    with rows.open("a") as file:
+        file.write('{"prompt": "1 2 3 4 5", "answer": "3"}\n')
+    short = ", overlong_rows: skip, max_prompt_tokens: 5}"
+    shown = printed(capsys, "run_dir=runs/x", "evaluation.prompts=50", more[:-1] + short)
+    assert said in shown
+    assert "few: 1 of 4 heldout prompts have more than 5 tokens and are left out" in shown

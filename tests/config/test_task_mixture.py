@@ -232,6 +232,13 @@ def test_a_setting_of_an_advantage_may_be_for_one_task_alone():
     assert alone.rollout_of("digits").samples_per_prompt == 1
 
 
-def test_an_environment_s_own_grades_leave_no_text_to_choose():
-    with pytest.raises(UserError, match=r"task\.grader_text=raw would be ignored"):
-        run("task=digits", "environment=task", "task.grader_text=raw")
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("grader_text=raw", r"task\.grader_text=raw would be ignored"),
+        ("overlong_rows=skip", r"task\.overlong_rows=skip is about prompts that are known before"),
+    ],
+)
+def test_an_environment_s_episodes_leave_no_text_and_no_row_to_choose(setting, said):
+    with pytest.raises(UserError, match=said):
+        run("task=digits", "environment=task", f"task.{setting}")

@@ -18,10 +18,9 @@ class FiniteTask:
         return Item(f"ten/{split}/{index}", "x" * (index + 1), "")
 
 
-def _source(limit=100, seed=0):
-    return PromptSource(
-        FiniteTask(), lambda text: [1] * len(text), run_seed=seed, max_prompt_tokens=limit
-    )
+def _source(limit=100, seed=0, **more):
+    encode = lambda text: [0, *range(1, len(text))]  # noqa: E731
+    return PromptSource(FiniteTask(), encode, run_seed=seed, max_prompt_tokens=limit, **more)
 
 
 def test_every_epoch_is_a_fresh_permutation_and_a_cursor_resumes_it():
@@ -56,6 +55,31 @@ def test_another_walk_over_the_same_task_begins_anew():
 def test_a_prompt_longer_than_the_model_is_refused_by_name():
     with pytest.raises(UserError, match=r"model\.max_len: prompt ten/train/9 has 10 tokens"):
         _source(limit=9).check("train", 100)
+
+
+def test_rows_that_are_too_long_are_left_out_everywhere_and_counted():
+    source = _source(limit=3, overlong="skip")
+    source.check("train", 100)
+    source.check("heldout", 2)
+    other = source.another_walk(run_seed=1, max_prompt_tokens=100)
+    for walk in (source, other):
+        drawn = {walk.next().prompt_id for _ in range(3)}
+        assert drawn == {f"ten/train/{i}" for i in range(3)}
+    maker = HeldOutRequests({"ten": source}, sampling=make_sampling(), run_seed=0)
+    assert maker.count("ten", 100) == 2
+    said = "7 of 10 train prompts have more than 3 tokens and are left out (overlong_rows=skip)"
+    assert source.remarks() == [said]
+    with pytest.raises(UserError, match="leaves no train problem of ten: all 10 prompts"):
+        _source(limit=0, overlong="skip").check("train", 100)
+
+
+def test_rows_that_are_too_long_lose_their_first_tokens_but_bos():
+    item = FiniteTask().item("train", 9)
+    plain, opened = (_source(limit=4, overlong="truncate_left", bos=bos) for bos in (None, 0))
+    plain.check("train", 100)
+    assert plain.size("train") == 10 and plain.remarks()[0].startswith("6 of 10 train prompts")
+    assert plain.encode(item).tolist() == [6, 7, 8, 9]
+    assert opened.encode(item).tolist() == [0, 7, 8, 9]
 
 
 def test_seeds_depend_on_admission_and_sample_only():

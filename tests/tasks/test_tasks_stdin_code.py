@@ -1,6 +1,9 @@
 """Programs on standard input, run for real."""
 
+import base64
 import json
+import pickle
+import zlib
 
 import pytest
 from timing import deadline
@@ -71,6 +74,28 @@ def test_functions_are_called(tmp_path):
     built = task(tmp_path, listed, worked_field=None)
     method = "class Solution:\n    def add(self, a, b): return a {} b"
     assert rewards(built, method.format("+"), method.format("-")) == [1.0, 0.0]
+
+
+def packed(content):
+    return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
+
+
+def test_rows_of_livecodebench_are_read_as_published(tmp_path):
+    public = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    private = [{"input": "2\n2", "output": "4", "testtype": "functional"}]
+    row = {
+        "question": "Add.",
+        "public": json.dumps(public),
+        "private": packed(json.dumps(private)),
+        "metadata": json.dumps({"func_name": "add"}),
+    }
+    columns = {"tests_field": ["public", "private"], "worked_field": None}
+    built = task(tmp_path, [], row=row, **columns)
+    method = "class Solution:\n    def add(self, a, b): return {}"
+    assert rewards(built, *map(method.format, ("a + b", "3", "4"))) == [1.0, 0.0, 0.0]
+    for bad, why in ((packed(TypeError), "neither JSON nor"), (packed(3), "content is no text")):
+        with pytest.raises(UserError, match=f"row 1: field public, private .*{why}"):
+            task(tmp_path, [], row={**row, "private": bad}, **columns)
 
 
 @pytest.mark.parametrize(

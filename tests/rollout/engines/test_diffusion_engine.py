@@ -17,7 +17,7 @@ from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.rounding import round_tensor
 from rlcore.weights.stream import whole
 
-MASK, END = 99, 1
+MASK, END, TURN_END = 99, 1, 4
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,9 @@ def other(tmp_path_factory):
 
 
 def denoising(canvas=8, **spec):
-    request = CoreRequest("r", [5, 6], 2, make_sampling(), max_tokens=canvas, seed=3)
-    return Denoising(request, DiffusionSpec(**spec), mask_id=MASK, end_id=END)
+    ends = (END, TURN_END)
+    request = CoreRequest("r", [5, 6], 2, make_sampling(), max_tokens=canvas, seed=3, stop_ids=ends)
+    return Denoising(request, DiffusionSpec(**spec), mask_id=MASK)
 
 
 def test_blocks_are_denoised_from_the_left_two_most_confident_tokens_a_step():
@@ -56,12 +57,13 @@ def test_a_response_takes_half_as_many_steps_as_tokens_with_the_paper_s_settings
     assert steps == 32
 
 
-def test_a_response_ends_at_its_end_of_sequence_once_the_block_is_whole():
+@pytest.mark.parametrize("end", [END, TURN_END])
+def test_a_response_ends_at_its_first_end_id_once_the_block_is_whole(end):
     d = denoising(block=4)
-    d.take(np.array([END, END, 7, 8]), np.array([0.0, 0.9, 0.0, 0.8]))
-    assert d.finish is None and d.ids[2:6].tolist() == [MASK, END, MASK, 8]
+    d.take(np.array([end, end, 7, 8]), np.array([0.0, 0.9, 0.0, 0.8]))
+    assert d.finish is None and d.ids[2:6].tolist() == [MASK, end, MASK, 8]
     d.take(np.array([5, 6]), np.zeros(2))
-    assert d.finish == "stop" and d.response().tolist() == [5, END]
+    assert d.finish == "stop" and d.response().tolist() == [5, end]
 
 
 def test_a_response_depends_on_its_seed_and_on_no_other_request(model):

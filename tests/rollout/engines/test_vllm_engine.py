@@ -59,6 +59,21 @@ def test_greedy_takes_the_most_probable_token(engine, model_a, ask, finish):
         assert t.sampled_ids.tolist() == model_a.logp(t).argmax(1).tolist()
 
 
+def test_every_end_id_of_the_generation_config_ends_an_answer(
+    engine, model_a, start, ask, finish, tmp_path
+):
+    engine.add(ask(1, temperature=0.0))
+    whole = finish(engine)[0].sampled_ids.tolist()
+    end = whole[3]
+    folder = shutil.copytree(model_a.path, tmp_path / "model")
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": [1, {end}]}}')
+    other = start(replace(model_a, path=folder))
+    other.add(ask(1, temperature=0.0))
+    (answer,) = finish(other)
+    assert answer.sampled_ids.tolist() == whole[: whole.index(end) + 1]
+    assert answer.finish_reason == "stop"
+
+
 def test_truncated_sampling_reports_the_renormalised_distribution(engine, model_a, ask, finish):
     engine.add(ask(4, top_k=3))
     for t in finish(engine):

@@ -30,14 +30,11 @@ class Denoising:
     """A prompt and its canvas. Its draws depend on the request's seed and on how many steps it has
     taken, and on no other request."""
 
-    def __init__(
-        self, request: CoreRequest, spec: DiffusionSpec, *, mask_id: int, end_id: int
-    ) -> None:
+    def __init__(self, request: CoreRequest, spec: DiffusionSpec, *, mask_id: int) -> None:
         """`request`: with the tokens of its prompt and no others."""
         self.request = request
         self._spec = spec
         self._mask_id = mask_id
-        self._end_id = end_id
         self.ids = np.full(request.prompt_len + request.max_tokens, mask_id, np.int64)
         self.ids[: request.prompt_len] = request.token_ids
         self._hidden = np.arange(len(self.ids)) >= request.prompt_len
@@ -68,17 +65,21 @@ class Denoising:
         if len(places) > self._spec.tokens_per_step:
             return
         # Blocks behind an end of sequence would be thrown away, and change none before them.
-        if self._end_id in self.ids[self._start : self._end]:
+        if self._ends(self.ids[self._start : self._end]).any():
             self.finish = "stop"
         elif self._end == len(self.ids):
             self.finish = "length"
         else:
             self._begin(self._end)
 
+    def _ends(self, ids: np.ndarray) -> np.ndarray:
+        """[n] bool: tokens that end the response."""
+        return np.isin(ids, self.request.stop_ids)
+
     def response(self) -> np.ndarray:
-        """[S] the tokens up to the first end of sequence, with it."""
+        """[S] the tokens up to the first that ends the response, with it."""
         canvas = self.ids[self.request.prompt_len : self._end]
-        ends = np.flatnonzero(canvas == self._end_id)
+        ends = np.flatnonzero(self._ends(canvas))
         return canvas[: ends[0] + 1] if len(ends) else canvas
 
     def estimate(self) -> Estimate:
@@ -108,11 +109,10 @@ class DiffusionCore(DecodeCore):
         spec: DiffusionSpec,
         *,
         mask_id: int,
-        end_id: int,
     ) -> None:
         self._model = model
         self._spec = spec
-        self._ids = {"mask_id": mask_id, "end_id": end_id}
+        self._mask_id = mask_id
         self._most = actor.max_num_seqs
         self._positions = actor.max_batched_tokens or POSITIONS
         self._waiting: dict[str, CoreRequest] = {}
@@ -167,7 +167,7 @@ class DiffusionCore(DecodeCore):
         while self._waiting and len(self._running) < self._most:
             request_id = next(iter(self._waiting))
             request = self._waiting.pop(request_id)
-            self._running[request_id] = Denoising(request, self._spec, **self._ids)
+            self._running[request_id] = Denoising(request, self._spec, mask_id=self._mask_id)
             yield Output(request_id, [], None, None)
 
     def _denoise(self, batch: Sequence[Denoising]) -> None:
@@ -234,9 +234,7 @@ class DiffusionEngine(BookedEngine):
         tokenizer = load_tokenizer(job.model_path)
         model = MaskedModel(job.model_path, job.actor, mask_id)
         self._weights = DiffusionWeights(model.weights, job.actor)
-        self.core = DiffusionCore(
-            model, job.actor, job.diffusion, mask_id=mask_id, end_id=int(tokenizer.eos_token_id)
-        )
+        self.core = DiffusionCore(model, job.actor, job.diffusion, mask_id=mask_id)
         vocab = int(model.lm.config.vocab_size)
         super().__init__(RequestBook(self.core, job, tokenizer, vocab=vocab, salted=False))
 
