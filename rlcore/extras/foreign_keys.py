@@ -165,6 +165,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
     ),
     ForeignKey("learner.weight_decay", f"{ACTOR}.optim.weight_decay", "weight_decay", "l2"),
     ForeignKey("learner.betas", f"{ACTOR}.optim.betas", "", "adam_betas"),
+    ForeignKey("learner.eps", "", "adam_epsilon"),
     ForeignKey("learner.grad_clip", f"{ACTOR}.grad_clip", "max_grad_norm", "max_norm"),
     ForeignKey(
         "learner.gradient_checkpointing",

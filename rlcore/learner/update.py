@@ -99,21 +99,24 @@ MIB = 1 << 20
 
 class KeptPasses:
     """Decides whether the activations that passes hold for their backward passes fit
-    `learner.activation_cache_mib`.
+    `learner.activation_cache_mib` on every rank.
 
     Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
-    that runs of one seed stay equal.
+    that runs of one seed stay equal. Ranks have other shapes, and keep or drop together.
     """
 
-    def __init__(self, spec: LearnerSpec) -> None:
+    def __init__(self, spec: LearnerSpec, reduce: Reduce) -> None:
         self._most = spec.activation_cache_mib * MIB
-        self._per_position: float | None = None  # bytes; None: not measured yet
+        self._reduce = reduce
+        self._per_position: float | None = None  # bytes; None: not measured yet, on any rank
 
     def fit(self, micro: Sequence[MicroBatch]) -> bool:
-        """Return whether these passes may be kept, as far as is known."""
-        if self._per_position is None:
+        """Return whether these passes may be kept, as far as is known. Collective."""
+        if self._per_position is None or not self._most:
             return self._most > 0
-        return self._per_position * sum(mb.tokens for mb in micro) <= self._most
+        needed = self._per_position * sum(mb.tokens for mb in micro)
+        most_of_any = self._reduce.max(torch.tensor(needed, dtype=torch.float64))
+        return float(most_of_any) <= self._most
 
     @contextlib.contextmanager
     def measured(self, mb: MicroBatch, parameters: Iterable[Tensor]) -> Iterator[None]:
@@ -288,7 +291,7 @@ class Update:
         self._objective = job.objective
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
-        self._kept = KeptPasses(job.learner)
+        self._kept = KeptPasses(job.learner, reduce)
 
     def prepare(self, phase: Sequence[StepBatch], *, first: bool, steps: int | None = None) -> None:
         """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen

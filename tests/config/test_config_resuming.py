@@ -55,7 +55,7 @@ FREE = {
     "correction.rapid": "eta leave_one_out",
     # a state is stored by parameter and entry, in float32: any division of it reads it
     "learner": (
-        "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas weight_decay grad_clip "
+        "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas eps weight_decay grad_clip "
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention gradient_checkpointing "
         "head_chunk_tokens fp32_head ref_pass activation_cache_mib port offload_while_sampling "

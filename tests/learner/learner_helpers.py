@@ -18,6 +18,7 @@ import torch
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
 from rlcore.corrections.specs import CORRECTIONS
+from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch, build_batch
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
@@ -176,12 +177,12 @@ def disturb(policy: Policy) -> None:
         policy.head.weight.mul_(1.1)
 
 
-def make_update(model: str, **settings: Any) -> Update:
+def make_update(model: str, *, reduce: Reduce = ONE_RANK, **settings: Any) -> Update:
     """An update on a plain engine; `settings` as in `make_job`."""
     job = make_job(model, **settings)
     frozen = FrozenPolicy(sharp_policy(model, -0.05)) if job.objective.kl_coef else None
     pipeline = build(job.corrections, job.run_seed, job.objective)
-    return Update(job, PlainEngine(sharp_policy(model)), frozen, pipeline, ONE_RANK)
+    return Update(job, PlainEngine(sharp_policy(model)), frozen, pipeline, reduce)
 
 
 # in the eyes of which sharing always pays where there is something to share

@@ -7,9 +7,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from learner_helpers import ALPHABET, make_groups, make_job, make_place, on_ranks
+import torch
+from learner_helpers import (
+    ALPHABET,
+    make_batch,
+    make_groups,
+    make_job,
+    make_place,
+    make_update,
+    on_ranks,
+)
 
+from rlcore.learner.packing import dummy
 from rlcore.learner.rank import LearnerRank
+from rlcore.learner.ranks import RankReduce, join_ranks
 from rlcore.models.folder import read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -55,6 +66,24 @@ def most_held(rank: int, world: int, port: int, model: str) -> dict[Case, int]:
         del one
         gc.collect()
     return found
+
+
+def unequal_shares(rank: int, world: int, port: int, model: str) -> list[int]:
+    """Forward passes of two steps, of which the first rank's do not fit the cache and the other's,
+    nearly all dummies, would."""
+    join_ranks(make_place(rank, world, port), torch.device("cpu"))
+    reduce = RankReduce(torch.device("cpu"))
+    kept = {"corrections": {"ais": {}}, "activation_cache_mib": 1}
+    update, forwards = make_update(model, reduce=reduce, **kept), []
+    for step in range(2):
+        batch = make_batch(make_groups(1 if rank else 30), 400)
+        count = int(reduce.max(torch.tensor(len(batch.micro))))
+        batch.micro += [dummy()] * (count - len(batch.micro))
+        begun = update.engine.forwards
+        update.prepare([batch], first=True)
+        update.run(batch, step, first=True)
+        forwards.append(update.engine.forwards - begun)
+    return [count, *forwards]
 
 
 def compared(world: int) -> dict[Case, tuple[float, float]]:

@@ -75,6 +75,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
                 "fused": spec.num_gpus > 0,
                 "lr": spec.lr,
                 "betas": list(spec.betas),
+                "eps": spec.eps,
                 "weight_decay": spec.weight_decay,
             },
         },
