@@ -23,6 +23,7 @@ MANY_PARAMETERS = {
     "rollout/engines/vllm/sparse_kernel_gpu.py: _summarise_kernel": "a Triton kernel: no records",
     "tasks/code.py: CodeTask.__init__": "a task's parameters are its settings, task.args",
     "tasks/countdown.py: Countdown.__init__": "a task's parameters are its settings, task.args",
+    "tasks/file.py: FileTask.__init__": "a task's parameters are its settings, task.args",
 }
 
 

@@ -115,8 +115,11 @@ def _task(task: AnyTask) -> AnyTask:
     for name in FILES:
         if isinstance(args.get(name), str) and not args[name].startswith(CACHED):
             args[name] = os.path.abspath(args[name])
-    if isinstance(args.get("grader"), str):
-        args["grader"] = _code(args["grader"])
+    grader = args.get("grader")
+    if isinstance(grader, str):
+        args["grader"] = _code(grader)
+    elif isinstance(grader, list | tuple):
+        args["grader"] = [_code(str(function)) for function in grader]
     rewards = {label: _reward(reward) for label, reward in task.rewards.items()}
     update: dict[str, Any] = {"name": _code(task.name), "args": args, "rewards": rewards}
     if isinstance(task, MixedTaskSpec) and task.advantage is not None:

@@ -25,11 +25,10 @@ from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.registry import LoadError, load_object
+from rlcore.tasks.reward_functions import ABSENT, accepted, required, single
 from rlcore.types import Grade, Item
 
 RESERVED = ("reset", "get_reward")
-# What TRL hands to reward functions and an environment's process does not have.
-ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def check_class(cls: type, args: Mapping[str, Any], key: str) -> set[str]:
             "without arguments; rewards names reward functions)."
         ) from error
     bare: Any = object.__new__(cls)  # so that `self` is bound
-    return _required(inspect.signature(bare.reset).parameters.values())
+    return required(bare.reset)
 
 
 def reward_functions(names: Any, class_name: str) -> dict[str, Callable[..., Any]]:
@@ -126,7 +125,7 @@ def reward_functions(names: Any, class_name: str) -> dict[str, Callable[..., Any
             raise UserError(f"{key} {error}") from error
         if not inspect.isroutine(function):
             raise UserError(f"{key} is not a function.")
-        absent = _required(inspect.signature(function).parameters.values()) & set(ABSENT)
+        absent = required(function) & (set(ABSENT) - {"environments"})
         if absent:
             raise UserError(
                 f"{key} requires {', '.join(sorted(absent))}, which only TRL's trainer has: a "
@@ -137,19 +136,6 @@ def reward_functions(names: Any, class_name: str) -> dict[str, Callable[..., Any
             raise UserError(f"{key} has a name that another reward has: rename one of them.")
         functions[title] = function
     return functions
-
-
-def _required(parameters: typing.Iterable[inspect.Parameter]) -> set[str]:
-    variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    return {p.name for p in parameters if p.default is p.empty and p.kind not in variable}
-
-
-def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return dict(values)
-    return {name: value for name, value in values.items() if name in parameters}
 
 
 RewardFunctions = Mapping[str, Callable[..., Any]]
@@ -243,7 +229,7 @@ class TrlEnvironment(Environment):
         if hasattr(self._instance, "get_reward"):
             name = type(self._instance).__name__
             rewards[name] = self._awaited(self._instance.get_reward())
-        rewards |= {name: self._scored(name, f) for name, f in self._functions.items()}
+        rewards |= {name: self._scored(f) for name, f in self._functions.items()}
         # TRL leaves out what is None
         parts = {name: float(reward) for name, reward in rewards.items() if reward is not None}
         if not parts:
@@ -251,15 +237,12 @@ class TrlEnvironment(Environment):
         counts = {"tool_calls": self._asked, "failed_calls": self._asked - self._answered}
         return Grade(sum(parts.values()), {**parts, **counts})
 
-    def _scored(self, name: str, function: Callable[..., Any]) -> Any:
+    def _scored(self, function: Callable[..., Any]) -> Any:
         """Call a reward function of TRL on a batch of this one episode and return its result."""
         columns = {name: [value] for name, value in self._row.items() if name != "prompt"}
         batch = {"prompts": [self._prompt], "completions": [self._said], **columns}
         batch["environments"] = [self._instance]
-        scores = self._awaited(function(**accepted(function, batch)))
-        if not isinstance(scores, Sequence | np.ndarray) or len(scores) != 1:
-            raise ValueError(f"{name} returned {scores!r:.80}, not a list of one reward")
-        return scores[0]
+        return single(self._awaited(function(**accepted(function, batch))))
 
     def close(self) -> None:
         """End the event loop."""

@@ -61,11 +61,11 @@ def tasks_with_tokens(specs: Mapping[str, EvalTaskSpec]) -> frozenset[str]:
     """Labels of the tasks whose graders ask for the text of every token. Raises UserError."""
     found = set()
     for label, spec in specs.items():
-        grade = resolve(TASKS, spec.name, key="task.name").grade
+        graders = [resolve(TASKS, spec.name, key="task.name").grade]
         own = spec.args.get("grader")
-        if spec.name == "file" and isinstance(own, str):
-            grade = load_object(own)
-        if wants_tokens(grade):
+        if spec.name == "file" and own:
+            graders = [load_object(name) for name in ([own] if isinstance(own, str) else own)]
+        if any(wants_tokens(grade) for grade in graders):
             found.add(label)
     return frozenset(found)
 

@@ -23,7 +23,8 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
 class Gsm8k(RecordTask):
-    """Columns `question` and `answer`, the answer ending in `#### N`, as published.
+    """Columns `question` (or `prompt`, `messages`) and `answer`, the answer ending in `#### N`, as
+    published.
 
     The response's number is the one after its last `####`, else in its last \\boxed{}, else its
     last number, read as `math` reads answers. reward = (1 - format_reward) * correct +
@@ -36,7 +37,7 @@ class Gsm8k(RecordTask):
     def __init__(
         self,
         *,
-        question_field: str = "question",
+        question_field: str | None = None,
         answer_field: str = "answer",
         format_reward: float = 0.0,
         **files: Any,

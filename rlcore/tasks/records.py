@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from abc import ABC, abstractmethod
@@ -199,12 +200,27 @@ def pick_text(row: Row, path: str, *, answer: bool = False) -> str:
 
 def pick_answers(row: Row, path: str) -> list[str]:
     """The accepted answers at a dotted path: one, or a list of them."""
-    value = pick(row, path, answer=True)
+    try:
+        value = pick(row, path, answer=True)
+    except RowError as error:
+        found = _elsewhere(row) if f"field {path} is absent" in str(error) else None
+        if found is None:
+            raise
+        raise RowError(f"{error}: try task.args.answer_field={found}", True) from error
     if not isinstance(value, list):
         return [_written(value, path)]
     if not value:
         raise RowError(f"field {path} is an empty list", missing_answer=True)
     return [pick_text(row, f"{path}.{i}", answer=True) for i in range(len(value))]
+
+
+def _elsewhere(row: Row) -> str | None:
+    """The dotted path that is likely to hold the answer, in a row without the column it should
+    have, such as one of verl's; None if nothing is named so."""
+    nested = [(f"{n}.{k}", v) for n, x in row.items() if isinstance(x, dict) for k, v in x.items()]
+    places = {path: v for path, v in [*row.items(), *nested] if isinstance(v, str | int | float)}
+    by_name = ((path, name) for name in ANSWERS for path in places)
+    return next((path for path, name in by_name if path.rpartition(".")[2] == name), None)
 
 
 def _written(value: Any, path: str) -> str:
@@ -217,6 +233,7 @@ def _written(value: Any, path: str) -> str:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 COLUMNS = ("question", "prompt", "messages")  # looked for where no column is named
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "label", "target")
 ACCEPTED = "answers"  # in an item's meta: the accepted answers, where there are several
 _STORED = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 _BEGUN = ("prefix", "partial", "prefill", "continue_final_message")  # keys that mark a prefill
@@ -230,6 +247,8 @@ class Question:
     question: str  # the last message
     messages: tuple[Message, ...] = ()  # (): a single question
     answer: str | None = None  # the last turn, where it is the assistant's
+    # the column, or path, that it was found in
+    field: str | None = dataclasses.field(default=None, compare=False)
 
 
 def pick_question(row: Row, path: str | None) -> Question:
@@ -246,7 +265,7 @@ def pick_question(row: Row, path: str | None) -> Question:
         )
     value = _turned(_unpacked(pick(row, field), field))
     if not isinstance(value, list):
-        return Question(pick_text(row, field))
+        return Question(pick_text(row, field), field=field)
     messages = [_message(m, f"{field}.{i}") for i, m in enumerate(value)]
     answer = _answer(messages.pop(), field) if messages and _said(messages[-1]) else None
     if not messages:
@@ -257,7 +276,7 @@ def pick_question(row: Row, path: str | None) -> Question:
     if not last["content"].strip():
         raise RowError(f"field {field} ends with an empty {last['role']} turn")
     plain = len(messages) == 1 and set(last) == {"role", "content"} and last["role"] == "user"
-    return Question(last["content"], () if plain else tuple(messages), answer)
+    return Question(last["content"], () if plain else tuple(messages), answer, field)
 
 
 def _said(message: Message) -> bool:
