@@ -171,6 +171,7 @@ def dump_scores(scores: Sequence[Score]) -> str:
             **{n: list(map(_number, getattr(s, n))) for n in ("turn_rewards", "token_rewards")},
             "error": s.error,
             "seconds": _number(s.seconds),
+            "answer": s.answer,
         }
         for s in scores
     ]
@@ -327,7 +328,9 @@ def _scores(text: str) -> list[Score]:
 
 
 def _score(fields: dict[str, Any]) -> Score:
-    for name, kinds in {"group_id": int, "sample_index": int, "draw_id": str, "error": str}.items():
+    fields.setdefault("answer", "")  # older ones have none
+    texts = dict.fromkeys(("draw_id", "error", "answer"), str)
+    for name, kinds in {"group_id": int, "sample_index": int, **texts}.items():
         if type(fields[name]) is not kinds:
             raise ValueError(f"{name}={fields[name]!r} is not a value of that field")
     if fields["status"] not in get_args(ScoreStatus):

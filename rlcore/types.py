@@ -74,6 +74,7 @@ class Grade:
     parts: dict[str, float] = field(default_factory=dict)  # e.g. {"correct": 1.0, "format": 0.5}
     turn_rewards: tuple[float, ...] = ()  # besides `reward`; environments alone may give them
     token_rewards: tuple[float, ...] = ()  # besides `reward`, one a sampled token
+    answer: str = ""  # the answer that was judged, equal ones in one spelling: a majority's vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ class Score(ByFields):
     token_rewards: tuple[float, ...] = ()
     error: str = ""  # one line: what the grader raised, or the deadline it passed
     seconds: float = 0.0  # the grading took
+    answer: str = ""  # of an evaluation: as that of `Grade`
 
     def __post_init__(self) -> None:
         if (self.status == "ok") != (self.reward is not None):

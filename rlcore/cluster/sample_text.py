@@ -26,6 +26,7 @@ def verdict(answer: Answer, score: Score) -> dict[str, Any]:
         "status": score.status,
         "reward": score.reward,
         "correct": correct,
+        "answer": score.answer,
         "length": answer.tokens,
         "versions": list(answer.versions or ()),
         "truncated": answer.finish_reason == "length",

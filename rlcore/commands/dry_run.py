@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlcore.cluster.placement import free_port
@@ -26,6 +26,7 @@ from rlcore.config.task_checks import mixed, tasks
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests
+from rlcore.loop.specs import EvaluationSpec
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
 from rlcore.spec import Spec, refuse
@@ -177,20 +178,36 @@ def _model(config: RunConfig, prepared: Prepared) -> str:
 
 def _tasks(config: RunConfig, prepared: Prepared) -> list[str]:
     spec = config.evaluation
-    how = f"mean@{spec.samples}" + (" and greedy" if spec.greedy else "")
+    usual = [label for label in prepared.heldout.sources if spec.of(label) == spec]
+    own = [label for label in prepared.heldout.sources if label not in usual]
     when = f"every {spec.every} steps and at the end" if spec.every else "at the end"
     times = f"{'at the start, ' if spec.at_start else ''}{when}"
     return [
         *(_trained(config, label) for label in config.tasks),
         *prepared.remarks,
         *_rewards(config),
-        f"evaluated {times} on {_evaluated(prepared.heldout, spec.prompts)}, {how}",
+        f"evaluated {times} on {_evaluated(prepared.heldout, usual, spec.prompts)}, {_asked(spec)}",
+        *(
+            f"and on {_evaluated(prepared.heldout, [n], spec.of(n).prompts)}, {_asked(spec.of(n))}"
+            for n in own
+        ),
+        *(f"and on {', '.join(spec.actors)}, each by itself" for _ in spec.actors[:1]),
     ]
 
 
-def _evaluated(heldout: HeldOutRequests, asked: int) -> str:
+def _asked(spec: EvaluationSpec) -> str:
+    """How an evaluation samples: mean@16 at temperature 0.6, top_p 0.95 and greedy."""
+    given = {"top_p": spec.top_p, "top_k": spec.top_k, "max_new_tokens": spec.max_new_tokens}
+    cuts = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    how = ", ".join([f"at temperature {spec.temperature:g}", *cuts])
+    shown = how if cuts or spec.temperature != 1 else ""
+    sampled = " ".join(filter(None, [f"mean@{spec.samples}", shown]))
+    return f"{sampled}{' and greedy' if spec.greedy else ''}"
+
+
+def _evaluated(heldout: HeldOutRequests, labels: Sequence[str], asked: int) -> str:
     """Tasks with the held-out prompts that an evaluation uses of each."""
-    counts = {label: heldout.count(label, asked) for label in heldout.sources}
+    counts = {label: heldout.count(label, asked) for label in labels}
     if not counts:
         return "nothing: no task has held-out problems"
     if set(counts.values()) == {asked}:

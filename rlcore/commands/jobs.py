@@ -179,8 +179,11 @@ def _prompt_job(config: RunConfig) -> PromptJob:
 
 def most_prompt_tokens(config: RunConfig, label: str, spec: EvalTaskSpec) -> int:
     """Tokens that a prompt of a task may have: a response must always fit behind it."""
-    rollout = config.rollout_of(label) if label in config.tasks else config.rollout
-    room = config.model.max_len - rollout.max_new_tokens
+    if label in config.tasks:
+        answer = config.rollout_of(label).max_new_tokens
+    else:
+        answer = config.evaluation.of(label).max_new_tokens or config.rollout.max_new_tokens
+    room = config.model.max_len - answer
     return min(room, spec.max_prompt_tokens or room)
 
 

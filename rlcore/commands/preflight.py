@@ -409,7 +409,7 @@ def _checked_heldout(
     found = {}
     for label, prompts in sources.items():
         if prompts.task.size("heldout") != 0:
-            prompts.check("heldout", spec.prompts)
+            prompts.check("heldout", spec.of(label).prompts)
             found[label] = prompts
         elif label not in config.tasks:
             key = f"evaluation.tasks.{label}"

@@ -102,6 +102,15 @@ def _check_sampling(c: RunConfig) -> None:
                 f"{key}.{name}={value} cuts the distribution that a token is drawn from, and with "
                 f"model.diffusion it is drawn from all of it: use {off}.",
             )
+    for label in ("", *c.evaluation.tasks):
+        cuts = {n: getattr(c.evaluation.of(label), n) for n in ("top_p", "top_k")}
+        key = f"evaluation.tasks.{label}" if label else "evaluation"
+        refuse(
+            cuts["top_p"] not in (None, 1.0) or bool(cuts["top_k"]),
+            f"{key}.top_p={cuts['top_p']} and top_k={cuts['top_k']} cut the distribution that a "
+            "token is drawn from, and with model.diffusion it is drawn from all of it: leave both "
+            "null.",
+        )
     refuse(
         c.schedule.on_publish == "in_flight",
         "schedule.on_publish=in_flight would change the model in the middle of a response, whose "

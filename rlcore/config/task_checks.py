@@ -25,9 +25,16 @@ def _labels(c: RunConfig) -> None:
         f"evaluation.tasks.{''.join(shared[:1])} repeats the training task, which is evaluated "
         "anyway: give it another label.",
     )
+    unknown = [label for label in c.evaluation.actors if label not in c.actor]
+    refuse(
+        bool(unknown),
+        f"evaluation.actors={list(c.evaluation.actors)} names no actor of this run with "
+        f"{''.join(unknown[:1])}: choose among {', '.join(c.actor)}.",
+    )
     # A wrong name would only show after the first evaluation, perhaps hours later.
     best = c.checkpoint.keep_best
-    starts = [f"eval/{label}/" for label in (*c.tasks, *c.evaluation.tasks)]
+    places = ["", *(f"@{label}" for label in c.evaluation.actors)]
+    starts = [f"eval/{t}{p}/" for t in (*c.tasks, *c.evaluation.tasks) for p in places]
     refuse(
         best is not None and not best.startswith(tuple(starts)),
         f"checkpoint.keep_best={best} is no held-out result of this run: it must begin with "
@@ -55,6 +62,13 @@ def _lengths(c: RunConfig) -> None:
         refuse(
             tokens >= max_len,
             f"{key}={tokens} leaves no tokens for a prompt{_of(c, label)}: it must stay below "
+            f"model.max_len={max_len}.",
+        )
+    answers = {f"evaluation.tasks.{t}": own.max_new_tokens for t, own in c.evaluation.tasks.items()}
+    for key, most in {"evaluation": c.evaluation.max_new_tokens, **answers}.items():
+        refuse(
+            most is not None and most >= max_len,
+            f"{key}.max_new_tokens={most} leaves no tokens for a prompt: it must stay below "
             f"model.max_len={max_len}.",
         )
     lengths = {str(tokens) for _, _, tokens in _settings(c, "max_new_tokens")}

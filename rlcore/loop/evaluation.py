@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded
 from rlcore.loop.fleet import Fleet
+from rlcore.loop.members import EVALUATION, evaluation_id
 from rlcore.loop.prompts import HeldOutRequests
 from rlcore.loop.role_protocols import ScorerClient
 from rlcore.loop.specs import EvaluationSpec
@@ -28,7 +29,9 @@ OnSamples = Callable[[int, str, list[dict[str, Any]]], None]  # version, label, 
 class _PendingEvaluation:
     version: int
     started: float
-    expected: dict[tuple[str, str], int]  # (task label, mode) -> expected verdicts
+    # (shown task, mode) -> expected verdicts; the shown task is its label, behind it @ and an
+    # actor's label where the evaluation is of that actor alone
+    expected: dict[tuple[str, str], int]
     groups: dict[int, list[Request]]
     # purpose -> all of its verdicts, once fetched; the first of them with their texts
     verdicts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -54,7 +57,6 @@ class Evaluator:
         self._fleet = fleet
         self._scorer = scorer
         self._on_samples = on_samples
-        self._samples = {"sampled": spec.samples} | ({"greedy": 1} if spec.greedy else {})
         self._pending: _PendingEvaluation | None = None
 
     def wants(self, step: int, last_step: int) -> bool:
@@ -76,25 +78,29 @@ class Evaluator:
             raise RuntimeError("an evaluation is still running: collect it first")
         pending = _PendingEvaluation(version, now(), {}, {})
         for label in self._requests.sources:
-            count = self._requests.count(label, self._spec.prompts)
-            for mode, n in self._samples.items():
-                purpose, sampling = pending.purpose(label, mode), self._sampling(label, mode)
-                pending.expected[label, mode] = n * count
-                for index in range(count):
-                    group_id = -1 - len(pending.groups)
-                    pending.groups[group_id] = self._requests.group(
-                        label, index, group_id, sampling=sampling, purpose=purpose, n=n
-                    )
+            self._ask(pending, label, label, EVALUATION)
+            for actor in self._spec.actors:
+                self._ask(pending, label, f"{label}@{actor}", self._fleet.place(actor))
         self._pending = pending
         self._fleet.assignments.assign(pending.groups)
 
-    def _sampling(self, label: str, mode: str) -> SamplingSpec:
-        """As in training, at the temperature of the mode; greedy answers without truncation."""
-        # logprobs_k=-1: nothing reads the log-probs of an evaluation
-        training = replace(self._requests.sampling(label), logprobs_k=-1)
-        if mode == "greedy":
-            return replace(training, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        return replace(training, temperature=self._spec.temperature)
+    def _ask(self, pending: _PendingEvaluation, label: str, shown: str, place: int) -> None:
+        """Add the requests of one task to a pending evaluation; `place`: of the actors' pool."""
+        spec = self._spec.of(label)
+        count = self._requests.count(label, spec.prompts)
+        for mode, n in {"sampled": spec.samples, **({"greedy": 1} if spec.greedy else {})}.items():
+            sampling = _sampling(self._requests.sampling(label), spec, mode)
+            pending.expected[shown, mode] = n * count
+            for index in range(count):
+                group_id = evaluation_id(len(pending.groups), place)
+                pending.groups[group_id] = self._requests.group(
+                    label,
+                    index,
+                    group_id,
+                    sampling=sampling,
+                    purpose=pending.purpose(shown, mode),
+                    n=n,
+                )
 
     async def collect(self, *, wait: bool) -> dict[str, float]:
         """The metrics of the pending evaluation if it is complete (or `wait`), else nothing.
@@ -104,8 +110,8 @@ class Evaluator:
         if self._pending is None:
             return {}
         pending = self._pending
-        for label, mode in pending.expected:
-            while not await self._arrived(pending, label, mode):
+        for shown, mode in pending.expected:
+            while not await self._arrived(pending, shown, mode):
                 if not wait:
                     return {}
                 await asyncio.sleep(POLL_S)
@@ -116,12 +122,12 @@ class Evaluator:
     def _results(self, pending: _PendingEvaluation) -> dict[str, float]:
         results: dict[str, float] = {}
         versions: set[int] = set()
-        for label, mode in pending.expected:
-            purpose = pending.purpose(label, mode)
-            verdicts = pending.verdicts[purpose]
-            results.update(summarise(label, mode, verdicts, self._samples[mode]))
+        for shown, mode in pending.expected:
+            purpose = pending.purpose(shown, mode)
+            verdicts, spec = pending.verdicts[purpose], self._spec.of(shown.partition("@")[0])
+            results.update(summarise(shown, mode, verdicts, spec.samples, spec.report_k))
             versions.update(version for v in verdicts for version in v["versions"])
-            self._on_samples(pending.version, f"{label}/{mode}", pending.shown[purpose])
+            self._on_samples(pending.version, f"{shown}/{mode}", pending.shown[purpose])
         oldest = min(versions, default=pending.version)
         newest = max(versions, default=pending.version)
         return {
@@ -173,35 +179,122 @@ async def evaluate_alone(
         collecting.cancel()
 
 
-def summarise(label: str, mode: str, verdicts: list[dict[str, Any]], k: int) -> dict[str, float]:
+def _sampling(training: SamplingSpec, spec: EvaluationSpec, mode: str) -> SamplingSpec:
+    """How answers are drawn: as in training but for what the evaluation sets. Its own top-p or
+    top-k replaces all truncation; greedy answers have none."""
+    own: dict[str, Any] = {"logprobs_k": -1}  # nothing reads the log-probs of an evaluation
+    own["temperature"] = 0.0 if mode == "greedy" else spec.temperature
+    if mode == "greedy" or spec.top_p is not None or spec.top_k is not None:
+        own |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    if mode != "greedy":
+        given = {"top_p": spec.top_p, "top_k": spec.top_k}
+        own |= {name: value for name, value in given.items() if value is not None}
+    if spec.max_new_tokens is not None:
+        own["max_new_tokens"] = spec.max_new_tokens
+    return replace(training, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One judged answer. `vote`: its text in one spelling; "": there is none."""
+
+    sample: int
+    correct: bool
+    vote: str
+
+
+Prompts = list[list[Judged]]  # the judged answers of each prompt, by sample
+
+
+def summarise(
+    label: str,
+    mode: str,
+    verdicts: list[dict[str, Any]],
+    samples: int,
+    report_k: Sequence[int] = (),
+) -> dict[str, float]:
     """Metrics of one mode: accuracy is the share of samples judged correct.
 
     A response that was not judged by its deadline is wrong. A grader that failed by itself (status
     "error") says nothing about the response: such samples are left out of accuracy, and
     `failed_share` is their share of all samples. Rewards are means over those that have one.
 
-    mean@k averages over samples, pass@k asks for one correct sample among the prompt's k. "Correct"
-    is the grader's part of that name, or the reward where it has none, at 1 or above (to 1e-6).
-    Verdicts may be in any order: it changes nothing, not even by rounding."""
+    "Correct" is the grader's part of that name, or the reward where it has none, at 1 or above (to
+    1e-6). `samples`: asked for of each prompt; `report_k`: of how many answers the statistics are,
+    samples if empty. Verdicts may be in any order: it changes nothing, not even by rounding."""
     name = f"eval/{label}"
     rewarded = [v for v in verdicts if v["status"] == "ok"]
     judged = [v for v in verdicts if v["status"] != "error"]
-    by_prompt: dict[str, list[bool]] = defaultdict(list)
-    for v in judged:
-        by_prompt[v["prompt_id"]].append(v["status"] == "ok" and v["correct"] >= 1 - 1e-6)
     out = {f"{name}/{mode}_failed_scores": float(len(verdicts) - len(rewarded))}
     if verdicts:
         out[f"{name}/{mode}_failed_share"] = 1 - len(judged) / len(verdicts)
     if not judged:
         return out
-    accuracy = sum(sum(c) for c in by_prompt.values()) / len(judged)
+    prompts = _by_prompt(judged)
     if mode == "greedy":
-        out[f"{name}/greedy"] = accuracy
+        found = {"greedy": [[a.correct for a in answers] for answers in prompts]}
     else:
-        out[f"{name}/mean@{k}"] = accuracy
-        if k > 1:
-            out[f"{name}/pass@{k}"] = sum(any(c) for c in by_prompt.values()) / len(by_prompt)
+        found = {}
+        for k in report_k or (samples,):
+            found |= _statistics(prompts, k, samples)
+    for what, values in found.items():
+        out[f"{name}/{what}"], error = mean_and_error(values)
+        if error is not None:
+            out[f"{name}/stderr_{what}"] = error
     if rewarded:
         out[f"{name}/{mode}_reward"] = math.fsum(v["reward"] for v in rewarded) / len(rewarded)
     out[f"{name}/{mode}_length"] = sum(v["length"] for v in judged) / len(judged)
     return out
+
+
+def _by_prompt(judged: Sequence[dict[str, Any]]) -> Prompts:
+    found: dict[str, list[Judged]] = defaultdict(list)
+    for v in sorted(judged, key=lambda v: (v["prompt_id"], v["sample"])):
+        correct = v["status"] == "ok" and v["correct"] >= 1 - 1e-6
+        found[v["prompt_id"]].append(Judged(v["sample"], correct, v["answer"]))
+    return list(found.values())
+
+
+def _statistics(prompts: Prompts, k: int, samples: int) -> dict[str, list[list[float]]]:
+    """Values by prompt: mean@k and majority@k are of the first k answers, pass@k of all."""
+    first = [[a for a in answers if a.sample < k] for answers in prompts]
+    found = {f"mean@{k}": [[float(a.correct) for a in answers] for answers in first]}
+    if samples > 1:
+        counts = [(len(answers), sum(a.correct for a in answers)) for answers in prompts]
+        found[f"pass@{k}"] = [[pass_at(k, n, c)] for n, c in counts]
+    if k > 1 and any(a.vote for answers in prompts for a in answers):
+        found[f"majority@{k}"] = [[majority(answers)] for answers in first if answers]
+    return found
+
+
+def pass_at(k: int, n: int, correct: int) -> float:
+    """The probability that k of n answers drawn without replacement hold a correct one: unbiased
+    for k answers of the policy (Chen et al. 2021, arXiv:2107.03374, equation 1). Of fewer than k
+    answers, whether one is correct."""
+    k = min(k, n)
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[Judged]) -> float:
+    """1 if the most frequent answer is correct, else 0; of several, the share of correct ones among
+    them. All correct answers are one, whatever their spelling; those without an answer have no
+    vote."""
+    votes = Counter(None if a.correct else a.vote for a in answers if a.correct or a.vote)
+    most = max(votes.values(), default=0)
+    winners = [vote for vote, count in votes.items() if count == most]
+    return float(None in winners) / len(winners) if winners else 0.0
+
+
+def mean_and_error(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None]:
+    """The mean of all values and its standard error, clustered by prompt: answers to one prompt are
+    not independent (Miller 2024, arXiv:2411.00640). None for a single prompt."""
+    groups = [values for values in prompts if values]
+    total = sum(map(len, groups))
+    if not total:
+        return math.nan, None
+    mean = math.fsum(v for values in groups for v in values) / total
+    if len(groups) < 2:
+        return mean, None
+    residuals = [math.fsum(values) - mean * len(values) for values in groups]
+    spread = math.fsum(r * r for r in residuals) * len(groups) / (len(groups) - 1)
+    return mean, math.sqrt(spread) / total

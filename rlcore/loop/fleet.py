@@ -51,7 +51,7 @@ class Fleet:
             replaces=not schedule.colocated,
         )
         self.assignments = Assignments(self._roster, self.supervisor)
-        for pool in pools:
+        for pool in self._roster.pools.values():
             for _ in range(pool.count):
                 name = self._roster.new_name(pool.label)
                 process = Process(pool.spawn(name).client)
@@ -69,6 +69,10 @@ class Fleet:
     def clients(self) -> list[ActorClient]:
         """The processes as they are now."""
         return [m.process.client for m in self.members]
+
+    def place(self, label: str) -> int:
+        """The place of a pool, which evaluation groups for it name."""
+        return self._roster.pools[label].place
 
     def sizes(self) -> dict[str, int]:
         """How many members each pool has, healthy or not."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -17,6 +17,21 @@ from rlcore.types import POLICY, Request
 
 Purpose = Literal["all", "training", "evaluation"]
 Held = dict[int, list[Request]]  # group id -> requests of it
+
+# Work that a member may do: training groups, evaluation groups of no pool in particular, and those
+# of one pool, which have its place.
+TRAINING, EVALUATION = -1, 0
+_IDS = 1 << 40  # evaluation groups of one place
+
+
+def evaluation_id(number: int, place: int = EVALUATION) -> int:
+    """The id of an evaluation group: negative, by its number from 0 and its pool's place."""
+    return -1 - number - place * _IDS
+
+
+def work_of(group_id: int) -> int:
+    """TRAINING, EVALUATION, or the place of the pool that an evaluation group is for."""
+    return TRAINING if group_id >= 0 else (-1 - group_id) // _IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,7 @@ class ActorPool:
     purpose: Purpose = "all"  # what its members are given: evaluation, everything else, or both
     # the set of a publication that its members load; None: their own weights are frozen
     weights: str | None = POLICY
+    place: int = 0  # among the pools of its run, from 1; 0: it is given no evaluations by name
 
 
 class CallQueue:
@@ -96,9 +112,15 @@ class Member:
     suspect: bool = False  # healthy, but silent: it is given nothing until it answers again
 
     def serves(self, group_id: int) -> bool:
-        """Return whether a group may be assigned to this member; evaluation groups are negative."""
+        """Return whether a group may be assigned to this member."""
+        return self.does(work_of(group_id))
+
+    def does(self, work: int) -> bool:
+        """Return whether a member is given some work: see `work_of`."""
+        if work > EVALUATION:
+            return work == self.pool.place
         purpose = self.pool.purpose
-        return purpose == "all" or (purpose == "evaluation") == (group_id < 0)
+        return purpose == "all" or (purpose == "evaluation") == (work == EVALUATION)
 
 
 @dataclass(slots=True)
@@ -139,14 +161,14 @@ Choose = Callable[[int], Member | None]  # the least loaded member for a group i
 
 
 class Workload:
-    """Heaps of members by load, one for training groups and one for evaluation. An entry counts as
-    long as its load is the member's; each change of a load adds one."""
+    """Heaps of members by load, one for each kind of work. An entry counts as long as its load is
+    the member's; each change of a load adds one."""
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}  # by number
         self._numbers = count()
         self._holders: dict[int, list[Member]] = {}  # group id -> members that work on it
-        self._heaps: dict[bool, list[Entry]] = {False: [], True: []}  # by: for evaluation
+        self._heaps: defaultdict[int, list[Entry]] = defaultdict(list)  # by work
 
     def add(self, member: Member) -> None:
         """A further member, which comes after the others where loads are equal."""
@@ -198,7 +220,7 @@ class Workload:
         aside: list[tuple[list[Entry], Entry]] = []
 
         def choose(group_id: int) -> Member | None:
-            heap, holding = self._heaps[group_id < 0], []
+            heap, holding = self._heaps[work_of(group_id)], []
             found = None
             while heap and found is None:
                 load, number = heap[0]
@@ -224,12 +246,13 @@ class Workload:
     def _push(self, member: Member) -> None:
         if member.number not in self._members:
             return
-        for evaluation, heap in self._heaps.items():
-            if not member.serves(-1 if evaluation else 0):
+        for work in {TRAINING, EVALUATION, member.pool.place}:
+            if not member.does(work):
                 continue
+            heap = self._heaps[work]
             heapq.heappush(heap, (member.load, member.number))
             if len(heap) > SPARE * len(self._members) + SPARE:
-                serving = [m for m in self._members.values() if m.serves(-1 if evaluation else 0)]
+                serving = [m for m in self._members.values() if m.does(work)]
                 heap[:] = [(m.load, m.number) for m in serving]
                 heapq.heapify(heap)
 
@@ -238,7 +261,7 @@ class Roster:
     """All members in the order in which they came, and the groups that wait for one."""
 
     def __init__(self, pools: Sequence[ActorPool]) -> None:
-        self.pools = {pool.label: pool for pool in pools}
+        self.pools = {p.label: replace(p, place=i) for i, p in enumerate(pools, 1)}
         self.members: list[Member] = []
         self.work = Workload()
         self.waiting = Reassignments()

@@ -89,24 +89,88 @@ class SupervisionSpec(Spec):
         return min(self.hang_timeout_s, max(3 * self.heartbeat_s, self.hang_timeout_s / 8))
 
 
+class EvaluatedTaskSpec(EvalTaskSpec):
+    """A task that is only evaluated, and how; where a setting is null, that of `evaluation` holds.
+
+    Example: EvaluatedTaskSpec(name="math", samples=16, temperature=0.6, top_p=0.95, greedy=False)
+    """
+
+    prompts: int | None = setting(None, "held-out prompts; null: evaluation.prompts", gt=0)
+    samples: int | None = setting(None, "answers to each; null: evaluation.samples", gt=0)
+    report_k: tuple[int, ...] | None = setting(
+        None, "k of mean@k, pass@k and majority@k; null: evaluation.report_k"
+    )
+    greedy: bool | None = setting(None, "also the greedy answer; null: evaluation.greedy")
+    temperature: float | None = setting(
+        None, "of the sampled answers; null: evaluation.temperature", gt=0
+    )
+    top_p: float | None = setting(None, "1: off; null: evaluation.top_p", gt=0, le=1)
+    top_k: int | None = setting(None, "0: off; null: evaluation.top_k", ge=0)
+    max_new_tokens: int | None = setting(
+        None, "longest answer; null: evaluation.max_new_tokens", unit="tokens", gt=0
+    )
+
+
+def _check_report_k(key: str, report_k: tuple[int, ...], samples: int) -> None:
+    bad = [k for k in report_k if not 1 <= k <= samples]
+    refuse(
+        bool(bad),
+        f"{key}.report_k={list(report_k)} asks for {bad[0] if bad else 0} of {key}.samples="
+        f"{samples} answers: each k must lie between 1 and the samples.",
+    )
+
+
 class EvaluationSpec(Spec):
     """When and how the policy is evaluated on held-out prompts."""
 
     every: int = setting(5, "steps between evaluations; 0: only at the end", ge=0)
     at_start: bool = setting(True, "also evaluate the starting policy")
     prompts: int = setting(128, "held-out prompts, at most what the task has", gt=0)
-    samples: int = setting(1, "k of mean@k and pass@k (sampled)", gt=0)
+    samples: int = setting(1, "answers sampled to each prompt", gt=0)
+    report_k: tuple[int, ...] = setting(
+        (), "k of mean@k, pass@k and majority@k, at most samples; empty: samples alone"
+    )
     greedy: bool = setting(True, "also the greedy answer")
     temperature: float = setting(1.0, "of the sampled answers", gt=0)
+    top_p: float | None = setting(
+        None, "of the sampled answers, 1: off; null: truncation as in training", gt=0, le=1
+    )
+    top_k: int | None = setting(
+        None, "of the sampled answers, 0: off; null: truncation as in training", ge=0
+    )
+    max_new_tokens: int | None = setting(
+        None, "longest answer; null: as in training", unit="tokens", gt=0
+    )
     timeout_s: float = setting(600.0, "deadline of an evaluation", unit="s", gt=0)
     dense_actor: bool | None = setting(
         None,
         "evaluate the policy on a plain, dense engine of its own; null: only where actors are "
         "drafts",
     )
-    tasks: dict[str, EvalTaskSpec] = setting(
+    actors: tuple[str, ...] = setting(
+        (), "labels of actors on which the policy is evaluated besides, as eval/TASK@LABEL"
+    )
+    tasks: dict[str, EvaluatedTaskSpec] = setting(
         default_factory=dict, meaning="further held-out tasks, by label"
     )
+
+    def of(self, label: str) -> EvaluationSpec:
+        """The settings as they are for a task."""
+        own = self.tasks.get(label)
+        given = {name: getattr(own, name, None) for name in OWN_EVALUATION}
+        return self.model_copy(update={n: v for n, v in given.items() if v is not None})
+
+    def check(self, key: str) -> None:
+        _check_report_k(key, self.report_k, self.samples)
+        for label in self.tasks:
+            of = self.of(label)
+            _check_report_k(f"{key}.tasks.{label}", of.report_k, of.samples)
+
+
+# Settings of `evaluation` that a task that is only evaluated may have of its own.
+OWN_EVALUATION = tuple(
+    n for n in EvaluatedTaskSpec.model_fields if n in EvaluationSpec.model_fields
+)
 
 
 class CheckpointSpec(Spec):

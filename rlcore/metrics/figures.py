@@ -190,7 +190,7 @@ CHARTS = (
     Chart(
         LEARNS,
         "Held-out accuracy",
-        _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>"),
+        _each("eval/<task>/{}", "greedy", "mean@<k>", "pass@<k>", "majority@<k>"),
     ),
     Chart(LEARNS, "Reward", ("reward/mean", "reward/selected_mean")),
     Chart(LEARNS, "Held-out reward", _each("eval/<task>/{}_reward", "greedy", "sampled")),

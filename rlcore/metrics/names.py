@@ -17,6 +17,7 @@ from rlcore.metrics.sample_metrics import SAMPLE_METRICS
 from rlcore.metrics.system_metrics import SYSTEM_METRICS
 
 METRICS: tuple[Metric, ...] = (*SAMPLE_METRICS, *LEARNER_METRICS, *SYSTEM_METRICS)
+ACCURACIES = {f"eval/<task>/{n}" for n in ("greedy", "mean@<k>", "pass@<k>", "majority@<k>")}
 # Looked up for every value of every row, and a family is matched segment by segment.
 _EXACT = {m.name: m for m in METRICS if "<" not in m.name}
 _FAMILIES = tuple(m for m in METRICS if "<" in m.name)
@@ -30,8 +31,7 @@ def declared(name: str) -> Metric | None:
 def is_accuracy(name: str) -> bool:
     """Return whether a metric is a held-out accuracy."""
     metric = declared(name)
-    held_out = metric is not None and metric.name.startswith("eval/") and metric.unit == "share"
-    return held_out and not name.endswith("_failed_share")
+    return metric is not None and metric.name in ACCURACIES
 
 
 def combine(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

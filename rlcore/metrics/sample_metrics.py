@@ -64,7 +64,7 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/<task>/mean@<k>",
         "share",
-        "held-out accuracy, mean over k sampled answers",
+        "held-out accuracy, mean over the first k sampled answers",
         "last",
         healthy="rises",
         otherwise=EVALUATION,
@@ -72,10 +72,26 @@ SAMPLE_METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/<task>/pass@<k>",
         "share",
-        "held-out prompts with a correct answer among k sampled",
+        "held-out prompts with a correct answer among k: the unbiased estimate from all samples",
         "last",
         healthy="rises, or stays while mean@k rises",
         otherwise="if it falls the policy narrows: see `entropy`",
+    ),
+    Metric(
+        "eval/<task>/majority@<k>",
+        "share",
+        "held-out prompts whose most frequent answer among the first k is correct",
+        "last",
+        healthy="above mean@k",
+        otherwise="wrong answers agree: look at `samples/`",
+    ),
+    Metric(
+        "eval/<task>/stderr_<statistic>",
+        "share",
+        "standard error of that statistic, clustered by prompt",
+        "last",
+        healthy="below the differences that you compare",
+        otherwise="more `evaluation.prompts`",
     ),
     Metric(
         "eval/<task>/greedy_reward",

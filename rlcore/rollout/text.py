@@ -145,5 +145,5 @@ class PromptEncoder:
             request.prompt_id,
             job.most_tokens[label],
             cut=label in job.cut,
-            bos=self._tokenizer.bos_token_id,
+            bos=getattr(self._tokenizer, "bos_token_id", None),
         )

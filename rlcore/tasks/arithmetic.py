@@ -66,10 +66,10 @@ class Arithmetic(ProceduralTask):
         answer = response.strip()
         correct = float(answer == item.answer)
         if correct or self._credit == "none" or not NUMBER.fullmatch(answer):
-            return Grade(correct, {"correct": correct})
+            return Grade(correct, {"correct": correct}, answer=answer)
         places = max(len(answer), len(item.answer))
         right = sum(a == b for a, b in zip(reversed(answer), reversed(item.answer)))
-        return Grade(0.1 + 0.4 * right / places, {"correct": correct})
+        return Grade(0.1 + 0.4 * right / places, {"correct": correct}, answer=answer)
 
     def alphabet(self) -> str | None:
         words = self._question.replace("{a}", "").replace("{b}", "").replace("{op}", "")

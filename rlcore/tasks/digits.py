@@ -54,11 +54,10 @@ class Digits(ProceduralTask):
         answer = response.strip()
         correct = float(answer == item.answer)
         if self._credit == "none":
-            return Grade(correct, {"correct": correct})
+            return Grade(correct, {"correct": correct}, answer=answer)
         places = max(len(answer), len(item.answer))
-        return Grade(
-            sum(a == b for a, b in zip(answer, item.answer)) / places, {"correct": correct}
-        )
+        share = sum(a == b for a, b in zip(answer, item.answer)) / places
+        return Grade(share, {"correct": correct}, answer=answer)
 
     def alphabet(self) -> str | None:
         return "0123456789="

@@ -11,6 +11,8 @@ from typing import Any
 from rlcore.interfaces import Task
 from rlcore.types import Grade, Item
 
+MOST_ANSWER = 400  # characters of a vote
+
 
 def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
     """A `Grade` from a Grade, a number, a list with a reward for every token, or either with parts
@@ -18,6 +20,7 @@ def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
     turns unless `by_turn`."""
     turns: tuple[float, ...] = ()
     tokens: Sequence[float] = ()
+    answer = value.answer if isinstance(value, Grade) else ""
     if isinstance(value, Grade):
         reward, parts = value.reward, value.parts
         turns, tokens = value.turn_rewards, value.token_rewards
@@ -36,6 +39,7 @@ def as_grade(value: Any, *, by_turn: bool = False) -> Grade:
         {str(name): _finite(part, f"part {name}") for name, part in parts.items()},
         tuple(_finite(turn, "turn's reward") for turn in turns),
         tuple(_finite(token, "token's reward") for token in tokens),
+        str(answer)[:MOST_ANSWER],
     )
 
 
@@ -74,11 +78,14 @@ def _finite(value: Any, what: str) -> float:
     return float(value)
 
 
-def weighted(correct: bool, well_formed: bool, format_reward: float, **parts: float) -> Grade:
+def weighted(
+    correct: bool, well_formed: bool, format_reward: float, *, answer: str = "", **parts: float
+) -> Grade:
     """(1 - format_reward) for a correct answer plus format_reward for a well-formed one; `parts`
-    are reported with it."""
+    are reported with it. `answer`: as that of `Grade`."""
     reward = (1.0 - format_reward) * correct + format_reward * well_formed
-    return Grade(reward, {"correct": float(correct), "format": float(well_formed), **parts})
+    found = {"correct": float(correct), "format": float(well_formed), **parts}
+    return Grade(reward, found, answer=answer)
 
 
 def tagged_answer(response: str) -> str | None:

@@ -102,6 +102,8 @@ def _verdict(tasks: dict[str, Task], asked: list[Any], timeout_s: float) -> dict
         verdict: dict[str, Any] = {"status": "ok", "reward": reward, "parts": grade.parts}
         if by_token:
             verdict["token_rewards"] = by_token
+        if grade.answer:
+            verdict["answer"] = grade.answer
     except _Deadline:
         verdict = {"status": "timeout"}
     except MemoryError:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.math_answers import final_number, is_number, number_text
+from rlcore.tasks.math_answers import final_number, is_number, number_text, spelled
 from rlcore.tasks.records import (
     Record,
     RecordTask,
@@ -60,7 +60,8 @@ class Gsm8k(RecordTask):
     def grade(self, item: Item, response: str) -> Grade:
         found = final_number(response)
         correct = any(is_number(answer, found) for answer in accepted(item))
-        return weighted(correct, found.marked, self._format_reward)
+        answer = spelled(found.texts)
+        return weighted(correct, found.marked, self._format_reward, answer=answer)
 
 
 def _number(solution: str, answer_field: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlcore.tasks.arguments import share
 from rlcore.tasks.grades import weighted
-from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed
+from rlcore.tasks.math_answers import equivalent, final_answer, last_boxed, spelled
 from rlcore.tasks.records import (
     Record,
     RecordTask,
@@ -63,4 +63,5 @@ class Math(RecordTask):
     def grade(self, item: Item, response: str) -> Grade:
         found = final_answer(response)
         correct = any(equivalent(answer, found.texts) for answer in accepted(item))
-        return weighted(correct, found.boxed, self._format_reward)
+        answer = spelled(found.texts)
+        return weighted(correct, found.boxed, self._format_reward, answer=answer)

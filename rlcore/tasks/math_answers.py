@@ -412,6 +412,13 @@ def _plain(cleaned: str) -> str:
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", text)
 
 
+def spelled(answers: tuple[str, ...]) -> str:
+    """Answers in one spelling for a majority's votes: numbers by their value, others by their text;
+    "" without any."""
+    found = (number_text(a) or read(a).text for a in answers)
+    return " ; ".join(text for text in found if text)
+
+
 # --------------------------------------------------------------------------- comparing
 
 
@@ -479,12 +486,12 @@ def number_text(text: str) -> str | None:
         return None
     try:
         value = rational(node)
-    except (ValueError, ArithmeticError, KeyError):
+        if value.denominator == 1:
+            return str(value.numerator)
+        decimal = Decimal(value.numerator) / Decimal(value.denominator)
+        return f"{decimal:f}" if Fraction(decimal) == value else str(value)
+    except (ValueError, ArithmeticError, KeyError):  # none, or of too many digits
         return None
-    if value.denominator == 1:
-        return str(value.numerator)
-    decimal = Decimal(value.numerator) / Decimal(value.denominator)
-    return f"{decimal:f}" if Fraction(decimal) == value else str(value)
 
 
 def is_number(reference: str, found: Found) -> bool:

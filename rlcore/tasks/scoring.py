@@ -221,6 +221,8 @@ class Scorer:
                 token_rewards=tuple(verdict.get("token_rewards", ())),
                 error=error,
                 seconds=verdict["seconds"],
+                # training takes no votes, and every score travels
+                answer="" if answer.purpose == "train" else str(verdict.get("answer", "")),
             ).checked()
         except (KeyError, TypeError, ValueError) as fault:  # of this answer alone
             error = f"the grading process sent what is no verdict: {type(fault).__name__}: {fault}"

@@ -68,7 +68,11 @@ class Sudoku4x4(ProceduralTask):
         empty = [i for i, c in enumerate(item.meta["puzzle"]) if c == "."]
         right = sum(filled[i] == item.answer[i] for i in empty) if well_formed else 0
         return weighted(
-            filled == item.answer, well_formed, self._format_reward, cells=right / len(empty)
+            filled == item.answer,
+            well_formed,
+            self._format_reward,
+            answer=filled,
+            cells=right / len(empty),
         )
 
     def worked_answer(self, item: Item) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from preset_files import given
 
 from rlcore.config.checks import unread
 from rlcore.config.compose import load
@@ -91,9 +92,8 @@ def specs(cls: type[Spec]) -> set[type[Spec]]:
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda p: p.stem)
 def test_presets_of_papers_set_nothing_that_is_not_read(path: Path) -> None:
-    files = "model.path=/m task.args.train_path=/t task.args.heldout_path=/h"
-    files += " task.rewards.proof.lean.url=http://h:1" * (path.stem == "rapid_minif2f")
-    config = load(["run_dir=x", f"experiment=paper/{path.stem}", *files.split()])
+    name = f"paper/{path.stem}"
+    config = load(["run_dir=x", f"experiment={name}", *given(name)])
     assert unread(config) == []
     jackpot = config.correction.get("jackpot")
     assert jackpot is None or jackpot.normaliser == "paper"  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.tasks import make_task
-from rlcore.tasks.math_answers import boxes, equivalent, final_answer, last_boxed, read
+from rlcore.tasks.math_answers import boxes, equivalent, final_answer, last_boxed, read, spelled
 from rlcore.types import Item
 
 DATA = Path(__file__).parent.parent / "data"
@@ -208,3 +208,17 @@ def test_long_integers_are_compared_exactly():
     digits = "7" * 1000
     assert equivalent(digits, (f"{digits}.0",))
     assert not equivalent(digits, (digits[:-1] + "8",))
+
+
+@pytest.mark.parametrize(
+    ("one", "another", "alike"),
+    [
+        ("\\frac12", "0.5", True),
+        ("1{,}000", "1000", True),
+        ("(1, 2)", "(1,2)", True),
+        ("x+1", "x+2", False),
+        ("9^{9^{9}}", "9^{9^{8}}", False),
+    ],
+)
+def test_votes_for_one_answer_have_one_spelling(one, another, alike):
+    assert spelled((one,)) and (spelled((one,)) == spelled((another,))) == alike

@@ -33,6 +33,7 @@ class RewardVerdict:
     error: str = ""  # one line
     seconds: float = 0.0
     token_rewards: tuple[float, ...] = ()  # of the task's own grader; `value` is their sum
+    answer: str = ""  # of the task's own grader: as that of `rlcore.types.Grade`
 
 
 Tell = Callable[[RewardVerdict], None]

@@ -185,6 +185,7 @@ class WeightedScorer:
                 score.error,
                 score.seconds,
                 score.token_rewards,
+                score.answer,
             )
             with self._state:
                 entry = self._open[id(answer)]
@@ -304,7 +305,8 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdi
         # What an evaluation calls correct is the task's verdict, not the sum.
         parts.setdefault("correct", parts[OWN])
     by_token = _by_token(spec, verdicts, reward)
-    return Score(*ids, "ok", reward, parts, token_rewards=by_token, seconds=seconds)
+    vote = verdicts[OWN].answer if OWN in weights else ""
+    return Score(*ids, "ok", reward, parts, token_rewards=by_token, seconds=seconds, answer=vote)
 
 
 def _by_token(
