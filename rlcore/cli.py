@@ -222,6 +222,12 @@ def _doctor(given: Given) -> int:
     return doctor(config, rates, start=given.flag("start"), as_json=given.flag("json"))
 
 
+def _referee(given: Given) -> int:
+    from rlcore.referee import referee
+
+    return referee(given.operands[0], as_json=given.flag("json"))
+
+
 def _completion(given: Given) -> int:
     from rlcore.config.completion import install, script
 
@@ -322,6 +328,7 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "plan measure": _plan_measure,
     "doctor": _doctor,
     "import-config": _import_config,
+    "referee": _referee,
     "completion": _completion,
 }
 

@@ -259,6 +259,14 @@ VERBS: Mapping[str, Verb] = {
             operands=Operands("FILE", 1, 1, "file"),
         ),
         Verb(
+            "referee",
+            "how far a loss function's expected gradient is from the policy gradient, enumerated",
+            ("rlcore referee FILE.py:loss [json=true]",),
+            (JSON,),
+            settings=False,
+            operands=Operands("FILE.py:LOSS", 1, 1, "text"),
+        ),
+        Verb(
             "completion",
             "completion of these commands in a shell: print its script, or install it",
             ("rlcore completion bash|zsh [install=true]",),

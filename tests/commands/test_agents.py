@@ -184,6 +184,8 @@ def test_a_sparse_actor_plays_what_a_learner_of_its_rule_scores(command, small, 
         *("actor.sparse.kv_cache_gib=0.25", "learner.train_sparse=true", "schedule=on_policy"),
         # episodes of more pages than two
         *("task.args.digits=6", "environment.args.guesses=8", "rollout.max_new_tokens=8"),
+        # a model of 60 warm-up steps writes few numbers of six digits
+        "environment.args.forgiving=true",
         *("schedule.steps=2", "schedule.groups_per_step=8"),
     )
     assert run.wait() == 0, run.text[-3000:]

@@ -45,7 +45,7 @@ def _rows(result):
 
 
 def _largest(a):
-    return max(float(np.abs(values).max()) for values in a.values())
+    return max((float(np.abs(values).max()) for values in a.values()), default=0.0)
 
 
 def _difference(a, b):

@@ -1,0 +1,502 @@
+"""The expected gradient of a loss function, enumerated, beside the policy gradient.
+
+A bandit of two tokens is small enough that every batch of a few answers can be tried, with its
+probability: the expectation is exact, without a sample. What is judged is a function as it stands:
+one of rlcore's form (`LossBatch`), or a loss with the signature of verl, OpenRLHF, SkyRL or TRL.
+
+    from rlcore.referee import judge
+    for verdict in judge(my_loss):
+        print(verdict)
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlcore.errors import UserError
+from rlcore.registry import LoadError, load_object
+
+V, T, START = 3, 2, 3  # tokens, positions, and the state before the first token
+END = 2  # the token that ends an answer at the first position, where lengths differ
+EXACT = 1e-6  # a departure below is none
+CAP = 2.0  # of the truncated ratio
+
+# Logits by state (after token 0, 1, 2; at the start) of p_ref, and what is added to them for the
+# policy after a step, and for the actor. No two ratios are equal, some are above 1.2, some below
+# 0.8 and one above CAP; nothing else is in these numbers.
+_REF = torch.tensor(
+    [[0.4, -0.3, 0.1], [-0.2, 0.5, 0.0], [0.3, 0.2, -0.6], [0.2, -0.1, 0.3]], dtype=torch.float64
+)
+_STEP = torch.tensor(
+    [[0.3, -0.2, 0.1], [-0.3, 0.2, 0.2], [0.1, 0.3, -0.4], [0.35, -0.25, -0.1]], dtype=torch.float64
+)
+_NOISE = torch.tensor(
+    [[0.5, -0.9, 0.2], [-0.4, 0.6, -0.3], [0.2, -0.5, 0.7], [-0.3, 0.6, -0.4]], dtype=torch.float64
+)
+_REWARDS: dict[tuple[int, ...], float] = {
+    (0, 0): 1.0,
+    (0, 1): -0.5,
+    (0, 2): 0.4,
+    (1, 0): 0.2,
+    (1, 1): 2.0,
+    (1, 2): -1.0,
+}
+_REWARDS |= {(2, 0): 0.6, (2, 1): -0.8, (2, 2): 1.3, (2,): 1.5}
+
+
+@dataclass(frozen=True, slots=True)
+class LossBatch:
+    """The argument of a loss of rlcore's form: `loss(batch)` returns a scalar to minimise.
+
+    [B, T] float64 unless said; what `mask` leaves out is 0. The answers of a group are neighbours.
+    """
+
+    logp_new: Tensor  # log p_new of the sampled tokens; carries the gradient
+    logp_ref: Tensor  # log p_ref, of the learner as the batch arrived
+    logp_inf: Tensor  # log p_inf, of the actor
+    advantages: Tensor
+    mask: Tensor  # bool
+    rewards: Tensor  # [B]
+    group_ids: Tensor  # [B], int64
+    weights: Tensor | None  # of the kind that is judged, such as min(p_ref / p_inf, 2); or None
+
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Conditions that a loss is judged under. The default: actor and learner are one policy, all answers are of
+    two tokens, a batch is a group of two answers, whose mean reward is subtracted."""
+
+    actor: str = "matched"  # or "mismatch"; "truncated": it never samples its rarest token
+    later_step: bool = False  # the second step on a batch: p_new is not p_ref
+    lengths: str = "equal"  # or "mixed": one answer ends after its first token
+    group: int = 2  # answers of a group
+    groups: int = 1  # groups of a batch
+    advantage: str = "centred"  # or "normalised" by the group's deviation, too; or "reward"
+
+    def __str__(self) -> str:
+        words = [f"actor {self.actor}"]
+        words += ["later step"] * self.later_step + ["lengths mixed"] * (self.lengths == "mixed")
+        if (self.group, self.groups) != (2, 1):
+            words.append(f"{self.groups} x {self.group} answers")
+        words += [f"advantage {self.advantage}"] * (self.advantage != "centred")
+        return ", ".join(words)
+
+
+WORLDS = (
+    *(
+        World(actor, later, lengths)
+        for actor in ("matched", "mismatch", "truncated")
+        for later in (False, True)
+        for lengths in ("equal", "mixed")
+    ),
+    *(
+        World(lengths=lengths, **changed)
+        for lengths in ("equal", "mixed")
+        for changed in (
+            {"advantage": "reward"},
+            {"advantage": "normalised", "group": 3},
+            {"group": 3},
+            {"groups": 2},
+        )
+    ),
+)
+
+
+def _token(new: Tensor, inf: Tensor, _: Tensor) -> Tensor:
+    return (new - inf).exp()
+
+
+def _truncated(new: Tensor, inf: Tensor, _: Tensor) -> Tensor:
+    return (new - inf).exp().clamp(max=CAP)
+
+
+def _sequence(new: Tensor, inf: Tensor, mask: Tensor) -> Tensor:
+    return (new - inf).where(mask, 0.0).sum(1, keepdim=True).exp().expand_as(new)
+
+
+# Weights p_ref / p_inf that a trainer hands to its loss.
+WEIGHTS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor] | None] = {
+    "none": None,
+    "truncated": _truncated,
+    "token": _token,
+    "sequence": _sequence,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far an expected gradient g is from the policy gradient r of p_new.
+
+    `scale` is <g, r> / <r, r>, `departure` is |g - scale r| / |scale r|, and `cosine` that of g and
+    r. A scale is the learning rate's matter, a departure is not.
+    """
+
+    world: World
+    weights: str  # of WEIGHTS
+    aggregation: str  # of the loss, where it is told one
+    scale: float
+    departure: float
+    cosine: float
+
+    @property
+    def exact(self) -> bool:
+        return self.departure < EXACT and self.scale > 0
+
+    def __str__(self) -> str:
+        found = "exact" if self.exact else f"departs by {self.departure:.3g}"
+        return (
+            f"{self.world}; weights {self.weights}; {self.aggregation or 'its own mean'}: {found}, "
+            f"scale {self.scale:.3g}, cosine {self.cosine:.4f}"
+        )
+
+
+def judge(
+    loss: Loss, worlds: Sequence[World] = WORLDS, weights: Sequence[str] | None = None
+) -> Iterator[Verdict]:
+    """Verdicts on a loss function in every world, with every kind of weights and every aggregation
+    that its form accepts. Raises UserError for a function of no known form, and where the loss is
+    no finite scalar."""
+    form = form_of(loss)
+    kinds = (
+        weights if weights is not None else (tuple(WEIGHTS) if form.takes_weights else ("none",))
+    )
+    for world in worlds:
+        table = _Table(world)
+        matched = world.actor == "matched"
+        for kind in kinds:
+            if matched and kind != "none":
+                continue  # the weights are one
+            for aggregation in form.aggregations:
+                adapted = form.adapted(aggregation)
+                yield table.verdict(adapted, kind, aggregation)
+
+
+class _Table:
+    """All answers of a world and all batches of them."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        ends = world.lengths == "mixed"
+        self.answers = [
+            (a,) if ends and a == END else (a, b)
+            for a in range(V)
+            for b in range(1 if ends and a == END else V)
+        ]
+        self.tokens = torch.tensor([(*a, 0)[:T] for a in self.answers])
+        self.mask = torch.tensor([[True, len(a) == T] for a in self.answers])
+        self.states = torch.stack([torch.full((len(self.answers),), START), self.tokens[:, 0]], 1)
+        self.rewards = torch.tensor([_REWARDS[a] for a in self.answers], dtype=torch.float64)
+        self.ref = _REF.log_softmax(-1)
+        self.new = (_REF + _STEP * world.later_step).log_softmax(-1)
+        self.inf = _actor(world.actor)
+
+    def at(self, logp: Tensor) -> Tensor:
+        """[A, T]: log-probs of the answers' tokens by a table [V + 1, V]."""
+        return logp[self.states, self.tokens].where(self.mask, 0.0)
+
+    @cached_property
+    def policy_gradient(self) -> Tensor:
+        """[V + 1, V]: of the expected reward of p_new, by its logits."""
+        logits = self.new.clone().requires_grad_()
+        logp = self.at(logits.log_softmax(-1)).sum(1)
+        return torch.autograd.grad((logp.exp() * self.rewards).sum(), logits)[0]
+
+    def verdict(self, loss: Callable[[LossBatch], Any], kind: str, aggregation: str) -> Verdict:
+        ascent, truth = -self._expected(loss, kind).flatten(), self.policy_gradient.flatten()
+        scale = float(ascent @ truth / (truth @ truth))
+        off = ascent - scale * truth
+        departure = float(off.norm() / (abs(scale) * truth.norm()).clamp(min=1e-30))
+        cosine = float(ascent @ truth / (ascent.norm() * truth.norm()).clamp(min=1e-30))
+        return Verdict(self.world, kind, aggregation, scale, departure, cosine)
+
+    def _expected(self, loss: Callable[[LossBatch], Any], kind: str) -> Tensor:
+        """The gradient [V + 1, V] of the loss by the logits of p_new, over all batches."""
+        probability = self.at(self.inf).sum(1).exp()
+        size = self.world.group * self.world.groups
+        by_token = torch.zeros(len(self.answers), T, dtype=torch.float64)
+        for rows in itertools.product(range(len(self.answers)), repeat=size):
+            index = torch.tensor(rows)
+            p = float(probability[index].prod())
+            if p:
+                by_token.index_add_(0, index, p * self._slope(loss, index, kind))
+        # d log p[s, v] / d logits[s] = one_hot(v) - p[s]
+        here = by_token.where(self.mask, 0.0)
+        found = torch.zeros(V + 1, V, dtype=torch.float64)
+        found.index_put_((self.states, self.tokens), here, accumulate=True)
+        return found - found.sum(1, keepdim=True) * self.new.exp()
+
+    def _slope(self, loss: Callable[[LossBatch], Any], index: Tensor, kind: str) -> Tensor:
+        """[B, T]: the derivative of one batch's loss by log p_new of its tokens."""
+        mask = self.mask[index]
+        new = self.at(self.new)[index].requires_grad_()
+        ref, inf = self.at(self.ref)[index], self.at(self.inf)[index]
+        weigh = WEIGHTS[kind]
+        group_ids = torch.arange(len(index)) // self.world.group
+        batch = LossBatch(
+            logp_new=new,
+            logp_ref=ref,
+            logp_inf=inf,
+            advantages=self._advantages(self.rewards[index])[:, None].where(mask, 0.0),
+            mask=mask,
+            rewards=self.rewards[index],
+            group_ids=group_ids,
+            weights=None if weigh is None else weigh(ref, inf, mask),
+        )
+        value = _scalar(loss(batch))
+        if not value.requires_grad:
+            return torch.zeros(mask.shape, dtype=torch.float64)  # such as a batch without a signal
+        return torch.autograd.grad(value, new)[0].double()
+
+    def _advantages(self, rewards: Tensor) -> Tensor:
+        if self.world.advantage == "reward":
+            return rewards
+        groups = rewards.view(-1, self.world.group)
+        centred = groups - groups.mean(1, keepdim=True)
+        if self.world.advantage == "normalised":
+            centred = centred / (groups.std(1, keepdim=True) + 1e-6)
+        return centred.flatten()
+
+
+def _actor(kind: str) -> Tensor:
+    """[V + 1, V]: log-probs of the actor; -inf where it never samples."""
+    if kind == "truncated":
+        logp = _REF.log_softmax(-1)
+        kept = logp > logp.amin(-1, keepdim=True)
+        return logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    return (_REF + _NOISE * (kind == "mismatch")).log_softmax(-1)
+
+
+def _scalar(found: Any) -> Tensor:
+    """The loss out of what a function returned. Raises UserError."""
+    value = found[0] if isinstance(found, tuple) else found
+    if not isinstance(value, Tensor) or value.numel() != 1 or not bool(torch.isfinite(value)):
+        raise UserError(
+            "the loss function is not accepted: it returns no finite scalar tensor (or a tuple "
+            f"that begins with one) but {str(value)[:80]}."
+        )
+    return value.reshape(())
+
+
+# ----- the forms of others -----
+
+
+@dataclass(frozen=True)
+class Form:
+    """A loss by its signature."""
+
+    name: str
+    call: Callable[[Loss, LossBatch, str], Any]
+    loss: Loss
+    takes_weights: bool
+    aggregations: tuple[str, ...] = ("",)
+
+    def adapted(self, aggregation: str) -> Callable[[LossBatch], Any]:
+        return lambda batch: self.call(self.loss, batch, aggregation)
+
+
+def form_of(loss: Loss) -> Form:
+    """The form of a loss function, by the names of its parameters. Raises UserError."""
+    taken = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+    free = {n for n, p in taken.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for name, (needed, call, weights) in FORMS.items():
+        if needed <= free:
+            modes = VERL_AGGREGATIONS if "loss_agg_mode" in _open(taken) else ("",)
+            return Form(name, call, loss, weights is None or weights in free, modes)
+    listed = "; ".join(f"{name}: {', '.join(sorted(f[0]))}" for name, f in FORMS.items())
+    raise UserError(
+        f"the loss function is not accepted: its parameters are {', '.join(sorted(free))}, and the "
+        f"known forms are {listed}."
+    )
+
+
+def _open(taken: inspect.Signature) -> set[str]:
+    """Parameters that functools.partial has not fixed by their name."""
+    return {n for n, p in taken.parameters.items() if p.kind is not p.KEYWORD_ONLY}
+
+
+VERL_AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
+def _own(loss: Loss, batch: LossBatch, _: str) -> Any:
+    return loss(batch)
+
+
+def _verl(loss: Loss, batch: LossBatch, aggregation: str) -> Any:
+    further: dict[str, Any] = {"loss_agg_mode": aggregation} if aggregation else {}
+    if batch.weights is not None:
+        further["rollout_is_weights"] = batch.weights
+    return loss(
+        old_log_prob=batch.logp_ref,
+        log_prob=batch.logp_new,
+        advantages=batch.advantages,
+        response_mask=batch.mask.double(),
+        **further,
+    )
+
+
+def _openrlhf(loss: Loss, batch: LossBatch, _: str) -> Any:
+    return loss(
+        log_probs=batch.logp_new,
+        old_log_probs=batch.logp_ref,
+        advantages=batch.advantages,
+        action_mask=batch.mask.double(),
+        rollout_log_probs=batch.logp_inf,
+    )
+
+
+def _skyrl(loss: Loss, batch: LossBatch, _: str) -> Any:
+    return loss(
+        log_probs=batch.logp_new,
+        old_log_probs=batch.logp_ref,
+        advantages=batch.advantages,
+        loss_mask=batch.mask.double(),
+        rollout_logprobs=batch.logp_inf,
+    )
+
+
+def _trl(loss: Loss, batch: LossBatch, _: str) -> Any:
+    """`GRPOTrainer._compute_loss(self, model, inputs)`, bound to what stands for its trainer."""
+    no_prompt = torch.zeros(len(batch.mask), 0, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": no_prompt,
+        "prompt_mask": no_prompt,
+        "completion_ids": torch.zeros(batch.mask.shape, dtype=torch.int64),
+        "completion_mask": batch.mask.long(),
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.logp_ref,
+        "sampling_per_token_logps": batch.logp_inf,
+        "num_items_in_batch": batch.mask.sum(),
+        "logp_new": batch.logp_new,
+    }
+    ones = torch.ones_like(batch.logp_ref)
+    inputs["importance_sampling_ratio"] = ones if batch.weights is None else batch.weights
+    return loss(model=inputs, inputs=inputs)
+
+
+# name: parameters that the form is known by, how it is called, and which parameter has the weights
+# (None: the batch has them)
+FORMS: Mapping[str, tuple[frozenset[str], Callable[[Loss, LossBatch, str], Any], str | None]] = {
+    "verl": (
+        frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"}),
+        _verl,
+        "rollout_is_weights",
+    ),
+    "OpenRLHF": (
+        frozenset({"log_probs", "old_log_probs", "advantages", "action_mask"}),
+        _openrlhf,
+        "",
+    ),
+    "SkyRL": (frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"}), _skyrl, ""),
+    "TRL": (frozenset({"model", "inputs"}), _trl, None),
+    "rlcore": (frozenset({"batch"}), _own, None),
+}
+
+
+class TrlTrainer:
+    """Stands for a GRPOTrainer: `TrlTrainer(GRPOTrainer, config)._compute_loss` can be judged.
+
+    What the method asks of its trainer beside `args` (a GRPOConfig, or any object with these
+    fields) is that of one process which accumulates nothing. Log-probs are the bandit's.
+    """
+
+    def __init__(self, owner: type, args: Any) -> None:
+        self._owner = owner
+        self.args = args
+        for name in (
+            *("loss_type", "beta", "importance_sampling_level", "top_entropy_quantile"),
+            *("off_policy_mask_threshold", "vllm_importance_sampling_correction"),
+            "max_completion_length",
+        ):
+            setattr(self, name, getattr(args, name))
+        self.epsilon_low = args.epsilon
+        self.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        self.use_vllm = True
+        self.aux_loss_enabled = self._entropy_bonus_enabled = False
+        self.current_gradient_accumulation_steps = 1
+        self.num_generations = 2
+        self.model = types.SimpleNamespace(training=False)
+        self.accelerator = types.SimpleNamespace(
+            num_processes=1, gather=lambda value: value, reduce=lambda value, **_: value
+        )
+        self._metrics: Any = {"train": _Anything(), "eval": _Anything()}
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> Any:
+        return model["logp_new"], torch.zeros_like(model["logp_new"]), None
+
+    def __getattr__(self, name: str) -> Any:
+        found = inspect.getattr_static(self._owner, name)
+        bound: Any = found.__get__(self, type(self))
+        return bound
+
+
+class _Anything(dict[str, list[float]]):
+    """Metrics by any name."""
+
+    def __missing__(self, key: str) -> list[float]:
+        return self.setdefault(key, [])
+
+
+# ----- the command -----
+
+
+def referee(word: str, *, as_json: bool) -> int:
+    """`rlcore referee FILE.py:loss`: print verdicts. Raises UserError."""
+    try:
+        loss = load_object(word)
+    except LoadError as error:
+        raise UserError(f"{word} {error}") from error
+    form = form_of(loss)
+    verdicts = list(judge(loss))
+    if as_json:
+        print(json.dumps([_row(v) for v in verdicts], indent=2))
+        return 0
+    print(f"{word} has the form of {form.name}. Departure of its expected gradient from the policy")
+    print(
+        "gradient of p_new, enumerated; 0 is exact, up to a scale that the learning rate absorbs.\n"
+    )
+    print("\n".join(lines(verdicts)))
+    return 0
+
+
+def _row(verdict: Verdict) -> dict[str, Any]:
+    world = {n: getattr(verdict.world, n) for n in World.__dataclass_fields__}
+    numbers = {n: getattr(verdict, n) for n in ("scale", "departure", "cosine", "exact")}
+    return {**world, "weights": verdict.weights, "aggregation": verdict.aggregation, **numbers}
+
+
+def lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """A table in Markdown: a row a world and kind of weights, a column an aggregation."""
+    modes = list(dict.fromkeys(v.aggregation for v in verdicts))
+    cells = {(str(v.world), v.weights, v.aggregation): v for v in verdicts}
+    heads = ["world", "weights", *(mode or "departure (scale)" for mode in modes)]
+    found = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for world, kind in dict.fromkeys((str(v.world), v.weights) for v in verdicts):
+        words = [_cell(cells[world, kind, mode]) for mode in modes]
+        found.append(f"| {' | '.join([world, kind, *words])} |")
+    return found
+
+
+def _cell(verdict: Verdict) -> str:
+    scale = f"({verdict.scale:.2f})"
+    return f"exact {scale}" if verdict.exact else f"{verdict.departure:.3f} {scale}"
+
+
+__all__ = ["WORLDS", "LossBatch", "TrlTrainer", "Verdict", "World", "judge", "referee"]
