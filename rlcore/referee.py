@@ -76,8 +76,11 @@ Loss = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Conditions that a loss is judged under. The default: actor and learner are one policy, all answers are of
-    two tokens, a batch is a group of two answers, whose mean reward is subtracted."""
+    """Conditions that a loss is judged under.
+
+    The default: actor and learner are one policy, all answers are of two tokens, and a batch is a
+    group of two answers, whose mean reward is subtracted.
+    """
 
     actor: str = "matched"  # or "mismatch"; "truncated": it never samples its rarest token
     later_step: bool = False  # the second step on a batch: p_new is not p_ref

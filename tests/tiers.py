@@ -131,6 +131,7 @@ def _selection(asked: argparse.Namespace) -> list[str]:
         print(f"tests: share {shard} of {SHARDS} of the slow tier", flush=True)
         # Another order with every commit: the time may not suffice for all that a change touches.
         words += ["--shard", f"{shard}/{SHARDS}", "--shuffle", str(asked.shard)]
+        words += ["--turn", str(asked.shard)]
     elif not files:
         return []
     return [*words, "--changed", ",".join(files)]
