@@ -74,6 +74,9 @@ def _section(
 ) -> Iterator[str]:
     """The tables of a specification, and of those in it; one that stands elsewhere too, once."""
     title = prefix.rstrip(".")
+    if model is shipped() and title != "correction":
+        yield from ["", f"### {title}", "", "The same keys as `correction`."]
+        return
     base = next((m for m in seen if issubclass(model, m)), None)
     if base is model:
         yield from ["", f"### {title}", "", f"The same keys as `{seen[model]}`."]
@@ -113,6 +116,8 @@ def metrics() -> str:
     lines = []
     for group, members in groups.items():
         lines += ["", f"## {group}", ""]
+        if any(metric.by_kind for metric in members):
+            lines += ["By kind of actors, too: `name@<label>`, in a run with several.", ""]
         lines += [
             "| metric | unit | meaning | healthy | otherwise |",
             "| --- | --- | --- | --- | --- |",
@@ -185,6 +190,6 @@ def pages() -> dict[Path, Callable[[], str]]:
 
 
 if __name__ == "__main__":
-    assert set(shipped().model_fields) == {*CORRECTIONS, "none"}
+    assert set(shipped().model_fields) == {*CORRECTIONS, "none", "strata"}
     for path, content in pages().items():
         path.write_text(content())

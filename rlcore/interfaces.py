@@ -259,6 +259,12 @@ class Corrected:
     # multiplies the learning rate of this step, the same on every rank; the pipeline multiplies
     # what its corrections return
     step_scale: float = 1.0
+    kinds: torch.Tensor | None = None  # [B], as in the step, where corrections differ by kind
+
+    def rows(self, chosen: torch.Tensor) -> Corrected:
+        """Weight and mask of some of the sequences, as `StepTensors.rows` takes them."""
+        kinds = None if self.kinds is None else self.kinds[chosen]
+        return Corrected(self.weight[chosen], self.mask[chosen], {}, kinds=kinds)
 
 
 class Correction(ABC):

@@ -20,6 +20,7 @@ logarithms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -118,6 +119,17 @@ class Request(ByFields):
 def request_id(purpose: str, group_id: int, sample_index: int) -> str:
     """The name of one sample, unique among all that are unfinished."""
     return f"{purpose}:{group_id}:{sample_index}"
+
+
+def actor_label(name: str) -> str:
+    """The label, `actor.LABEL`, of an actor ("fp8-0") or of one of its drawings ("fp8-0:71:3")."""
+    actor = name.partition(":")[0]
+    return actor.rpartition("-")[0] or actor
+
+
+def at_kind(metrics: Mapping[str, float], label: str) -> dict[str, float]:
+    """Metrics of the samples of one kind of actors: "mismatch/ess" becomes "mismatch/ess@fp8"."""
+    return {f"{name}@{label}": value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -340,6 +352,16 @@ class StepTensors:
     coverage: torch.Tensor | None = None  # [B, T] float32: probability mass of p_ref's (DVP)
     # [B] bool: the episode's last turn was cut off at the length limit; None: none was
     truncated: torch.Tensor | None = None
+    # [B] int64: the kind of actor that sampled each sequence, counted as the learner lists them;
+    # None: all are of one
+    kinds: torch.Tensor | None = None
+
+    def rows(self, chosen: torch.Tensor) -> StepTensors:
+        """The same tensors for some of the sequences: their numbers [b], or a mask [B] bool."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return StepTensors(
+            **{n: v[chosen] if hasattr(v, "shape") else v for n, v in values.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)

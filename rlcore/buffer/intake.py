@@ -19,7 +19,7 @@ from rlcore.buffer.live import ArrivedSample, Attempt, LiveGroup, LiveGroups
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.references import Record
 from rlcore.serialization import RecordHeader, read_header
-from rlcore.types import Score
+from rlcore.types import Score, actor_label, at_kind
 
 MOST_UNSUMMED = 64  # different rewards
 
@@ -107,6 +107,16 @@ def task_metrics(entries: Iterable[LiveGroup], tasks: Sequence[str]) -> dict[str
     return metrics
 
 
+def kind_metrics(entries: Iterable[LiveGroup], kinds: Sequence[str]) -> dict[str, float]:
+    """`batch_metrics` by the label of the actor that drew each sample, for a run with several."""
+    groups, metrics = list(entries), dict[str, float]()
+    for kind in kinds:
+        own = [s for e in groups for s in e.usable() if actor_label(s.score.draw_id) == kind]
+        if own:
+            metrics |= at_kind(_of_samples(own), kind)
+    return metrics
+
+
 _TASK_NAMES = {
     "reward/mean": "reward_mean",
     "reward/std": "reward_std",
@@ -123,8 +133,10 @@ def batch_metrics(entries: Iterable[LiveGroup]) -> dict[str, float]:
     Summed exactly (`math.fsum`): in whatever order samples came, two runs of one seed agree to the
     bit.
     """
-    groups = list(entries)
-    samples = [s for e in groups for s in e.samples.values() if s.usable]
+    return _of_samples([s for e in entries for s in e.samples.values() if s.usable])
+
+
+def _of_samples(samples: Sequence[ArrivedSample]) -> dict[str, float]:
     rewards = [s.score.reward for s in samples if s.score.reward is not None]
     lengths = [s.tokens for s in samples]
     kept = [s.score.reward for s in samples if s.records and s.score.reward is not None]

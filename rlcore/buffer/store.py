@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlcore.buffer.batches import Batches
-from rlcore.buffer.intake import Intake, batch_metrics, task_metrics
+from rlcore.buffer.intake import Intake, batch_metrics, kind_metrics, task_metrics
 from rlcore.buffer.ledger import Ledger
 from rlcore.buffer.live import ArrivedSample, LiveGroup, LiveGroups
 from rlcore.buffer.shard import ShardReport
@@ -44,7 +44,7 @@ class ReplayBuffer:
     samples_per_group n: a group is complete when n samples have arrived. max_bytes: bytes of
     records above which nothing is admitted. keep_samples: samples of a batch that `peek` can show.
     tasks: group sizes and shares of several tasks, by the part of a prompt id before the first "/";
-    None: a run with one.
+    None: a run with one. kinds: labels of actors, of a run with several.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class ReplayBuffer:
         run_seed: int,
         keep_samples: int,
         tasks: Mapping[str, TaskShare] | None = None,
+        kinds: Sequence[str] = (),
     ) -> None:
+        self._kinds = kinds
         self._run_seed = run_seed
         self._keep_samples = keep_samples
         self._filter_limit = selection.filter_limit
@@ -174,6 +176,7 @@ class ReplayBuffer:
         if entries is None:
             raise ValueError(f"buffer: the batch of step {step} was asked for before it was ready")
         metrics = batch_metrics(entries) | task_metrics(entries, self.live.tasks)
+        metrics |= kind_metrics(entries, self._kinds)
         taken = TakenBatch([(e.group_id, e.tokens) for e in entries], metrics)
         self._remember(step, entries)
         self.batches.expire()

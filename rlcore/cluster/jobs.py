@@ -39,6 +39,7 @@ class BufferJob:
     run_seed: int
     keep_samples: int
     tasks: Mapping[str, TaskShare] | None = None
+    kinds: tuple[str, ...] = ()  # labels of actors, of a run with several
 
 
 @dataclass(frozen=True, slots=True)

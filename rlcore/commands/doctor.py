@@ -223,6 +223,8 @@ def shortened(config: RunConfig, run_dir: str) -> RunConfig:
         name: getattr(config, name).model_copy(update=changed) for name, changed in short.items()
     }
     update["correction"] = CorrectionList.model_validate({"none": {}})
+    plain = {n: a.model_copy(update={"correction": None}) for n, a in config.actor.items()}
+    update["actor"] = plain
     return config.model_copy(update=update | {"run_dir": run_dir, "resume": "never"})
 
 

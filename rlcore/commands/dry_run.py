@@ -29,6 +29,7 @@ from rlcore.loop.prompts import HeldOutRequests
 from rlcore.loop.specs import EvaluationSpec
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.rows import read_rows
+from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import Spec, refuse
 from rlcore.tasks.specs import MixedTaskSpec
 
@@ -121,9 +122,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "tasks", _tasks(config, prepared)
     yield "actors", _actors(config)
     yield "sampling", [_settings(config.rollout)]
-    chosen = config.correction.chosen().items()
-    corrections = [f"{label}: {_settings(spec)}" for label, spec in chosen]
-    yield "corrections", corrections or ["none: the mismatch is measured and not corrected"]
+    yield "corrections", list(_corrections(config))
     names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
     idle = jobs.idle_clip(config)
     yield "algorithm", [names, *_changed(config.algorithm), *filter(None, [idle])]
@@ -134,6 +133,15 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "resources", _resources(config, prepared)
     yield "memory", memory_lines(config, prepared.tokenizer)
     yield "writes", _writes(config)
+
+
+def _corrections(config: RunConfig) -> Iterator[str]:
+    none = "none: the mismatch is measured and not corrected"
+    for key, found in config.correction_lists.items():
+        whose = f"{key}, " if key != "correction" else ""
+        yield from (f"{whose}{n}: {_settings(s)}" for n, s in found.chosen().items())
+        if not found.chosen():
+            yield f"{whose}{none}"
 
 
 def _settings(spec: Spec) -> str:
@@ -245,7 +253,7 @@ def _rewards(config: RunConfig) -> list[str]:
 
 
 def _actors(config: RunConfig) -> list[str]:
-    engines = {label: (actor, "") for label, actor in config.actor.items()}
+    engines: dict[str, tuple[ActorSpec, str]] = {n: (a, "") for n, a in config.actor.items()}
     plain = jobs.evaluation_actor(config)
     if plain is not None:
         engines["evaluation"] = (plain, ", for evaluations alone")

@@ -99,6 +99,7 @@ def buffer_job(config: RunConfig) -> BufferJob:
         run_seed=config.seed,
         keep_samples=max(MIN_KEPT_SAMPLES, config.logging.samples_per_step),
         tasks=_shares(config),
+        kinds=tuple(config.actor) if len(config.actor) > 1 else (),
     )
 
 
@@ -252,6 +253,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
+        strata=config.strata,
     )
 
 

@@ -163,7 +163,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         heldout = _checked_heldout(config, heldout, trains)
     prompts = _prompts(config, train)
     # Corrections may change what actors sample from (DVP), so requests are made after them.
-    pipeline = build(config.correction.chosen(), config.seed, config.algorithm)
+    pipeline = build(config.correction.chosen(), config.seed, config.algorithm, config.strata)
     asked = {label: _asked(config.rollout_of(label), pipeline) for label in config.tasks}
     usual, seed = _asked(config.rollout, pipeline), config.seed
     return Prepared(

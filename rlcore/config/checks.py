@@ -11,7 +11,7 @@ from typing import Literal
 
 from rlcore.config.diffusion import check_diffusion
 from rlcore.config.names import check_names, load_objectives
-from rlcore.config.schema import AlgorithmSection, RunConfig
+from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import specifications
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.dvp import DvpSpec
@@ -301,37 +301,70 @@ def _truncation(c: RunConfig) -> None:
 
 
 def _corrections(c: RunConfig) -> None:
-    chosen = c.correction.chosen()
+    for key, corrections in c.correction_lists.items():
+        _one_list(c, key, corrections)
+
+
+def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
+    chosen = corrections.chosen()
     # Each weighs by a ratio to p_inf: two would correct the same mismatch twice.
     weights = [label for label, spec in chosen.items() if spec.weighs]
     refuse(
         len(weights) > 1,
-        f"{_shown(c)} would correct the same ratio {len(weights)} times ({' and '.join(weights)} "
-        f"each weigh by it): keep one of {', '.join(weights)}.",
+        f"{_shown(key, corrections)} would correct the same ratio {len(weights)} times "
+        f"({' and '.join(weights)} each weigh by it): keep one of {', '.join(weights)}.",
     )
     loss = loss_class(c.algorithm.loss)
     for label, spec in chosen.items():
         refuse(
             spec.needs_topk and c.rollout.logprobs_k < 1,
-            f"rollout.logprobs_k={c.rollout.logprobs_k} leaves correction={label} without the "
+            f"rollout.logprobs_k={c.rollout.logprobs_k} leaves {key}={label} without the "
             "actors' top log-probs, which it estimates from: use at least 1 (20 is usual).",
         )
         refuse(
             bool(spec.inner_clip_off) and not loss.inner_clip,
-            f"correction.{label}.{spec.inner_clip_off}=true switches off an inner clip that "
+            f"{key}.{label}.{spec.inner_clip_off}=true switches off an inner clip that "
             f"algorithm.loss={c.algorithm.loss} does not have: use algorithm.loss=ppo.",
         )
 
 
+def _kinds(c: RunConfig) -> None:
+    """Lists of corrections of kinds of actors."""
+    own = {key: found for key, found in c.correction_lists.items() if key != "correction"}
+    if not own:
+        return
+    refuse(
+        len(c.actor) == 1,
+        f"{next(iter(own))} is of one of several kinds of actors, and this run has one: set "
+        "correction.",
+    )
+    for key, corrections in own.items():
+        for one, other in ((corrections, c.correction), (c.correction, corrections)):
+            for label, spec in one.chosen().items():
+                refuse(
+                    _of_the_run(spec) and other.get(label) != spec,
+                    f"{_shown(key, corrections)} and {_shown('correction', c.correction)} differ "
+                    f"in {label}, which decides what all actors sample or what the loss is of: "
+                    "use it with the same settings in both, or in neither.",
+                )
+
+
+def _of_the_run(spec: CorrectionSpec) -> bool:
+    """Return whether a correction is of all samples or none: it is more than weights and masks."""
+    whole = spec.leads_to_new or bool(spec.inner_clip_off) or bool(spec.replaces_advantage)
+    return whole or isinstance(spec, DvpSpec)
+
+
 def _epochs(c: RunConfig) -> None:
     epochs, loss = c.schedule.epochs, c.algorithm.loss
-    weighs = any(spec.weighs for spec in c.correction.chosen().values())
-    refuse(
-        epochs > 1 and not loss_class(loss).carries_ratio and not weighs,
-        f"schedule.epochs={epochs} trains on samples again after the policy has moved away from "
-        f"them, which neither algorithm.loss={loss} nor {_shown(c)} weighs: add a correction that "
-        "weighs (tis is usual), or use algorithm.loss=ppo.",
-    )
+    for key, corrections in c.correction_lists.items():
+        weighs = any(spec.weighs for spec in corrections.chosen().values())
+        refuse(
+            epochs > 1 and not loss_class(loss).carries_ratio and not weighs,
+            f"schedule.epochs={epochs} trains on samples again after the policy has moved away "
+            f"from them, which neither algorithm.loss={loss} nor {_shown(key, corrections)} "
+            "weighs: add a correction that weighs (tis is usual), or use algorithm.loss=ppo.",
+        )
 
 
 def _losses(c: RunConfig) -> None:
@@ -467,8 +500,9 @@ def _drafts(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown(c)} cannot be combined with learner.draft: its learner takes log-probs over the "
-        "whole vocabulary, and dvp's actors sample from the safe set; use one or the other.",
+        f"{_shown('correction', c.correction)} cannot be combined with learner.draft: its learner "
+        "takes log-probs over the whole vocabulary, and dvp's actors sample from the safe set; use "
+        "one or the other.",
     )
 
 
@@ -513,8 +547,9 @@ def _sparse_learning(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown(c)} cannot be combined with learner.distill: under dvp a token outside the "
-        "policy's safe set has no log-prob for the sparse copy to follow; use one or the other.",
+        f"{_shown('correction', c.correction)} cannot be combined with learner.distill: under dvp "
+        "a token outside the policy's safe set has no log-prob for the sparse copy to follow; use "
+        "one or the other.",
     )
 
 
@@ -523,8 +558,8 @@ def _dvp(c: RunConfig) -> DvpSpec | None:
     return next(found, None)
 
 
-def _shown(c: RunConfig) -> str:
-    return f"correction=[{','.join(c.correction.names)}]"
+def _shown(key: str, corrections: CorrectionList) -> str:
+    return f"{key}=[{','.join(corrections.names)}]"
 
 
 RULES = (
@@ -535,6 +570,7 @@ RULES = (
     _step_sizes,
     _truncation,
     _corrections,
+    _kinds,
     _epochs,
     _losses,
     _whole_corrections,

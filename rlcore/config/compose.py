@@ -37,11 +37,17 @@ from rlcore.config.groups import (
     roots,
     settled,
 )
-from rlcore.config.schema import CorrectionList, MixedTask, RunConfig, task_form
+from rlcore.config.schema import (
+    STRATA,
+    ActorSection,
+    CorrectionList,
+    MixedTask,
+    RunConfig,
+    task_form,
+)
 from rlcore.config.sentences import closest, one_line, validate
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
-from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.row_files import CACHED
@@ -99,10 +105,10 @@ def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
     return environment.model_copy(update={"name": name, "args": args})
 
 
-def _actor(actor: ActorSpec) -> ActorSpec:
-    return actor.model_copy(
-        update={"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
-    )
+def _actor(actor: ActorSection) -> ActorSection:
+    update = {"draft_path": _path(actor.draft_path), "engine": _code(actor.engine)}
+    own = actor.correction and _corrections(actor.correction)
+    return actor.model_copy(update={**update, "correction": own})
 
 
 def _corrections(corrections: CorrectionList) -> CorrectionList:
@@ -359,6 +365,7 @@ def _keep_selected(cfg: DictConfig, group: str, files: Iterable[Path]) -> None:
     second actor.
     """
     labels = [label for file in files for label in _read(file)]
+    labels += [STRATA] if group == "correction" and STRATA in (cfg.get(group) or {}) else []
     cfg[group] = {label: cfg[group][label] for label in dict.fromkeys(labels)}
 
 

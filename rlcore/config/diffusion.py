@@ -121,10 +121,11 @@ def _check_sampling(c: RunConfig) -> None:
         "environment= plays episodes of several turns, and with model.diffusion a response is one "
         "canvas: use environment=none.",
     )
-    for label, spec in c.correction.chosen().items():
+    lists = [(key, found.chosen()) for key, found in c.correction_lists.items()]
+    for key, label, spec in ((k, n, s) for k, chosen in lists for n, s in chosen.items()):
         refuse(
             spec.rejects or spec.needs_topk or isinstance(spec, DvpSpec),
-            f"correction={label} rests on the distribution that each token was drawn from, and "
+            f"{key}={label} rests on the distribution that each token was drawn from, and "
             "with model.diffusion only an estimate of its log-prob is known: use ais, tis, mis or "
             "another that weighs by ratios.",
         )

@@ -53,6 +53,7 @@ FIXED = {
     "rollout.top_k": _SAMPLED,
     "rollout.min_p": _SAMPLED,
     "correction.dvp.rho": _SAMPLED,
+    "actor.*.correction.dvp.rho": _SAMPLED,
     "learner.engine": _WEIGHTS,
     "learner.router_replay": _SAMPLED,
     "learner.lora.rank": _WEIGHTS,

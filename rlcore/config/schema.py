@@ -26,7 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.specs import RaySpec
-from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec
+from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec, Stratum
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.launch.specs import LaunchSpec
@@ -42,6 +42,8 @@ from rlcore.tasks.specs import GradingSpec, MixedTaskSpec, TaskSpec
 from rlcore.weights.specs import TransportSpec
 
 NONE = "none"  # the label of a run that names no correction on purpose
+STRATA = "strata"  # a key beside the labels
+Strata = Literal["kind", "none"]
 
 
 class NamedCorrection(NamedTuple):
@@ -53,7 +55,8 @@ class NamedCorrection(NamedTuple):
 
 
 class CorrectionList(Spec):
-    """The corrections of a run, read from and written to a mapping whose order counts.
+    """The corrections of a run or of a kind of actors, read from and written to a mapping whose
+    order counts; a list of names is one without settings.
 
     A built-in correction's label is its name, `tis: {cap: 3}`. A user's own says which class
     declares its settings, `mine: {name: "path/to/file.py:MySpec", cap: 3}`.
@@ -61,23 +64,31 @@ class CorrectionList(Spec):
 
     entries: tuple[NamedCorrection, ...] = ()
     none: bool = False  # `correction=none`
+    strata: Strata = setting(
+        "kind",
+        "statistics of the batch are of each kind of actors alone; none: of all whose corrections "
+        "are equal",
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _from_mapping(cls, data: Any) -> Any:
+        if isinstance(data, list) and all(isinstance(label, str) for label in data):
+            data = {label: {} for label in data}
         if not isinstance(data, Mapping):
             return data  # refused by its type
         # `tis: null` switches off what an experiment selects
         chosen = {label: settings for label, settings in data.items() if settings is not None}
-        none = chosen.pop(NONE, None)
+        none, strata = chosen.pop(NONE, None), chosen.pop(STRATA, "kind")
         if none:
             raise _error(PydanticCustomError(NONE, "empty, since it has no settings"), NONE, none)
         entries = tuple(_named(label, settings) for label, settings in chosen.items())
-        return {"entries": entries, "none": none is not None}
+        return {"entries": entries, "none": none is not None, STRATA: strata}
 
     @model_serializer(mode="plain")
     def _to_mapping(self, info: SerializationInfo) -> dict[str, Any]:
         written: dict[str, Any] = {NONE: {}} if self.none else {}
+        written |= {STRATA: self.strata} if self.strata != "kind" else {}
         for label, name, spec in self.entries:
             own = {} if name == label else {"name": name}
             written[label] = own | spec.model_dump(mode=info.mode)
@@ -98,6 +109,10 @@ class CorrectionList(Spec):
 
     def check(self, key: str) -> None:
         refuse(
+            self.strata != "kind" and key != "correction",
+            f"{key}.strata={self.strata} is about all kinds of actors: set correction.strata.",
+        )
+        refuse(
             self.none and bool(self.entries),
             f"{key}=[{','.join(self.names)}] contradicts itself: none stands alone.",
         )
@@ -111,6 +126,8 @@ def shipped() -> type[Spec]:
     }
     none = setting(None, "the run names no correction on purpose")
     fields[NONE] = (dict[str, Any] | None, none)
+    own = CorrectionList.model_fields[STRATA]
+    fields[STRATA] = (Strata, setting(own.default, own.description or ""))
     return create_model("ShippedCorrections", __base__=Spec, **fields)
 
 
@@ -162,6 +179,14 @@ class ClusterSection(Section, TransportSpec, SupervisionSpec, RaySpec):
     launch: LaunchSpec = LaunchSpec()
 
 
+class ActorSection(Section, ActorSpec):
+    """`actor.LABEL`: engines of one kind, and what becomes of their samples."""
+
+    correction: CorrectionList | None = setting(
+        None, "corrections of their samples, as the section correction; null: that section"
+    )
+
+
 def task_form(value: Any) -> Literal["one", "several"]:
     """Return whether `task` holds the keys of one task, or tasks by label."""
     if isinstance(value, Mapping) and value and not set(value) & set(TaskSpec.model_fields):
@@ -206,7 +231,7 @@ class RunConfig(Spec):
     model: ModelSpec
     task: TaskSection = setting(meaning="one task, or several by label")
     environment: EnvironmentSpec = EnvironmentSpec()
-    actor: dict[str, ActorSpec] = setting(
+    actor: dict[str, ActorSection] = setting(
         min_length=1, meaning="by label; several make a mixed fleet"
     )
     rollout: RolloutSpec = RolloutSpec()
@@ -218,6 +243,23 @@ class RunConfig(Spec):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     logging: LoggingSpec = LoggingSpec()
+
+    @property
+    def correction_lists(self) -> dict[str, CorrectionList]:
+        """Every list of corrections by its key: the run's, and those of kinds of actors."""
+        own = {f"actor.{label}.correction": a.correction for label, a in self.actor.items()}
+        return {"correction": self.correction} | {k: v for k, v in own.items() if v is not None}
+
+    @property
+    def strata(self) -> tuple[Stratum, ...]:
+        """The kinds of actors by the corrections and statistics that they share; empty: one."""
+        if len(self.actor) == 1:
+            return ()
+        lists = {n: (a.correction or self.correction).chosen() for n, a in self.actor.items()}
+        if self.correction.strata == "kind":
+            return tuple(Stratum((label,), chosen) for label, chosen in lists.items())
+        different = [c for i, c in enumerate(lists.values()) if c not in list(lists.values())[:i]]
+        return tuple(Stratum(tuple(n for n in lists if lists[n] == c), c) for c in different)
 
     @property
     def tasks(self) -> dict[str, TaskSpec]:

@@ -3,14 +3,14 @@ the order in which they were named."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
 from rlcore.corrections.numerics import at_least_float32, total
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.errors import UserError
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
@@ -19,7 +19,7 @@ from rlcore.objectives.kl import penalty_weight
 from rlcore.objectives.protocols import UNCORRECTED, Bias
 from rlcore.objectives.specs import ObjectiveSpec, loss_class
 from rlcore.registry import LoadError, load_object, require_whole
-from rlcore.types import SamplingSpec, StepTensors
+from rlcore.types import SamplingSpec, StepTensors, at_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,13 +34,27 @@ class Stage(NamedTuple):
 
 
 def build(
-    corrections: Mapping[str, CorrectionSpec], run_seed: int, objective: ObjectiveSpec
+    corrections: Mapping[str, CorrectionSpec],
+    run_seed: int,
+    objective: ObjectiveSpec,
+    strata: Sequence[Stratum] = (),
 ) -> Pipeline:
     """The pipeline of a run: specifications by label, in the order in which they apply.
 
-    `objective` is what the run optimises: weights must lead to what its loss does not carry. Raises
-    UserError if a specification's method cannot be loaded.
+    `objective` is what the run optimises: weights must lead to what its loss does not carry.
+    `strata`: of a run whose actors are of several kinds. Raises UserError if a specification's
+    method cannot be loaded.
     """
+    usual = _built(corrections, run_seed, objective)
+    if not strata:
+        return usual
+    lists = [(s.kinds, _built(s.corrections, run_seed, objective)) for s in strata]
+    return StratifiedPipeline(usual, lists)
+
+
+def _built(
+    corrections: Mapping[str, CorrectionSpec], run_seed: int, objective: ObjectiveSpec
+) -> Pipeline:
     stages = []
     for label, chosen in corrections.items():
         spec = chosen.under(objective)
@@ -79,10 +93,12 @@ class Pipeline:
         clip_off = any(stage.spec.inner_clip_off for stage in stages)
         #: weights must lead to p_new, because the loss is anchored there and carries no p_new/p_ref
         self.leads_to_new = clip_off or not loss_carries_ratio
-        self.needs = _union(self.stages, self.leads_to_new, clip_off)
+        weighs = any(stage.spec.weighs for stage in self.stages)
+        own = Needs(new=self.leads_to_new and weighs, short_circuit=clip_off)
+        self.needs = _union([own, *(stage.method.needs for stage in self.stages)])
         #: see `CorrectionSpec.sequence_wise`: all of them are
         self.sequence_wise = all(stage.spec.sequence_wise for stage in self.stages)
-        self._weighs = any(stage.spec.weighs for stage in self.stages)
+        self._weighs = weighs
         self._rejects = any(stage.spec.rejects for stage in self.stages)
         chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
         self._ais = chosen[0] if chosen else AisSpec()
@@ -126,18 +142,27 @@ class Pipeline:
         `usable` tokens. Metrics come under their full keys: mismatch/*, staleness/*, correction/*;
         without `measure` the first two, which do not affect the weights, are left out.
         """
-        before = step.mask != 0
-        step = replace(step, mask=before)
-        metrics: dict[str, float] = {}
-        if measure:
-            metrics = mismatch_metrics(step, reduce, self._ais) | policy_age(
-                step.token_version, before, step.step, reduce
-            )
+        step = replace(step, mask=step.mask != 0)
+        metrics = self._measured(step, reduce) if measure else {}
+        found = self._weighed(step, reduce)
+        metrics |= found.metrics | _totals(found, step, reduce)
+        if self._overlong_filter:
+            metrics |= _filtered(step, reduce)
+        return replace(found, metrics=metrics)
+
+    def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
+        """mismatch/* and staleness/* of a step whose mask is bool."""
+        age = policy_age(step.token_version, step.mask, step.step, reduce)
+        return mismatch_metrics(step, reduce, self._ais) | age
+
+    def _weighed(self, step: StepTensors, reduce: Reduce) -> Corrected:
+        """Weights and mask after all stages, with the metrics of each."""
         usable = self.usable(step)
         step = _outside_is_impossible(replace(step, mask=usable))
         current = Corrected(torch.ones_like(at_least_float32(step.logp_inf)), usable, {})
         # a veto keeps judging actor against p_ref: only weights have to make up for the loss
         weighed = _towards_new(step) if self.leads_to_new else step
+        metrics: dict[str, float] = {}
         scale = 1.0
         for stage in self.stages:
             follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
@@ -148,9 +173,6 @@ class Pipeline:
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
-        metrics |= _totals(weight, current.mask, before, reduce)
-        if self._overlong_filter:
-            metrics |= _filtered(step.truncated, before, reduce)
         return Corrected(weight, current.mask, metrics, scale)
 
     @torch.no_grad()
@@ -209,9 +231,10 @@ def _outside_is_impossible(step: StepTensors) -> StepTensors:
     )
 
 
-def _totals(weight: Tensor, mask: Tensor, before: Tensor, reduce: Reduce) -> dict[str, float]:
+def _totals(found: Corrected, step: StepTensors, reduce: Reduce) -> dict[str, float]:
+    weight, mask = found.weight, found.mask
     kept, proposed, weight_sum, zeros = total(
-        [mask, before, weight.where(mask, 0.0), mask & (weight == 0)], reduce
+        [mask, step.mask, weight.where(mask, 0.0), mask & (weight == 0)], reduce
     )
     return {
         "correction/kept_share": kept / proposed if proposed else 1.0,
@@ -220,20 +243,110 @@ def _totals(weight: Tensor, mask: Tensor, before: Tensor, reduce: Reduce) -> dic
     }
 
 
-def _filtered(truncated: Tensor | None, before: Tensor, reduce: Reduce) -> dict[str, float]:
-    sequences = before.any(-1)
-    cut = torch.zeros_like(sequences) if truncated is None else truncated & sequences
+def _filtered(step: StepTensors, reduce: Reduce) -> dict[str, float]:
+    sequences = step.mask.any(-1)
+    cut = torch.zeros_like(sequences) if step.truncated is None else step.truncated & sequences
     return {"train/overlong_filtered": total([cut], reduce)[0]}
 
 
-def _union(stages: Sequence[Stage], leads_to_new: bool, clip_off: bool) -> Needs:
-    needs = [stage.method.needs for stage in stages]
+def _union(needs: Sequence[Needs]) -> Needs:
     rho = [n.safe_set_rho for n in needs if n.safe_set_rho is not None]
     return Needs(
         topk=any(n.topk for n in needs),
-        new=any(n.new for n in needs) or (leads_to_new and any(s.spec.weighs for s in stages)),
+        new=any(n.new for n in needs),
         batch_stats=any(n.batch_stats for n in needs),
         # the smallest set holds for all
         safe_set_rho=max(rho) if rho else None,
-        short_circuit=clip_off,
+        short_circuit=any(n.short_circuit for n in needs),
     )
+
+
+class StratifiedPipeline(Pipeline):
+    """The corrections of a run whose actors are of several kinds: each stratum has its own list and
+    statistics of the batch, over its own samples of all ranks.
+
+    Metrics are pooled and, under `name@kind`, by kind. Those of a stage come by kind where a
+    stratum is one kind; pooled, they and the step scale are means over the strata by tokens.
+    RAPID's baseline stays a mean over the whole group: its weights lead every sample to p_new."""
+
+    def __init__(self, usual: Pipeline, lists: Sequence[tuple[tuple[str, ...], Pipeline]]) -> None:
+        """`lists`: labels of kinds, which `StepTensors.kinds` counts in this order, and their
+        pipeline. `usual`: of samples of all other kinds, which the run once had."""
+        carries = not usual.leads_to_new
+        super().__init__(
+            usual.stages, loss_carries_ratio=carries, overlong_filter=usual._overlong_filter
+        )
+        self.kinds = tuple(kind for kinds, _ in lists for kind in kinds)
+        self._lists = [*lists, (("",), usual)]
+        self.needs = _union([pipeline.needs for _, pipeline in self._lists])
+        self.sequence_wise = all(pipeline.sequence_wise for _, pipeline in self._lists)
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        return tuple(bias for _, pipeline in self._lists[:-1] for bias in pipeline.biases)
+
+    def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
+        metrics = super()._measured(step, reduce)
+        for kind, rows in present_kinds(self.kinds, step, reduce):
+            metrics |= at_kind(super()._measured(step.rows(rows), reduce), kind)
+        return metrics
+
+    def _weighed(self, step: StepTensors, reduce: Reduce) -> Corrected:
+        """Every rank goes through all lists: statistics of the global batch are collective."""
+        weight, mask = torch.ones_like(at_least_float32(step.logp_inf)), step.mask.clone()
+        tokens, scale = 0.0, 0.0
+        sums: dict[str, tuple[float, float]] = {}  # of metrics by name, and their tokens
+        by_kind: dict[str, float] = {}
+        for kinds, rows, pipeline in self._each(step.kinds):
+            part = step.rows(rows)
+            found = pipeline._weighed(part, reduce)
+            weight[rows], mask[rows] = found.weight.to(weight), found.mask
+            (own,) = total([part.mask], reduce)
+            tokens, scale = tokens + own, scale + own * found.step_scale
+            for name, value in found.metrics.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = before[0] + own * value, before[1] + own
+            if own and len(kinds) == 1 and kinds[0] in self.kinds:
+                by_kind |= at_kind(found.metrics, kinds[0])
+        metrics = {name: value / n for name, (value, n) in sums.items() if n}
+        whole = Corrected(weight, mask, metrics, scale / tokens if tokens else 1.0, step.kinds)
+        for kind, rows in present_kinds(self.kinds, step, reduce):
+            by_kind |= at_kind(_totals(whole.rows(rows), step.rows(rows), reduce), kind)
+        return replace(whole, metrics=metrics | by_kind)
+
+    def _each(self, kinds: Tensor | None) -> Iterator[tuple[tuple[str, ...], Tensor, Pipeline]]:
+        """(labels, rows [B] bool, pipeline) of each list; `kinds` [B] of the sequences."""
+        if kinds is None:
+            raise ValueError("the sequences of a run with several kinds of actors have no kinds")
+        first = 0
+        for labels, pipeline in self._lists:
+            yield labels, (kinds >= first) & (kinds < first + len(labels)), pipeline
+            first += len(labels)
+
+    @torch.no_grad()
+    def penalty_weight(
+        self, corrected: Corrected, logp_new: Tensor, logp_ref: Tensor, logp_inf: Tensor, cap: float
+    ) -> Tensor:
+        found = torch.zeros_like(corrected.weight)
+        for _, rows, pipeline in self._each(corrected.kinds):
+            logps = (logp_new[rows], logp_ref[rows], logp_inf[rows])
+            found[rows] = pipeline.penalty_weight(corrected.rows(rows), *logps, cap).to(found)
+        return found
+
+    @torch.no_grad()
+    def state_weight(self, corrected: Corrected) -> Tensor:
+        found = torch.zeros_like(corrected.weight)
+        for _, rows, pipeline in self._each(corrected.kinds):
+            found[rows] = pipeline.state_weight(corrected.rows(rows))
+        return found
+
+
+def present_kinds(
+    kinds: Sequence[str], step: StepTensors, reduce: Reduce
+) -> Iterator[tuple[str, Tensor]]:
+    """(label, rows [B] bool) of each kind that some rank has tokens of. Collective."""
+    if not kinds or step.kinds is None:
+        return
+    rows = [step.kinds == number for number in range(len(kinds))]
+    tokens = total([step.mask & of[:, None] for of in rows], reduce)
+    yield from ((kind, of) for kind, of, count in zip(kinds, rows, tokens) if count)

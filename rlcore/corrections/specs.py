@@ -12,6 +12,8 @@ packages need are class variables of its specification:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rlcore.objectives.protocols import Bias
@@ -71,6 +73,17 @@ class CorrectionSpec(Spec):
     def under(self, objective: ObjectiveSpec) -> CorrectionSpec:
         """This specification with what depends on the objective decided."""
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class Stratum:
+    """Kinds of actors whose samples share a list of corrections and its statistics of the batch.
+
+    Example: Stratum(("bf16", "fp8"), {"tis": TisSpec()})
+    """
+
+    kinds: tuple[str, ...]  # labels of actors
+    corrections: Mapping[str, CorrectionSpec]  # by name, in the order in which they apply
 
 
 CORRECTIONS: dict[str, str] = {

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from rlcore.corrections.numerics import total
+from rlcore.corrections.pipeline import present_kinds
 from rlcore.interfaces import Reduce
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
 from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_next_tokens
-from rlcore.types import Episode, Group, StepTensors, TokenScores
+from rlcore.types import Episode, Group, StepTensors, TokenScores, actor_label, at_kind
 
 _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLES + sample_index
 
@@ -165,15 +166,6 @@ def sample_log_ratios(
     return found
 
 
-def rows_of(step: StepTensors, rows: Tensor) -> StepTensors:
-    """The same tensors for some of the episodes."""
-    values: dict[str, Any] = {name: getattr(step, name) for name in step.__dataclass_fields__}
-    chosen: dict[str, Any] = {
-        name: v[rows] if isinstance(v, Tensor) else v for name, v in values.items()
-    }
-    return StepTensors(**chosen)
-
-
 def build_batch(
     groups: Sequence[Group],
     *,
@@ -181,9 +173,11 @@ def build_batch(
     device: torch.device,
     sharper: Mapping[str, float] | None = None,
     read: Reader = read_next_tokens,
+    kinds: Sequence[str] = (),
 ) -> StepBatch:
     """Tensors of one rank's groups. `sharper`: of the tokens of each task (`TokenSequence`).
-    `read`: how the model reads a record.
+    `read`: how the model reads a record. `kinds`: labels of the run's actors, where it
+    distinguishes them; an episode of another label is counted as the kind after the last.
 
     Raises ValueError for an episode without a reward: buffers leave those out.
     """
@@ -212,6 +206,10 @@ def build_batch(
             [e.parts[-1].finish_reason == "length" for e in episodes], torch.bool
         ),
     )
+    if kinds:
+        numbers = {label: number for number, label in enumerate(kinds)}
+        labels = [actor_label(e.parts[0].actor_id) for e in episodes]
+        sent.kinds = rows.column([numbers.get(n, len(kinds)) for n in labels], torch.int64)
     if with_topk:
         # at least one column, so that every rank has the same tensors whatever its share
         k = max([1, *(t.topk_ids.shape[1] for e in episodes for t in e.parts)])
@@ -308,10 +306,19 @@ def _turn_numbers(episode: Episode) -> np.ndarray:
     return np.concatenate(numbers)
 
 
-def staleness_split(batch: StepBatch, step: int, reduce: Reduce) -> dict[str, float]:
+def staleness_split(
+    batch: StepBatch, step: int, reduce: Reduce, kinds: Sequence[str] = ()
+) -> dict[str, float]:
     """Mean staleness of the step's tokens in two parts: before their group arrived, and in the
-    buffer."""
-    on = batch.sent.mask
+    buffer; also by kind."""
+    metrics = _split(batch, batch.sent.mask, step, reduce)
+    for kind, rows in present_kinds(kinds, batch.sent, reduce):
+        of_kind = _split(batch, batch.sent.mask & rows[:, None], step, reduce)
+        metrics |= at_kind(of_kind, kind)
+    return metrics
+
+
+def _split(batch: StepBatch, on: Tensor, step: int, reduce: Reduce) -> dict[str, float]:
     arrival = batch.arrival_version[:, None].double()
     flight = torch.where(on, arrival - batch.sent.token_version, 0.0)
     buffer = torch.where(on, step - arrival, 0.0)

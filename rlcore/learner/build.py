@@ -198,7 +198,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
     # what can be refused is built before anything is loaded
     engine_class = resolve(ENGINES, spec.engine, key="learner.engine", like=TrainEngine)
-    pipeline = build_pipeline(job.corrections, job.run_seed, job.objective)
+    pipeline = build_pipeline(job.corrections, job.run_seed, job.objective, job.strata)
     for name in ("tensor_parallel", "expert_parallel"):
         if (count := getattr(spec, name)) > 1 and not engine_class.divides_layers:
             raise UserError.choice(f"learner.{name}", count, ("1",), _UNDIVIDED)

@@ -211,6 +211,7 @@ class LearnerRank(RankState):
             device=self.engine.device,
             sharper=self._sharper,
             read=self._read,
+            kinds=self.job.kinds,
         )
         batch = built(groups)
         batch.micro = self._micro_batches(batch.episodes)
@@ -257,7 +258,7 @@ class LearnerRank(RankState):
                 step_scale=gradient.step_scale,
             )
         )
-        metrics |= staleness_split(batch, step, self._reduce)
+        metrics |= staleness_split(batch, step, self._reduce, self.job.kinds)
         metrics |= positions(batch, self._reduce)
         if (replay := self.engine.policy.replay) is not None:
             metrics |= replay.metrics(self._reduce)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -480,6 +480,13 @@ class LearnerJob:
     task_temperatures: Mapping[str, float] = field(default_factory=dict)
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
     diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
+    # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
+    strata: tuple[Stratum, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Labels of the actors, where they are of several kinds."""
+        return tuple(kind for stratum in self.strata for kind in stratum.kinds)
 
 
 @dataclass(frozen=True, slots=True)

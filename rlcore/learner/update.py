@@ -20,7 +20,7 @@ from torch import Tensor
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.learner.batch import PolicyScores, StepBatch, TurnSpans, observed, rows_of
+from rlcore.learner.batch import PolicyScores, StepBatch, TurnSpans, observed
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import MicroBatch
@@ -343,7 +343,7 @@ class Update:
         sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
         shared = _Shared(batch, tensors.advantages, coefs, first, sums)
         for i, mb in enumerate(batch.micro):
-            mine = Corrected(corrected.weight[mb.episodes], corrected.mask[mb.episodes], {})
+            mine = corrected.rows(mb.episodes)
             # taken out, so that its memory is free after its backward pass
             forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
             self._backward(shared, i, forward, mine)
@@ -393,7 +393,7 @@ class Update:
         for i, mb in enumerate(batch.micro):
             scores, kl = self._forward(batch, mb, self.topk)
             alone = PolicyScores.of(mb, scores, usable.shape[1])
-            mine = rows_of(batch.sent, mb.episodes)
+            mine = batch.sent.rows(mb.episodes)
             part = observed(mine, step, advantages[mb.episodes], alone, alone)
             corrected = self.pipeline.correct(part, ONE_RANK, measure=False)
             self._backward(shared, i, (scores, kl), corrected)
@@ -422,7 +422,7 @@ class Update:
             rows, width = mb.episodes, shared.batch.sent.mask.shape[1]
             tokens = self._loss_tensors(shared, mb, scores, corrected)
             entropy = mb.dense(scores.entropy, width)
-            distance = self._kl(shared, mb, forward, tokens)
+            distance = self._kl(shared, mb, forward, tokens, corrected)
             loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
             values["entropy"] = scores.entropy.detach().sum()
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
@@ -438,7 +438,12 @@ class Update:
         self.engine.backward(loss, last=index == len(shared.batch.micro) - 1)
 
     def _kl(
-        self, shared: _Shared, mb: MicroBatch, forward: Forward, tokens: LossTensors
+        self,
+        shared: _Shared,
+        mb: MicroBatch,
+        forward: Forward,
+        tokens: LossTensors,
+        corrected: Corrected,
     ) -> Tensor | None:
         """KL to the frozen policy [b, T] as the loss takes it, or None where it has no such term.
 
@@ -448,7 +453,6 @@ class Update:
         """
         (scores, kl), rows, base = forward, mb.episodes, shared.batch.base
         width = tokens.mask.shape[1]
-        corrected = Corrected(tokens.weight, tokens.mask, {})
         if kl is not None:
             return mb.dense(kl, width) * self.pipeline.state_weight(corrected)
         estimator = self._objective.kl_estimator

@@ -15,7 +15,16 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from rlcore.metrics.digest import BRIEF, CELLS, Digest, duration, evaluations, number
+from rlcore.metrics.digest import (
+    BRIEF,
+    CELLS,
+    KINDS_COMPARED,
+    Digest,
+    by_kind,
+    duration,
+    evaluations,
+    number,
+)
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import Decoded, Sink
 
@@ -141,6 +150,9 @@ class ConsoleSink(Sink):
             for name, value in self.digest.shown(found).items():
                 first = number(self.digest.evals[0][1].get(name))
                 table.add_row(f"eval {name}", f"{number(value)}  (version {at}, first {first})")
+        kinds = kinds_table(row)
+        if kinds is not None:
+            table.add_row("kinds", kinds)
         if self.now:
             table.add_row("now", escape(self.now))
         elapsed = duration(time.monotonic() - self.started)
@@ -163,7 +175,23 @@ class ConsoleSink(Sink):
         for name, value in extra.items():
             shown = number(value) if isinstance(value, int | float) else escape(str(value))
             table.add_row(escape(str(name)), "", shown)
-        return table
+        kinds = kinds_table(self.digest.row or {})
+        return table if kinds is None else Group(table, kinds)
+
+
+def kinds_table(row: Row) -> Table | None:
+    """A step's samples by kind of actors; None where they are of one kind."""
+    found = by_kind(row)
+    if not found:
+        return None
+    table = Table(show_edge=False)
+    for heading in ("actors", *found):
+        table.add_column(escape(heading))
+    for name in KINDS_COMPARED:
+        values = [number(of[name]) if name in of else "" for of in found.values()]
+        if any(values):
+            table.add_row(name, *values)
+    return table
 
 
 def completion(sample: Decoded) -> RenderableType:

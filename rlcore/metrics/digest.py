@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlcore.metrics.names import combine, declared, is_accuracy
+from rlcore.metrics.names import combine, declared, is_accuracy, split_kind
 from rlcore.metrics.rows import Row
 
 
@@ -47,6 +47,27 @@ def evaluations(row: Row) -> dict[str, float | int | None]:
 
 def _leaves_out(name: str, row: Row) -> bool:
     return name.startswith("eval/") and name.endswith("_failed_share") and bool(row[name])
+
+
+# Compared between the kinds of actors of a run.
+KINDS_COMPARED = (
+    "reward/mean",
+    "response_length/mean",
+    "staleness/mean",
+    "mismatch/kl_k3",
+    "mismatch/ess",
+    "correction/kept_share",
+)
+
+
+def by_kind(row: Row) -> dict[str, dict[str, float | int | None]]:
+    """The compared metrics of each kind of actors, by kind and name; empty for one kind."""
+    found: dict[str, dict[str, float | int | None]] = {}
+    for name, value in row.items():
+        pooled, kind = split_kind(name)
+        if kind and pooled in KINDS_COMPARED:
+            found.setdefault(kind, {})[pooled] = value
+    return found
 
 
 def partial_rewards(found: Mapping[str, float | int | None]) -> set[str]:

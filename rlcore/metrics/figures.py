@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.metrics.metric import Metric
-from rlcore.metrics.names import declared
+from rlcore.metrics.names import declared, split_kind
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import Run
 
@@ -170,8 +170,11 @@ class Chart:
 
     def shows(self, name: str) -> bool:
         """Return whether the chart shows this metric."""
+        pooled, kind = split_kind(name)
+        if kind and self.stacked:
+            return False  # parts of a whole are stacked, and those of a kind are parts of another
         # An undeclared metric is matched as well: users log what they like.
-        return any(Metric(pattern, "", "").covers(name) for pattern in self.names)
+        return any(Metric(pattern, "", "").covers(pooled) for pattern in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,20 +258,23 @@ def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
 
 def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
     """A plotly figure: colour distinguishes the metrics of one run, and runs where there are
-    several. Runs of one family are a band from least to greatest, around their mean."""
+    several; curves of a kind of actors have the colour of the pooled one and a dash. Runs of one
+    family are a band from least to greatest, around their mean."""
     traces: list[dict[str, Any]] = []
     unit, several = "", len(families) > 1
     found = [dict(_curves(chart, family)) for family in families]
     names = sorted({name for its in found for name in its}, key=_shortest_first)
+    pooled = list(dict.fromkeys(split_kind(name)[0] for name in names))
+    kinds = ["", *sorted({split_kind(name)[1] for name in names} - {""})]
     for place, (family, its) in enumerate(zip(families, found)):
         for name, curves in its.items():
             i = names.index(name)  # the same dash in every run
+            whole, kind = split_kind(name)
             metric = declared(name)
             unit = unit or (metric.unit if metric and metric.unit != "1" else "")
             label = f"{family.name}: {name}" if several else name
-            color, dash = COLORS[(place if several else i) % len(COLORS)], "solid"
-            if several:
-                dash = DASHES[i % len(DASHES)]
+            color = COLORS[(place if several else pooled.index(whole)) % len(COLORS)]
+            dash = DASHES[(i if several else kinds.index(kind)) % len(DASHES)]
             traces += _band(label, curves, color) if len(curves) > 1 else []
             stack = {"stackgroup": "all"} if chart.stacked and not several else {}
             traces.append(_trace(label, _mean(curves), {"color": color, "dash": dash}) | stack)

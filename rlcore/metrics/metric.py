@@ -8,6 +8,10 @@ from typing import Literal
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
+# Groups of metrics that are of samples, and so of the kind of actors that drew them.
+BY_KIND = ("reward", "reward_parts", "response_length", "staleness", "mismatch", "correction")
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """One declared metric. `reduction` combines the values of several steps (a summary, a thinned
@@ -22,6 +26,11 @@ class Metric:
     reduction: Reduction = "mean"
     healthy: str = ""  # the usual range; "": the metric describes a run and has none
     otherwise: str = ""  # the advice outside of the range, in Markdown
+
+    @property
+    def by_kind(self) -> bool:
+        """True if a run with several kinds of actors has it under `name@<kind>`, too."""
+        return self.name.partition("/")[0] in BY_KIND
 
     def covers(self, name: str) -> bool:
         """Return whether this declaration is about `name`, segment by segment."""

@@ -3,7 +3,8 @@
 The declarations are in `sample_metrics.py`, `learner_metrics.py` and `system_metrics.py`, each with
 unit, meaning, reduction, usual range and advice; docs/metrics.md is made from them. Angle brackets
 stand for a name that a run's configuration or a user's code gives, so `eval/<task>/mean@<k>` covers
-`eval/digits/mean@4`. Units and reductions are declared, never inferred from a name.
+`eval/digits/mean@4`. A metric of samples exists by kind of actors, too: `mismatch/ess@fp8`. Units
+and reductions are declared, never inferred from a name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ _FAMILIES = tuple(m for m in METRICS if "<" in m.name)
 
 def declared(name: str) -> Metric | None:
     """The declaration of a name, its own before a family's; None if it has none."""
+    pooled, kind = split_kind(name)
+    if kind:
+        return declared(pooled)
     return _EXACT.get(name) or next((m for m in _FAMILIES if m.covers(name)), None)
+
+
+def split_kind(name: str) -> tuple[str, str]:
+    """("mismatch/ess", "fp8") of "mismatch/ess@fp8"; ("eval/digits/mean@4", "") of a name that is
+    of no kind of actors."""
+    pooled, _, kind = name.rpartition("@")
+    metric = declared(pooled) if pooled else None
+    return (pooled, kind) if metric is not None and metric.by_kind and kind else (name, "")
 
 
 def is_accuracy(name: str) -> bool:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rlcore.errors import UserError
-from rlcore.metrics.names import declared
+from rlcore.metrics.names import declared, split_kind
 from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import Sink
 
@@ -97,10 +97,8 @@ class RunCollector(Collector):
         yield from families
 
     def _of_rows(self) -> Iterator[Metric]:
-        for name, value in self._row.items():
-            yield GaugeMetricFamily(exported_name(name), _help(name), value=value)
-        for name, value in self._sums.items():
-            yield CounterMetricFamily(exported_name(name), _help(name), value=value)
+        yield from _families(GaugeMetricFamily, self._row)
+        yield from _families(CounterMetricFamily, self._sums)
 
     def _of_run(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("rlcore_run", "the run, by its directory", labels=["run_dir"])
@@ -136,6 +134,24 @@ class RunCollector(Collector):
                 if key in actor:
                     family.add_metric([str(actor["name"])], float(actor[key]))
             yield family
+
+
+def _families(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily], values: Mapping[str, float]
+) -> Iterator[Metric]:
+    """One family a metric; where it exists by kind of actors, with the label `kind`, "" pooled."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        pooled, kind = split_kind(name)
+        found.setdefault(pooled, {})[kind] = value
+    for pooled, by_kind in found.items():
+        if [*by_kind] == [""]:
+            yield family(exported_name(pooled), _help(pooled), value=by_kind[""])
+            continue
+        made = family(exported_name(pooled), _help(pooled), labels=["kind"])
+        for kind, value in by_kind.items():
+            made.add_metric([kind], value)
+        yield made
 
 
 def _help(name: str) -> str:

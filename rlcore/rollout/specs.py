@@ -10,7 +10,7 @@ from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.registry import resolve
 from rlcore.spec import Spec, refuse, setting
-from rlcore.types import ActorKind, SamplingSpec
+from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import Rounding, RoundingSpec
 
@@ -265,7 +265,7 @@ class EngineJob:
     @property
     def key(self) -> str:
         """The configuration key of `actor`, for messages."""
-        return f"actor.{self.actor_id.rpartition('-')[0] or self.actor_id}"
+        return f"actor.{actor_label(self.actor_id)}"
 
 
 ENGINES: dict[str, str] = {

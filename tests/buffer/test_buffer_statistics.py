@@ -61,3 +61,19 @@ def test_a_checkpoint_of_an_earlier_version_has_its_sums_as_numbers():
     equal = {**state, "scored": 3, "reward_sum": 0.1 + 0.1 + 0.1, "reward_squares": 3 * 0.1**2}
     assert ArrivalTotals.from_state(equal).metrics()["buffer/arrived_reward_std"] < 1e-7
     assert ArrivalTotals.from_state(json.loads(json.dumps(totals.state()))) == totals
+
+
+def test_rewards_and_lengths_of_a_batch_are_those_of_each_kind_of_actors_too():
+    """By the actor that drew each sample, also within a group."""
+    buffer = make_buffer(2, 2, kinds=("bf16", "fp8", "idle"))
+    buffer.admit([PROMPT] * 2)
+    first = [(0, 0, "bf16-0", 1.0), (0, 1, "fp8-3", 0.0)]
+    drawn = [*first, (1, 0, "fp8-1", 0.5), (1, 1, "bf16-0", 0.0)]
+    for group, index, actor, reward in drawn:
+        fields = {"actor_id": actor, "draw_id": f"{actor}:77-ab:{index}"}
+        deliver(buffer, sample(group, index, reward=reward, tokens=1 + group, **fields))
+    found = buffer.take(0).metrics
+    assert found["reward/mean"] == 0.375
+    assert (found["reward/mean@bf16"], found["reward/mean@fp8"]) == (0.5, 0.25)
+    assert found["response_length/mean@fp8"] == 1.5
+    assert not any(name.endswith("@idle") for name in found)

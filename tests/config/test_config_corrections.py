@@ -94,3 +94,42 @@ def test_pairs_that_the_door_accepts_build_and_no_others(pair):
     except UserError:
         return
     assert build(config.correction.chosen(), 0, config.algorithm) is not None
+
+
+KINDS = ("actor=[bf16,fp8]", "correction=[tis]")
+
+
+def test_kinds_of_actors_have_strata_and_lists_of_their_own():
+    assert run("correction=[tis]").strata == ()
+    config = run(*KINDS, "actor.fp8.correction=[veto,ais]")
+    assert [(s.kinds, tuple(s.corrections)) for s in config.strata] == [
+        (("bf16",), ("tis",)),
+        (("fp8",), ("veto", "ais")),
+    ]
+    pooled = run(*KINDS, "correction.strata=none")
+    assert [s.kinds for s in pooled.strata] == [("bf16", "fp8")]
+    parted = run(*KINDS, "correction.strata=none", "actor.fp8.correction.tis.cap=3")
+    assert [s.kinds for s in parted.strata] == [("bf16",), ("fp8",)]
+    assert run(*KINDS, "actor.fp8.correction=[none]").strata[1].corrections == {}
+
+
+def test_they_are_saved_and_resumed(tmp_path):
+    words = [f"run_dir={tmp_path}", *KINDS, "actor.fp8.correction=[ais]", "correction.strata=none"]
+    (tmp_path / "config.yaml").write_text(to_yaml(load(words)))
+    assert load([f"run_dir={tmp_path}", "resume=auto"]).strata == load(words).strata
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["correction=[tis]", "actor.bf16.correction=[ais]"], "actor.bf16.correction is of one"),
+        ([*KINDS, "actor.fp8.correction=[tis,ais]"], r"actor.fp8.correction=\[tis,ais\] would"),
+        ([*KINDS, "actor.fp8.correction=[dvp,tis]"], "differ in dvp"),
+        (["actor=[bf16,fp8]", "correction=[dvp]", "actor.fp8.correction=[]"], "differ in dvp"),
+        ([*KINDS, "actor.fp8.correction={tis: {}, strata: none}"], "set correction.strata"),
+        ([*KINDS, "actor.fp8.correction=[tiss]"], r"actor.fp8.correction.tiss"),
+    ],
+)
+def test_what_all_actors_must_agree_on_is_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        run(*words)

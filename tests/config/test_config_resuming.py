@@ -41,7 +41,7 @@ FREE = {
     "actor.LABEL.sparse": "block_size blocks share sparse_prompt",
     # how many log-probs a record stores it says itself
     "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s",
-    "correction": "none",
+    "correction": "none strata",
     "correction.tis": "cap level adjusted",
     "correction.mis": "low high level",
     "correction.icepop": "low high",
@@ -67,6 +67,7 @@ FREE = {
     "learner.distill.lora": "publish",
     "learner.draft": "ranks lr kl_coef kl_estimator",
 }
+FREE |= {f"actor.LABEL.{name}": keys for name, keys in FREE.items() if "correction" in name}
 BASE = ("experiment=quickstart",)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -81,14 +80,6 @@ def mismatched_step(
     off = [log_softmax(logits + noise * torch.randn(b, t, v, generator=g)) for _ in range(2)]
     lengths = torch.randint(1, t + 1, (b, 1), generator=g)
     return make_step(log_softmax(logits), *off, mask=torch.arange(t) < lengths, seed=seed, **kw)
-
-
-def rows(step: StepTensors, index: Any) -> StepTensors:
-    """The same step with only some of its sequences."""
-    values = {f.name: getattr(step, f.name) for f in fields(step)}
-    return StepTensors(
-        **{n: v[index] if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-    )
 
 
 class ThreadRanks:

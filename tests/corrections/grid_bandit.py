@@ -9,7 +9,7 @@ expectations: what is enumerated is the limit of large batches. All of it is in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -23,9 +23,9 @@ import rlcore.corrections.jackpot as jackpot_method
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.specs import CorrectionSpec
+from rlcore.corrections.specs import CorrectionSpec, Stratum
 from rlcore.interfaces import Reduce
-from rlcore.learner.batch import StepBatch, TurnSpans, rows_of
+from rlcore.learner.batch import StepBatch, TurnSpans
 from rlcore.learner.packing import dummy, pack
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.sequences import TokenSequence
@@ -52,6 +52,8 @@ def table(after_0: list[int], after_1: list[int], start: list[int]) -> Tensor:
 # 1 lie outside, so p_ref's set is p_new's at the start, larger after 0 and smaller after 1.
 RHO = 0.3
 INF = table([4, 8, 4], [4, 4, 8], [8, 4, 4])
+SECOND = table([8, 4, 4], [4, 8, 4], [4, 8, 4])  # of another kind of actors, as INF is chosen
+ACTORS = {"first": INF, "second": SECOND}
 REF = table([6, 7, 3], [2, 7, 7], [7, 2, 7])
 NEW = table([7, 7, 2], [3, 6, 7], [10, 2, 4])
 BASE = table([5, 5, 6], [8, 4, 4], [4, 7, 5])
@@ -71,12 +73,13 @@ GIVEN = "grid_bandit:Given"
 
 @dataclass(frozen=True)
 class Policies:
-    """Probabilities [V + 1, V] of the learner's policies by state; the actor's is INF."""
+    """Probabilities [V + 1, V] of the learner's policies by state, and what its actors have."""
 
     ref: Tensor = REF
     new: Tensor = NEW
     base: Tensor = BASE
     one_token: bool = False  # every sequence ends after its first token
+    actors: tuple[str, ...] = ("first",)  # of ACTORS, one a kind
 
 
 def logits(p: Tensor) -> Tensor:
@@ -91,22 +94,35 @@ class Case:
     objective: ObjectiveSpec
     later: bool  # a later step of its phase: p_new is not p_ref
     policies: Policies = field(default_factory=Policies)
+    second: Mapping[str, CorrectionSpec] | None = (
+        None  # of a second kind of actors, if there is one
+    )
+
+    @property
+    def lists(self) -> list[list[CorrectionSpec]]:
+        """As the pipeline has them, of each kind."""
+        lists = [self.corrections] if self.second is None else [self.corrections, self.second]
+        return [[spec.under(self.objective) for spec in own.values()] for own in lists]
 
     @property
     def specs(self) -> list[CorrectionSpec]:
-        """As the pipeline has them."""
-        return [spec.under(self.objective) for spec in self.corrections.values()]
+        return [spec for own in self.lists for spec in own]
+
+    @property
+    def strata(self) -> tuple[Stratum, ...]:
+        if self.second is None:
+            return ()
+        return Stratum(("first",), self.corrections), Stratum(("second",), self.second)
+
+    def rows(self, holds: Callable[[CorrectionSpec], bool]) -> Tensor:
+        """[B, 1] bool: it holds for a correction of the row's kind."""
+        return torch.tensor([any(map(holds, own)) for own in self.lists])[self.batch.kinds][:, None]
 
     @property
     def anchored(self) -> bool:
         """The loss has no p_new/p_ref: weights lead to p_new, not to p_ref."""
         clip_off = any(spec.inner_clip_off for spec in self.specs)
         return clip_off or not loss_class(self.objective.loss).carries_ratio
-
-    @property
-    def sequences(self) -> bool:
-        """Whole sequences are led to a policy, and not each token alone."""
-        return any(spec.corrects == "sequence" for spec in self.specs)
 
     @property
     def rho(self) -> float | None:
@@ -118,18 +134,19 @@ class Case:
 
     @property
     def batch(self) -> Batch:
-        return Batch.of(self.policies.one_token, any(spec.rejects for spec in self.specs))
+        rejects = any(spec.rejects for spec in self.specs)
+        return Batch.of(self.policies.one_token, rejects, self.policies.actors)
 
 
-def sequences(one_token: bool) -> list[tuple[int, ...]]:
-    """Every sequence as often as the actor draws it, in an order that mixes groups and ranks."""
+def sequences(inf: Tensor, one_token: bool) -> list[tuple[int, ...]]:
+    """Every sequence as often as an actor draws it, in an order that mixes groups and ranks."""
     found: list[tuple[int, ...]] = []
     for a in range(V):
         if a == 2 or one_token:
-            found += [(a,)] * round(16 * INF[PROMPT, a].item())
+            found += [(a,)] * round(16 * inf[PROMPT, a].item())
             continue
         for b in range(V):
-            found += [(a, b)] * round(16 * (INF[PROMPT, a] * INF[a, b]).item())
+            found += [(a, b)] * round(16 * (inf[PROMPT, a] * inf[a, b]).item())
     assert len(found) == 16
     return found[::3] + found[1::3] + found[2::3]
 
@@ -138,15 +155,22 @@ class Batch:
     """The rows as tensors: of each sequence one for every pair of draws, where tokens are
     rejected."""
 
-    def __init__(self, one_token: bool, rejects: bool) -> None:
-        rows = [row for row in sequences(one_token) for _ in range(DRAWS**T if rejects else 1)]
+    def __init__(self, one_token: bool, rejects: bool, actors: tuple[str, ...]) -> None:
+        drawn = [
+            (kind, s) for kind, a in enumerate(actors) for s in sequences(ACTORS[a], one_token)
+        ]
+        both = [row for row in drawn for _ in range(DRAWS**T if rejects else 1)]
+        self.kinds, rows = torch.tensor([kind for kind, _ in both]), [row for _, row in both]
+        self.several = len(actors) > 1
         self.tokens = torch.tensor([(*r, 0)[:T] for r in rows])
         self.mask = torch.tensor([[True, len(r) == T] for r in rows])
         self.states = torch.stack([torch.full((len(rows),), PROMPT), self.tokens[:, 0]], 1)
         self.rewards = torch.tensor([REWARD[r] for r in rows], dtype=torch.float64)
         self.groups = torch.arange(len(rows)) // (len(rows) // 4)
         self.episodes = [(TokenSequence.of_answer([PROMPT], r),) for r in rows]
-        self.inf = self.at(INF)
+        self.policies = torch.stack([ACTORS[a] for a in actors])  # [K, V + 1, V]
+        own = self.policies[self.kinds[:, None], self.states]
+        self.inf = own.gather(2, self.tokens[..., None])[..., 0].where(self.mask, 1.0)
         grid = (torch.arange(DRAWS, dtype=torch.float64) + 0.5) / DRAWS
         # the rows of a sequence are neighbours: each of them has another pair of draws
         self.uniforms = torch.cartesian_prod(grid, grid).repeat(max(1, len(rows) // 64), 1)
@@ -154,8 +178,8 @@ class Batch:
 
     @staticmethod
     @cache
-    def of(one_token: bool, rejects: bool) -> Batch:
-        return Batch(one_token, rejects)
+    def of(one_token: bool, rejects: bool, actors: tuple[str, ...]) -> Batch:
+        return Batch(one_token, rejects, actors)
 
     def at(self, p: Tensor) -> Tensor:
         """[B, T]: what a table says of the rows' tokens."""
@@ -165,7 +189,7 @@ class Batch:
         b = len(self.rewards)
         zeros = torch.zeros(b, T, dtype=torch.float64)
         ids = torch.arange(V).expand(b, T, V)
-        top = logits(INF)[self.states]
+        top = logits(self.policies)[self.kinds[:, None], self.states]
         return StepTensors(
             mask=self.mask,
             logp_inf=self.inf.log(),
@@ -179,6 +203,7 @@ class Batch:
             step=0,
             topk_ids_inf=ids.where(self.mask[..., None], -1),
             topk_logp_inf=top.where(self.mask[..., None], -torch.inf),
+            kinds=self.kinds if self.several else None,
         )
 
     @cache  # noqa: B019
@@ -190,7 +215,7 @@ class Batch:
             mine = (self.groups == 3) == (rank == 1) if ranks == 2 else self.groups >= 0
             index = mine.nonzero()[:, 0]
             episodes = [self.episodes[i] for i in index.tolist()]
-            sent = rows_of(self.sent, index)
+            sent = self.sent.rows(index)
             turns = TurnSpans(
                 sent.rewards.double()[:, None],
                 torch.ones(len(index), dtype=torch.int64),
@@ -237,7 +262,7 @@ def _of_rank(case: Case, batch: StepBatch, reduce: Reduce) -> tuple[Tensor, Tens
         run_seed=0,
         pad_id=0,
     )
-    pipeline = build(job.corrections, job.run_seed, job.objective)
+    pipeline = build(job.corrections, job.run_seed, job.objective, case.strata)
     taken: list[Tensor] = []
     replaced = pipeline.advantages
 
@@ -273,10 +298,10 @@ def reference(case: Case, advantages: Tensor) -> Tensor:
     ref = batch.at(constrained(case.policies.ref, case.rho))
     new = batch.at(constrained(case.p_new, case.rho))
     weight = new / inf
-    if case.sequences:
-        around = (new if case.anchored else ref) / inf
-        # all tokens of the sequence but one's own, which is p_new's anyway
-        weight = weight * around.flip(1).where(batch.mask, 1.0)
+    around = (new if case.anchored else ref) / inf
+    # all tokens of the sequence but one's own, which is p_new's anyway
+    others = around.flip(1).where(batch.mask, 1.0)
+    weight = weight * others.where(case.rows(lambda s: s.corrects == "sequence"), 1.0)
     z = logits(case.p_new).requires_grad_()
     logp = batch.at(_log_probs(z, case.rho))
     summed = (share(case, batch) * weight * advantages * logp).where(batch.mask, 0.0).sum()
@@ -295,10 +320,10 @@ def kl_reference(case: Case) -> Tensor:
     if kind == "full":
         logp, base = z.log_softmax(-1), logits(case.policies.base).log_softmax(-1)
         at_state = (logp.exp() * (logp - base)).sum(-1)[batch.states]
-        if any(spec.rejects for spec in case.specs):
-            # the weights of the kept tokens: a length that depends on the token is the target's
-            target = case.p_new if case.anchored else case.policies.ref
-            coefficient = coefficient * batch.at(constrained(target, case.rho)) / batch.inf
+        # the weights of the kept tokens: a length that depends on the token is the target's
+        target = case.p_new if case.anchored else case.policies.ref
+        led = batch.at(constrained(target, case.rho)) / batch.inf
+        coefficient = coefficient * led.where(case.rows(lambda s: s.rejects), 1.0)
         summed = (coefficient * at_state).where(batch.mask, 0.0).sum()
         return -torch.autograd.grad(summed, z)[0]
     new, base = (

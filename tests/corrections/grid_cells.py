@@ -56,10 +56,11 @@ class Cell:
     aggregation: Any
     later: bool
     kl: Any  # "none" or an estimator
+    second: Chosen | None = None  # of a second kind of actors
 
     @property
     def specs(self) -> dict[str, CorrectionSpec]:
-        return {name: _spec(name, settings) for name, settings in self.chosen}
+        return _specs(self.chosen)
 
     def case(self) -> Case:
         replaced = [s.replaces_advantage for s in self.specs.values() if s.replaces_advantage]
@@ -70,7 +71,14 @@ class Cell:
             **LOSS_SETTINGS[self.loss],
             **settings,
         )
-        return Case(self.specs, objective, self.later)
+        if self.second is None:
+            return Case(self.specs, objective, self.later)
+        policies = Policies(actors=("first", "second"))
+        return Case(self.specs, objective, self.later, policies, _specs(self.second))
+
+
+def _specs(chosen: Chosen) -> dict[str, CorrectionSpec]:
+    return {name: _spec(name, settings) for name, settings in chosen}
 
 
 @cache
@@ -104,6 +112,21 @@ def switches(name: str) -> Iterator[tuple[str, Any]]:
         yield from ((key, value) for value in values if value != setting.default)
 
 
+def fleets(loss: str, *, every: bool = False) -> Iterator[Cell]:
+    """Every second list beside another one, of a second kind of actors, or with `every` all beside
+    all that validation accepts; in turn over all means, steps and estimators."""
+    known = list(lists())
+    for i, chosen in enumerate(known if every else known[::2]):
+        for j in range(len(known)):
+            second = known[(3 * i + j + 1) % len(known)]
+            axes = AGGREGATIONS[(i + j) % 3], (i + j) % 2 == 1, ESTIMATORS[(i + j) % 5]
+            cell = Cell(chosen, loss, *axes, second)
+            if not refusal(cell):
+                yield cell
+                if not every:
+                    break
+
+
 def cells(*, reverse: bool = False) -> Iterator[Cell]:
     axes = (LOSS_SETTINGS, AGGREGATIONS, (False, True), ESTIMATORS)
     yield from (Cell(chosen, *rest) for chosen in lists(reverse=reverse) for rest in product(*axes))
@@ -127,13 +150,21 @@ def refusal(cell: Cell) -> str:
     data = _base(cell.later)
     data = data | {
         "algorithm": data["algorithm"] | algorithm,
-        "correction": {name: spec.model_dump() for name, spec in specs.items()} or {"none": {}},
+        "correction": _written(specs),
     }
+    if cell.second is not None:
+        (kind,) = data["actor"].values()
+        own = {"correction": _written(_specs(cell.second))}
+        data["actor"] = {"first": kind, "second": kind | own}
     try:
         check(validate(data))
     except UserError as error:
         return str(error)
     return ""
+
+
+def _written(specs: dict[str, CorrectionSpec]) -> dict[str, Any]:
+    return {name: spec.model_dump() for name, spec in specs.items()} or {"none": {}}
 
 
 # ----- biases -----
@@ -144,7 +175,7 @@ def biases(case: Case) -> list[Bias]:
 
     Without those that its settings open anyway."""
     objective = case.objective
-    own = build(case.corrections, 0, objective).biases
+    own = build(case.corrections, 0, objective, case.strata).biases
     if objective.kl_coef:
         kl = () if objective.kl_estimator == "full" else ObjectiveSpec.kl_biases
         return [*kl, *(bias for bias in own if bias != UNCORRECTED)]
@@ -161,17 +192,24 @@ def _holds(bias: Bias, objective: ObjectiveSpec) -> bool:
 
 def opened(case: Case, which: Collection[Bias]) -> Case:
     """The case with some of its biases gone."""
-    objective: dict[str, Any] = {}
+    loss: dict[str, Any] = {}
     for bias in (*loss_class(case.objective.loss).biases, *ObjectiveSpec.kl_biases):
-        objective |= bias.opened if bias in which else {}
-    specs = {}
-    for name, spec in case.corrections.items():
-        change: dict[str, Any] = {}
-        for bias in spec.under(case.objective).biases:
-            change |= bias.opened if bias in which else {}
-        specs[name] = spec.model_copy(update=change)
-    free = replace(case, corrections=specs, objective=case.objective.model_copy(update=objective))
+        loss |= bias.opened if bias in which else {}
+    changed = {
+        key: {name: _opened(spec, case, which) for name, spec in own.items()}
+        for key, own in (("corrections", case.corrections), ("second", case.second))
+        if own is not None
+    }
+    objective = case.objective.model_copy(update=loss)
+    free = replace(case, objective=objective, **changed)
     return replace(free, policies=_policies(free, {bias.where for bias in which}))
+
+
+def _opened(spec: CorrectionSpec, case: Case, which: Collection[Bias]) -> CorrectionSpec:
+    change: dict[str, Any] = {}
+    for bias in spec.under(case.objective).biases:
+        change |= bias.opened if bias in which else {}
+    return spec.model_copy(update=change)
 
 
 def _policies(case: Case, where: set[str]) -> Policies:
@@ -180,7 +218,8 @@ def _policies(case: Case, where: set[str]) -> Policies:
         return policies
     # what weights lead to is what the actor has
     anchored_later = case.anchored and case.later
-    return replace(policies, **{"new" if anchored_later else "ref": INF})
+    actors = ("first",) * len(policies.actors)
+    return replace(policies, **{"new" if anchored_later else "ref": INF}, actors=actors)
 
 
 # ----- measurement -----
@@ -211,7 +250,8 @@ def _gradient(case: Case, **layout: int) -> tuple[Tensor, Tensor]:
     """Once for each case: cells of the KL share the policy's part."""
     if case.objective.kl_coef or layout:
         return gradient(case, **layout)
-    key = repr((case.corrections, case.objective, case.later, case.policies.one_token))
+    policies = case.policies
+    key = repr((case.lists, case.objective, case.later, policies.one_token, policies.actors))
     key += str([t.tolist() for t in (case.policies.ref, case.policies.new)])
     if key not in _found:
         _found[key] = gradient(case)

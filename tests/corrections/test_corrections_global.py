@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
+from correction_helpers import mismatched_step, on_ranks, pipeline_of
 
 from rlcore.corrections.ais import AisSpec
 from rlcore.corrections.mismatch import mismatch_metrics, policy_age
@@ -53,7 +53,7 @@ def test_two_ranks_correct_as_one(chosen: dict[str, dict[str, Any]], split: list
     whole = pipeline_of(chosen, 1).correct(step, ONE_RANK)
 
     def work(rank: int, reduce: Any) -> Any:
-        pipeline, share = pipeline_of(chosen, 1), rows(step, list(split[rank]))
+        pipeline, share = pipeline_of(chosen, 1), step.rows(list(split[rank]))
         return pipeline.advantages(share, reduce), pipeline.correct(share, reduce)
 
     parts = on_ranks(work, 2)
@@ -72,14 +72,14 @@ def test_overlong_filtering_is_that_of_a_step_without_the_truncated(chosen) -> N
     step.truncated = cut
     filtering = pipeline_of(chosen, 1, overlong_filter=True)
     whole = filtering.correct(step, ONE_RANK)
-    left = pipeline_of(chosen, 1).correct(rows(step, ~cut), ONE_RANK)
+    left = pipeline_of(chosen, 1).correct(step.rows(~cut), ONE_RANK)
     assert not whole.mask[cut].any() and torch.equal(whole.mask[~cut], left.mask)
     torch.testing.assert_close(whole.weight[~cut], left.weight, rtol=1e-6, atol=1e-7)
     unfiltered = pipeline_of(chosen, 1).advantages(
         step, ONE_RANK
     )  # a baseline has all of its group
     torch.testing.assert_close(filtering.advantages(step, ONE_RANK), unfiltered, equal_nan=True)
-    parts = on_ranks(lambda r, reduce: filtering.correct(rows(step, SPLITS[1][r]), reduce), 2)
+    parts = on_ranks(lambda r, reduce: filtering.correct(step.rows(SPLITS[1][r]), reduce), 2)
     torch.testing.assert_close(torch.cat([c.weight for c in parts]), whole.weight)
     for corrected in parts:
         assert corrected.metrics == pytest.approx(whole.metrics, rel=1e-9, abs=1e-12)
@@ -91,7 +91,7 @@ def test_a_share_alone_would_have_come_out_otherwise() -> None:
     step = uneven_step()
     for chosen in ({"ais": {}}, {"jackpot": {}}):
         whole = pipeline_of(chosen, 1).correct(step, ONE_RANK)
-        half = pipeline_of(chosen, 1).correct(rows(step, slice(0, 4)), ONE_RANK)
+        half = pipeline_of(chosen, 1).correct(step.rows(slice(0, 4)), ONE_RANK)
         assert not torch.allclose(half.weight, whole.weight[:4])
 
 
@@ -131,7 +131,7 @@ def test_a_permuted_and_padded_layout_rejects_the_same_tokens() -> None:
     step = uneven_step()
     order = torch.randperm(8, generator=torch.Generator().manual_seed(2))
     here = pipeline_of({"jackpot": {}}, 9).correct(step, ONE_RANK).mask
-    there = pipeline_of({"jackpot": {}}, 9).correct(rows(step, order), ONE_RANK).mask
+    there = pipeline_of({"jackpot": {}}, 9).correct(step.rows(order), ONE_RANK).mask
     assert torch.equal(here[order], there)
     assert not torch.equal(here, pipeline_of({"jackpot": {}}, 10).correct(step, ONE_RANK).mask)
     step.step += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_helpers import log_softmax, make_step, mismatched_step, pipeline_of, rows
+from correction_helpers import log_softmax, make_step, mismatched_step, pipeline_of
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.interfaces import Needs
@@ -258,7 +258,7 @@ def test_empty_masks_a_batch_of_one_and_an_empty_share_have_an_outcome(
         assert torch.isfinite(corrected.weight).all()
         assert all(math.isfinite(v) for v in corrected.metrics.values())
     nothing = with_safe_set(mismatched_step(b=2, t=3))
-    assert pipeline_of(chosen, 0).correct(rows(nothing, slice(0, 0)), ONE_RANK).weight.shape == (
+    assert pipeline_of(chosen, 0).correct(nothing.rows(slice(0, 0)), ONE_RANK).weight.shape == (
         0,
         3,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bandit import Bandit
-from correction_helpers import mismatched_step, on_ranks, pipeline_of, rows
+from correction_helpers import mismatched_step, on_ranks, pipeline_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Normal
@@ -132,7 +132,7 @@ def test_every_rank_takes_the_same_factor_and_scales_multiply() -> None:
     pipeline = pipeline_of({"vcpo": {"rule": "linear"}, "veto": {}})
     whole = pipeline.correct(step, ONE_RANK)
     shares: list[Any] = [slice(0, 3), slice(3, 8)]
-    parts = on_ranks(lambda r, reduce: pipeline.correct(rows(step, shares[r]), reduce), 2)
+    parts = on_ranks(lambda r, reduce: pipeline.correct(step.rows(shares[r]), reduce), 2)
     assert parts[0].step_scale == parts[1].step_scale == pytest.approx(whole.step_scale)
     assert 0 < whole.step_scale < 1
     stages = [*pipeline.stages[:1], *pipeline.stages]

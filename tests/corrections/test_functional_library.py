@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from correction_helpers import log_softmax, mismatched_step, pipeline_of, rows
+from correction_helpers import log_softmax, mismatched_step, pipeline_of
 
 from rlcore.corrections import functional as F
 from rlcore.corrections.functional import JackpotSpec, JackpotTokens, TopK
@@ -44,7 +44,7 @@ def jackpot_tokens(step: StepTensors, target: str = "ref") -> JackpotTokens:
 def test_ais_of_micro_batches_is_ais_of_the_batch(cut: list[Any]) -> None:
     s = step_of()
     whole, expected = F.ais(s.logp_ref, s.logp_inf, s.advantages, s.mask, delta=0.5)
-    parts = [rows(s, list(part)) for part in cut]
+    parts = [s.rows(list(part)) for part in cut]
     statistics = F.merge(
         F.ais_accumulate(p.logp_ref, p.logp_inf, p.advantages, p.mask) for p in parts
     )
@@ -61,7 +61,7 @@ def test_the_step_size_of_micro_batches_is_that_of_the_batch(cut: list[Any]) -> 
     logs = torch.where(s.mask != 0, s.logp_new - s.logp_inf, 0.0).double()
     w = logs.sum(-1).exp()[s.mask.any(-1)]
     share = float(w.sum() ** 2 / (len(w) * (w * w).sum()))
-    parts = [rows(s, list(part)) for part in cut]
+    parts = [s.rows(list(part)) for part in cut]
     tokens = [(p.logp_new, p.logp_inf, p.mask) for p in parts]
     largest = torch.stack([F.sequence_ess_largest(*t) for t in tokens]).max()
     statistics = F.merge(F.sequence_ess_accumulate(*t, largest=largest) for t in tokens)
@@ -102,7 +102,7 @@ def test_jackpot_of_micro_batches_is_the_pipeline_s(cut: list[Any], alpha_hat, t
     settings = {"alpha_hat": alpha_hat, "target": target}
     expected = pipeline_of({"jackpot": settings}, 9).correct(s, ONE_RANK)
     spec = JackpotSpec(**settings)
-    parts = [jackpot_tokens(rows(s, list(part)), target) for part in cut]
+    parts = [jackpot_tokens(s.rows(list(part)), target) for part in cut]
     statistics = F.merge(F.jackpot_accumulate(p, spec) for p in parts)
     for part, tokens in zip(cut, parts):
         found = F.jackpot(tokens, spec, statistics=statistics)
@@ -129,7 +129,7 @@ def test_jackpot_in_one_call_with_the_defaults() -> None:
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "uneven", "eight"])
 def test_mismatch_of_micro_batches_is_the_pipeline_s(cut: list[Any]) -> None:
     s = step_of()
-    parts = [rows(s, list(part)) for part in cut]
+    parts = [s.rows(list(part)) for part in cut]
     values = F.mismatch_values(
         F.merge(F.mismatch_accumulate(p.logp_ref, p.logp_inf, p.mask) for p in parts)
     )

@@ -24,6 +24,7 @@ from grid_cells import (
     cells,
     distance,
     error,
+    fleets,
     lists,
     opened,
     refusal,
@@ -99,6 +100,23 @@ def test_a_kl_term_is_exact_or_biased_as_declared(loss: str) -> None:
 def test_micro_batches_and_ranks_change_nothing(loss: str) -> None:
     for i, cell in enumerate(spread(loss)):
         judge_layouts(cell, [LAYOUTS[i % 2]])
+
+
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_a_fleet_of_two_kinds_is_exact_or_biased_as_declared(loss: str) -> None:
+    """Two behaviour policies, each with its own list of corrections, in one batch."""
+    for i, cell in enumerate(fleets(loss)):
+        judge(cell)
+        if i % 8 == 0:
+            judge_layouts(cell, [LAYOUTS[i // 8 % 2]])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("loss", LOSS_SETTINGS)
+def test_every_pair_of_lists_of_two_kinds(loss: str) -> None:
+    for cell in fleets(loss, every=True):
+        judge(cell)
 
 
 # corrections that neither weigh nor mask, as they are set here

@@ -227,3 +227,13 @@ def test_records_that_store_fewer_top_log_probs_are_padded():
     assert sent.topk_ids_inf[0, 0].tolist() == [0, 1, -1, -1]
     assert torch.isinf(sent.topk_logp_inf[0, :, 2:]).all()
     assert torch.isfinite(sent.topk_logp_inf[1]).all()
+
+
+def test_an_episode_is_of_the_kind_of_the_actor_that_drew_it():
+    """Also one of a kind that the run does not have any more: it is counted behind the others."""
+    actors = ("fp8-0", "bf16-11", "fp8-2", "int3-0")
+    drawn = [make_trajectory(0, i, actor_id=actor) for i, actor in enumerate(actors)]
+    groups = [make_group(drawn, [0.0] * 4)]
+    batch = build_batch(groups, with_topk=False, device=CPU, kinds=("bf16", "fp8"))
+    assert batch.sent.kinds.tolist() == [1, 0, 1, 2]
+    assert build_batch(groups, with_topk=False, device=CPU).sent.kinds is None

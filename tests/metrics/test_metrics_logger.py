@@ -333,6 +333,16 @@ def test_the_live_table_shows_the_run_and_the_end_a_summary_with_completions(tmp
     )  # the cursor is back
 
 
+def test_kinds_of_actors_are_compared_in_a_table(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    sink.log(sanitize(row(1)))
+    assert "actors" not in out.getvalue()
+    sink.log(sanitize(row(2, **{"mismatch/ess@bf16": 0.99, "mismatch/ess@int3": 0.41})))
+    sink.finish({})
+    line = next(x for x in out.getvalue().splitlines() if "mismatch/ess" in x and "0.41" in x)
+    assert "0.99" in line
+
+
 def test_the_end_shows_greedy_answers_before_and_after(tmp_path):
     sink, out = console_sink(tmp_path, terminal=True)
     for version, answer, reward in (

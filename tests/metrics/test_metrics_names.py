@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.metrics.names import METRICS, combine, declared, is_accuracy
+from rlcore.metrics.names import METRICS, combine, declared, is_accuracy, split_kind
 from rlcore.objectives.specs import LOSSES
 from rlcore.registry import resolve
 
@@ -56,6 +56,15 @@ def test_a_name_is_matched_segment_by_segment():
     assert (
         declared("mismatch/ess").name == "mismatch/ess"
     )  # its own declaration before the family's
+
+
+def test_metrics_of_samples_exist_by_kind_of_actors():
+    assert declared("mismatch/ess@fp8").name == "mismatch/ess"
+    assert declared("correction/mis/masked_share@fp8").name == "correction/<name>/masked_share"
+    assert split_kind("reward_parts/correct@fp8") == ("reward_parts/correct", "fp8")
+    assert split_kind("eval/digits/mean@8") == ("eval/digits/mean@8", "")
+    others = ["time/step_s@fp8", "mismatch/ess@", "mismatch/nothing@fp8", "loss/policy@fp8"]
+    assert [declared(name) for name in others] == [None] * len(others)
 
 
 def test_no_declaration_hides_another():

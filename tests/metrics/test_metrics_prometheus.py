@@ -48,6 +48,14 @@ def test_rows_become_gauges_and_sums_counters(sink, tmp_path):
     assert "before selection (reward)" in families["rlcore_reward_mean"].documentation
 
 
+def test_a_kind_of_actors_is_a_label(sink):
+    sink.log({"step": 1, "mismatch/ess": 0.75, "mismatch/ess@fp8": 0.5, "mismatch/ess@bf16": 1.0})
+    samples, families = scrape(sink.port)
+    found = {key[1]: v for key, v in samples.items() if key[0] == "rlcore_mismatch_ess"}
+    assert found == {"": 0.75, "fp8": 0.5, "bf16": 1.0}
+    assert len(families["rlcore_mismatch_ess"].samples) == 3
+
+
 def test_every_exported_name_is_one_that_prometheus_accepts():
     assert exported_name("ledger/failed/lost_3_times") == "rlcore_ledger_failed_lost_3_times"
     assert exported_name("eval/a-b/pass@8") == "rlcore_eval_a_b_pass_8"

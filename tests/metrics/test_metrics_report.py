@@ -209,6 +209,20 @@ def test_a_run_with_several_tasks_has_a_table_and_charts_of_them(tmp_path):
     assert "<h3>Tasks</h3>" not in write_report(make_run(tmp_path / "one")).read_text()
 
 
+def test_kinds_of_actors_are_overlaid_on_the_pooled_curve(tmp_path):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    kinds = {"mismatch/kl_k3": 0.02, "mismatch/kl_k3@bf16": 0.01, "mismatch/kl_k3@int3": 0.03}
+    ages = {"staleness/share_0": 1.0, "staleness/share_0@int3": 1.0}
+    with open_logger(tmp_path, quiet, config={}, total_steps=2) as logger:
+        logger.log({"step": 1, "policy_version": 1, **kinds, **ages})
+    shown = figures(write_report(tmp_path).read_text())
+    curves = {curve["name"]: curve["line"] for curve in shown["KL(p_inf || p_ref)"]}
+    assert set(curves) == set(kinds)
+    assert len({line["color"] for line in curves.values()}) == 1
+    assert len({line["dash"] for line in curves.values()}) == 3
+    assert [curve["name"] for curve in shown["Age of trained tokens"]] == ["staleness/share_0"]
+
+
 def test_runs_that_differ_by_their_seed_are_a_band_around_their_mean(tmp_path):
     runs = [make_run(tmp_path / f"seed{i}", slope=0.1 * (i + 1)) for i in range(3)]
     for i, run in enumerate(runs):

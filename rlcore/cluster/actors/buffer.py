@@ -49,6 +49,7 @@ class BufferActor:
             run_seed=job.run_seed,
             keep_samples=job.keep_samples,
             tasks=job.tasks,
+            kinds=job.kinds,
         )
         self._settle()
         return os.getpid()
