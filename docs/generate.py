@@ -20,7 +20,7 @@ from rlcore.config.schema import (
 )
 from rlcore.config.sentences import sections
 from rlcore.corrections.specs import CORRECTIONS
-from rlcore.extras.foreign_keys import ENTRIES
+from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import METRICS
 from rlcore.registry import resolve
@@ -136,10 +136,9 @@ def _group(name: str) -> str:
 
 def foreign_keys() -> str:
     """The table of docs/coming-from.md."""
-    lines = ["| rlcore | verl | TRL | OpenRLHF | |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| rlcore | verl | TRL | OpenRLHF | SkyRL | prime-rl | |", "| --- |" + " --- |" * 6]
     for entry in ENTRIES:
-        openrlhf = entry.openrlhf and f"--{entry.openrlhf}"
-        names = (f"`{name}`" if name else "" for name in (entry.verl, entry.trl, openrlhf))
+        names = (f"`{name}`" if name else "" for name in map(entry.of, SOURCES))
         lines.append(f"| `{entry.ours}` | " + " | ".join([*names, _cell(entry.note)]) + " |")
     return "\n".join(lines) + "\n"
 

@@ -252,7 +252,7 @@ VERBS: Mapping[str, Verb] = {
         ),
         Verb(
             "import-config",
-            "a configuration of verl, TRL or OpenRLHF as an experiment, and what it lacks",
+            "a configuration of another trainer as an experiment, and what it lacks",
             ("rlcore import-config FILE [out=FOLDER]",),
             (Key("out", "the folder of groups to write into", "folder", "imported"),),
             settings=False,

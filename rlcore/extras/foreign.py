@@ -1,117 +1,19 @@
-"""Settings of other trainers: reads them from a YAML file or from the script that starts the
-trainer, translates them to keys of rlcore, and writes them as an experiment."""
+"""Settings of other trainers translated to keys of rlcore, and written as an experiment."""
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from rlcore.config.compose import load
-from rlcore.config.sentences import one_line
 from rlcore.errors import UserError
-from rlcore.extras.foreign_keys import (
-    ACTOR,
-    ENTRIES,
-    REASONS,
-    SOURCES,
-    SWITCHES,
-    ForeignKey,
-    Source,
-)
+from rlcore.extras.foreign_files import Given, read
+from rlcore.extras.foreign_keys import ACTOR, ENTRIES, SKY_LOSS, ForeignKey, Source
+from rlcore.extras.foreign_meanings import DEFAULTS, HARMLESS, NEUTRAL, REASONS, SWITCHES
 
-Given = dict[str, Any]
-
-
-def read(path: str) -> tuple[Source, Given]:
-    """Whose settings a file holds, and the settings by dotted key; those that are null, left out.
-
-    Raises UserError for a file that cannot be read, or that is of none of the three.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = yaml.safe_load(text) if Path(path).suffix in (".yaml", ".yml", ".json") else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise UserError(f"{path} cannot be read: {one_line(e)}.") from e
-    given = dict(_flat(data)) if isinstance(data, dict) else _of_script(text, path)
-    given = {key: value for key, value in given.items() if value is not None}
-    return _source(given, text, path), given
-
-
-def _flat(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        elif name != "_target_":
-            yield f"{prefix}{name}", value
-
-
-def _of_script(text: str, path: str) -> Given:
-    """Words `a.b=value` (verl) and `--key value ...` (TRL, OpenRLHF) of a shell script."""
-    try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as e:
-        raise UserError(f"{path} cannot be read as a shell script: {e}.") from e
-    given: Given = {}
-    key = ""
-    for word in words:
-        dotted = re.fullmatch(r"\+{0,2}([\w]+(?:\.\w+)+)=(.*)", word, re.DOTALL)
-        if dotted:
-            given[dotted[1]], key = _value(dotted[2]), ""
-        elif word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            key = key.replace("-", "_")
-            given[key] = _value(value) if equals else True
-        elif key:
-            given[key] = _joined(given[key], _value(word))
-    return given
-
-
-def _joined(before: Any, value: Any) -> Any:
-    """Several words after one option are a list."""
-    if before is True:
-        return value
-    return [*before, value] if isinstance(before, list) else [before, value]
-
-
-def _value(text: str) -> Any:
-    text = os.path.expandvars(text)
-    try:
-        # YAML reads 1e-6 as a text
-        return (
-            float(text)
-            if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text)
-            else _plain_value(text)
-        )
-    except yaml.YAMLError:
-        return text
-
-
-def _plain_value(text: str) -> Any:
-    value = yaml.safe_load(text)
-    return value if isinstance(value, bool | int | float | str | list | None) else text
-
-
-def _source(given: Given, text: str, path: str) -> Source:
-    known = {
-        source: {entry.of(source) for entry in ENTRIES} | set(SWITCHES[source])
-        for source in SOURCES
-    }
-    if "openrlhf" in text.lower():
-        return "openrlhf"
-    found = max(SOURCES, key=lambda source: len(known[source] & set(given)))
-    if len(known[found] & set(given)) < 2:
-        raise UserError(
-            f"{path} is not accepted: it holds no settings of verl, TRL's GRPO or OpenRLHF; give "
-            "a YAML file, or the script that starts the training."
-        )
-    return found
-
+MUST_ACT = 3  # exit code: a setting that matters was not translated
 
 # Truncation that the learner does not apply as well is refused: only "off" has a counterpart.
 OFF = {"rollout.top_p": 1, "rollout.min_p": 0, "rollout.top_k": 0}
@@ -139,17 +41,19 @@ class Left(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """Our keys with their values, the options of groups, and what is left."""
+    """Our keys with their values, the options of groups, and what is left: settings that change
+    nothing that is learned, and those that the user must act on."""
 
     values: dict[str, Any]
     options: dict[str, Any]  # group -> option
+    harmless: list[Left]
     left: list[Left]
 
 
 class _Translator:
     def __init__(self, source: Source, given: Given) -> None:
         self.source = source
-        self.given = given
+        self.given: Given = {**DEFAULTS[source], **given}
         self.values: dict[str, Any] = {}
         self.options: dict[str, Any] = {
             "model": "path",
@@ -176,6 +80,10 @@ class _Translator:
     def on(self, key: str) -> bool:
         return str(self.given.get(key, False)).lower() == "true"
 
+    def switched(self, by_source: dict[Source, str]) -> bool:
+        """True if the source has such a switch, and it is on."""
+        return self.on(by_source.get(self.source, ""))
+
     def number(self, key: str, default: float) -> float:
         value = self.given.get(key, default)
         return float(value) if isinstance(value, int | float) else default
@@ -185,16 +93,29 @@ def translate(source: Source, given: Given) -> Translation:
     """Our settings for those of another trainer."""
     t = _Translator(source, given)
     for entry in ENTRIES:
-        if entry.of(source) in given and entry.of(source) and entry.ours not in TOGETHER:
+        if entry.of(source) in t.given and entry.of(source) and entry.ours not in TOGETHER:
             _plain(t, entry)
-    for rule in (_batches, _lengths, _clips, _kl, _advantage, _correction, _lora, _data):
+    for rule in RULES:
         rule(t)
     t.values["actor.bf16.num_gpus"] = 1
-    known = {entry.of(source) for entry in ENTRIES} | set(SWITCHES[source])
-    for key in given:
-        if key not in known:
+    known = {entry.of(source) for entry in ENTRIES}
+    known |= {switch.partition("|")[0] for switch in SWITCHES[source]}
+    harmless = []
+    for key, value in t.given.items():
+        if key in known or key.startswith(KWARGS):
+            continue
+        if f"{key}={_neutral(value)}" in NEUTRAL or (HARMLESS.search(key) and key not in REASONS):
+            harmless.append(Left(key, value, "changes nothing that is learned"))
+        else:
             t.leave(key, REASONS.get(key, "no counterpart"))
-    return Translation(t.values, t.options, t.left)
+    return Translation(t.values, t.options, harmless, t.left)
+
+
+def _neutral(value: Any) -> Any:
+    """Write 1.0 as 1, also in lists."""
+    if isinstance(value, list):
+        return [_neutral(v) for v in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plain(t: _Translator, entry: ForeignKey) -> None:
@@ -218,7 +139,14 @@ def _plain(t: _Translator, entry: ForeignKey) -> None:
 
 def _batches(t: _Translator) -> None:
     """Groups of a step, and steps of a rollout phase."""
-    sizes = {"verl": _verl_sizes, "trl": _trl_sizes, "openrlhf": _openrlhf_sizes}[t.source](t)
+    of_source: dict[Source, Any] = {
+        "verl": _prompt_sizes,
+        "skyrl": _prompt_sizes,
+        "trl": _trl_sizes,
+        "openrlhf": _openrlhf_sizes,
+        "prime_rl": _prime_sizes,
+    }
+    sizes = of_source[t.source](t)
     if sizes is None:
         return
     groups, steps = sizes
@@ -229,10 +157,11 @@ def _batches(t: _Translator) -> None:
         )
         return
     t.values["schedule.groups_per_step"] = int(groups)
-    if t.on("async_train"):
+    if t.source == "prime_rl" or t.switched(ASYNC):
         t.options["schedule"] = "async"
-        t.values["schedule.max_staleness"] = int(t.number("async_queue_size", 1))
-        in_flight = t.on("partial_rollout")
+        queue = {"skyrl": 4, "prime_rl": 8}.get(t.source, 1)
+        t.values["schedule.max_staleness"] = int(t.number(t.name("schedule.max_staleness"), queue))
+        in_flight = t.source != "openrlhf" or t.on("train.partial_rollout_enable")
         t.values["schedule.on_publish"] = "in_flight" if in_flight else "finish"
     elif steps > 1:
         t.options["schedule"] = "large_batch"
@@ -240,8 +169,8 @@ def _batches(t: _Translator) -> None:
         t.values["schedule.steps_per_publish"] = int(steps)
 
 
-def _verl_sizes(t: _Translator) -> tuple[float, float] | None:
-    step, phase = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
+def _prompt_sizes(t: _Translator) -> tuple[float, float] | None:
+    step, phase = t.name("schedule.groups_per_step"), t.name("schedule.steps_per_publish")
     if step not in t.given and phase not in t.given:
         return None
     groups = t.number(step, t.number(phase, 0))
@@ -259,13 +188,25 @@ def _trl_sizes(t: _Translator) -> tuple[float, float] | None:
 
 
 def _openrlhf_sizes(t: _Translator) -> tuple[float, float] | None:
-    if "train_batch_size" not in t.given:
+    if "train.batch_size" not in t.given:
         return None
-    samples, n = t.number("train_batch_size", 128), t.number("n_samples_per_prompt", 1)
-    return samples / n, t.number("rollout_batch_size", samples / n) * n / samples
+    samples, n = t.number("train.batch_size", 128), t.number("rollout.n_samples_per_prompt", 1)
+    return samples / n, t.number("rollout.batch_size", samples / n) * n / samples
+
+
+def _prime_sizes(t: _Translator) -> tuple[float, float] | None:
+    samples, n = t.number("orchestrator.batch_size", 0), t.number("orchestrator.group_size", 1)
+    if not samples:
+        t.leave("orchestrator.batch_size", "batches are of sequences: give orchestrator.batch_size")
+        return None
+    return samples / n, 1
 
 
 def _lengths(t: _Translator) -> None:
+    total = t.given.get("data.max_len")  # OpenRLHF's, of prompt and response
+    if isinstance(total, int):
+        t.values["model.max_len"] = total
+        return
     sizes = [t.theirs(key) for key in ("task.max_prompt_tokens", "rollout.max_new_tokens")]
     if all(isinstance(size, int) for size in sizes):
         t.values["model.max_len"] = sum(sizes)
@@ -284,12 +225,12 @@ def _clips(t: _Translator) -> None:
 
 
 def _kl(t: _Translator) -> None:
-    switch = {"verl": f"{ACTOR}.use_kl_loss", "trl": "", "openrlhf": "use_kl_loss"}[t.source]
     key, estimator = t.name("algorithm.kl_coef"), t.name("algorithm.kl_estimator")
-    if key not in t.given:
+    if key not in t.given or not t.given[key]:
         return
-    if switch and not t.on(switch):
-        t.leave(key, "not in the loss: a KL in the reward has no counterpart")
+    if t.source in KL_LOSS and not t.switched(KL_LOSS):
+        if t.source == "openrlhf":  # of the others it is in neither
+            t.leave(key, "not in the loss: a KL in the reward has no counterpart")
         return
     t.values["algorithm.kl_coef"] = t.given[key]
     if estimator in t.given:
@@ -297,23 +238,56 @@ def _kl(t: _Translator) -> None:
 
 
 def _advantage(t: _Translator) -> None:
-    plain = str(t.given.get("algorithm.norm_adv_by_std_in_grpo", True)).lower() == "false"
-    if t.values.get("algorithm.advantage") == "grpo" and (plain or t.on("no_advantage_std_norm")):
+    if t.values.get("algorithm.advantage") != "grpo":
+        return
+    scaled = t.given.get(
+        f"{SKY_LOSS}.grpo_norm_by_std", t.given.get("algorithm.norm_adv_by_std_in_grpo", True)
+    )
+    plain = str(scaled).lower() == "false" or t.source == "prime_rl"
+    if plain or t.on("algo.advantage.no_std_norm"):
         t.values["algorithm.advantage"] = "dr_grpo"
+
+
+def _entropy(t: _Translator) -> None:
+    if t.source == "skyrl" and not t.on(f"{SKY_LOSS}.use_entropy_loss"):
+        t.values.pop("algorithm.entropy_coef", None)
+
+
+def _loss(t: _Translator) -> None:
+    """prime-rl's own loss masks by a difference of probabilities."""
+    if t.source != "prime_rl":
+        return
+    key = t.name("algorithm.loss")
+    t.left = [left for left in t.left if left.key != key]
+    if t.given[key] != "default":
+        t.leave(key, "no counterpart: choose algorithm and correction")
+        return
+    t.options |= {"algorithm": "dppo"}
+    t.leave(key, "masks of DPPO and a squared log-ratio: correction.dppo is the masks alone")
 
 
 def _correction(t: _Translator) -> None:
     chosen: list[str] = []
     cap = t.theirs("correction.tis.cap")
     how = str(t.theirs("correction.tis.level", "token")).lower()
-    if t.source == "verl":
-        on = t.name("correction.tis.level") in t.given
-    elif t.source == "trl":
-        on = t.on("vllm_importance_sampling_correction")
+    if t.source == "trl":
+        on = t.on("use_vllm") and t.given.get("vllm_importance_sampling_correction") is not False
         # the mode and the cap that TRL has where none is given
         how, cap = str(t.theirs("correction.tis.level", "sequence_mask")), cap or 3.0
+    elif t.source == "openrlhf":
+        on = t.on("algo.advantage.is_correction_enable")
+        how = {"tis": "token", "seq-mask-tis": "sequence_mask"}.get(how, how)
+    elif t.source == "prime_rl":
+        on = False
+        if t.given["trainer.loss.type"] == "default":
+            chosen.append("dppo")
+            for side in ("low", "high"):
+                mask = t.number(f"trainer.loss.dppo_mask_{side}", 0.2)
+                t.values[f"correction.dppo.{side}"] = mask
     else:
-        on = t.on("enable_vllm_is_correction")
+        on = t.name("correction.tis.level") in t.given
+    if how == "sequence" and t.source == "skyrl":
+        cap = t.given.get(f"{SKY_LOSS}.off_policy_correction.sequence_tis_ratio_clip_high", 5.0)
     level, _, kind = how.partition("_")
     if on and level not in ("token", "sequence"):
         t.leave(t.name("correction.tis.level"), "no counterpart: choose a correction")
@@ -346,7 +320,7 @@ def _data(t: _Translator) -> None:
         elif isinstance(files, list):
             t.leave(t.name(key), "one file is read: join them, or mix tasks")
             del t.values[key]
-    if t.source == "verl":  # its data has these columns
+    if t.source in ("verl", "skyrl"):  # their data has these columns
         t.values.setdefault("task.args.question_field", "prompt")
         t.values.setdefault("task.args.answer_field", "reward_model.ground_truth")
     if "task.args.heldout_path" not in t.values:
@@ -359,13 +333,80 @@ def _data(t: _Translator) -> None:
         t.leave(t.name("schedule.steps") or "steps", "give schedule.steps, the optimizer steps")
 
 
-NAMES = {"verl": "verl", "trl": "TRL", "openrlhf": "OpenRLHF"}
+def _reward(t: _Translator) -> None:
+    """A function of the user's works as it is: docs/rewards.md."""
+    where, name = t.given.get("custom_reward_function.path"), "compute_score"
+    if t.source == "verl" and where:
+        name = str(t.given.get("custom_reward_function.name", name))
+        arguments = {
+            key.removeprefix(KWARGS): value
+            for key, value in t.given.items()
+            if key.startswith(KWARGS)
+        }
+        t.values["task.args.grader"] = f"{where}:{name}"
+        if arguments:
+            t.values["task.args.grader_args"] = arguments
+    url = t.given.get("reward.remote_url")
+    if isinstance(url, str) and url.endswith(".py"):
+        t.values["task.args.grader"] = f"{url}:reward_func"
+    elif url is not None:
+        t.leave("reward.remote_url", "a reward behind HTTP is task.rewards.LABEL.http")
+    functions = t.given.get("reward_funcs")
+    if functions is not None and "$" not in str(functions):
+        t.values["task.args.grader"] = (
+            [_place(str(f)) for f in functions]
+            if isinstance(functions, list)
+            else _place(functions)
+        )
+        if "reward_weights" in t.given:
+            t.values["task.args.grader_weights"] = t.given["reward_weights"]
+    elif functions is not None:
+        t.leave("reward_funcs", "give task.args.grader: these functions, in a file of their own")
+
+
+def _place(name: str) -> str:
+    """A function that TRL's command names, such as accuracy_reward or my_rewards.short."""
+    module, _, function = name.rpartition(".")
+    return name if ":" in name else f"{module or 'trl.rewards'}:{function}"
+
+
+KWARGS = "custom_reward_function.reward_kwargs."
+KL_LOSS: dict[Source, str] = {
+    "verl": f"{ACTOR}.use_kl_loss",
+    "openrlhf": "algo.kl.use_loss",
+    "skyrl": f"{SKY_LOSS}.use_kl_loss",
+}
+ASYNC: dict[Source, str] = {
+    "openrlhf": "train.async_enable",
+    "skyrl": "trainer.fully_async.enabled",
+}
+RULES = (
+    _batches,
+    _lengths,
+    _clips,
+    _kl,
+    _advantage,
+    _entropy,
+    _loss,
+    _correction,
+    _lora,
+    _data,
+    _reward,
+)
+NAMES: dict[Source, str] = {
+    "verl": "verl",
+    "trl": "TRL",
+    "openrlhf": "OpenRLHF",
+    "skyrl": "SkyRL",
+    "prime_rl": "prime-rl",
+}
 
 
 def import_config(path: str, out: str) -> int:
-    """Write `out`/experiment/<name of the file>.yaml and print what was not translated.
+    """Write `out`/experiment/<name of the file>.yaml and print, in three classes, what is the same,
+    what is harmless to lose and what the user must act on. Returns 3 if something is, else 0.
 
-    Raises UserError for a file that is of none of them, or an experiment that exists.
+    Raises UserError for a file that is of none of the trainers, or an experiment that exists.
     """
     source, given = read(path)
     found = translate(source, given)
@@ -375,23 +416,26 @@ def import_config(path: str, out: str) -> int:
         raise UserError(f"{target} exists: remove it, or give another folder, out=FOLDER.")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(experiment(found, f"From {path} ({NAMES[source]}), by rlcore import-config."))
-    print(f"{target}: {len(found.values)} settings, from {NAMES[source]}'s")
-    if found.left:
-        print(f"not translated ({len(found.left)}):")
-        print("\n".join(f"  {_line(left)}" for left in found.left))
     words = [f"config_dir={out}", f"experiment={name}", "run_dir=DIR"]
+    left = [_line(each) for each in found.left]
     try:
         load(words[1:], out)
     except UserError as e:
-        print(f"still missing: {e}")
+        left.append(f"still missing: {e}")
+    same = [f"{key}={_written(value)}" for key, value in found.values.items()]
+    harmless = [each.key for each in found.harmless]
+    print(f"{target}, from {NAMES[source]}'s settings")
+    for title, lines in (("same", same), ("harmless", harmless), ("you must act", left)):
+        print(f"{title} ({len(lines)}):")
+        print("".join(f"  {line}\n" for line in lines), end="")
     print(f"next: rlcore train {' '.join(words)} dry_run=true")
-    return 0
+    return MUST_ACT if left else 0
 
 
 def experiment(found: Translation, title: str) -> str:
     """The experiment's file."""
     lines = ["# @package _global_", f"# {title}"]
-    lines += [f"# not translated: {_line(left)}" for left in found.left]
+    lines += [f"# you must act: {_line(left)}" for left in found.left]
     lines += ["defaults:"]
     lines += [f"  - override /{group}: {_written(o)}" for group, o in found.options.items()]
     lines += ["  - _self_", ""]

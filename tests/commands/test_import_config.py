@@ -73,6 +73,85 @@ python3 -m openrlhf.cli.train_ppo_ray \
    --async_train --partial_rollout --async_queue_size 2 --enable_vllm_is_correction \
    --remote_rm_url http://127.0.0.1:5000/get_reward --colocate_all_models
 """
+# The forms of 2026: dotted options in arrays and variables.
+OPENRLHF_ARRAYS = r"""
+WORK=$HOME/exp
+MODEL_PATH="model"
+: "${ROWS:=train.jsonl}"
+CKPT_ARGS=(
+   --actor.model_name_or_path ${MODEL_PATH}
+   # --reward.model_name_or_path ${REWARD_MODEL}
+   --ckpt.path "${WORK}/ckpt"
+   --ckpt.save_steps 10
+)
+ROLLOUT_ARGS=(
+   --reward.remote_url mine.py
+   --data.prompt_dataset $ROWS
+   --data.input_key question --data.label_key answer
+   --data.max_len $((16 * 2))
+   --rollout.max_new_tokens 16
+   --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --train.batch_size 32
+   --train.async_enable
+   --algo.dynamic_filtering_range 0.0 1.0)
+OTHER=(--algo.advantage.estimator reinforce_baseline --algo.kl.init_coef 1e-5 --algo.kl.use_loss
+   --algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis
+   --train.agent_func_path agent.py)
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"working_dir": "/o"}' \
+   -- python3 -m openrlhf.cli.train_ppo_ray ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} "${OTHER[@]}" $@
+"""
+TRL_SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+STEPS = 6
+
+def short(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+if __name__ == "__main__":
+    dataset = load_dataset("train.jsonl", split="train")
+    args = GRPOConfig(output_dir="out", per_device_train_batch_size=16, num_generations=4,
+                      max_completion_length=16, max_steps=STEPS, use_vllm=True, beta=0.04,
+                      learning_rate=rate(), reward_weights=[1.0, 0.5])
+    args.bf16 = True
+    GRPOTrainer(model="model", args=args, reward_funcs=[accuracy_reward, short],
+                peft_config=LoraConfig(r=8, lora_alpha=32)).train()
+"""
+SKYRL = r"""
+: "${DATA_DIR:="$HOME/data"}"
+: "${NUM_GPUS:=4}"
+uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  trainer.policy.model.path="model" trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
+  generator.inference_engine.num_engines=$NUM_GPUS trainer.train_batch_size=32 \
+  trainer.policy_mini_batch_size=32 trainer.fully_async.enabled=true \
+  trainer.fully_async.max_staleness_steps=3 trainer.algorithm.use_kl_loss=false \
+  trainer.algorithm.off_policy_correction.tis_ratio_type=sequence \
+  environment.env_class=gsm8k trainer.micro_forward_batch_size_per_gpu=8 $@
+"""
+PRIME_RL = """
+max_steps = 20
+seq_len = 64
+
+[model]
+name = "model"
+
+[deployment]
+num_train_gpus = 1
+
+[orchestrator]
+batch_size = 128
+group_size = 16
+max_off_policy_steps = 2
+
+[[orchestrator.train.source]]
+name = "reverse-text"
+
+[trainer.optim]
+lr = 3e-6
+"""
 FILES = {"verl.yaml": yaml.safe_dump(VERL), "trl.yaml": TRL, "openrlhf.sh": OPENRLHF}
 HERE = ("learner.num_gpus=0", "learner.zero_stage=0", "actor.bf16.num_gpus=0")
 
@@ -90,7 +169,12 @@ def folder(tmp_path, monkeypatch):
 def translated(name):
     source, given = read(name)
     found = translate(source, given)
-    return source, found.values, found.options, {left.key: left.reason for left in found.left}
+    left = {each.key: each.reason for each in found.left}
+    return source, found.values, found.options, left
+
+
+def harmless(name):
+    return {each.key for each in translate(*read(name)).harmless}
 
 
 def test_a_configuration_of_verl():
@@ -101,7 +185,8 @@ def test_a_configuration_of_verl():
     assert values["algorithm.kl_coef"] == 0.001 and values["algorithm.kl_estimator"] == "k3"
     assert values["algorithm.advantage"] == "dr_grpo" and values["model.max_len"] == 32
     assert options["correction"] == ["tis"] and values["correction.tis.cap"] == 3.0
-    assert set(left) == {"actor_rollout_ref.actor.loss_agg_mode", "trainer.nnodes"}
+    assert set(left) == {"actor_rollout_ref.actor.loss_agg_mode"}
+    assert harmless("verl.yaml") == {"trainer.nnodes"}
     assert not {"evaluation.every", "rollout.top_k", "learner.lora.rank"} & set(values)
 
 
@@ -128,7 +213,76 @@ def test_a_command_line_of_openrlhf():
     assert values["schedule.on_publish"] == "in_flight" and values["learner.lr"] == 5e-7
     assert (values["algorithm.eps_low"], values["algorithm.eps_high"]) == (0.2, 0.27)
     assert values["algorithm.advantage"] == "reinforce_pp_baseline"
-    assert "task.rewards" in left["remote_rm_url"] and "--max_steps" not in left
+    assert "task.rewards" in left["reward.remote_url"] and "--max_steps" not in left
+
+
+def test_a_script_of_openrlhf_with_arrays(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "run.sh").write_text(OPENRLHF_ARRAYS)
+    source, values, options, left = translated("run.sh")
+    assert source == "openrlhf" and values["model.path"] == "model"
+    assert values["task.args.train_path"] == "train.jsonl" and values["model.max_len"] == 32
+    assert values["task.args.grader"] == "mine.py:reward_func" and values["checkpoint.every"] == 10
+    assert values["schedule.groups_per_step"] == 8 and options["schedule"] == "async"
+    assert options["correction"] == ["mis"] and values["correction.mis.level"] == "sequence"
+    assert values["algorithm.kl_coef"] == 1e-5 and values["learner.betas"] == [0.9, 0.95]
+    assert {"ckpt.path", "algo.dynamic_filtering_range"} == harmless("run.sh")
+    assert {"train.agent_func_path", "actor.lr_scheduler", "actor.lr_warmup_ratio"} <= set(left)
+    assert read("run.sh")[1]["ckpt.path"] == "/home/me/exp/ckpt"
+
+
+def test_a_python_script_of_trl_is_read_and_not_run(tmp_path):
+    (tmp_path / "train_grpo.py").write_text(TRL_SCRIPT)
+    source, values, options, left = translated("train_grpo.py")
+    assert source == "trl" and options["correction"] == ["mis"]
+    assert values["task.args.grader"] == ["trl.rewards:accuracy_reward", "train_grpo.py:short"]
+    assert values["task.args.grader_weights"] == [1.0, 0.5]
+    assert (values["schedule.steps"], values["schedule.groups_per_step"]) == (6, 4)
+    assert (values["learner.lora.rank"], values["learner.lora.alpha"]) == (8, 32)
+    assert values["algorithm.kl_coef"] == 0.04 and values["learner.lr_schedule"] == "linear"
+    assert "give learner.lr" in left["learning_rate"]
+    assert harmless("train_grpo.py") == {"output_dir", "bf16"}
+
+
+def test_a_script_of_skyrl(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "run.sh").write_text(SKYRL)
+    source, values, options, left = translated("run.sh")
+    assert source == "skyrl" and values["task.args.train_path"] == "/home/me/data/train.parquet"
+    assert options["schedule"] == "async" and values["schedule.max_staleness"] == 3
+    assert options["correction"] == ["tis"] and values["correction.tis.cap"] == 5.0
+    assert values["rollout.samples_per_prompt"] == 5 and "algorithm.kl_coef" not in values
+    assert "give task.args.grader" in left["environment.env_class"]
+    assert "trainer.micro_forward_batch_size_per_gpu" in harmless("run.sh")
+
+
+def test_a_toml_file_of_prime_rl(tmp_path):
+    (tmp_path / "rl.toml").write_text(PRIME_RL)
+    source, values, options, left = translated("rl.toml")
+    assert source == "prime_rl" and options["algorithm"] == "dppo"
+    assert options["correction"] == ["dppo"] and values["correction.dppo.high"] == 0.2
+    assert options["schedule"] == "async" and values["schedule.max_staleness"] == 2
+    assert values["schedule.groups_per_step"] == 8 and values["learner.lr"] == 3e-6
+    assert values["algorithm.advantage"] == "dr_grpo" and values["model.max_len"] == 64
+    assert {"orchestrator.train.source", "trainer.loss.type"} <= set(left)
+    assert harmless("rl.toml") == {"deployment.num_train_gpus"}
+
+
+def test_a_reward_function_that_verl_names_is_taken_over(tmp_path):
+    own = {"path": "mine.py", "name": "score", "reward_kwargs": {"strict": True}}
+    (tmp_path / "verl.yaml").write_text(yaml.safe_dump(VERL | {"custom_reward_function": own}))
+    _, values, _, left = translated("verl.yaml")
+    assert values["task.args.grader"] == "mine.py:score"
+    assert values["task.args.grader_args"] == {"strict": True}
+    assert not any("reward" in key for key in left)
+
+
+def test_the_exit_code_is_0_where_nothing_is_left_to_the_user(tmp_path, capsys):
+    own = {"custom_reward_function": {"path": "graders.py", "name": "grade"}}
+    text = yaml.safe_dump(VERL | own).replace("seq-mean-token-sum", "token-mean")
+    (tmp_path / "verl.yaml").write_text(text)
+    assert main(["import-config", "verl.yaml"]) == 0
+    assert "you must act (0):" in capsys.readouterr().out
 
 
 def test_a_command_line_of_verl(tmp_path):
@@ -151,7 +305,7 @@ def test_our_side_of_the_table_is_the_schema():
     ours |= {f"task.args.{name}_field" for name in ("question", "answer")}
     assert {entry.ours for entry in ENTRIES} - ours == set()
     for source in SOURCES:
-        named = [entry.of(source) for entry in ENTRIES if entry.of(source)]
+        named = [name for entry in ENTRIES for name in entry.names(source) if name]
         assert len(named) == len(set(named)) > 25
 
 
@@ -159,9 +313,10 @@ def test_our_side_of_the_table_is_the_schema():
 def test_the_result_passes_a_dry_run(name, tmp_path, capsys):
     small = FreshModelSpec(hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16)
     build_fresh_model(tmp_path / "model", "0123456789+", small, seed=0, max_len=64)
-    assert main(["import-config", name, "out=mine"]) == 0
+    assert main(["import-config", name, "out=mine"]) == 3
     said = capsys.readouterr().out
-    assert "not translated" in said and "still missing: task.args.grader" in said
+    assert "same (" in said and "harmless (" in said and "you must act (" in said
+    assert "still missing: task.args.grader" in said
     words = ["config_dir=mine", f"experiment={name.partition('.')[0]}", "run_dir=x", *HERE]
     words += ["task.args.grader=graders.py:grade", "model.max_len=64", "dry_run=true"]
     assert main(["train", *words]) == 0
