@@ -9,6 +9,7 @@ by hand, in a third of the library's time, since this runs for every sample.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ class RecordHeader(ByFields):
     length: int  # L, all tokens
     oldest_version: int | None  # policy version among the sampled tokens; None without any
     newest_version: int | None
+    problem: str = ""  # why nothing can be trained on the record: its sample's failure
 
     @property
     def request_id(self) -> str:
@@ -126,6 +128,34 @@ def dump_trajectory(t: Trajectory, topk_dtype: TopkDtype = "float32") -> bytes:
     return b"".join([size, header.encode("ascii"), *(array.tobytes() for _, array in arrays)])
 
 
+def dump_unusable(t: Trajectory, problem: str) -> bytes:
+    """A record without arrays in place of one that nothing can be trained on. Its header has the
+    problem, which becomes the failed score of the sample."""
+    members = [*_identity(t, ""), f'"problem":{quote(problem)}', '"timings":"{}"']
+    header = f'{{"__metadata__":{{{",".join(members)}}}}}'.encode("ascii")
+    return len(header).to_bytes(8, "little") + header
+
+
+def require_trainable(t: Trajectory, vocab_size: int | None = None) -> None:
+    """Raise ValueError for values that nothing can be trained on: a log-prob that is not finite, a
+    token outside the vocabulary, turns or versions out of order."""
+    most = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    for name, least in {"token_ids": 0, "topk_ids": -1}.items():
+        ids = getattr(t, name)
+        if ids.size and not (least <= ids.min() and ids.max() < most):
+            raise ValueError(f"{name} has {ids.min()} to {ids.max()}, of a vocabulary of {most}")
+    if not np.isfinite(t.logp_inf).all():
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(t.logp_inf))} log-probs are not finite")
+    if np.isnan(t.topk_logp).any():
+        raise ValueError("topk_logp has NaN")
+    starts = t.turn_starts
+    ordered = len(starts) and starts[0] > 0 and starts[-1] <= len(t.token_ids)
+    if not ordered or (np.diff(starts) < 0).any():
+        raise ValueError(f"turns begin at {starts[:8].tolist()}, of {len(t.token_ids)} tokens")
+    if (np.diff(t.token_version) < 0).any():
+        raise ValueError("versions of tokens go back")
+
+
 def load_trajectory(data: Record) -> Trajectory:
     """The inverse of `dump_trajectory`; `topk_logp` comes back as float32.
 
@@ -135,8 +165,19 @@ def load_trajectory(data: Record) -> Trajectory:
 
 
 def read_header(data: bytes) -> RecordHeader:
-    """The header of a record, without decoding an array. Raises ValueError on malformed bytes."""
+    """The header of a record, without decoding an array. Arrays that cannot be those of one
+    trajectory are its `problem`. Raises ValueError where the bytes do not say whose they are."""
     return _guarded(FORMAT, _header, data)
+
+
+def read_headers(records: Sequence[bytes]) -> list[tuple[RecordHeader, bytes]]:
+    """Records with their headers, without those that do not say whose they are: their samples are
+    asked for again, as after any loss on the way."""
+    read = []
+    for record in records:
+        with contextlib.suppress(ValueError):
+            read.append((read_header(record), record))
+    return read
 
 
 def record_bytes(length: int, sampled: int, k: int, topk_dtype: TopkDtype = "float32") -> int:
@@ -232,11 +273,14 @@ def _metadata(t: Trajectory) -> str:
     """Members of the `__metadata__` object; safetensors allows text values only."""
     versions = t.token_version
     span = f"{versions.min()},{versions.max()}" if len(versions) else ""
-    members = [f'"format":"{FORMAT}","version":"{VERSION}","versions":"{span}"']
-    members += [f'"{name}":{quote(getattr(t, name))}' for name in _TEXT]
-    members += [f'"{name}":"{int(getattr(t, name))}"' for name in _WHOLE]
     timings = _encode(_numbers(t.timings)) if t.timings else "{}"
-    return ",".join([*members, f'"timings":{quote(timings)}'])
+    return ",".join([*_identity(t, span), f'"timings":{quote(timings)}'])
+
+
+def _identity(t: Trajectory, versions: str) -> list[str]:
+    members = [f'"format":"{FORMAT}","version":"{VERSION}","versions":"{versions}"']
+    members += [f'"{name}":{quote(getattr(t, name))}' for name in _TEXT]
+    return members + [f'"{name}":"{int(getattr(t, name))}"' for name in _WHOLE]
 
 
 def _parse(data: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
@@ -281,14 +325,39 @@ def _fields(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _header(data: bytes) -> RecordHeader:
     metadata, entries, _ = _parse(data)
+    fields = _fields(metadata)
+    if problem := metadata.get("problem") or _misshapen(entries):
+        return RecordHeader(**fields, tokens=0, length=0, oldest_version=None, newest_version=None,
+                            problem=str(problem))  # fmt: skip
     oldest, _, newest = metadata["versions"].partition(",")
     return RecordHeader(
-        **_fields(metadata),
+        **fields,
         tokens=int(entries["logp_inf"]["shape"][0]),
         length=int(entries["token_ids"]["shape"][0]),
         oldest_version=int(oldest) if oldest else None,
         newest_version=int(newest) if newest else None,
     )
+
+
+def _misshapen(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Why the arrays of a header cannot be those of one trajectory, or ""."""
+    try:
+        (length,), (count, k) = entries["token_ids"]["shape"], entries["topk_ids"]["shape"]
+        shapes = {"token_ids": [length], "sampled": [length], "topk_ids": [count, k],
+                  "topk_logp": [count, k], "turn_starts": entries["turn_starts"]["shape"],
+                  "logp_inf": [count], "token_version": [count]}  # fmt: skip
+        for name, entry in entries.items():
+            dtype, (start, stop) = _KINDS[entry["dtype"]], entry["data_offsets"]
+            if math.prod(entry["shape"]) * dtype.itemsize != stop - start:
+                return f"{name} of shape {entry['shape']} has {stop - start} bytes"
+            if name.startswith(EXTRA):
+                continue
+            half = name == "topk_logp" and dtype == _FLOAT16
+            if entry["shape"] != shapes.pop(name) or (dtype != _DTYPES[name] and not half):
+                return f"{name} is of shape {entry['shape']} and {dtype}"
+        return f"{' and '.join(shapes)} are missing" if shapes else ""
+    except _FAULTS as e:
+        return f"its arrays cannot be read ({type(e).__name__}: {e})"
 
 
 def _trajectory(data: bytes) -> Trajectory:

@@ -18,7 +18,7 @@ from rlcore.buffer.ledger import GroupVerdict, judge
 from rlcore.buffer.live import ArrivedSample, Attempt, LiveGroup, LiveGroups
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.references import Record
-from rlcore.serialization import RecordHeader, read_header
+from rlcore.serialization import RecordHeader, read_headers
 from rlcore.types import Score, actor_label, at_kind
 
 MOST_UNSUMMED = 64  # different rewards
@@ -172,13 +172,16 @@ class Intake:
         self.totals = ArrivalTotals()
         self.duplicates = 0  # drawings of samples that had already arrived
         self.late = 0  # drawings of groups that had already departed
+        self.unreadable = 0  # records that do not say whose they are
         # (group id, prompt id, pass rate) of groups that arrived, until they are asked for
         self.outcomes: list[tuple[int, str, float]] = []
         self.failed_score = ""  # prompt id and reason of the newest sample that was not scored
 
     def add_records(self, records: Sequence[bytes]) -> None:
         """Records of training samples. Raises ValueError, taking none, as `ReplayBuffer` says."""
-        self.add_read([(read_header(record), record) for record in records])
+        read = read_headers(records)
+        self.add_read(read)
+        self.unreadable += len(records) - len(read)
 
     def add_read(self, read: Sequence[tuple[RecordHeader, Record]]) -> None:
         """The same with headers that were read before."""

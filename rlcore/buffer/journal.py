@@ -215,6 +215,7 @@ def cut(buffer: ReplayBuffer) -> BufferSnapshot:
         "tasks": live.accounts.state(),
         "duplicates": intake.duplicates,
         "late": intake.late,
+        "unreadable": intake.unreadable,
         "failed_score": intake.failed_score,
         "resampled": live.resampled,
         "outcomes": [list(outcome) for outcome in intake.outcomes],
@@ -258,6 +259,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     live.restore(entries)
     intake.duplicates = state["duplicates"]
     intake.late = state["late"]
+    intake.unreadable = state.get("unreadable", 0)  # not in earlier ones
     intake.failed_score = state["failed_score"]
     live.resampled = state.get("resampled", 0)
     intake.outcomes = [(g, prompt_id, rate) for g, prompt_id, rate in state.get("outcomes", [])]

@@ -49,15 +49,19 @@ class ArrivedSample:
 
     @classmethod
     def of(cls, drawing: Attempt) -> ArrivedSample:
-        """A complete drawing; a failed score keeps no record."""
-        assert drawing.score is not None
+        """A complete drawing; a failed score keeps no record, and a record that nothing can be
+        trained on makes it one."""
+        score = drawing.score
+        assert score is not None
         parts = [drawing.records[part] for part in sorted(drawing.records)]
-        records = tuple(record for _, record in parts)
+        for problem in (header.problem for header, _ in parts if header.problem):
+            ids = score.group_id, score.sample_index, score.draw_id
+            score = Score(*ids, "error", error=problem, seconds=score.seconds)
         return cls(
-            drawing.score,
+            score,
             sum(header.tokens for header, _ in parts),
             parts[-1][0].finish_reason,
-            records if drawing.score.status == "ok" else (),
+            tuple(record for _, record in parts) if score.status == "ok" else (),
         )
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rlcore.pickling import ByFields
 from rlcore.references import Fetch, RecordReference, ShardLost, read_records
-from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup, read_header
+from rlcore.serialization import RecordHeader, StoredEpisode, StoredGroup, read_headers
 from rlcore.types import Score
 
 Kept = list[tuple[RecordHeader, RecordReference]]
@@ -25,13 +25,12 @@ class Shard:
         self._next = 0
 
     def put(self, records: Sequence[bytes]) -> Kept:
-        """Keep records; returns their headers and references. Raises ValueError, keeping none, if
-        one is malformed."""
-        headers = [read_header(record) for record in records]
-        first = self.keep(records)
+        """Keep records that say whose they are; returns their headers and references."""
+        read = read_headers(records)
+        first = self.keep([record for _, record in read])
         return [
             (header, RecordReference(self.name, key, len(record)))
-            for key, (header, record) in enumerate(zip(headers, records), first)
+            for key, (header, record) in enumerate(read, first)
         ]
 
     def keep(self, records: Sequence[bytes]) -> int:
@@ -88,12 +87,13 @@ PAUSE_S = 1e-3  # between two messages, of any shards
 # few nodes for milliseconds, on 512 for half a second. Nothing waits longer than that.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardReport(ByFields):
     """A shard's report to the buffer about its samples."""
 
     kept: Kept = field(default_factory=list)  # records that have come
     scores: list[Score] = field(default_factory=list)
+    unreadable: int = 0  # records that do not say whose they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,10 @@ class ShardReporter:
         self._telling = asyncio.Lock()
 
     def put_records(self, records: Sequence[bytes]) -> None:
-        """Serialised training trajectories of this node. Raises ValueError, keeping none, if one
-        is malformed."""
-        self._next.kept.extend(self._shard.put(records))
+        """Serialised training trajectories of this node."""
+        kept = self._shard.put(records)
+        self._next.kept.extend(kept)
+        self._next.unreadable += len(records) - len(kept)
 
     def put_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples, from the graders of this node."""
@@ -129,7 +130,7 @@ class ShardReporter:
     @property
     def waiting(self) -> bool:
         """True if a part of the report has not been sent yet."""
-        return bool(self._next.kept or self._next.scores)
+        return bool(self._next.kept or self._next.scores or self._next.unreadable)
 
     async def told(self) -> None:
         """Return when the buffer has received everything that was put before."""

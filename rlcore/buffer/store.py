@@ -142,8 +142,9 @@ class ReplayBuffer:
     def add_records(self, records: Sequence[bytes]) -> None:
         """Serialised trajectories of training samples, in any order, before or after their scores.
 
-        Only headers are read. Raises ValueError, taking none of them, if one is malformed, of
-        another purpose, was never asked for, is of another prompt than its group, or has a token
+        Only headers are read. A record that nothing can be trained on fails its sample, and one
+        that does not say whose it is is counted. Raises ValueError, taking none of them, if one is
+        of another purpose, was never asked for, is of another prompt than its group, or has a token
         older than its group's admission.
         """
         self.intake.add_records(records)
@@ -153,6 +154,7 @@ class ReplayBuffer:
         that is lost are not taken. Raises ValueError as the two do."""
         self.intake.add_read([(h, r) for h, r in told.kept if self.live.knows(r.shard)])
         self.intake.add_scores(told.scores)
+        self.intake.unreadable += told.unreadable
 
     def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples. Raises ValueError, taking none of them, if one was never
@@ -256,6 +258,7 @@ def metrics(buffer: ReplayBuffer) -> dict[str, float]:
         "buffer/bytes": float(live.bytes),
         "buffer/duplicates": float(intake.duplicates),
         "buffer/late": float(intake.late),
+        "buffer/unreadable": float(intake.unreadable),
         "buffer/resampled": float(live.resampled),
         **intake.totals.metrics(),
         **live.ledger.metrics(),

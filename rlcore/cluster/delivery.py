@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from rlcore.cluster.calls import DEAD
 from rlcore.environments.episode import Played
 from rlcore.rollout.text import StopStrings, read_answer
-from rlcore.serialization import dump_trajectory
+from rlcore.serialization import dump_trajectory, dump_unusable, require_trainable
 from rlcore.types import Answer, Score, Trajectory
 
 MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
@@ -102,7 +102,8 @@ class Outlets:
 
 class Delivery:
     """Serialises each trajectory once and decodes its text. Evaluation trajectories go to the
-    graders alone, with the text of their prompt."""
+    graders alone, with the text of their prompt. One that nothing can be trained on, or that has no
+    text, is its sample's failure."""
 
     def __init__(
         self,
@@ -111,16 +112,18 @@ class Delivery:
         stop: StopStrings,
         in_pieces: frozenset[str] = frozenset(),
         raw: frozenset[str] = frozenset(),
+        vocab_size: int | None = None,
     ) -> None:
         """`decode`: token ids to text, which keeps special tokens with `special=True`. `stop`:
         strings that text is cut before. `in_pieces`: tasks whose graders ask for the text of every
-        token. `raw`: tasks whose graders see special tokens."""
+        token. `raw`: tasks whose graders see special tokens. `vocab_size`: of the policy."""
         self.error: BaseException | None = None  # what ended the thread
         self._outlets = outlets
         self._decode = decode
         self._stop = stop
         self._in_pieces = in_pieces
         self._raw = raw
+        self._vocab_size = vocab_size
         self._queue: queue.SimpleQueue[list[Trajectory | Played] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
@@ -159,12 +162,26 @@ class Delivery:
         sent = [*plain, *(t for e in episodes for t in e.parts)]
         training = [t for t in sent if t.purpose == "train"]
         if training:
-            self._outlets.records([dump_trajectory(t) for t in training])
-        if plain:
-            self._outlets.answers([self._answer(t) for t in plain])
-        if episodes:
-            self._outlets.scored([(e.answer, e.score) for e in episodes])
+            self._outlets.records([self._record(t) for t in training])
+        scored = [(e.answer, e.score) for e in episodes]
+        answers = []
+        for t in plain:
+            try:
+                answers.append(self._answer(t))
+            except Exception as e:  # whatever a tokenizer raises at these tokens
+                scored.append(_unreadable(t, e))
+        if answers:
+            self._outlets.answers(answers)
+        if scored:
+            self._outlets.scored(scored)
         self._outlets.delivered(sent)
+
+    def _record(self, t: Trajectory) -> bytes:
+        try:
+            require_trainable(t, self._vocab_size)
+            return dump_trajectory(t)
+        except Exception as e:  # an engine or environment of a user's own gives whatever it likes
+            return dump_unusable(t, f"{t.actor_id} gave a malformed record: {e}")
 
     def _answer(self, t: Trajectory) -> Answer:
         prompt = "" if t.purpose == "train" else self._decode(t.prompt_ids.tolist())
@@ -172,3 +189,11 @@ class Delivery:
         decode = partial(self._decode, special=True) if label in self._raw else self._decode
         stop = self._stop.of(t.prompt_id)
         return read_answer(t, decode, stop, prompt=prompt, in_pieces=label in self._in_pieces)
+
+
+def _unreadable(t: Trajectory, error: Exception) -> tuple[Answer, Score]:
+    """An answer without text, and its failed score."""
+    ids = t.group_id, t.sample_index, t.draw_id
+    answer = Answer(*ids, t.prompt_id, "", 0, finish_reason=t.finish_reason, purpose=t.purpose)
+    why = f"the tokens cannot be decoded ({type(error).__name__}: {error})"
+    return answer, Score(*ids, "error", error=why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +84,7 @@ class MetricsLogger:
     on an error.
 
     A run needs its rows and nothing else: any other sink that fails is noted once, left alone for a
-    minute and tried again.
+    minute and tried again, unless it says that it cannot come back.
     """
 
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,30 +142,29 @@ class MetricsLogger:
         """Close every sink, in reverse: what one has to say of its end comes to those before it."""
         for sink in reversed(self.sinks):
             # also one that is off: it may have processes that must be ended
-            self._off.pop(sink, None)
-            self._do(sink, lambda sink: sink.close())
+            was_off = self._off.pop(sink, None) is not None
+            self._do(sink, lambda sink: sink.close(), quiet=was_off)
 
     def _each(self, do: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             self._do(sink, do)
 
-    def _do(self, sink: Sink, do: Callable[[Sink], None]) -> None:
+    def _do(self, sink: Sink, do: Callable[[Sink], None], *, quiet: bool = False) -> None:
         if sink.required:
             do(sink)
             return
         if self._clock() < self._off.get(sink, 0.0):
             return
         was_off = sink in self._off
-        self._off[sink] = self._clock() + RETRY_S  # also against notes about notes
+        self._off[sink] = self._clock() + (RETRY_S if sink.retried else math.inf)
         try:
             do(sink)
         except Exception as e:  # whatever it is: a healthy run is not ended by its description
-            if not was_off:
+            if not was_off and not quiet:  # what is off is not told of itself
                 why = " ".join(f"{type(e).__name__}: {e}".split())
-                self.note(
-                    f"{sink.title} could not be written ({why}): the run continues without, and "
-                    f"tries again every {RETRY_S:.0f} s"
-                )
+                again = f", and tries again every {RETRY_S:.0f} s" if sink.retried else ""
+                self.note(f"{sink.title} could not be written ({why}): the run continues without"
+                          f"{again}")  # fmt: skip
             return
         del self._off[sink]
         if was_off:

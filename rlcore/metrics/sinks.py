@@ -3,10 +3,13 @@ module."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import re
 import secrets
+import threading
 import time
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.errors import UserError
+import psutil
+
+from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
 from rlcore.interfaces import Span
 from rlcore.metrics.health import Health
@@ -32,6 +37,7 @@ class Sink(ABC):
     title = "a sink of logging.sinks"  # as messages call it, with the key that turns it off
     required = False  # a run ends rather than go on without it
     in_folder = True  # writes files of the run directory that each command on it writes
+    retried = True  # after a failure; False: it is over for this command
 
     def log(self, row: Row) -> None:
         """One learner step."""
@@ -135,15 +141,63 @@ class HealthSink(Sink):
         self._health.resume(read_rows(self._path))
 
 
+ANSWER_S = 120.0  # for one call of W&B
+
+
+class Calls:
+    """Calls that a thread makes one after the other: what hangs in them holds up nobody else.
+
+    After an error no more are made, and it is raised by whatever is called next.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._began: float | None = None  # the call that is being made
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=what, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Have a call made. Raises DeadlineExceeded if an earlier one does not return."""
+        began = self._began
+        self._check(late=began is not None and time.monotonic() - began > ANSWER_S)
+        self._queue.put(call)
+
+    def end(self) -> None:
+        """Return when all are made. Raises as `put` does."""
+        self._queue.put(None)
+        self._thread.join(ANSWER_S)
+        self._check(late=self._thread.is_alive())
+
+    def _check(self, *, late: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        if late:
+            raise DeadlineExceeded(f"{self._what} has not answered for {ANSWER_S:g} s")
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            self._began = time.monotonic()
+            try:
+                call()
+            except Exception as e:  # the next caller is told
+                self._error = e
+                return
+            self._began = None
+
+
 class WandbSink(Sink):
     """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
     that a later sync joins its parts.
 
+    Its service is a process of its own, which may die or hang as any other.
     Raises UserError when W&B refuses (mode online without an account or a network).
     """
 
     title = "W&B (logging.wandb)"
     in_folder = False  # each start has a folder of its own
+    retried = False  # W&B goes on with no run whose service was lost
 
     def __init__(
         self,
@@ -162,7 +216,7 @@ class WandbSink(Sink):
         id_file = folder / "run_id"
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
-        self._failed = True
+        self._failed, self._closed = True, False
         try:
             self._run: Any = wandb.init(
                 project=project,
@@ -180,6 +234,8 @@ class WandbSink(Sink):
             raise UserError(
                 f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled."
             ) from e
+        self._service = [p for p in psutil.Process().children() if p.name() == "wandb-core"]
+        self._calls = Calls("W&B's service")
 
     def _settings(self) -> Any:
         # Silent: the console belongs to the run's own table.
@@ -193,23 +249,32 @@ class WandbSink(Sink):
         )
 
     def log(self, row: Row) -> None:
-        step = row["step"]
         # A null is no number to W&B: a value that is missing is.
-        self._run.log({k: v for k, v in row.items() if v is not None}, step=step)
+        values = {k: v for k, v in row.items() if v is not None}
+        self._calls.put(lambda: self._run.log(values, step=row["step"]))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update(
-            {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)}
-        )
+        last = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)}
+        self._calls.put(lambda: self._run.summary.update(last))
         self._failed = False
 
     def close(self) -> None:
-        if self._run is None:
+        if self._closed:
             return
-        run, self._run = self._run, None
-        run.finish(exit_code=1 if self._failed else 0)
-        # Ends its service process, which would outlive a failed run.
-        self._wandb.teardown()
+        self._closed = True
+        try:
+            self._calls.put(lambda: self._run.finish(exit_code=1 if self._failed else 0))
+            # Ends its service process, which would outlive a failed run.
+            self._calls.put(self._wandb.teardown)
+            self._calls.end()
+        except Exception:
+            for process in self._service:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            # else W&B does it as this process ends, which would take the service's exit code
+            with contextlib.suppress(Exception, SystemExit):
+                self._wandb.teardown()
+            raise
 
 
 FINAL = ("ended", "failed")  # phases after which nothing more comes

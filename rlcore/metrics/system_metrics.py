@@ -147,6 +147,12 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "last",
     ),
     Metric(
+        "buffer/unreadable",
+        "records",
+        "did not say whose they are and were dropped, since the start: sampled again",
+        "last",
+    ),
+    Metric(
         "buffer/resampled",
         "samples",
         "requested anew because their records were lost, since the start",

@@ -21,7 +21,7 @@ from rlcore.buffer import store
 from rlcore.buffer.admission import check_capacity
 from rlcore.buffer.specs import BatchingSpec
 from rlcore.errors import UserError
-from rlcore.serialization import dump_trajectory, load_trajectory
+from rlcore.serialization import dump_trajectory, dump_unusable, load_trajectory
 from rlcore.testing.records import make_score, make_trajectory
 from rlcore.types import MOST_REWARD
 
@@ -132,7 +132,6 @@ def test_a_failed_score_keeps_no_record():
         (sample(-1, 0)[0], "was never asked for"),
         (sample(0, 0, prompt_id="digits/train/9")[0], "is of digits/train/9, its group of"),
         (sample(0, 0, purpose="eval/0/digits/greedy")[0], "is not of a training sample"),
-        (b"junk", "malformed"),
     ],
 )
 def test_a_bad_record_is_refused_with_all_that_came_along(bad, message):
@@ -160,6 +159,53 @@ def test_a_bad_score_is_refused_with_all_that_came_along(bad, message):
         buffer.add_scores([good[1], bad])
     buffer.add_records([good[0]])
     assert buffer.in_flight() == {0: (PROMPT, (0, 1))}
+
+
+def damaged(record, places):
+    """A record in which the bytes at these places are others."""
+    data = bytearray(record)
+    for at, byte in places:
+        data[at % len(data)] ^= byte
+    return bytes(data)
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 255)), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=300)
+@given(PLACES, st.sampled_from([0, 8, 200, None]))
+def test_a_damaged_record_costs_its_sample_and_no_other(places, end):
+    """It is taken, fails its sample, is counted as one of no sample, or names another sample, which
+    is the message's fault."""
+    buffer = make_buffer(1, 2)
+    buffer.admit([PROMPT])
+    bad, good = sample(0, 0), sample(0, 1)
+    try:
+        buffer.add_records([damaged(bad[0], places)[:end], good[0]])
+    except ValueError as e:
+        assert "buffer: record" in str(e)
+        return
+    buffer.add_scores([good[1], bad[1]])
+    counts = store.metrics(buffer)
+    _, missing = buffer.in_flight().get(0, (PROMPT, ()))
+    assert counts["buffer/arrived_samples"] == 2 - len(missing)
+    assert missing == (0,) or (missing == () and not counts["buffer/unreadable"])
+
+
+@pytest.mark.parametrize("change", ["shape", "problem"])
+def test_a_record_that_nothing_can_be_trained_on_fails_its_sample(change):
+    buffer = make_buffer(1, 3)
+    buffer.admit([PROMPT])
+    good, (record, score) = [sample(0, 1), sample(0, 2)], sample(0, 0)
+    if change == "shape":
+        bad = record.replace(b'"shape":[2]', b'"shape":[4]', 1)
+    else:
+        bad = dump_unusable(make_trajectory(prompt_id=PROMPT), "bf16-0 gave nonsense")
+    deliver(buffer, (bad, score), *good)
+    (group,) = groups_of(buffer, 0, buffer.take(0))
+    assert [e.sample_index for e in group.episodes] == [1, 2]
+    failed, sentence = store.failed_scores(buffer)
+    assert failed == 1 and ("nonsense" in sentence or "of shape [4]" in sentence)
 
 
 NUMBERS = st.floats() | st.integers() | st.sampled_from([10**400, 1e308, -1e308, 1e12])

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 from timing import deadline
 
@@ -11,7 +12,7 @@ from rlcore.environments.episode import Played
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.models.text import decode_response
 from rlcore.rollout.text import StopStrings, read_answer
-from rlcore.serialization import load_trajectory
+from rlcore.serialization import load_trajectory, read_header
 from rlcore.testing.records import make_score, make_trajectory
 
 NONE = StopStrings()
@@ -20,7 +21,7 @@ NONE = StopStrings()
 class Sent:
     """What a delivery sent, and where."""
 
-    def __init__(self, stop=NONE, records=None, decode=None, raw=frozenset()):
+    def __init__(self, stop=NONE, records=None, decode=None, **more):
         self.records, self.answers, self.scored, self.delivered = [], [], [], []
         outlets = Outlets(
             records or self.records.extend,
@@ -29,7 +30,7 @@ class Sent:
             self.delivered.extend,
         )
         decode = decode or (lambda ids: "".join(map(str, ids)))
-        self.delivery = Delivery(outlets, decode, stop, raw=raw)
+        self.delivery = Delivery(outlets, decode, stop, **more)
 
 
 def test_training_records_go_to_the_buffer_and_text_to_the_graders():
@@ -94,6 +95,51 @@ def test_the_engine_thread_never_waits_for_a_slow_receiver():
     held.set()
     sent.delivery.close(10)
     assert [a.group_id for a in sent.answers] == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"logp_inf": np.array([-0.5, np.nan], np.float32)}, "1 log-probs are not finite"),
+        ({"logp_inf": np.zeros(2)}, "logp_inf must be a 1-d array of float32"),
+        ({"topk_ids": np.full((2, 2), 99, np.int32)}, "topk_ids has 99 to 99"),
+        ({"turn_starts": np.array([], np.int32)}, "turns begin at"),
+        ({"token_version": np.array([3, 2], np.int32)}, "versions of tokens go back"),
+        ({"extras": {"routes": np.array(["a"])}}, "extra array routes"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "episode"])
+def test_what_nothing_can_be_trained_on_is_its_sample_s_failure_alone(fields, why, kind):
+    sent = Sent(vocab_size=10)
+    bad = make_trajectory(4)
+    for name, value in fields.items():
+        setattr(bad, name, value)
+    played = Played([bad], read_answer(make_trajectory(4), str, ()), make_score(bad, 0.5))
+    sent.delivery.put([bad if kind == "plain" else played])
+    sent.delivery.put([make_trajectory(4, 1)])
+    sent.delivery.close(10)
+    assert sent.delivery.error is None
+    headers = map(read_header, sent.records)
+    failed, whole = sorted(headers, key=lambda header: header.sample_index)
+    assert (failed.request_id, failed.draw_id) == (bad.request_id, bad.draw_id)
+    assert why in failed.problem and not whole.problem
+
+
+@pytest.mark.parametrize("purpose", ["train", "eval/3/digits/greedy"])
+def test_tokens_that_no_tokenizer_knows_are_a_failed_score(purpose):
+    def decode(ids):
+        if 9 in ids:
+            raise OverflowError("out of range")
+        return "x"
+
+    sent = Sent(decode=decode)
+    odd = make_trajectory(4, 0, turns=[((3, 4), (9,))], purpose=purpose)
+    sent.delivery.put([odd, make_trajectory(4, 1, purpose=purpose)])
+    sent.delivery.close(10)
+    assert sent.delivery.error is None and [a.sample_index for a in sent.answers] == [1]
+    ((answer, score),) = sent.scored
+    assert (answer.purpose, score.status, score.draw_id) == (purpose, "error", odd.draw_id)
+    assert "out of range" in score.error
 
 
 def test_what_ends_the_thread_is_kept_for_the_heartbeat():

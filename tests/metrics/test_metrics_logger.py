@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import subprocess
 import sys
 from datetime import datetime
@@ -237,6 +238,49 @@ def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 1 and files[0].stat().st_size > 0
     assert (tmp_path / "wandb" / "run_id").read_text() in files[0].name
+
+
+WANDB_LOST = """
+import os, pathlib, signal, sys, threading, psutil
+from rlcore.metrics import logger as loggers, sinks
+from rlcore.metrics.specs import LoggingSpec
+folder, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+if number == signal.SIGSTOP:
+    sinks.ANSWER_S = 1.0
+spec = LoggingSpec(console="off", wandb="offline")
+with loggers.open_logger(folder, spec, config={"seed": 1}, total_steps=2) as logger:
+    logger.log({"step": 1})
+    (service,) = psutil.Process().children()
+    os.kill(service.pid, number)
+    noted = threading.Event()
+    for step in range(2, 5000 if number == signal.SIGKILL else 50):
+        logger.log({"step": step})
+        if "W&B" in (folder / "log.jsonl").read_text():
+            break
+        noted.wait(0.02)
+    logger.log({"step": step + 1})
+    logger.finish({"steps": step + 1})
+left = [p for p in psutil.Process().children() if p.status() != "zombie"]
+sys.exit(f"left running: {left}" if left else 0)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_service_of_wandb_costs_its_curves_and_nothing_else(tmp_path, number):
+    done = subprocess.run(
+        [sys.executable, "-c", WANDB_LOST, str(tmp_path), str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=deadline(120),
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr in ("", "wandb: ERROR Problem finishing run\n")
+    said = [e["text"] for e in read_log(tmp_path)[0] if "W&B" in e["text"]]
+    assert len(said) == 1 and said[0].endswith("the run continues without")
+    assert ("Connection" if number == signal.SIGKILL else "has not answered") in said[0]
+    steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.processes

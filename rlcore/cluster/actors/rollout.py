@@ -48,6 +48,7 @@ class RolloutActor:
         from rlcore.cluster.delivery import NodeOutlet
         from rlcore.cluster.placement import shard_name
         from rlcore.cluster.transports import make_group, make_transport
+        from rlcore.models.folder import read_config
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.rollout.specs import start_engine
         from rlcore.rollout.text import PromptEncoder
@@ -63,7 +64,8 @@ class RolloutActor:
             self._delivered,
         )
         decode = partial(decode_response, tokenizer)
-        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces, job.raw)
+        size = int(read_config(job.engine.policy_path or job.engine.model_path)["vocab_size"])
+        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces, job.raw, size)
         self.prompts = PromptEncoder(load_tokenizer(job.tokenizer_path), job.prompts)
         self.engine = start_engine(job.engine)
         self.players = self._players(job)
