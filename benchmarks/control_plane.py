@@ -120,8 +120,8 @@ class MeteredRun(PlannedRun):
         self.meter = meter
         super().__init__(fleet, root)
 
-    def make_buffer(self, job: Any) -> Any:
-        buffer = super().make_buffer(job)
+    def make_buffer(self) -> Any:
+        buffer: Any = super().make_buffer()
         buffer.actor = Across(buffer.actor, "buffer", self.meter, PAYLOADS)
         nodes = FakeNodes(self.scenario.nodes, buffer.actor)
         buffer.nodes = Across(nodes, SHARD, self.meter, PAYLOADS)

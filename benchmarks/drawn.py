@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.models.folder import read_config
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.tasks.arithmetic import NUMBER, Arithmetic
@@ -166,7 +167,7 @@ class Prompts:
 
     def encoded(self, text: str) -> list[int]:
         """Token ids of a question in the model's chat format."""
-        return encode_prompt(self.tokenizer, text, chat_template="auto", system_prompt=None)
+        return encode_prompt(self.tokenizer, text, TemplateSpec())
 
     def reward(self, t: Trajectory) -> float:
         """The task's reward of a response."""

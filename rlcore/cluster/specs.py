@@ -1,8 +1,12 @@
-"""Settings of the Ray cluster. No Ray."""
+"""Settings of the Ray cluster, and of the processes in it. No Ray."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.spec import Spec, setting
+from rlcore.weights.specs import TransportSpec
 
 
 class RaySpec(Spec):
@@ -15,3 +19,16 @@ class RaySpec(Spec):
     object_store_mib: int = setting(
         512, "Ray's shared memory on a local cluster", unit="MiB", gt=75
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """Where and how the processes of a run are started, and the deadlines of calls to them."""
+
+    ray: RaySpec
+    schedule: ScheduleSpec
+    supervision: SupervisionSpec
+    transport: TransportSpec
+    evaluation: EvaluationSpec
+    weights_folder: str  # that transport=disk writes to
+    own_nodes: bool  # the learner has nodes of its own: cluster.launch.learner_nodes

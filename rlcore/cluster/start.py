@@ -7,10 +7,11 @@ Whatever has started when one of them fails is taken down by the end of the clus
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.journal import ShardFiles
 from rlcore.cluster.actors.buffer import BufferActor
 from rlcore.cluster.actors.learner import LEARNER_THREADS, LearnerActor
@@ -22,7 +23,6 @@ from rlcore.cluster.clients.learner import RankGroup
 from rlcore.cluster.clients.rollout import PendingReply
 from rlcore.cluster.clients.scorer import scorer_name
 from rlcore.cluster.clients.shards import read_shards, write_shards
-from rlcore.cluster.jobs import BufferJob, Hosting, RolloutJob, ScorerJob
 from rlcore.cluster.placement import (
     CALL_THREADS,
     SharedPlaces,
@@ -33,9 +33,14 @@ from rlcore.cluster.placement import (
 )
 from rlcore.cluster.process_tuning import keep_passes_short
 from rlcore.cluster.ray_cluster import joined_address
+from rlcore.cluster.specs import Hosting
+from rlcore.environments.specs import EnvironmentJob
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.loop.role_protocols import Spawn, Spawned
+from rlcore.rollout.specs import EngineJob
+from rlcore.rollout.text import TextSettings
+from rlcore.tasks.graders import GraderPool
 from rlcore.types import POLICY
 
 
@@ -54,16 +59,18 @@ def wait_started(hosting: Hosting, clients: Iterable[Starting]) -> None:
             get(ref, timeout_s=limit, what=what, key="cluster.start_timeout_s")
 
 
-def start_buffer(hosting: Hosting, job: BufferJob) -> RayBuffer:
-    """The replay buffer, on the driver's node."""
+def start_buffer(hosting: Hosting, buffer: ReplayBuffer) -> RayBuffer:
+    """The replay buffer, empty as it was built, in a process on the driver's node."""
     # Found by name, so that a graders' process that Ray restarts finds it too
     name = f"buffer-{secrets.token_hex(8)}"
     actor = actor_class(BufferActor, num_cpus=0, name=name, scheduling_strategy=beside_driver())
     handle = actor.remote(ShardFiles(write_shards, read_shards), keep_passes_short)
-    return RayBuffer(handle, name, handle.start.remote(job), hosting)
+    return RayBuffer(handle, name, handle.start.remote(buffer), hosting)
 
 
-def start_scorer(hosting: Hosting, buffer: RayBuffer, job: ScorerJob) -> RayScorer:
+def start_scorer(
+    hosting: Hosting, buffer: RayBuffer, pools: tuple[GraderPool, ...], tokenizer_path: str
+) -> RayScorer:
     """The graders' process, on the driver's node. Ray restarts it under the same handle and repeats
     calls that it did not answer."""
     actor = actor_class(
@@ -75,8 +82,8 @@ def start_scorer(hosting: Hosting, buffer: RayBuffer, job: ScorerJob) -> RayScor
         max_restarts=hosting.supervision.max_restarts,
         max_task_retries=-1,
     )
-    handle = actor.remote(buffer.name, job)
-    return RayScorer(handle, handle.start.remote(), hosting, job)
+    handle = actor.remote(buffer.name, pools, tokenizer_path)
+    return RayScorer(handle, handle.start.remote(), hosting)
 
 
 def start_learners(
@@ -133,18 +140,21 @@ def _spawn_ranks(
 
 def rollout_spawner(
     hosting: Hosting,
-    job: RolloutJob,
     buffer: RayBuffer,
     scorer: RayScorer,
+    engine: EngineJob,
+    text: TextSettings,
+    *,
+    environments: Sequence[EnvironmentJob] = (),
     places: SharedPlaces | None = None,
 ) -> Spawn:
-    """A function that starts one rollout actor of this kind under a name. `places`: of engines that
-    have their GPUs in turns with learner ranks."""
-    engine = job.engine.actor
+    """A function that starts one rollout actor of this kind under a name, which `engine.actor_id`
+    becomes. `places`: of engines that have their GPUs in turns with learner ranks."""
+    spec = engine.actor
     actor = actor_class(
         RolloutActor,
-        num_cpus=engine.num_cpus,
-        num_gpus=engine.num_gpus * engine.tensor_parallel,
+        num_cpus=spec.num_cpus,
+        num_gpus=spec.num_gpus * spec.tensor_parallel,
         resources=bound_to(ACTOR_RESOURCE, own_nodes=hosting.own_nodes),
         max_concurrency=CALL_THREADS,
     )
@@ -154,10 +164,9 @@ def rollout_spawner(
         handle = actor.options(**placed).remote(
             (buffer.handle, buffer.name), scorer.handle, hosting
         )
-        own = replace(job, engine=replace(job.engine, actor_id=name))
-        started = handle.start.remote(own)
+        started = handle.start.remote(replace(engine, actor_id=name), text, environments)
         return Spawned(
-            RayRolloutActor(handle, name, started, hosting, ranks=engine.tensor_parallel),
+            RayRolloutActor(handle, name, started, hosting, ranks=spec.tensor_parallel),
             placed=PendingReply(handle.__ray_ready__.remote(), "its process"),
             started=PendingReply(started, "its start"),
         )

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import ray
 
-from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import Hosting
 from rlcore.interfaces import TransportEnds, WeightTransport
 from rlcore.registry import resolve
 from rlcore.weights.group import BroadcastGroup, GlooSender, GroupReceiver, GroupSender, Join

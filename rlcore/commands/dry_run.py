@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.cluster.placement import free_port
 from rlcore.cluster.ray_cluster import check_cluster, joined_address
-from rlcore.commands import jobs
+from rlcore.commands import derived
 from rlcore.commands.memory import (
     check_memory,
     memory_lines,
@@ -93,7 +93,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
     state = checkpoint.state_of(found)
     prepared.prompts.restore(state["prompts"])
     progress = Progress(**state["progress"])
-    jobs.plan(config).check_resume(progress)
+    derived.plan(config).check_resume(progress)
     step = progress.step
     last = int(rows[-1]["step"] or 0) if rows else step
     refuse(
@@ -106,7 +106,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
 
 def _check_places(config: RunConfig, prepared: Prepared) -> None:
     """CPUs, GPUs, the object store, the ports of the metrics and of the learner."""
-    cpus, gpus = jobs.needed(config)
+    cpus, gpus = derived.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
@@ -124,7 +124,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "sampling", [_settings(config.rollout)]
     yield "corrections", list(_corrections(config))
     names = f"advantage={config.algorithm.advantage} loss={config.algorithm.loss}"
-    idle = jobs.idle_clip(config)
+    idle = derived.idle_clip(config)
     yield "algorithm", [names, *_changed(config.algorithm), *filter(None, [idle])]
     if unread(config):
         yield "not read", unread(config)
@@ -254,12 +254,12 @@ def _rewards(config: RunConfig) -> list[str]:
 
 def _actors(config: RunConfig) -> list[str]:
     engines: dict[str, tuple[ActorSpec, str]] = {n: (a, "") for n, a in config.actor.items()}
-    plain = jobs.evaluation_actor(config)
+    plain = derived.evaluation_actor(config)
     if plain is not None:
         engines["evaluation"] = (plain, ", for evaluations alone")
     lines = []
     for label, (actor, purpose) in engines.items():
-        what = jobs.describe_actor(label, actor, config.model.max_len)
+        what = derived.describe_actor(label, actor, config.model.max_len)
         ranks = f" of {actor.tensor_parallel} ranks" if actor.tensor_parallel > 1 else ""
         gpus = actor.num_gpus * actor.tensor_parallel
         each = f"{_count(actor.num_cpus, 'CPU')} and {_count(gpus, 'GPU')} each"
@@ -288,7 +288,7 @@ def _learner(config: RunConfig) -> list[str]:
     spec = config.learner
     beside = {"lora": spec.lora, "distill": spec.distill, "draft": spec.draft}
     return [
-        f"{_count(jobs.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
+        f"{_count(derived.ranks(config), 'rank')} of {spec.engine}, ZeRO-{spec.zero_stage}, "
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *_changed(spec),
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
@@ -296,13 +296,13 @@ def _learner(config: RunConfig) -> list[str]:
 
 
 def _resources(config: RunConfig, prepared: Prepared) -> list[str]:
-    (cpus, gpus), spec = jobs.needed(config), config.cluster
+    (cpus, gpus), spec = derived.needed(config), config.cluster
     address = joined_address(spec.address)
     where = f"the cluster at {address}" if address else "a cluster of this machine"
     size = published_bytes(config, prepared.tokenizer) / MIB
     lines = [
         f"{_count(cpus, 'CPU')} and {_count(gpus, 'GPU')} on {where}",
-        f"{size:,.1f} MiB of weights a publication, in {jobs.wire_dtype(config)} by "
+        f"{size:,.1f} MiB of weights a publication, in {derived.wire_dtype(config)} by "
         f"{spec.transport}",
         f"{spec.buffer_mib} MiB of trajectories in the buffer",
     ]

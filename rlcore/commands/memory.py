@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlcore.commands.jobs import wire_dtype
+from rlcore.commands.derived import wire_dtype
 from rlcore.config.schema import RunConfig
 from rlcore.learner.specs import LoraSpec
 from rlcore.models.folder import read_config, read_shapes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
-from rlcore.commands.jobs import evaluation_actor
+from rlcore.commands.derived import evaluation_actor
 from rlcore.config.schema import RunConfig
 from rlcore.models.folder import ATTENTION_FILE, read_config, weight_files
 from rlcore.models.masked_folder import check_masked, is_masked

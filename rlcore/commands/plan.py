@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlcore.commands import jobs
+from rlcore.commands import derived
 from rlcore.commands.memory import folder_parameters
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
@@ -201,7 +201,7 @@ def planned(
         samples=config.rollout.samples_per_prompt,
         max_tokens=config.rollout.max_new_tokens,
         ref_pass=config.schedule.phases.steps > 1,
-        supervision=jobs.plan(config).supervision,
+        supervision=derived.plan(config).supervision,
         selection=config.algorithm,
         joined=config.cluster.transport in GROUP_TRANSPORTS,
         run_seed=config.seed,
@@ -232,7 +232,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
     if gpu not in GPUS:
         raise UserError.choice("gpu", gpu, GPUS)
     shape, lengths = shape_of(config, words), lengths_of(config, words)
-    ranks = jobs.ranks(config)
+    ranks = derived.ranks(config)
     rates = Rates(lengths=lengths, learner=learner_rates(GPUS[gpu], shape, ranks))
     context = lengths.prompt + lengths.median
     for label, actor in config.actor.items():
@@ -355,7 +355,7 @@ def _read_run(name: str) -> tuple[RunConfig, MeasuredRun]:
         label,
         max_running=actor.max_num_seqs,
         max_tokens=config.rollout.max_new_tokens,
-        synchronous=jobs.plan(config).synchronous,
+        synchronous=derived.plan(config).synchronous,
         ref_pass=config.schedule.phases.steps > 1,
     )
     return config, run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.admission import check_capacity
-from rlcore.commands.jobs import most_prompt_tokens
+from rlcore.commands.derived import most_prompt_tokens
 from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
 from rlcore.commands.owner import Owner, own
 from rlcore.config.names import load_own
@@ -211,7 +211,7 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
     )
     try:
         environment_maker(environment, task)
-        check_template(environment, tokenizer, config.model.chat_template)
+        check_template(environment, tokenizer, config.model)
     except UserError as error:
         # An environment knows the section `environment` alone, not that of a label.
         key = config.environment_key(label)
@@ -320,16 +320,8 @@ def _source(
     tokenizer: Any,
     walk: Walk,
 ) -> PromptSource:
-    model = config.model
-
     def encode(asked: str | Sequence[Message]) -> list[int]:
-        return encode_prompt(
-            tokenizer,
-            asked,
-            chat_template=model.chat_template,
-            system_prompt=model.system_prompt,
-            control_tokens=model.control_tokens,
-        )
+        return encode_prompt(tokenizer, asked, config.model)
 
     # An environment asks the questions itself, where the episode is played.
     played = label in config.played

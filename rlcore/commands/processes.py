@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from rlcore.buffer import ReplayBuffer
+from rlcore.buffer.specs import TaskShare
 from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.scorer import RayNodeScorers
 from rlcore.cluster.clients.shards import RayShards
 from rlcore.cluster.heartbeats import RayRoleWatch
 from rlcore.cluster.placement import SharedPlaces
 from rlcore.cluster.ray_cluster import cluster
+from rlcore.cluster.specs import Hosting
 from rlcore.cluster.start import (
     rollout_spawner,
     start_buffer,
@@ -21,12 +25,24 @@ from rlcore.cluster.start import (
     start_scorer,
     wait_started,
 )
-from rlcore.commands import jobs as roles
+from rlcore.commands import derived
 from rlcore.config.schema import RunConfig
+from rlcore.config.task_checks import mixed
+from rlcore.corrections.tis import TisSpec
+from rlcore.environments.specs import EnvironmentJob
+from rlcore.learner.specs import PARTS, SPARSE_COPY, LearnerJob
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool, Purpose
 from rlcore.loop.role_protocols import Clients
-from rlcore.rollout.specs import ActorSpec
+from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.text import TextSettings
+from rlcore.tasks import tasks_with_tokens
+from rlcore.types import POLICY, SamplingSpec
+from rlcore.weights.adapters import AdapterShape
+
+MIN_KEPT_SAMPLES = 8  # of a batch, for display: what an evaluation shows too
+# Transports by which engines receive weights by themselves
+ENGINE_TRANSFERS: dict[str, Literal["nccl", "ipc"]] = {"nccl": "nccl", "ipc": "ipc"}
 
 
 def connected(
@@ -44,7 +60,7 @@ def connected(
     `stderr` is given what its processes write there, as `cluster` says.
     Raises UserError if it cannot hold them.
     """
-    cpus, gpus = roles.needed(config, actors=actors, learner=learner)
+    cpus, gpus = derived.needed(config, actors=actors, learner=learner)
     return cluster(
         config.cluster,
         needed_cpus=cpus,
@@ -85,8 +101,8 @@ class Session:
         """`model_path`: the starting policy. `pad_id`: fills unused positions of micro-batches."""
         self._config = config
         self._note = note
-        self._hosting = roles.hosting(config)
-        self.buffer = start_buffer(self._hosting, roles.buffer_job(config))
+        self._hosting = hosting(config)
+        self.buffer = start_buffer(self._hosting, replay_buffer(config))
         # Graders and actors come together: an actor sends its answers to the graders.
         self.scorer: RayScorer | None = None
         self.fleet: Fleet | None = None
@@ -96,16 +112,16 @@ class Session:
         self.shards = RayShards(self.buffer, self._hosting) if with_learner else None
         self._places = shared_places(config) if with_learner and with_actors else None
         if with_actors:
-            job = roles.scorer_job(config, model_path)
-            self.scorer = start_scorer(self._hosting, self.buffer, job)
+            graders = self.buffer, derived.grader_pools(config), model_path
+            self.scorer = start_scorer(self._hosting, *graders)
             if with_learner:  # else nothing watches them
-                self.beside = RayNodeScorers(self.buffer, self._hosting, job, note)
+                self.beside = RayNodeScorers(self._hosting, *graders, note)
             self.fleet = self._start_fleet(self.scorer, model_path)
         if self._places is not None:  # ranks have memory once the engines on their GPUs sleep
             wait_started(self._hosting, self._actors())
         if with_learner:
-            jobs = roles.learner_jobs(config, model_path, pad_id)
-            dtype, places = roles.wire_dtype(config), self._places
+            jobs = learner_jobs(config, model_path, pad_id)
+            dtype, places = derived.wire_dtype(config), self._places
             self.learner = start_learners(
                 self._hosting, self.buffer, jobs, wire_dtype=dtype, places=places
             )
@@ -116,19 +132,27 @@ class Session:
     def _start_fleet(self, scorer: RayScorer, model_path: str) -> Fleet:
         """The actors of the configuration, and a dense one for evaluation where the run has one."""
         config = self._config
-        dense = roles.evaluation_actor(config)
+        dense = derived.evaluation_actor(config)
         purpose: Purpose = "training" if dense else "all"
         kinds: dict[str, tuple[ActorSpec, Purpose]] = {
             label: (actor, purpose) for label, actor in config.actor.items()
         }
         if dense is not None:
             kinds["evaluation"] = (dense, "evaluation")
+        text, environments = text_settings(config, model_path), environment_jobs(config)
         pools = []
         for label, (actor, given) in kinds.items():
-            places, sleeps = self._places, self._places is not None
-            job = roles.rollout_job(config, label, actor, model_path, sleeps=sleeps)
-            spawn = rollout_spawner(self._hosting, job, self.buffer, scorer, places)
-            weights = roles.actor_weights(config, actor)
+            sleeps = self._places is not None
+            spawn = rollout_spawner(
+                self._hosting,
+                self.buffer,
+                scorer,
+                engine_job(config, label, actor, model_path, sleeps=sleeps),
+                text,
+                environments=tuple(environments.values()),
+                places=self._places,
+            )
+            weights = derived.actor_weights(config, actor)
             pools.append(ActorPool(label, spawn, actor.count, given, weights))
         joined = config.cluster.joined
         return Fleet(pools, config.schedule, config.cluster, joined=joined, note=self._note)
@@ -168,3 +192,180 @@ class Session:
         for client in clients:
             if client is not None:
                 client.kill()
+
+
+def hosting(config: RunConfig) -> Hosting:
+    """Where and how the run's processes are started."""
+    return Hosting(
+        ray=config.cluster,
+        schedule=config.schedule,
+        supervision=config.cluster,
+        transport=config.cluster,
+        evaluation=config.evaluation,
+        weights_folder=str(Path(config.run_dir) / "weights"),
+        own_nodes=config.cluster.launch.learner_nodes > 0,
+    )
+
+
+def task_shares(config: RunConfig) -> dict[str, TaskShare] | None:
+    """The buffer's settings of several tasks, or of one whose pass rates are remembered."""
+    if not config.mixed and all(spec.difficulty is None for spec in config.tasks.values()):
+        return None
+    return {
+        label: TaskShare(
+            config.rollout_of(label).samples_per_prompt,
+            getattr(spec, "weight", 1.0),
+            remember=spec.difficulty is not None,
+        )
+        for label, spec in config.tasks.items()
+    }
+
+
+def replay_buffer(config: RunConfig) -> ReplayBuffer:
+    """The run's buffer, empty."""
+    return ReplayBuffer(
+        config.schedule,
+        config.algorithm,
+        samples_per_group=config.rollout.samples_per_prompt,
+        max_bytes=config.cluster.buffer_mib << 20,
+        run_seed=config.seed,
+        keep_samples=max(MIN_KEPT_SAMPLES, config.logging.samples_per_step),
+        tasks=task_shares(config),
+        kinds=tuple(config.actor) if len(config.actor) > 1 else (),
+    )
+
+
+def engine_job(
+    config: RunConfig, label: str, actor: ActorSpec, model_path: str, *, sleeps: bool = False
+) -> EngineJob:
+    """`sleeps`: the engine has its GPU in turns with a learner rank."""
+    # A draft samples with its own model; the policy's folder then says what its tokens must mean.
+    return EngineJob(
+        actor=actor,
+        actor_id=label,
+        model_path=actor.draft_path or model_path,
+        max_len=config.model.max_len,
+        logprobs_k=config.rollout.logprobs_k,
+        policy_path=model_path if actor.draft_path else None,
+        transfer=ENGINE_TRANSFERS.get(config.cluster.transport),
+        adapter=_adapter(config, actor),
+        diffusion=config.model.diffusion,
+        routes=config.learner.router_replay,
+        sleeps=sleeps,
+    )
+
+
+def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
+    """The adapter that an actor is sent by itself, if it is."""
+    learner, weights = config.learner, derived.actor_weights(config, actor)
+    loras = {POLICY: learner.lora, SPARSE_COPY: learner.distill.lora if learner.distill else None}
+    lora = None if weights is None else loras.get(weights)
+    if lora is None or lora.publish == "merged":
+        return None
+    return AdapterShape(lora.rank, lora.targets)
+
+
+def text_settings(config: RunConfig, tokenizer_path: str) -> TextSettings:
+    """Rules of the text of every task, trained on or evaluated."""
+    tasks = {**config.evaluation.tasks, **config.tasks}
+    return TextSettings(
+        tokenizer_path,
+        {label: derived.most_prompt_tokens(config, label, spec) for label, spec in tasks.items()},
+        cut=frozenset(n for n, spec in tasks.items() if spec.overlong_rows == "truncate_left"),
+        template=config.model,
+        stop=derived.stop_strings(config),
+        in_pieces=tasks_with_tokens(tasks),
+        raw=frozenset(label for label, task in tasks.items() if task.grader_text == "raw"),
+    )
+
+
+def environment_jobs(config: RunConfig) -> dict[str, EnvironmentJob]:
+    """Return the environment of each training task, by label; without one an answer is one turn."""
+    return {
+        label: EnvironmentJob(
+            environment=environment,
+            task=config.tasks[label],
+            label=label,
+            max_len=config.model.max_len,
+            run_seed=config.seed,
+            stop=config.rollout_of(label).stop,
+            template=config.model,
+        )
+        for label, environment in config.played.items()
+    }
+
+
+def learner_jobs(config: RunConfig, model_path: str, pad_id: int) -> dict[str, LearnerJob]:
+    """The policy's learner, and that of a draft that is trained beside it."""
+    jobs = {POLICY: policy_job(config, model_path, pad_id)}
+    if config.learner.draft is not None:
+        jobs[derived.DRAFT] = _draft_job(config, model_path, pad_id)
+    return jobs
+
+
+def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
+    # Every actor has the same rule then, which config/checks.py has seen to.
+    follows_actors = config.learner.distill is not None or config.learner.train_sparse
+    return LearnerJob(
+        model_path=model_path,
+        learner=config.learner,
+        objective=config.algorithm,
+        corrections=config.correction.chosen(),
+        sampling=_longest_sampling(config),
+        task_advantages=_advantages(config),
+        task_temperatures=_temperatures(config),
+        total_steps=config.schedule.steps,
+        run_seed=config.seed,
+        pad_id=pad_id,
+        sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
+        keep_by_acceptance=config.algorithm.kept_by_learner,
+        diffusion=config.model.diffusion,
+        strata=config.strata,
+    )
+
+
+def _advantages(config: RunConfig) -> dict[str, str]:
+    """Of each of several tasks."""
+    return {label: config.advantage_of(label)[1] for label in mixed(config)}
+
+
+def _temperatures(config: RunConfig) -> dict[str, float]:
+    """Of each of several tasks."""
+    return {label: config.rollout_of(label).temperature for label in mixed(config)}
+
+
+def _longest_sampling(config: RunConfig) -> SamplingSpec:
+    """`rollout` with the longest response of any task, which the learner divides by."""
+    longest = max(config.rollout_of(label).max_new_tokens for label in config.tasks)
+    return replace(config.rollout.sampling(), max_new_tokens=longest)
+
+
+def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
+    """The policy's own settings on the draft's model, with a KL to the policy."""
+    draft = config.learner.draft
+    path = next(iter(config.actor.values())).draft_path
+    assert draft is not None and path is not None
+    # Adapters would be the policy's: a draft is small enough to be trained whole.
+    own = {
+        "ranks": draft.ranks,
+        "lr": draft.lr,
+        "lora": None,
+        "draft": None,
+        "router_replay": False,
+    }
+    own |= dict.fromkeys(PARTS, 1)
+    kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
+    return LearnerJob(
+        model_path=path,
+        learner=config.learner.model_copy(update=own),
+        objective=config.algorithm.model_copy(update=kl),
+        # The actors are the draft itself, so that only its age is to be corrected.
+        corrections={"tis": TisSpec()},
+        sampling=_longest_sampling(config),
+        task_advantages=_advantages(config),
+        task_temperatures=_temperatures(config),
+        total_steps=config.schedule.steps,
+        run_seed=config.seed,
+        pad_id=pad_id,
+        frozen_path=model_path,
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.cluster.process_tuning import short_passes
-from rlcore.commands import jobs
+from rlcore.commands import derived
 from rlcore.commands.about import write_about
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.owner import Owner
@@ -178,7 +178,7 @@ def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
         reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
         run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
         run.stop.interrupt()
-        for news in (owner.news, swept, jobs.idle_clip(config), *unread(config)):
+        for news in (owner.news, swept, derived.idle_clip(config), *unread(config)):
             if news:
                 reporter.note(news)
         try:
@@ -250,7 +250,7 @@ def _start_point(run: RunContext) -> Start:
     check_resume(run.given)
     state = checkpoint.state_of(found)
     progress = Progress(**state["progress"])
-    jobs.plan(run.config).check_resume(progress)
+    derived.plan(run.config).check_resume(progress)
     run.prepared.prompts.restore(state["prompts"])  # refuses another mixture
     return Start(found, state, progress)
 
@@ -274,13 +274,13 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
         for line in prepared.remarks:
             note(line)
         for label, actor in config.actor.items():
-            note(jobs.describe_actor(label, actor, config.model.max_len))
+            note(derived.describe_actor(label, actor, config.model.max_len))
         began = time.monotonic()
         session = Session(config, model_path, pad_id=prepared.pad_id, note=note)
         assert session.fleet is not None
         try:
             note(
-                f"{len(session.fleet.members)} rollout actors and {jobs.ranks(config)} learner "
+                f"{len(session.fleet.members)} rollout actors and {derived.ranks(config)} learner "
                 f"ranks are up after {time.monotonic() - began:.0f} s"
             )
             if start.checkpoint is not None:
@@ -327,7 +327,7 @@ async def _loop(run: RunContext, session: Session, model_path: str, start: Start
     )
     resumed_from = str(start.checkpoint / "learner") if start.checkpoint else None
     controller = Controller(
-        jobs.plan(config), clients, parts, progress=start.progress, resumed_from=resumed_from
+        derived.plan(config), clients, parts, progress=start.progress, resumed_from=resumed_from
     )
     run.stop.listen(controller, reporter.note)
     await controller.run()

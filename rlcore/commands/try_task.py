@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlcore.commands import jobs
+from rlcore.commands import derived
 from rlcore.commands.preflight import (
     ALL,
     ask_lean_servers,
@@ -127,7 +127,7 @@ def _trials(
         f"{config.task_key(label)}.name={config.tasks[label].name} has no problems: name a file of "
         f"them with {config.task_key(label)}.args.train_path.",
     )
-    stop = jobs.stop_strings(config)
+    stop = derived.stop_strings(config)
     trials = []
     for at, item in enumerate(items[:n]):
         lines, refused = _prompt(source, tokenizer, item)
@@ -229,7 +229,7 @@ def _graded(
             scores.update({(a.group_id, a.sample_index): score for a, score in scored})
             arrived.notify_all()
 
-    graders = Graders(jobs.grader_pools(config), on_scored=on_scored, note=note)
+    graders = Graders(derived.grader_pools(config), on_scored=on_scored, note=note)
     deadline = time.monotonic() + config.evaluation.timeout_s
     try:
         graders.submit(answers)
@@ -265,7 +265,7 @@ def _rendering(config: RunConfig, tokenizer: Any) -> str:
     if tokenizer is None:
         return "no tokenizer: model.path=FOLDER shows the tokens and the chat template"
     whose = f"model.path={model.path}" if model.path else "the fresh model, a token a character"
-    if uses_template(tokenizer, model.chat_template):
+    if uses_template(tokenizer, model):
         template = "on"
     elif model.chat_template == "off":
         template = "off, by model.chat_template=off"

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from rlcore.cluster.start import start_learners, wait_started
-from rlcore.commands import jobs as roles
 from rlcore.commands.model_checks import require_end
 from rlcore.commands.preflight import Prepared, note, open_run_dir, prepare
-from rlcore.commands.processes import connected
+from rlcore.commands.processes import connected, environment_jobs, hosting, policy_job
 from rlcore.config.compose import to_yaml
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
@@ -129,12 +128,12 @@ def supervise(
     Raises UserError if the task has no worked answers.
     """
     sft = _supervised(config, warmup)
-    shares, hosting = sft.learner.shares, roles.hosting(sft)
+    shares, hosted = sft.learner.shares, hosting(sft)
     # The same ranks and head pass as in training, so that nothing about the model can differ.
-    jobs = {POLICY: roles.policy_job(sft, start, prepared.pad_id)}
-    learner = start_learners(hosting, None, jobs, wire_dtype="float32")
+    jobs = {POLICY: policy_job(sft, start, prepared.pad_id)}
+    learner = start_learners(hosted, None, jobs, wire_dtype="float32")
     try:
-        wait_started(hosting, [learner])
+        wait_started(hosted, [learner])
         # A walk of its own: the run's cursor must not depend on whether a model was kept.
         source = prepared.prompts.another_walk(
             run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
@@ -162,7 +161,7 @@ def _examples(
 ) -> Callable[[], ScoredSequence]:
     """A function that gives the next worked answer, or the next worked episode. `mask_id`: of a
     masked-diffusion model."""
-    jobs, makers = roles.environment_jobs(config), {}
+    jobs, makers = environment_jobs(config), {}
     end = int(tokenizer.eos_token_id)
     masks = None if mask_id is None else MaskedAnswers(config, mask_id, end)
 

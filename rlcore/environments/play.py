@@ -112,14 +112,7 @@ class Play:
         self._guarded(episode, self._reset)
 
     def _renderer(self) -> Renderer:
-        job = self._job
-        return make_renderer(
-            self._tokenizer,
-            chat_template=job.chat_template,
-            system_prompt=job.system_prompt,
-            stop=job.stop,
-            control_tokens=job.control_tokens,
-        )
+        return make_renderer(self._tokenizer, self._job.template, self._job.stop)
 
     def _reset(self, episode: EpisodeState) -> None:
         episode.link = self._linked()
@@ -271,8 +264,9 @@ class Play:
     def _shortened(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with at most `max_observation_tokens` tokens of text together."""
         left, shown = self._job.environment.max_observation_tokens, []
+        control = self._job.template.control_tokens
         for message in messages:
-            ids = encode_text(self._tokenizer, message["content"], self._job.control_tokens)
+            ids = encode_text(self._tokenizer, message["content"], control)
             if len(ids) > left:
                 text = self._tokenizer.decode(ids[:left])
                 message = {**message, "content": text + self._told(len(ids) - left)}

@@ -12,6 +12,7 @@ import numpy as np
 from rlcore.environments.protocol import Action, Environment, Message, Opening, Renderer, ToolCall
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import (
     Spelled,
     control_ids,
@@ -29,24 +30,17 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 
 
-def make_renderer(
-    tokenizer: Any,
-    *,
-    chat_template: str,
-    system_prompt: str | None,
-    stop: Sequence[str],
-    control_tokens: str = "text",
-) -> Renderer:
+def make_renderer(tokenizer: Any, template: TemplateSpec, stop: Sequence[str] = ()) -> Renderer:
     """The renderer of one episode, by the rule of `models.text.encode_prompt`: the tokenizer's chat
     template if it has one and `chat_template` is not "off"."""
-    chat = uses_template(tokenizer, chat_template)
+    chat = uses_template(tokenizer, template)
     renderer = ChatRenderer if chat else PlainRenderer
-    return renderer(tokenizer, system_prompt, tuple(stop), control_tokens)
+    return renderer(tokenizer, template, tuple(stop))
 
 
-def check_template(spec: EnvironmentSpec, tokenizer: Any, chat_template: str) -> None:
+def check_template(spec: EnvironmentSpec, tokenizer: Any, template: TemplateSpec) -> None:
     """Raise UserError for an environment whose messages need a chat template, without one."""
-    if spec.name == "endpoint" and not uses_template(tokenizer, chat_template):
+    if spec.name == "endpoint" and not uses_template(tokenizer, template):
         raise UserError(
             "environment.name=endpoint needs a tokenizer with a chat template, and that of "
             "model.path has none: choose a chat model."
@@ -57,16 +51,10 @@ class PlainRenderer(Renderer):
     """The text of messages, one after the other. A turn of the model ends with its end-of-sequence
     token, a stop string or its length, and what follows is put behind it as it is."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        system_prompt: str | None,
-        stop: tuple[str, ...],
-        control_tokens: str = "text",
-    ) -> None:
+    def __init__(self, tokenizer: Any, template: TemplateSpec, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        self._control_tokens = control_tokens
-        self._system_prompt = system_prompt
+        self._control_tokens = template.control_tokens
+        self._system_prompt = template.system_prompt
         self._stop = stop
 
     def open(self, opening: Opening) -> list[int]:
@@ -98,16 +86,10 @@ class ChatRenderer(Renderer):
     from the ends of an answer is no rewriting.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        system_prompt: str | None,
-        stop: tuple[str, ...],
-        control_tokens: str = "text",
-    ) -> None:
+    def __init__(self, tokenizer: Any, template: TemplateSpec, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        self._spelled = Spelled(tokenizer, control_tokens)
-        self._system_prompt = system_prompt
+        self._spelled = Spelled(tokenizer, template.control_tokens)
+        self._system_prompt = template.system_prompt
         self._stop = stop
         self._messages: list[Message] = []
         self._tools: list[Any] | None = None
@@ -234,13 +216,7 @@ def worked_episode(
 def _worked_episode(
     job: EnvironmentJob, environment: Environment, item: Item, tokenizer: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    renderer = make_renderer(
-        tokenizer,
-        chat_template=job.chat_template,
-        system_prompt=job.system_prompt,
-        stop=job.stop,
-        control_tokens=job.control_tokens,
-    )
+    renderer = make_renderer(tokenizer, job.template, job.stop)
     seed = derive_seed(job.run_seed, "environment", "worked", item.prompt_id)
     ids = renderer.open(environment.reset(item, seed))
     sampled = [False] * len(ids)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rlcore.models.specs import TemplateSpec
 from rlcore.spec import Spec, setting
 from rlcore.tasks.specs import EvalTaskSpec
 
@@ -58,6 +59,4 @@ class EnvironmentJob:
     max_len: int  # tokens of a part
     run_seed: int = 0
     stop: tuple[str, ...] = ()  # strings that end a turn, and that its text is cut before
-    chat_template: str = "auto"
-    system_prompt: str | None = None
-    control_tokens: str = "text"  # special tokens that messages spell: text, or these tokens
+    template: TemplateSpec = field(default_factory=TemplateSpec)

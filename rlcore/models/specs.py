@@ -56,7 +56,17 @@ class DiffusionSpec(Spec):
     )
 
 
-class ModelSpec(Spec):
+class TemplateSpec(Spec):
+    """How conversations become text."""
+
+    chat_template: Literal["auto", "off"] = setting("auto", "auto: the tokenizer's, if it has one")
+    system_prompt: str | None = setting(None, "put before every question")
+    control_tokens: Literal["text", "tokens"] = setting(
+        "text", "special tokens that rows and tools' answers spell: text, or these tokens"
+    )
+
+
+class ModelSpec(TemplateSpec):
     """The starting policy: a model folder, or a fresh small model."""
 
     path: str | None = setting(None, "Hugging Face folder of the starting policy")
@@ -66,11 +76,6 @@ class ModelSpec(Spec):
     )
     max_len: int = setting(
         512, "longest episode that an engine or learner must hold", unit="tokens", gt=1
-    )
-    chat_template: Literal["auto", "off"] = setting("auto", "auto: the tokenizer's, if it has one")
-    system_prompt: str | None = setting(None, "put before every question")
-    control_tokens: Literal["text", "tokens"] = setting(
-        "text", "special tokens that rows and tools' answers spell: text, or these tokens"
     )
     trust_remote_code: Literal[False] = setting(False, "code from model folders is never run")
     warmup: WarmUpSpec | None = setting(None, "supervised warm-up of a fresh model")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlcore.errors import UserError
+from rlcore.models.specs import TemplateSpec
 from rlcore.types import Message
 
 if TYPE_CHECKING:
@@ -77,19 +78,14 @@ def split_stops(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[s
     return [known[t] for t in stop if t in known], tuple(t for t in stop if t not in known)
 
 
-def uses_template(tokenizer: Any, chat_template: str) -> bool:
+def uses_template(tokenizer: Any, template: TemplateSpec) -> bool:
     """Return whether prompts go through the tokenizer's chat template: it has one, and
     `chat_template` is not "off"."""
-    return chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+    return template.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
 
 
 def encode_prompt(
-    tokenizer: Any,
-    asked: str | Sequence[Message],
-    *,
-    chat_template: str,
-    system_prompt: str | None,
-    control_tokens: str = "text",
+    tokenizer: Any, asked: str | Sequence[Message], settings: TemplateSpec
 ) -> list[int]:
     """Token ids of a question or of the messages of a conversation: through the tokenizer's chat
     template if it has one, else as plain text.
@@ -101,10 +97,10 @@ def encode_prompt(
     from jinja2 import TemplateError
 
     given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    messages = with_system(given, system_prompt)
-    if not uses_template(tokenizer, chat_template):
-        return encode_opening(tokenizer, plain_text(messages), control_tokens)
-    spelled = Spelled(tokenizer, control_tokens)
+    messages = with_system(given, settings.system_prompt)
+    if not uses_template(tokenizer, settings):
+        return encode_opening(tokenizer, plain_text(messages), settings.control_tokens)
+    spelled = Spelled(tokenizer, settings.control_tokens)
     try:
         text = tokenizer.apply_chat_template(
             spelled.hidden(messages), add_generation_prompt=True, tokenize=False

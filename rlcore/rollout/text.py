@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt, fitting_prompt
 from rlcore.types import Answer, Request, Trajectory
 
@@ -98,23 +99,29 @@ class StopWatcher:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptJob:
-    """How prompts are made. Example: PromptJob({"digits": 48})"""
+class TextSettings:
+    """How conversations become tokens, and responses the text that graders are given.
 
+    Example: TextSettings("/models/policy", {"digits": 48})
+    """
+
+    tokenizer_path: str
     most_tokens: Mapping[str, int]  # that a prompt may have, by the label of its task
-    chat_template: str = "auto"
-    system_prompt: str | None = None
-    control_tokens: str = "text"
+    template: TemplateSpec = field(default_factory=TemplateSpec)
     cut: frozenset[str] = frozenset()  # labels of the tasks whose longer prompts are cut
+    # that the text of a response is cut before
+    stop: StopStrings = field(default_factory=StopStrings)
+    in_pieces: frozenset[str] = frozenset()  # tasks whose graders ask for the text of every token
+    raw: frozenset[str] = frozenset()  # tasks whose graders see special tokens
 
 
 class PromptEncoder:
     """Fills the empty `prompt_ids` of requests. May be called from any thread."""
 
-    def __init__(self, tokenizer: Any, job: PromptJob) -> None:
+    def __init__(self, tokenizer: Any, settings: TextSettings) -> None:
         """`tokenizer`: used by nobody else, since it is not made for two threads."""
         self._tokenizer = tokenizer
-        self._job = job
+        self._settings = settings
         self._lock = threading.Lock()
 
     def encoded(self, requests: Sequence[Request]) -> list[Request]:
@@ -132,18 +139,11 @@ class PromptEncoder:
 
     def _encode(self, request: Request) -> np.ndarray:
         assert request.asked is not None
-        label, job = request.prompt_id.partition("/")[0], self._job
-        ids = encode_prompt(
-            self._tokenizer,
-            request.asked,
-            chat_template=job.chat_template,
-            system_prompt=job.system_prompt,
-            control_tokens=job.control_tokens,
-        )
+        label, settings = request.prompt_id.partition("/")[0], self._settings
         return fitting_prompt(
-            ids,
+            encode_prompt(self._tokenizer, request.asked, settings.template),
             request.prompt_id,
-            job.most_tokens[label],
-            cut=label in job.cut,
+            settings.most_tokens[label],
+            cut=label in settings.cut,
             bos=getattr(self._tokenizer, "bos_token_id", None),
         )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.journal import (
     RecordFile,
     ShardFiles,
@@ -20,7 +21,6 @@ from rlcore.buffer.journal import (
 )
 from rlcore.buffer.shard import Shard, ShardReply, ShardReport, ShardReporter
 from rlcore.cluster.actors.buffer import BufferActor
-from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.sample_text import first_shown, readable, verdict, without_texts
 from rlcore.errors import DeadlineExceeded, StageError
 from rlcore.loop.role_protocols import (
@@ -45,7 +45,7 @@ Reward = Callable[[Answer], float | None]  # None: the grader raises
 class FakeBuffer(BufferClient):
     """The real buffer and its host, without a process between."""
 
-    def __init__(self, job: BufferJob, nodes: int = 1) -> None:
+    def __init__(self, buffer: ReplayBuffer, nodes: int = 1) -> None:
         """`nodes`: of the simulated cluster."""
         self.actor = BufferActor(
             ShardFiles(
@@ -54,12 +54,12 @@ class FakeBuffer(BufferClient):
             )
         )
         self.nodes = FakeNodes(nodes, self.actor)
-        self._job = job
+        self._buffer = buffer
         self._started = False
 
     async def start(self) -> FakeBuffer:
-        """Build the buffer; itself."""
-        await self.actor.start(self._job)
+        """Hand the buffer over; itself."""
+        await self.actor.start(self._buffer)
         return self
 
     async def add_records(self, records: Sequence[bytes], actor: str = "bf16-0") -> None:

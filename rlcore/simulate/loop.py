@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.specs import SelectionSpec, TaskShare
-from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import RoleLost
 from rlcore.interfaces import Reporter, Span, Split, Task
 from rlcore.loop import checkpoint
@@ -199,16 +199,7 @@ class Simulation:
         self.started: list[FakeActor] = []  # every process of every member
         self.not_starting: list[str] = []  # why the next processes do not start, first come first
         self.wanted: dict[str, int] | None = None  # read once, as `rlcore scale` asks
-        job = BufferJob(
-            scenario.schedule,
-            scenario.selection,
-            samples_per_group=scenario.samples,
-            max_bytes=scenario.max_bytes,
-            run_seed=0,
-            keep_samples=8,
-            tasks=scenario.tasks or None,
-        )
-        self.buffer = self.make_buffer(job)
+        self.buffer = self.make_buffer()
         self.learner = self.make_learner()
         self.scorer = self.make_scorer()
         self.watch = FakeWatch(
@@ -233,9 +224,19 @@ class Simulation:
         """Make the reporter that keeps the rows of the run."""
         return FakeReporter(beside)
 
-    def make_buffer(self, job: BufferJob) -> FakeBuffer:
+    def make_buffer(self) -> FakeBuffer:
         """The buffer of the run."""
-        return FakeBuffer(job, self.scenario.nodes)
+        scenario = self.scenario
+        buffer = ReplayBuffer(
+            scenario.schedule,
+            scenario.selection,
+            samples_per_group=scenario.samples,
+            max_bytes=scenario.max_bytes,
+            run_seed=0,
+            keep_samples=8,
+            tasks=scenario.tasks or None,
+        )
+        return FakeBuffer(buffer, scenario.nodes)
 
     def make_scorer(self) -> FakeScorer:
         """The graders of the run, which send to `self.buffer`."""

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.shard import Shard, ShardReport
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.actors.buffer import BufferActor
-from rlcore.cluster.jobs import BufferJob
 from rlcore.serialization import dump_trajectory
 from rlcore.simulate.clock import run_simulated
 from rlcore.testing.records import make_score, make_trajectory
@@ -20,7 +20,7 @@ def on_an_actor(test):
         actor = BufferActor()
         batching = BatchingSpec(groups_per_step=1)
         limits = {"max_bytes": 1 << 30, "run_seed": 0, "keep_samples": 1}
-        await actor.start(BufferJob(batching, SelectionSpec(), samples_per_group=2, **limits))
+        await actor.start(ReplayBuffer(batching, SelectionSpec(), samples_per_group=2, **limits))
         assert await actor.admit(["digits/train/0"]) == [0]
         await test(actor)
 

@@ -11,8 +11,8 @@ import ray
 from test_start import hosting
 from timing import deadline
 
+from rlcore.buffer import ReplayBuffer
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
-from rlcore.cluster.jobs import BufferJob
 from rlcore.cluster.process_tuning import NEVER, keep_passes_short
 from rlcore.cluster.start import start_buffer, wait_started
 from rlcore.commands import train
@@ -117,7 +117,7 @@ def test_a_run_settles_its_own_process_before_the_loop_begins(collector, monkeyp
     monkeypatch.setattr(train, "stored_bytes", lambda *a: 0)
     monkeypatch.setattr(train, "with_drafts", lambda config, *a: config)
     monkeypatch.setattr(train, "starting_model", lambda *a: "model")
-    monkeypatch.setattr(train.jobs, "ranks", lambda config: 1)
+    monkeypatch.setattr(train.derived, "ranks", lambda config: 1)
     monkeypatch.setattr(train, "Session", MagicMock())
     before = gc.get_threshold(), gc.get_freeze_count()
     train._attempt(MagicMock(), train.Start(progress=Progress()), 0.0)
@@ -129,11 +129,12 @@ def test_a_run_settles_its_own_process_before_the_loop_begins(collector, monkeyp
 @pytest.mark.cluster
 def test_the_buffer_s_process_makes_no_full_passes():
     limits = {"max_bytes": 1 << 30, "run_seed": 0, "keep_samples": 1}
-    job = BufferJob(BatchingSpec(groups_per_step=1), SelectionSpec(), samples_per_group=2, **limits)
+    batching = BatchingSpec(groups_per_step=1)
+    empty = ReplayBuffer(batching, SelectionSpec(), samples_per_group=2, **limits)
 
     ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False)
     try:
-        buffer = start_buffer(hosting(), job)
+        buffer = start_buffer(hosting(), empty)
         wait_started(hosting(), [buffer])
         look = buffer.handle.__ray_call__.remote(
             lambda actor: (gc.get_threshold(), gc.get_freeze_count())

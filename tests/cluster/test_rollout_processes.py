@@ -14,14 +14,13 @@ from timing import deadline, wait_for_end
 
 from rlcore.cluster.clients import RayRolloutActor
 from rlcore.cluster.clients.rollout import PendingReply
-from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.ray_cluster import cluster
-from rlcore.cluster.specs import RaySpec
+from rlcore.cluster.specs import Hosting, RaySpec
 from rlcore.errors import UserError
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
 from rlcore.loop.role_protocols import Publication, Spawned
-from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.testing.records import make_sampling
 from rlcore.types import POLICY, Request, WeightManifest
 from rlcore.weights.specs import TransportSpec
@@ -88,6 +87,7 @@ class World:
                 heartbeat_s=0.5, hang_timeout_s=HANG_S, start_timeout_s=60, max_restarts=3
             ),
             transport=TransportSpec(),
+            evaluation=EvaluationSpec(),
             weights_folder="",
             own_nodes=False,
         )

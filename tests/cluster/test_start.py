@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.cluster import start
-from rlcore.cluster.jobs import Hosting
-from rlcore.cluster.specs import RaySpec
+from rlcore.cluster.specs import Hosting, RaySpec
 from rlcore.errors import UserError
 from rlcore.learner.specs import LearnerJob, LearnerSpec
-from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.testing.records import make_sampling
 from rlcore.types import POLICY
@@ -22,6 +21,7 @@ def hosting(**settings):
         schedule=ScheduleSpec(step_timeout_s=77),
         supervision=SupervisionSpec(),
         transport=TransportSpec(),
+        evaluation=EvaluationSpec(),
         weights_folder="",
         **made,
     )

@@ -10,12 +10,11 @@ import torch
 from timing import deadline, wait_until
 
 from rlcore.cluster.actors.learner import LearnerActor, WriteBehind
-from rlcore.cluster.jobs import Hosting
-from rlcore.cluster.specs import RaySpec
+from rlcore.cluster.specs import Hosting, RaySpec
 from rlcore.errors import DeadlineExceeded
 from rlcore.files import replace_file
 from rlcore.learner.state_files import Part, StateWriter, open_state, read_index
-from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
 from rlcore.weights.specs import TransportSpec
 
 
@@ -39,7 +38,7 @@ class Rank:
 
 @pytest.fixture
 def learner():
-    specs = (RaySpec(), ScheduleSpec(), SupervisionSpec(), TransportSpec())
+    specs = (RaySpec(), ScheduleSpec(), SupervisionSpec(), TransportSpec(), EvaluationSpec())
     actor = LearnerActor(None, Hosting(*specs, weights_folder="", own_nodes=False))
     actor.rank = Rank()
     yield actor

@@ -8,7 +8,7 @@ import pytest
 
 import rlcore
 from rlcore.cli import main
-from rlcore.commands import jobs
+from rlcore.commands import processes
 from rlcore.commands.model_checks import check_patches, check_replay
 from rlcore.commands.preflight import prepare
 from rlcore.config.compose import load
@@ -55,9 +55,9 @@ def test_more_log_probs_than_tokens_are_all_of_them(model, capsys):
     assert asked.config.rollout.logprobs_k == size
     (first, *_) = asked.requests.group(0, "digits/train/0")
     assert first.sampling.logprobs_k == size
-    job = jobs.rollout_job(asked.config, "bf16", asked.config.actor["bf16"], str(model))
-    assert job.engine.logprobs_k == size
-    assert jobs.policy_job(asked.config, str(model), 0).sampling.logprobs_k == size
+    engine = processes.engine_job(asked.config, "bf16", asked.config.actor["bf16"], str(model))
+    assert engine.logprobs_k == size
+    assert processes.policy_job(asked.config, str(model), 0).sampling.logprobs_k == size
     whole = prepared(model, f"rollout.logprobs_k={size}")
     assert whole.config.rollout.logprobs_k == size and not capsys.readouterr().out
 
@@ -272,7 +272,7 @@ def test_pass_rates_are_remembered_of_finite_tasks_alone(tmp_path):
         prepare(load([*words, "task.difficulty={}"]))
     config = load([*words, "task.difficulty.problems=20"])
     found = prepare(config)
-    assert found.prompts.remembers and jobs.buffer_job(config).tasks["digits"].remember
+    assert found.prompts.remembers and processes.task_shares(config)["digits"].remember
     numbers = [item.prompt_id for item in found.prompts.peek(40)]
     assert sorted(numbers[:20]) == sorted(numbers[20:]) and len({*numbers}) == 20
 

@@ -12,7 +12,7 @@ from shutil import which
 import pytest
 from preset_files import given
 
-from rlcore.commands.jobs import idle_clip
+from rlcore.commands.derived import idle_clip
 from rlcore.config import compose
 from rlcore.config.compose import load, to_yaml
 from rlcore.config.groups import COMMAND_LINES, groups

@@ -32,6 +32,7 @@ from rlcore.environments.renderers import check_template
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.tasks import make_task
 from rlcore.tasks.specs import EvalTaskSpec
@@ -265,9 +266,9 @@ def test_a_program_is_found_from_every_node(monkeypatch, tmp_path):
 def test_a_tokenizer_without_a_template_is_refused_in_a_sentence():
     spec = EnvironmentSpec(name="endpoint")
     with pytest.raises(UserError, match="needs a tokenizer with a chat template"):
-        check_template(spec, build_char_tokenizer("01"), "auto")
-    check_template(spec, chars(), "auto")
-    check_template(EnvironmentSpec(name="task"), build_char_tokenizer("01"), "auto")
+        check_template(spec, build_char_tokenizer("01"), TemplateSpec())
+    check_template(spec, chars(), TemplateSpec())
+    check_template(EnvironmentSpec(name="task"), build_char_tokenizer("01"), TemplateSpec())
 
 
 SAMPLING = Sampling(evaluates=False, temperature=1.0, top_p=1.0, stop=["x"])

@@ -10,6 +10,7 @@ from rlcore.environments.play import Play
 from rlcore.environments.protocol import Opening, ToolCall, answer_calls, tool_schema
 from rlcore.environments.renderers import make_renderer
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt, load_tokenizer
 from rlcore.tasks import make_task
 
@@ -29,7 +30,7 @@ def tokenizer(smollm2):
 
 
 def renderer(tokenizer, stop=(), system_prompt=None):
-    return make_renderer(tokenizer, chat_template="auto", system_prompt=system_prompt, stop=stop)
+    return make_renderer(tokenizer, TemplateSpec(system_prompt=system_prompt), stop=stop)
 
 
 def user(text):
@@ -43,7 +44,7 @@ def encode(tokenizer, text):
 def test_the_first_prompt_is_that_of_a_task_of_one_turn(tokenizer):
     for system in (None, "Be brief."):
         ids = renderer(tokenizer, system_prompt=system).open(Opening(user("Hello!")))
-        one_turn = encode_prompt(tokenizer, "Hello!", chat_template="auto", system_prompt=system)
+        one_turn = encode_prompt(tokenizer, "Hello!", TemplateSpec(system_prompt=system))
         assert ids == one_turn
 
 
@@ -96,7 +97,7 @@ def test_white_space_that_a_template_trims_is_no_rewriting(tokenizer):
 
 def test_plain_text_goes_on_where_the_model_stopped():
     tokenizer = build_char_tokenizer("0123456789=")
-    r = make_renderer(tokenizer, chat_template="auto", system_prompt=None, stop=("9",))
+    r = make_renderer(tokenizer, TemplateSpec(), stop=("9",))
     ids = r.open(Opening(user("12=")))
     assert ids == encode(tokenizer, "12=")
     said = encode(tokenizer, "349")

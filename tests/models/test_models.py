@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
-from rlcore.models.specs import FreshModelSpec
+from rlcore.models.specs import FreshModelSpec, TemplateSpec
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer, padding
 
 SPEC = FreshModelSpec(
@@ -46,7 +46,9 @@ def test_a_tokenizers_chat_template_is_used(tmp_path):
     kept = load_tokenizer(tmp_path)
 
     def text(chat_template, system_prompt):
-        ids = encode_prompt(kept, "1+1?", chat_template=chat_template, system_prompt=system_prompt)
+        ids = encode_prompt(
+            kept, "1+1?", TemplateSpec(chat_template=chat_template, system_prompt=system_prompt)
+        )
         return decode_response(kept, ids)
 
     assert text("auto", "my") == "<system>my<user>1+1?<a>"

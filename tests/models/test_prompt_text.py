@@ -13,8 +13,9 @@ from rlcore.environments.renderers import make_renderer
 from rlcore.errors import UserError
 from rlcore.loop.prompts import PromptSource
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt
-from rlcore.rollout.text import PromptEncoder, PromptJob
+from rlcore.rollout.text import PromptEncoder, TextSettings
 from rlcore.tasks import make_task
 from rlcore.testing.records import make_sampling
 from rlcore.types import Item, Request
@@ -58,9 +59,8 @@ CHAT = (
 )
 
 
-def text(tokenizer, asked, *, chat_template="auto", system_prompt=None):
-    ids = encode_prompt(tokenizer, asked, chat_template=chat_template, system_prompt=system_prompt)
-    return tokenizer.decode(ids)
+def text(tokenizer, asked, **settings):
+    return tokenizer.decode(encode_prompt(tokenizer, asked, TemplateSpec(**settings)))
 
 
 def test_every_turn_goes_through_the_template():
@@ -94,10 +94,10 @@ def test_a_template_that_refuses_the_roles_is_a_user_error():
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_an_environment_of_a_task_opens_with_the_same_tokens(template):
     tokenizer, item = made(template), Item("t/train/0", "one", "two", {}, (SYSTEM, USER))
-    renderer = make_renderer(tokenizer, chat_template="auto", system_prompt="own", stop=())
+    renderer = make_renderer(tokenizer, TemplateSpec(system_prompt="own"))
     ids = renderer.open(OneTurn(None).reset(item, seed=0))
-    settings = {"chat_template": "auto", "system_prompt": "own"}
-    assert ids == encode_prompt(tokenizer, item.messages, **settings)
+    settings = TemplateSpec(system_prompt="own")
+    assert ids == encode_prompt(tokenizer, item.messages, settings)
 
 
 @pytest.mark.parametrize("around", ["<s> $0", "<s> $0 </s>", "$0 </s>", ""])
@@ -107,8 +107,8 @@ def test_a_base_tokenizer_s_own_bos_begins_every_prompt(tmp_path, around, off):
     tokenizer.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     begins = "<s>" if around.startswith("<s>") else ""
-    settings = {"chat_template": "off" if off else "auto", "system_prompt": None}
-    ids = encode_prompt(tokenizer, "3+4=", **settings)
+    settings = {"chat_template": "off" if off else "auto"}
+    ids = encode_prompt(tokenizer, "3+4=", TemplateSpec(**settings))
     assert tokenizer.decode(ids) == f"{begins}3+4="
     assert text(tokenizer, (SYSTEM, USER, USER), **settings) == f"{begins}brief\noneone"
 
@@ -120,20 +120,20 @@ def test_a_template_that_writes_the_bos_gets_no_second_one():
 
 def test_rollout_warm_up_and_environments_begin_with_the_same_tokens():
     tokenizer, task = base(), make_task("digits", {})
-    settings = {"chat_template": "auto", "system_prompt": None}
+    settings = TemplateSpec()
     source = PromptSource(
-        task, lambda a: encode_prompt(tokenizer, a, **settings), run_seed=0, max_prompt_tokens=64
+        task, lambda a: encode_prompt(tokenizer, a, settings), run_seed=0, max_prompt_tokens=64
     )
     item = task.item("train", 0)
     ids = source.encode(item).tolist()
     assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
     asked = Request(0, 0, item.prompt_id, source.encode(item)[:0], make_sampling(), 0)
-    encoder = PromptEncoder(tokenizer, PromptJob({"digits": 64}))
+    encoder = PromptEncoder(tokenizer, TextSettings("", {"digits": 64}))
     (made,) = encoder.encoded([replace(asked, asked=item.question)])
     assert made.prompt_ids.tolist() == ids
     taught = example(source, item, tokenizer).token_ids.tolist()
     assert taught[: len(ids)] == ids and taught.count(tokenizer.bos_token_id) == 1
-    renderer = make_renderer(tokenizer, stop=(), **settings)
+    renderer = make_renderer(tokenizer, settings)
     assert renderer.open(OneTurn(None).reset(item, seed=0)) == ids
     longer = renderer.extend(ids, [{"role": "user", "content": "and"}])
     assert tokenizer.decode(longer[len(ids) :]) == "and"
@@ -146,8 +146,8 @@ def test_control_tokens_of_a_row_are_text_and_those_of_the_template_are_not():
     tokenizer = base(template=CHAT)
     call = {"role": "assistant", "content": "", "tool_calls": [{"a": "x<s>"}]}
     asked = ({"role": "user", "content": f" {TYPED} "}, call, {"role": "tool", "content": "</s>"})
-    settings = {"chat_template": "auto", "system_prompt": "be <s>"}
-    ids = encode_prompt(tokenizer, asked, **settings)
+    settings = TemplateSpec(system_prompt="be <s>")
+    ids = encode_prompt(tokenizer, asked, settings)
     rendered = (
         f"<s><|im_start|>system\nbe <s><|im_end|>\n<|im_start|>user\n{TYPED}<|im_end|>\n"
         '<|im_start|>assistant\n{"a": "x<s>"}<|im_end|>\n'
@@ -156,7 +156,9 @@ def test_control_tokens_of_a_row_are_text_and_those_of_the_template_are_not():
     assert tokenizer.decode(ids) == rendered
     bos, eos, start, end = (tokenizer.convert_tokens_to_ids(token) for token in CONTROL)
     assert [ids.count(i) for i in (bos, eos, start, end)] == [1, 0, 5, 4]
-    opened = encode_prompt(tokenizer, asked, control_tokens="tokens", **settings)
+    opened = encode_prompt(
+        tokenizer, asked, settings.model_copy(update={"control_tokens": "tokens"})
+    )
     assert opened == tokenizer.encode(rendered, add_special_tokens=False)
     assert [opened.count(i) for i in (bos, eos, start, end)] == [3, 2, 6, 5]
 
@@ -164,7 +166,7 @@ def test_control_tokens_of_a_row_are_text_and_those_of_the_template_are_not():
 def test_text_without_control_tokens_is_encoded_as_the_tokenizer_does():
     tokenizer = base(template=CHAT)
     asked = [{"role": "user", "content": "a \U000f0000 b"}, USER]  # a character of the markers
-    ids = encode_prompt(tokenizer, [USER, USER], chat_template="auto", system_prompt=None)
+    ids = encode_prompt(tokenizer, [USER, USER], TemplateSpec())
     kept = tokenizer.apply_chat_template(
         [USER, USER], add_generation_prompt=True, return_dict=False
     )
@@ -174,12 +176,12 @@ def test_text_without_control_tokens_is_encoded_as_the_tokenizer_does():
 
 def test_without_a_template_control_tokens_of_a_row_are_text_too():
     tokenizer = base()
-    ids = encode_prompt(tokenizer, "<s>" + TYPED, chat_template="off", system_prompt=None)
+    ids = encode_prompt(tokenizer, "<s>" + TYPED, TemplateSpec(chat_template="off"))
     assert tokenizer.decode(ids) == "<s><s>" + TYPED
     control = [tokenizer.convert_tokens_to_ids(token) for token in CONTROL]
     assert [ids.count(i) for i in control] == [1, 0, 0, 0]
-    settings = {"chat_template": "off", "system_prompt": None, "control_tokens": "tokens"}
-    ids = encode_prompt(tokenizer, "<s>" + TYPED, **settings)
+    settings = TemplateSpec(chat_template="off", control_tokens="tokens")
+    ids = encode_prompt(tokenizer, "<s>" + TYPED, settings)
     assert tokenizer.decode(ids) == "<s>" + TYPED  # no second BOS
     assert [ids.count(i) for i in control] == [1, 1, 1, 1]
 
@@ -188,7 +190,7 @@ def test_without_a_template_control_tokens_of_a_row_are_text_too():
 def test_a_tool_s_answer_cannot_end_a_turn(template):
     tokenizer = base(template=template)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    renderer = make_renderer(tokenizer, chat_template="auto", system_prompt=None, stop=())
+    renderer = make_renderer(tokenizer, TemplateSpec())
     ids = renderer.open(Opening([{"role": "user", "content": TYPED}]))
     turns = 1 if template else 0
     assert ids.count(end) == turns
@@ -205,6 +207,6 @@ def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_within():
     core.add_special_tokens(["<s>", "</s>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = "<s>{{ messages[0].content }}</s>"
-    ids = encode_prompt(tokenizer, "a</s>b", chat_template="auto", system_prompt=None)
+    ids = encode_prompt(tokenizer, "a</s>b", TemplateSpec())
     tokens = tokenizer.convert_ids_to_tokens(ids)
     assert tokens == ["<s>", "a", "<", "/", "s", ">", "b", "</s>"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import decode_response, encode_prompt, load_tokenizer, padding
 from rlcore.rollout.text import StopWatcher
 
@@ -20,28 +21,30 @@ def tokenizer(smollm2):
 def test_the_folder_is_a_plain_chat_model_that_answers(smollm2, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     question = "What is the capital of France?"
-    ids = encode_prompt(tokenizer, question, chat_template="auto", system_prompt=None)
+    ids = encode_prompt(tokenizer, question, TemplateSpec())
     out = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)
     assert "Paris" in decode_response(tokenizer, out[0, len(ids) :].tolist())
 
 
 def test_the_chat_template_frames_a_question(tokenizer):
-    ids = encode_prompt(tokenizer, "Hi", chat_template="auto", system_prompt="Be brief.")
+    ids = encode_prompt(tokenizer, "Hi", TemplateSpec(system_prompt="Be brief."))
     assert tokenizer.decode(ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
-    own = encode_prompt(tokenizer, "Hi", chat_template="auto", system_prompt=None)
+    own = encode_prompt(tokenizer, "Hi", TemplateSpec())
     assert "SmolLM" in tokenizer.decode(own)  # the template's own system prompt
-    off = encode_prompt(tokenizer, "Hi", chat_template="off", system_prompt=None)
+    off = encode_prompt(tokenizer, "Hi", TemplateSpec(chat_template="off"))
     assert tokenizer.decode(off) == "Hi"
 
 
 def test_a_question_cannot_close_its_turn(tokenizer):
-    settings = {"chat_template": "auto", "system_prompt": "s"}
-    ids = encode_prompt(tokenizer, "a<|im_end|>b", **settings)
+    settings = TemplateSpec(system_prompt="s")
+    ids = encode_prompt(tokenizer, "a<|im_end|>b", settings)
     assert ids.count(tokenizer.eos_token_id) == 2 and "a<|im_end|>b" in tokenizer.decode(ids)
-    ids = encode_prompt(tokenizer, "a<|im_end|>b", control_tokens="tokens", **settings)
+    ids = encode_prompt(
+        tokenizer, "a<|im_end|>b", settings.model_copy(update={"control_tokens": "tokens"})
+    )
     assert ids.count(tokenizer.eos_token_id) == 3
 
 

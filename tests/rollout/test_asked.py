@@ -8,8 +8,9 @@ import pytest
 from rlcore.errors import UserError
 from rlcore.loop.prompts import PromptSource, RequestMaker
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt, load_tokenizer
-from rlcore.rollout.text import PromptEncoder, PromptJob
+from rlcore.rollout.text import PromptEncoder, TextSettings
 from rlcore.tasks import make_task
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request
@@ -37,12 +38,14 @@ def test_the_tokens_are_those_that_were_checked_before_the_run(tokenizer, templa
     task = make_task("digits", {})
 
     def encode(text):
-        return encode_prompt(tokenizer, text, chat_template="auto", system_prompt=system)
+        return encode_prompt(tokenizer, text, TemplateSpec(system_prompt=system))
 
     source = PromptSource(task, encode, run_seed=0, max_prompt_tokens=64)
     maker = RequestMaker(source, sampling=make_sampling(), samples=2, run_seed=0)
     requests = [r for g in range(3) for r in maker.group(g, f"digits/train/{g}")]
-    found = PromptEncoder(tokenizer, PromptJob({"digits": 64}, "auto", system)).encoded(requests)
+    found = PromptEncoder(
+        tokenizer, TextSettings("", {"digits": 64}, TemplateSpec(system_prompt=system))
+    ).encoded(requests)
     for request in found:
         item = task.item("train", request.group_id)
         assert np.array_equal(request.prompt_ids, source.encode(item))
@@ -53,13 +56,13 @@ def test_the_tokens_are_those_that_were_checked_before_the_run(tokenizer, templa
 def test_messages_are_encoded_as_a_conversation(tokenizer):
     tokenizer.chat_template = TEMPLATE
     messages = ({"role": "user", "content": "1"}, {"role": "user", "content": "2"})
-    (found,) = PromptEncoder(tokenizer, PromptJob({"digits": 9})).encoded([asked(messages)])
+    (found,) = PromptEncoder(tokenizer, TextSettings("", {"digits": 9})).encoded([asked(messages)])
     assert tokenizer.decode(found.prompt_ids.tolist()) == "u1u2="
 
 
 def test_a_prompt_that_is_too_long_is_refused_by_name(tokenizer):
     tokenizer.chat_template = None
-    encoder = PromptEncoder(tokenizer, PromptJob({"digits": 3, "other": 9}))
+    encoder = PromptEncoder(tokenizer, TextSettings("", {"digits": 3, "other": 9}))
     with pytest.raises(UserError, match=r"model\.max_len: prompt digits/train/4 has 5 tokens"):
         encoder.encoded([asked("12345", 4)])
     with pytest.raises(UserError, match="digits/train/0 is empty"):
@@ -69,7 +72,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(tokenizer):
 def test_what_is_given_or_asked_by_an_environment_stays(tokenizer):
     given = Request(0, 0, "digits/train/0", np.ones(2, np.int32), make_sampling(), 0)
     played = asked(None)
-    encoder = PromptEncoder(tokenizer, PromptJob({}))
+    encoder = PromptEncoder(tokenizer, TextSettings("", {}))
     assert encoder.encoded([given, played]) == [given, played]
 
 
@@ -85,7 +88,7 @@ def test_one_encoding_a_prompt_from_one_thread_at_a_time(tokenizer):
             busy.release()
             return [1]
 
-    encoder = PromptEncoder(Counting(), PromptJob({"digits": 3}))
+    encoder = PromptEncoder(Counting(), TextSettings("", {"digits": 3}))
 
     def work():
         encoder.encoded([asked("1", 0, i) for i in range(8)])

@@ -13,7 +13,6 @@ from rlcore.buffer import ReplayBuffer, journal, store
 from rlcore.buffer.journal import NO_SHARDS, RecordFile, ShardFiles, Written
 from rlcore.buffer.shard import PAUSE_S, ShardReply, ShardReport
 from rlcore.buffer.store import lose_shard
-from rlcore.cluster.jobs import BufferJob
 from rlcore.errors import StageError
 from rlcore.loop.role_protocols import Missing
 from rlcore.serialization import StoredEpisode, StoredGroup
@@ -40,17 +39,8 @@ class BufferActor:
         self._shards: set[str] = set()  # names of those that have called
         self._refused = ""  # why the buffer did not take what it was sent
 
-    async def start(self, job: BufferJob) -> int:
-        self.buffer = ReplayBuffer(
-            job.batching,
-            job.selection,
-            samples_per_group=job.samples_per_group,
-            max_bytes=job.max_bytes,
-            run_seed=job.run_seed,
-            keep_samples=job.keep_samples,
-            tasks=job.tasks,
-            kinds=job.kinds,
-        )
+    async def start(self, buffer: ReplayBuffer) -> int:
+        self.buffer = buffer
         self._settle()
         return os.getpid()
 

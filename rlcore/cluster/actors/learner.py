@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded
 from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import ray
 
 from rlcore.cluster.delivery import Delivery, Outlets
-from rlcore.cluster.jobs import Hosting, RolloutJob
+from rlcore.cluster.specs import Hosting
 from rlcore.environments.episode import is_turn_id
+from rlcore.environments.specs import EnvironmentJob
 from rlcore.errors import UserError
 from rlcore.interfaces import Wake
+from rlcore.rollout.specs import EngineJob
+from rlcore.rollout.text import TextSettings
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
 
@@ -43,7 +46,13 @@ class RolloutActor:
         # ids of requests taken and not delivered; each change is one atomic operation
         self._open: set[str] = set()
 
-    def start(self, job: RolloutJob) -> int:
+    def start(
+        self,
+        engine: EngineJob,
+        text: TextSettings,
+        environments: Sequence[EnvironmentJob] = (),
+    ) -> int:
+        """`environments`: of the tasks whose episodes have several turns."""
         from rlcore.cluster.clients.scorer import scorer_name
         from rlcore.cluster.delivery import NodeOutlet
         from rlcore.cluster.placement import shard_name
@@ -54,7 +63,7 @@ class RolloutActor:
         from rlcore.rollout.text import PromptEncoder
         from rlcore.rollout.worker import RolloutWorker
 
-        tokenizer = load_tokenizer(job.tokenizer_path)
+        tokenizer = load_tokenizer(text.tokenizer_path)
         node_id = ray.get_runtime_context().get_node_id()
         graders = scorer_name(self._buffer_name, node_id)
         outlets = Outlets(
@@ -64,11 +73,11 @@ class RolloutActor:
             self._delivered,
         )
         decode = partial(decode_response, tokenizer)
-        size = int(read_config(job.engine.policy_path or job.engine.model_path)["vocab_size"])
-        self.delivery = Delivery(outlets, decode, job.stop, job.in_pieces, job.raw, size)
-        self.prompts = PromptEncoder(load_tokenizer(job.tokenizer_path), job.prompts)
-        self.engine = start_engine(job.engine)
-        self.players = self._players(job)
+        size = int(read_config(engine.policy_path or engine.model_path)["vocab_size"])
+        self.delivery = Delivery(outlets, decode, text.stop, text.in_pieces, text.raw, size)
+        self.prompts = PromptEncoder(load_tokenizer(text.tokenizer_path), text)
+        self.engine = start_engine(engine)
+        self.players = self._players(engine, text, environments)
         finished = self.players.finished if self.players else self.delivery.put
         interval = HAND_OVER_TURNS_S if self.players else HAND_OVER_S
         self.worker = RolloutWorker(self.engine, finished, flush_interval_s=interval)
@@ -77,20 +86,22 @@ class RolloutActor:
         joined = self._hosting.transport.joined
         self.transport: Any = None if joined else make_transport(self._hosting)
         self.receiver: Any = make_group(self._hosting).receiver() if joined else None
-        if job.engine.sleeps:  # the learner's rank on this GPU starts next
+        if engine.sleeps:  # the learner's rank on this GPU starts next
             self.sleep()
         return os.getpid()
 
-    def _players(self, job: RolloutJob) -> Players | None:
+    def _players(
+        self, engine: EngineJob, text: TextSettings, environments: Sequence[EnvironmentJob]
+    ) -> Players | None:
         from rlcore.environments.player import Exits, Players
         from rlcore.models.text import load_tokenizer
 
-        if not job.environments:
+        if not environments:
             return None
-        actor = job.engine.actor_id, job.engine.actor.reported_kind
+        actor = engine.actor_id, engine.actor.reported_kind
         exits = Exits(self.delivery.put, self.delivery.put)
-        tokenizers = [load_tokenizer(job.tokenizer_path) for _ in job.environments]
-        return Players(job.environments, tokenizers, actor, exits)
+        tokenizers = [load_tokenizer(text.tokenizer_path) for _ in environments]
+        return Players(environments, tokenizers, actor, exits)
 
     def _delivered(self, trajectories: list[Trajectory]) -> None:
         self._open -= {t.request_id for t in trajectories}

@@ -6,17 +6,19 @@ import contextlib
 import os
 import threading
 from collections import defaultdict, deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rlcore.cluster.delivery import NodeOutlet
-from rlcore.cluster.jobs import ScorerJob
 from rlcore.cluster.placement import shard_name
 from rlcore.cluster.sample_text import first_shown, readable, verdict, without_texts
 from rlcore.references import ShardLost, read_records
 from rlcore.serialization import StoredEpisode
 from rlcore.types import Answer, Score
+
+if TYPE_CHECKING:
+    from rlcore.tasks.graders import GraderPool
 
 Verdict = dict[str, Any]  # of one sample of an evaluation, readable
 
@@ -25,13 +27,21 @@ class ScorerActor:
     """Grader processes between rollout actors and buffer. The one beside the driver keeps the
     verdicts of evaluations."""
 
-    def __init__(self, buffer: str, job: ScorerJob, home: str | None = None) -> None:
+    def __init__(
+        self,
+        buffer: str,
+        pools: tuple[GraderPool, ...],
+        tokenizer_path: str,
+        home: str | None = None,
+    ) -> None:
         """`buffer`: its name, since Ray repeats these arguments when it restarts this process.
-        `home`: name of the process beside the driver, for one that is elsewhere; that one starts
-        its graders at once, since actors send to it as soon as they find it."""
+        `pools`: one a training task; the first has the evaluation tasks too. `tokenizer_path`: of
+        readable samples. `home`: name of the process beside the driver, for one that is elsewhere;
+        that one starts its graders at once, since actors send to it as soon as they find it."""
         self._buffer = ray.get_actor(buffer)
         self._home: Any = ray.get_actor(home) if home else None
-        self._job = job
+        self._pools = pools
+        self._tokenizer_path = tokenizer_path
         # purpose -> (group id, sample index) -> verdict; keyed, because a sample that was
         # requested twice may return twice
         self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
@@ -48,10 +58,9 @@ class ScorerActor:
         from rlcore.models.text import decode_response, load_tokenizer
         from rlcore.tasks.graders import Graders
 
-        tokenizer = load_tokenizer(self._job.tokenizer_path)
+        tokenizer = load_tokenizer(self._tokenizer_path)
         self._decode = lambda ids: decode_response(tokenizer, ids)
-        pools, note = self._job.pools, self._notes.append
-        self.scorer = Graders(pools, on_scored=self._scored, note=note)
+        self.scorer = Graders(self._pools, on_scored=self._scored, note=self._notes.append)
         return os.getpid()
 
     def pid(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from rlcore.cluster.calls import call, get
-from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import Hosting
 from rlcore.loop.role_protocols import Batch, BufferClient, Missing
 
 

@@ -13,7 +13,7 @@ import ray
 
 from rlcore.cluster.calls import LOST_RANK_GRACE_S, call, get
 from rlcore.cluster.clients.rollout import RayRolloutActor
-from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.learner.sequences import ScoredSequence
 from rlcore.loop.role_protocols import (

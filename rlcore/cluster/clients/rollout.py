@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from rlcore.cluster.calls import answer, call
-from rlcore.cluster.jobs import Hosting
+from rlcore.cluster.specs import Hosting
 from rlcore.interfaces import Wake
 from rlcore.loop.role_protocols import ActorClient
 from rlcore.types import OnPublish, Request, WeightManifest

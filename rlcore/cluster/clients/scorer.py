@@ -13,10 +13,11 @@ from ray.exceptions import RayError
 from rlcore.cluster.actors.scorer import ScorerActor
 from rlcore.cluster.calls import call, get
 from rlcore.cluster.clients.buffer import RayBuffer
-from rlcore.cluster.jobs import Hosting, ScorerJob
 from rlcore.cluster.placement import CALL_THREADS, actor_class, on_node, other_actor_nodes
+from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.loop.role_protocols import ScorerClient
+from rlcore.tasks.graders import GraderPool
 
 WHO = "the graders' process"
 SAMPLES_TIMEOUT_S = 60.0
@@ -27,12 +28,12 @@ class RayScorer(ScorerClient):
     """Answers to evaluations have the deadline of the evaluation. Ray restarts this process and
     repeats calls that it did not answer."""
 
-    def __init__(self, handle: Any, started: Any, hosting: Hosting, job: ScorerJob) -> None:
+    def __init__(self, handle: Any, started: Any, hosting: Hosting) -> None:
         """`started`: its answer to `start`, or a reference that is done when it has started."""
         self.handle = handle
         self.starting = [(started, "the graders to start")]
         self._hang_timeout_s = hosting.supervision.hang_timeout_s
-        self._evaluation_timeout_s = job.evaluation.timeout_s
+        self._evaluation_timeout_s = hosting.evaluation.timeout_s
 
     async def _verdicts(self, ref: Any) -> Any:
         limit, key = self._evaluation_timeout_s, "evaluation.timeout_s"
@@ -93,13 +94,19 @@ class RayNodeScorers:
     that cannot go on is given up, and the actors of its node then send to the driver's."""
 
     def __init__(
-        self, buffer: RayBuffer, hosting: Hosting, job: ScorerJob, note: Callable[[str], None]
+        self,
+        hosting: Hosting,
+        buffer: RayBuffer,
+        pools: tuple[GraderPool, ...],
+        tokenizer_path: str,
+        note: Callable[[str], None],
     ) -> None:
+        """`pools`, `tokenizer_path`: as of `ScorerActor`."""
         self._buffer = buffer
         self._hosting = hosting
-        self._job = job
+        self._graders = pools, tokenizer_path
         self._note = note
-        self._processes = sum(pool.grading.grader_processes for pool in job.pools)
+        self._processes = sum(pool.grading.grader_processes for pool in pools)
         self._clients: dict[str, RayScorer] = {}  # by node
         self._pids: dict[str, int] = {}
         self._known: set[str] = set()  # nodes that were looked at
@@ -125,8 +132,8 @@ class RayNodeScorers:
             max_restarts=self._hosting.supervision.max_restarts,
             max_task_retries=-1,
         )
-        handle = actor.remote(self._buffer.name, self._job, scorer_name(self._buffer.name))
-        return RayScorer(handle, handle.__ray_ready__.remote(), self._hosting, self._job)
+        handle = actor.remote(self._buffer.name, *self._graders, scorer_name(self._buffer.name))
+        return RayScorer(handle, handle.__ray_ready__.remote(), self._hosting)
 
     async def watch(self) -> list[str]:
         """A heartbeat of all; the nodes whose queued answers are lost, once each. Raises what

@@ -29,8 +29,8 @@ from rlcore.buffer.journal import (
 from rlcore.buffer.shard import Shard, ShardReply, ShardReport, ShardReporter
 from rlcore.cluster.calls import call
 from rlcore.cluster.clients.buffer import RayBuffer
-from rlcore.cluster.jobs import Hosting
 from rlcore.cluster.placement import actor_class, on_node, other_actor_nodes, shard_name
+from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError
 from rlcore.references import ShardLost
 from rlcore.types import Score

@@ -9,6 +9,7 @@ from engine_helpers import Model, requests
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import encode_prompt, load_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -20,7 +21,7 @@ def test_sampled_tokens_have_the_log_probs_of_the_plain_model(smollm2, start, fi
     model = Model(smollm2, load_file(smollm2 / "model.safetensors"), hf)
     tokenizer = load_tokenizer(smollm2)
     question = "Name three colours and a number above nine."
-    prompt = encode_prompt(tokenizer, question, chat_template="auto", system_prompt=None)
+    prompt = encode_prompt(tokenizer, question, TemplateSpec())
     engine = start(model, dtype="float32", kv_cache_gib=0.25)
     engine.add(requests(4, prompt=prompt, max_new_tokens=32, temperature=0.8))
     for t in finish(engine):

@@ -3,7 +3,7 @@
 import pytest
 
 from rlcore.buffer.specs import TaskShare
-from rlcore.commands import jobs as roles
+from rlcore.commands import derived, processes
 from rlcore.config.compose import load
 from rlcore.corrections.tis import TisSpec
 
@@ -15,12 +15,12 @@ def run(*words):
 def described(*words):
     config = run(*words)
     ((label, actor),) = config.actor.items()
-    return roles.describe_actor(label, actor, config.model.max_len)
+    return derived.describe_actor(label, actor, config.model.max_len)
 
 
 def test_a_graders_limits_are_those_of_its_task():
     config = run("task.grade_timeout_s=3", "task.grader_memory_mib=512", "task.grader_processes=2")
-    (pool,) = roles.scorer_job(config, "model").pools
+    (pool,) = derived.grader_pools(config)
     grading = pool.grading
     limits = (grading.grade_timeout_s, grading.grader_memory_mib, grading.grader_processes)
     assert limits == (3.0, 512, 2)
@@ -28,7 +28,7 @@ def test_a_graders_limits_are_those_of_its_task():
 
 def test_graders_know_every_task_by_its_label():
     config = run("task@evaluation.tasks.sums=arithmetic")
-    (pool,) = roles.scorer_job(config, "model").pools
+    (pool,) = derived.grader_pools(config)
     assert {label: task.name for label, task in pool.tasks.items()} == {
         "digits": "digits",
         "sums": "arithmetic",
@@ -43,18 +43,18 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
         *("task.digits.samples_per_prompt=4", "task.digits.weight=3", "task.digits.stop=[x]"),
         *("rollout.stop=[y]", "task.arithmetic.max_new_tokens=70"),
     )
-    first, second = roles.scorer_job(config, "model").pools
+    first, second = derived.grader_pools(config)
     assert (list(first.tasks), first.grading.grade_timeout_s) == (["digits", "more"], 3.0)
     assert (list(second.tasks), second.grading.grader_processes) == (["arithmetic"], 2)
-    assert roles.buffer_job(config).tasks == {
+    assert processes.task_shares(config) == {
         "digits": TaskShare(4, 3.0),
         "arithmetic": TaskShare(8, 1.0),
     }
-    stop = roles.rollout_job(config, "bf16", config.actor["bf16"], "model").stop
+    stop = derived.stop_strings(config)
     found = [stop.of(f"{label}/heldout/0") for label in ("digits", "arithmetic", "more")]
     assert found == [("x",), ("y",), ("y",)]
     # a constant that the learner may divide by: the longest response of any task
-    assert roles.policy_job(config, "model", 0).sampling.max_new_tokens == 70
+    assert processes.policy_job(config, "model", 0).sampling.max_new_tokens == 70
 
 
 def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():
@@ -68,25 +68,25 @@ def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():
 def test_an_fp8_cache_goes_with_bf16_weights_too():
     gpu = ("actor.bf16.num_gpus=1", "actor.bf16.fp8_kv_cache=true")
     config = run(*gpu)
-    engine = roles.rollout_job(config, "bf16", config.actor["bf16"], "model").engine
+    engine = processes.engine_job(config, "bf16", config.actor["bf16"], "model")
     assert engine.actor.fp8_kv_cache and not engine.actor.quantised_by_engine
     assert described(*gpu).endswith("the policy in bfloat16, FP8 KV cache")
 
 
 def test_what_a_run_needs_counts_every_role():
-    assert roles.needed(run()) == (2.0, 0.0)
+    assert derived.needed(run()) == (2.0, 0.0)
     fleet = ("actor=[bf16,fp8]", "actor.bf16.count=2", "evaluation.dense_actor=true")
-    assert roles.needed(run(*fleet)) == (5.0, 0.0)
-    assert roles.needed(run(*fleet), actors=False) == (1.0, 0.0)
+    assert derived.needed(run(*fleet)) == (5.0, 0.0)
+    assert derived.needed(run(*fleet), actors=False) == (1.0, 0.0)
     gpus = run("actor.bf16.num_gpus=1", "actor.bf16.tensor_parallel=2", "learner=gpu")
-    assert roles.needed(gpus) == (2.0, 3.0)
-    assert roles.needed(gpus, learner=False) == (1.0, 2.0)
+    assert derived.needed(gpus) == (2.0, 3.0)
+    assert derived.needed(gpus, learner=False) == (1.0, 2.0)
 
 
 def test_who_loads_which_weights():
     def weights(*words):
         config = run(*words)
-        return {label: roles.actor_weights(config, a) for label, a in config.actor.items()}
+        return {label: derived.actor_weights(config, a) for label, a in config.actor.items()}
 
     assert weights("actor=[bf16,fp8]") == {"bf16": "policy", "fp8": "policy"}
     assert weights("actor=sparse") == {"sparse": "policy"}
@@ -96,16 +96,16 @@ def test_who_loads_which_weights():
 
 
 def test_weights_travel_as_the_actors_serve_them():
-    assert roles.wire_dtype(run()) == "float32"
-    assert roles.wire_dtype(run("actor.bf16.num_gpus=1")) == "bfloat16"
-    assert roles.wire_dtype(run("actor=[bf16,fp8]", "actor.bf16.dtype=bfloat16")) == "float32"
+    assert derived.wire_dtype(run()) == "float32"
+    assert derived.wire_dtype(run("actor.bf16.num_gpus=1")) == "bfloat16"
+    assert derived.wire_dtype(run("actor=[bf16,fp8]", "actor.bf16.dtype=bfloat16")) == "float32"
 
 
 def test_a_cotrained_draft_has_a_learner_of_its_own():
     config = run("experiment=draft_cotrain", "learner.draft.lr=3e-4", "algorithm.kl_coef=0.5")
     actor = config.actor["draft"].model_copy(update={"draft_path": "draft", "draft_fresh": None})
     config = config.model_copy(update={"actor": {"draft": actor}})
-    jobs = roles.learner_jobs(config, "policy", 0)
+    jobs = processes.learner_jobs(config, "policy", 0)
     assert list(jobs) == ["policy", "draft"]
     policy, draft = jobs.values()
     assert (policy.model_path, draft.model_path, draft.frozen_path) == ("policy", "draft", "policy")
@@ -117,7 +117,7 @@ def test_a_cotrained_draft_has_a_learner_of_its_own():
 
 def test_the_learner_attends_by_the_actors_rule_only_where_it_must():
     def rule(*words):
-        return roles.policy_job(run(*words), "model", 0).sparse
+        return processes.policy_job(run(*words), "model", 0).sparse
 
     assert rule("actor=sparse") is None
     assert rule("actor=sparse", "learner.train_sparse=true").blocks == 4
@@ -125,12 +125,12 @@ def test_the_learner_attends_by_the_actors_rule_only_where_it_must():
 
 
 def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
-    sentence = roles.idle_clip(run("algorithm.eps_high=0.28", "schedule=async"))
+    sentence = derived.idle_clip(run("algorithm.eps_high=0.28", "schedule=async"))
     assert sentence is not None
     for part in ("algorithm.loss=ppo", "schedule.steps_per_phase", "schedule.epochs"):
         assert part in sentence
-    assert "algorithm.loss=gspo" in (roles.idle_clip(run("algorithm=gspo")) or "")
-    assert "algorithm.loss=cispo" in (roles.idle_clip(run("algorithm=cispo")) or "")
+    assert "algorithm.loss=gspo" in (derived.idle_clip(run("algorithm=gspo")) or "")
+    assert "algorithm.loss=cispo" in (derived.idle_clip(run("algorithm=cispo")) or "")
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
     ],
 )
 def test_nothing_is_said_of_a_clip_that_can_bind_or_is_not_there(words):
-    assert roles.idle_clip(run(*words)) is None
+    assert derived.idle_clip(run(*words)) is None

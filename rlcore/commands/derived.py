@@ -1,0 +1,163 @@
+"""Facts that follow from a configuration: resources, ranks, the weights that an actor loads, the
+tokens that a prompt may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlcore.config.schema import RunConfig
+from rlcore.learner.specs import SPARSE_COPY
+from rlcore.loop.plan import Plan
+from rlcore.objectives.specs import loss_class
+from rlcore.rollout.specs import ActorSpec
+from rlcore.rollout.text import StopStrings
+from rlcore.tasks.graders import GraderPool
+from rlcore.tasks.specs import EvalTaskSpec
+from rlcore.types import POLICY
+
+DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
+
+
+def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> tuple[float, float]:
+    """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: which of them there
+    are."""
+    engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
+    count, spec = ranks(config) if learner else 0, config.learner
+    # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
+    cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus
+    gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines)
+    if not (actors and config.schedule.colocated):  # there engines and ranks are on the same ones
+        gpus += count * spec.num_gpus
+    return cpus, gpus
+
+
+def ranks(config: RunConfig) -> int:
+    """Learner ranks, those of a co-trained draft included."""
+    draft = config.learner.draft
+    return config.learner.ranks + (draft.ranks if draft else 0)
+
+
+def plan(config: RunConfig) -> Plan:
+    """Return the plan of the loop."""
+    return Plan(
+        schedule=config.schedule,
+        supervision=config.cluster,
+        checkpoint=config.checkpoint,
+        request_timeout_s=config.rollout.request_timeout_s,
+        samples_per_step=config.logging.samples_per_step,
+        verify_full=config.cluster.verify_weights == "full",
+    )
+
+
+def idle_clip(config: RunConfig) -> str | None:
+    """A sentence on a loss whose clip can never bind under the run's schedule, or None.
+
+    Nothing is said of the clip that every run has by default: nobody relies on it.
+    """
+    loss, declared = config.algorithm.loss, type(config.algorithm).model_fields
+    default = all(
+        getattr(config.algorithm, key) == declared[key].default
+        for key in ("eps_low", "eps_high", "dual_clip")
+    )
+    off = any(spec.inner_clip_off for spec in config.correction.chosen().values())
+    if default or config.schedule.phases.steps > 1 or off or not loss_class(loss).clips:
+        return None
+    return (
+        f"the clip of algorithm.loss={loss} never binds, since every update phase is one optimizer "
+        "step, in which p_new is p_ref: schedule.steps_per_phase or schedule.epochs above 1 make "
+        "it longer"
+    )
+
+
+def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:
+    """Return the pools of grading processes, each with the tasks that share it."""
+    first, *rest = config.tasks
+    trained = {label: config.task_key(label) for label in config.tasks}
+    keys = trained | {label: f"evaluation.tasks.{label}" for label in config.evaluation.tasks}
+    evaluated = {first: config.tasks[first], **config.evaluation.tasks}
+    own = [GraderPool({label: config.tasks[label]}, config.tasks[label], keys) for label in rest]
+    return (GraderPool(evaluated, config.grading, keys), *own)
+
+
+def most_prompt_tokens(config: RunConfig, label: str, spec: EvalTaskSpec) -> int:
+    """Tokens that a prompt of a task may have: a response must always fit behind it."""
+    if label in config.tasks:
+        answer = config.rollout_of(label).max_new_tokens
+    else:
+        answer = config.evaluation.of(label).max_new_tokens or config.rollout.max_new_tokens
+    room = config.model.max_len - answer
+    return min(room, spec.max_prompt_tokens or room)
+
+
+def stop_strings(config: RunConfig) -> StopStrings:
+    """Return the strings that end a response of each task."""
+    own = {label: config.rollout_of(label).stop for label in config.tasks}
+    return StopStrings(config.rollout.stop, own)
+
+
+def evaluation_actor(config: RunConfig) -> ActorSpec | None:
+    """The engine that evaluates the policy itself, where actors are something else: the first
+    actor's, made plain."""
+    asked = config.evaluation.dense_actor
+    if asked is None:
+        # A draft's answers say nothing of the policy; other actors' are close to it.
+        asked = any(a.kind == "draft" for a in config.actor.values())
+    if not asked:
+        return None
+    # Its resources and engine settings stay, so that it fits wherever the actor fits.
+    plain: dict[str, Any] = {
+        "kind": "bf16",
+        "count": 1,
+        "rounding": "none",
+        "fp8_kv_cache": False,
+        "sparse": None,
+        "draft_path": None,
+        "draft_fresh": None,
+        "logit_noise": 0.0,
+        "temperature_scale": 1.0,
+    }
+    return next(iter(config.actor.values())).model_copy(update=plain)
+
+
+def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
+    """Return the name of the published weights that an actor loads; None: a frozen draft's own
+    weights."""
+    if actor.kind == "draft":
+        return DRAFT if config.learner.draft else None
+    return SPARSE_COPY if actor.kind == "sparse" and config.learner.distill else POLICY
+
+
+def wire_dtype(config: RunConfig) -> str:
+    """Published weights have the actors' dtype where all agree, so that what arrives is what is
+    served."""
+    dtypes = {a.compute_dtype for a in config.actor.values()}
+    return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
+
+
+def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
+    """One line on what samples under this label."""
+    what = _described(actor)
+    if actor.fp8_kv_cache:
+        what += ", FP8 KV cache"
+    if actor.sparse is not None and actor.sparse.dense_positions >= max_len:
+        what += f"; the budget covers model.max_len={max_len}: NOTHING IS SPARSE"
+    return f"actor.{label}: {what}"
+
+
+def _described(actor: ActorSpec) -> str:
+    dtype, rounding, sparse = actor.compute_dtype, actor.rounding, actor.sparse
+    if rounding != "none":
+        return (
+            f"{rounding} emulated: weights rounded to {rounding} and back before loading, one "
+            f"scale a {actor.scales}, arithmetic in {dtype}"
+        )
+    if actor.kind == "fp8":
+        return f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"
+    if sparse is not None:
+        budget = f"{sparse.blocks} pages" if sparse.blocks else f"{sparse.share:g} of the pages"
+        prompts = "" if sparse.sparse_prompt else ", prompts dense"
+        size = sparse.block_size
+        return f"block top-k attention, {budget} of {size} tokens{prompts}, {dtype}"
+    if actor.kind == "draft":
+        return f"a draft model, {dtype}"
+    return f"the policy in {dtype}"
