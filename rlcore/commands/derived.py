@@ -60,7 +60,8 @@ def idle_clip(config: RunConfig) -> str | None:
         for key in ("eps_low", "eps_high", "dual_clip")
     )
     off = any(spec.inner_clip_off for spec in config.correction.chosen().values())
-    if default or config.schedule.phases.steps > 1 or off or not loss_class(loss).clips:
+    held = config.algorithm.ratio_to == "p_ref" and config.schedule.phases.steps == 1
+    if default or not held or off or not loss_class(loss).clips:
         return None
     return (
         f"the clip of algorithm.loss={loss} never binds, since every update phase is one optimizer "

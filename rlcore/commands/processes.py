@@ -354,11 +354,16 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         "router_replay": False,
     }
     own |= dict.fromkeys(PARTS, 1)
-    kl = {"kl_coef": draft.kl_coef, "kl_estimator": draft.kl_estimator}
+    own_objective = {
+        "kl_coef": draft.kl_coef,
+        "kl_estimator": draft.kl_estimator,
+        "kl_in": "loss",
+        "ratio_to": "p_ref",  # tis weighs
+    }
     return LearnerJob(
         model_path=path,
         learner=config.learner.model_copy(update=own),
-        objective=config.algorithm.model_copy(update=kl),
+        objective=config.algorithm.model_copy(update=own_objective),
         # The actors are the draft itself, so that only its age is to be corrected.
         corrections={"tis": TisSpec()},
         sampling=_longest_sampling(config),

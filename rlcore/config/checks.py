@@ -374,7 +374,27 @@ def _losses(c: RunConfig) -> None:
     advantages = [c.advantage_of(label)[1] for label in c.tasks]
     _own_settings(a, "loss", [a.loss], LOSSES, loss_class)
     _own_settings(a, "advantage", advantages, ADVANTAGES, advantage_class)
+    refuse(
+        a.ratio_to == "p_inf" and not loss_class(a.loss).carries_ratio,
+        f"algorithm.ratio_to=p_inf is of losses with a ratio, and algorithm.loss={a.loss} has "
+        "none: leave it p_ref, or use algorithm.loss=ppo.",
+    )
+    refuse(
+        a.kl_in_reward and a.turn_share > 0,
+        f"algorithm.kl_in=reward takes the KL off rewards of whole episodes, and algorithm."
+        f"turn_share={a.turn_share:g} has others: leave it 0, or use kl_in=loss.",
+    )
     for label, spec in c.correction.chosen().items():
+        refuse(
+            a.ratio_to == "p_inf" and spec.weighs,
+            f"algorithm.ratio_to=p_inf has the ratio to p_inf in the loss, and correction={label} "
+            "would weigh by it again: leave the correction out, or use ratio_to=p_ref.",
+        )
+        refuse(
+            a.kl_in_reward and bool(spec.replaces_advantage),
+            f"algorithm.kl_in=reward changes an advantage that correction={label} replaces: use "
+            "kl_in=loss.",
+        )
         refuse(
             a.dual_clip is not None and bool(spec.inner_clip_off),
             f"algorithm.dual_clip={a.dual_clip} can never bind with "

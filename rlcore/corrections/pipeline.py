@@ -62,6 +62,7 @@ def _built(
     return Pipeline(
         stages,
         loss_carries_ratio=loss_class(objective.loss).carries_ratio,
+        loss_corrects=objective.ratio_to == "p_inf",
         overlong_filter=objective.overlong_filter,
     )
 
@@ -84,9 +85,15 @@ class Pipeline:
     weighs there is no correction of the policy gradient: it is biased by the whole mismatch."""
 
     def __init__(
-        self, stages: Sequence[Stage], *, loss_carries_ratio: bool, overlong_filter: bool = False
+        self,
+        stages: Sequence[Stage],
+        *,
+        loss_carries_ratio: bool,
+        loss_corrects: bool = False,
+        overlong_filter: bool = False,
     ) -> None:
-        """`loss_carries_ratio`: the loss carries p_new/p_ref (`PolicyLoss.carries_ratio`);
+        """`loss_carries_ratio`: the loss carries p_new/p_ref (`PolicyLoss.carries_ratio`), or
+        p_new/p_inf if `loss_corrects` (`algorithm.ratio_to=p_inf`);
         `overlong_filter`: truncated sequences leave the loss (`without_truncated`)."""
         self.stages = list(stages)
         self._overlong_filter = overlong_filter
@@ -99,6 +106,7 @@ class Pipeline:
         #: see `CorrectionSpec.sequence_wise`: all of them are
         self.sequence_wise = all(stage.spec.sequence_wise for stage in self.stages)
         self._weighs = weighs
+        self._loss_corrects = loss_corrects
         self._rejects = any(stage.spec.rejects for stage in self.stages)
         chosen = [stage.spec for stage in self.stages if isinstance(stage.spec, AisSpec)]
         self._ais = chosen[0] if chosen else AisSpec()
@@ -107,7 +115,7 @@ class Pipeline:
     def biases(self) -> tuple[Bias, ...]:
         """How the expected gradient departs from its reference, whatever the loss."""
         own = tuple(bias for stage in self.stages for bias in stage.spec.biases)
-        return own if self._weighs else (UNCORRECTED, *own)
+        return own if self._weighs or self._loss_corrects else (UNCORRECTED, *own)
 
     def constrain_sampling(self, sampling: SamplingSpec) -> SamplingSpec:
         """Return the sampling settings of the actors, with every correction's constraint added."""

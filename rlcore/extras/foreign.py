@@ -230,7 +230,7 @@ def _kl(t: _Translator) -> None:
         return
     if t.source in KL_LOSS and not t.switched(KL_LOSS):
         if t.source == "openrlhf":  # of the others it is in neither
-            t.leave(key, "not in the loss: a KL in the reward has no counterpart")
+            t.values |= {"algorithm.kl_coef": t.given[key], "algorithm.kl_in": "reward"}
         return
     t.values["algorithm.kl_coef"] = t.given[key]
     if estimator in t.given:

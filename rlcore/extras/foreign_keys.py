@@ -250,7 +250,7 @@ ENTRIES: tuple[ForeignKey, ...] = (
         "beta",
         "algo.kl.init_coef|init_kl_coef",
         skyrl=f"{SKY_LOSS}.kl_loss_coef",
-        note="verl, OpenRLHF: only with use_kl_loss",
+        note="only with use_kl_loss; OpenRLHF: without it in the reward (algorithm.kl_in)",
     ),
     ForeignKey(
         "algorithm.kl_estimator",

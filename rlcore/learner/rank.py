@@ -6,6 +6,7 @@ optimizer step, and in several epochs if it has more steps than batches.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import Tensor
 from rlcore.corrections.jackpot import obrs_acceptance
 from rlcore.corrections.numerics import total
 from rlcore.corrections.rapid import best_of_group
+from rlcore.files import replace_file
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
     PolicyScores,
@@ -32,7 +34,7 @@ from rlcore.learner.build import build_parts
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Sums, take_step
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
-from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.protocols import Schedule, TrainEngine
 from rlcore.learner.sequences import Reader, ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
@@ -40,6 +42,7 @@ from rlcore.models.masking import Estimate
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
 
+KL_FILE = "kl.json"  # of a saved state: the coefficient of the KL in the reward
 SEQUENCES = 4  # of a rank: two short passes a step
 
 
@@ -266,7 +269,7 @@ class LearnerRank(RankState):
         metrics["time/learner_update_s"] = time.monotonic() - start
         # after the policy's own step, so that what is shared with it is as of now
         for companion in self.companions:
-            metrics |= companion.step(batch, step, self._update.group_advantages(batch))
+            metrics |= companion.step(batch, step, gradient.advantages)
         metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
         return metrics
 
@@ -282,6 +285,15 @@ class LearnerRank(RankState):
                 found |= sample_log_ratios(batch.sent, batch.ref, samples)
         return found
 
+    def save(self, folder: str | Path, run: Schedule | None = None) -> None:
+        """Also the coefficient of a KL in the reward."""
+        if self.rank == 0 and self.job.objective.kl_in_reward:
+            given = json.dumps({"kl_coef": self._update.kl.value})
+            schedule = run or (lambda write: write())
+            schedule(partial(Path(folder).mkdir, parents=True, exist_ok=True))
+            schedule(partial(replace_file, Path(folder) / KL_FILE, given))
+        super().save(folder, run)
+
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
         """Continue from `save`.
 
@@ -289,6 +301,9 @@ class LearnerRank(RankState):
         those loaded); without it, a phase must be begun again.
         """
         super().load(folder)
+        adapted = Path(folder) / KL_FILE
+        if adapted.is_file() and self.job.objective.kl_target is not None:
+            self._update.kl.value = float(json.loads(adapted.read_text())["kl_coef"])
         if not keep_phase:
             self._phase = []
             self._steps = self._taken

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlcore.corrections.numerics import ONE_RANK
+from rlcore.corrections.numerics import ONE_RANK, total
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import PolicyScores, StepBatch, TurnSpans, observed
@@ -28,13 +28,14 @@ from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.specs import LearnerJob, LearnerSpec
 from rlcore.objectives.advantages import (
+    Rewards,
     over_tokens,
     overlong_penalty,
     rewards_to_go,
     sequence_advantages,
     turn_advantages,
 )
-from rlcore.objectives.kl import kl_penalty
+from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import Advantage, LossTensors
 from rlcore.objectives.specs import ObjectiveSpec, make_advantage, make_loss
@@ -53,12 +54,12 @@ class StepLoss:
     @property
     def needs_base_logp(self) -> bool:
         """True if log-probs under the frozen starting policy are needed."""
-        return self.spec.kl_coef > 0 and self.spec.kl_estimator != "full"
+        return self.spec.kl_in_reward or (self.spec.kl_in_loss and not self.needs_full_kl)
 
     @property
     def needs_full_kl(self) -> bool:
         """True if the KL over the whole vocabulary is needed."""
-        return self.spec.kl_coef > 0 and self.spec.kl_estimator == "full"
+        return self.spec.kl_in_loss and self.spec.kl_estimator == "full"
 
     @property
     def indicators(self) -> tuple[str, ...]:
@@ -69,7 +70,7 @@ class StepLoss:
     def sums(self) -> dict[str, Declared]:
         """Every sum that `__call__` may return."""
         declared = {"loss/policy": LOSS}
-        if self.spec.kl_coef:
+        if self.spec.kl_in_loss:
             declared["loss/kl"] = LOSS
         kept = Declared("kept tokens")
         return declared | {f"policy/{name}": kept for name in ("ratio", *self.indicators)}
@@ -157,10 +158,21 @@ class TaskAdvantages:
         self._discount = job.objective.turn_discount
         self._by_token = job.objective.credit == "token"
 
-    def over_tokens(self, batch: StepBatch, reduce: Reduce) -> Tensor:
+    def over_tokens(
+        self, batch: StepBatch, reduce: Reduce, penalty: Tensor | None = None
+    ) -> Tensor:
         """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
-        token."""
-        mask = batch.sent.mask
+        token. With a `penalty` [B, T] float64 that is taken off the rewards to go, A(episode) alone
+        (`Advantage.of_tokens`)."""
+        sent, mask = batch.sent, batch.sent.mask
+        if penalty is not None:
+
+            def of(advantage: Advantage, rows: Tensor) -> Tensor:
+                lengths = mask[rows].sum(dim=1)
+                rewards = Rewards(sent.rewards[rows], sent.group_ids[rows], reduce, lengths)
+                return advantage.of_tokens(rewards, penalty[rows], mask[rows]).float()
+
+            return self._by_rows(batch, torch.zeros_like(sent.advantages), of)
         values = over_tokens(self(batch, reduce), mask)
         if not self._share:
             return values
@@ -246,7 +258,8 @@ class StepGradient:
 
     sums: Sums
     kept: int  # tokens in the loss, over all ranks
-    metrics: dict[str, float]  # of the mismatch and the corrections
+    advantages: Tensor  # [B, T], before any correction replaced them
+    metrics: dict[str, float]  # of the mismatch, the corrections and a KL in the reward
     step_scale: float  # multiplies the learning rate of this step
 
 
@@ -288,6 +301,9 @@ class Update:
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)
         self.advantages = TaskAdvantages(job)
+        self.kl = KlController(job.objective)
+        #: the loss's ratio is to p_inf: p_ref is the policy as each step begins
+        self._to_inf = job.objective.ratio_to == "p_inf"
         self._objective = job.objective
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
@@ -302,7 +318,7 @@ class Update:
         """
         # Several steps on one batch: a resume must compute the p_ref that the first of them had.
         alone = first and (len(phase) if steps is None else steps) == 1
-        one_pass = alone and self._one_pass_suffices(phase[0])
+        one_pass = self._to_inf or (alone and self._one_pass_suffices(phase[0]))
         for batch in phase:
             self._shape_rewards(batch)
             if not one_pass and batch.ref is None:
@@ -324,7 +340,8 @@ class Update:
     def _apart(self) -> bool:
         """True if corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
         needs no pass of its own."""
-        return self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
+        alone = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
+        return alone and not self._objective.kl_in_reward
 
     def _together(self, batch: StepBatch) -> bool:
         """Return whether all differentiated passes may be held at once, as far as is known."""
@@ -332,10 +349,12 @@ class Update:
 
     def run(self, batch: StepBatch, step: int, *, first: bool) -> StepGradient:
         """All backward passes of a step, `first` of its phase or not."""
-        advantages = self.group_advantages(batch)
+        if self._to_inf and not first:
+            batch.ref, first = None, True
         if batch.ref is None and self._apart and not _one_forward(batch):
-            return self._correct_each(batch, step, advantages)
+            return self._correct_each(batch, step, self.group_advantages(batch))
         ref, new, ready = self._observe(batch, first=first)
+        advantages = self.group_advantages(batch)
         tensors = observed(batch.sent, step, advantages, ref, new)
         tensors.advantages = self.pipeline.advantages(tensors, self.reduce)
         corrected = self.pipeline.correct(tensors, self.reduce)
@@ -347,7 +366,8 @@ class Update:
             # taken out, so that its memory is free after its backward pass
             forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
             self._backward(shared, i, forward, mine)
-        return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
+        metrics = corrected.metrics | self._followed_kl(batch)
+        return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
 
     def _observe(
         self, batch: StepBatch, *, first: bool
@@ -404,7 +424,7 @@ class Update:
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")
-        return StepGradient(sums, kept, corrected.metrics, corrected.step_scale)
+        return StepGradient(sums, kept, advantages, corrected.metrics, corrected.step_scale)
 
     def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
         """The pass that is differentiated."""
@@ -456,7 +476,7 @@ class Update:
         if kl is not None:
             return mb.dense(kl, width) * self.pipeline.state_weight(corrected)
         estimator = self._objective.kl_estimator
-        if base is None or estimator == "full":
+        if base is None or not self._objective.kl_in_loss:
             return None
         logp_inf = shared.batch.sent.logp_inf[rows]
         cap = self._objective.kl_ratio_cap
@@ -477,6 +497,7 @@ class Update:
         logp_new = mb.dense(scores.logp, width)
         ref = None if shared.first else batch.ref
         sampled = batch.sent.mask[rows]
+        anchor = batch.sent.logp_inf if self._to_inf else None if ref is None else ref.logp
         if scores.inside is not None:
             sampled = sampled & mb.dense(scores.inside, width)
         # a loss that is anchored at p_new has no ratio to p_ref
@@ -484,7 +505,7 @@ class Update:
             sampled = sampled & ref.inside[rows]
         return LossTensors(
             logp_new=logp_new,
-            logp_ref=logp_new.detach() if ref is None else ref.logp[rows],
+            logp_ref=logp_new.detach() if anchor is None else anchor[rows],
             advantages=shared.advantages[rows],
             weight=corrected.weight,
             mask=corrected.mask,
@@ -492,8 +513,30 @@ class Update:
         )
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
-        """[B, T], before any correction replaces them."""
-        return self.advantages.over_tokens(batch, self.reduce)
+        """[B, T], before any correction replaces them; with a KL in the reward p_ref is known."""
+        if not self._objective.kl_in_reward:
+            return self.advantages.over_tokens(batch, self.reduce)
+        penalty = self.kl.value * self._kl_to_go(batch)
+        return self.advantages.over_tokens(batch, self.reduce, penalty)
+
+    def _kl_to_go(self, batch: StepBatch) -> Tensor:
+        """[B, T] float64, of p_ref to the frozen policy. A token outside the safe set of either has
+        no KL."""
+        ref, base, on = batch.ref, batch.base, batch.sent.mask
+        if ref is None or base is None:
+            raise RuntimeError("a KL in the reward before p_ref and the frozen policy are known")
+        if ref.inside is not None and base.inside is not None:
+            on = on & ref.inside & base.inside
+        return kl_to_go(ref.logp, base.logp, on)
+
+    def _followed_kl(self, batch: StepBatch) -> dict[str, float]:
+        """Metrics of a KL in the reward, if it is there; its coefficient follows it. Collective."""
+        if not self._objective.kl_in_reward:
+            return {}
+        summed, answers = total([self._kl_to_go(batch)[:, 0], batch.sent.mask[:, 0]], self.reduce)
+        found = {"train/answer_kl": summed / max(answers, 1.0), "train/kl_coef": self.kl.value}
+        self.kl.follow(found["train/answer_kl"], answers)
+        return found
 
     def _shape_rewards(self, batch: StepBatch) -> None:
         """Adds the overlong penalty to what advantages and RAPID's baseline are taken of: to the

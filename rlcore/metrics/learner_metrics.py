@@ -378,6 +378,14 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         otherwise="[KL rises](troubleshooting.md#kl-rises); `algorithm.kl_coef`",
     ),
     Metric(
+        "train/answer_kl",
+        "nats",
+        "KL of an answer to the frozen starting policy, under p_ref (`kl_in=reward`)",
+        healthy="rises slowly, or stays near `algorithm.kl_target`",
+        otherwise="[KL rises](troubleshooting.md#kl-rises); `algorithm.kl_coef`",
+    ),
+    Metric("train/kl_coef", "1", "coefficient of that KL in the step's rewards"),
+    Metric(
         "loss/sft",
         "1",
         "supervised loss of `rlcore sft`: mean negative log-prob of the responses' tokens",

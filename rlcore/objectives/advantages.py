@@ -246,10 +246,10 @@ class ReinforcePp(Advantage):
 
     `whitening=episodes`: `(r - mean) / (std + 1e-6)`, std the sample standard deviation over
     episodes. `tokens`: `(r - mean) / sqrt(max(var, 1e-8))`, mean and variance over the batch's
-    sampled tokens, each with its episode's reward: a long response counts as often as it has tokens
-    (OpenRLHF's). Tokens that are later rejected or filtered count. Not biased as to direction by
-    itself: the deviation scales a whole step; the mean contains the episode's own reward, a share
-    of 1/episodes (or its share of the tokens).
+    sampled tokens, each with its episode's reward, less what of a KL in the reward is to go: a long
+    response counts as often as it has tokens (OpenRLHF's). Tokens that are later rejected or
+    filtered count. Not biased as to direction by itself: the deviation scales a whole step; the
+    mean contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
     """
 
     own_settings = ("whitening",)
@@ -260,6 +260,20 @@ class ReinforcePp(Advantage):
     def __call__(self, rewards: Rewards) -> Tensor:
         values = self.centred(rewards)
         weight = rewards.tokens if self._by_tokens else values.new_ones(len(values))
+        return self._whitened(rewards, values, weight)
+
+    def of_tokens(self, rewards: Rewards, penalty: Tensor, mask: Tensor) -> Tensor:
+        """As published over tokens: what is whitened is the reward less the penalty to go."""
+        if not self._by_tokens:
+            return super().of_tokens(rewards, penalty, mask)
+        values = (self.centred(rewards)[:, None] - penalty)[mask]
+        out = torch.zeros_like(penalty)
+        out[mask] = self._whitened(rewards, values, torch.ones_like(values))
+        return out
+
+    def _whitened(self, rewards: Rewards, values: Tensor, weight: Tensor) -> Tensor:
+        """[n] values of the rank's episodes or tokens over the global batch, each counted `weight`
+        [n] times."""
         centred, count = rewards.centred_in_batch(values, weight)
         squares = rewards.batch_squares(centred, weight)
         if self._by_tokens:

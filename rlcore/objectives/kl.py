@@ -16,6 +16,8 @@ from rlcore.lazy import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlcore.objectives.specs import ObjectiveSpec
+
 
 CLAMP = 20.0  # of log differences before exp: larger differences carry no further information
 
@@ -85,6 +87,38 @@ def kl_penalty(kind: Estimator, logp_new: Tensor, logp_base: Tensor, weight: Ten
         slope = -torch.expm1(d)
     # a value that changes along `slope` only: written so that both can be bounded
     return weight.detach() * (value + slope * (logp_new - logp_new.detach()))
+
+
+# A KL in the reward, as InstructGPT's PPO and REINFORCE++ have it (arXiv 2501.03262, eq. 8 and 9).
+
+
+def kl_to_go(logp: Tensor, logp_base: Tensor, mask: Tensor) -> Tensor:
+    """Sum of k1 over a token and those after it, [B, T] float64; tokens off the mask have none.
+
+    Its mean over answers of the policy of `logp` is the KL of what is left of an answer. Log
+    differences are bounded at +-20. All arguments [B, T], detached.
+    """
+    d = sampled_kl("k1", logp, logp_base, mask).clamp(-CLAMP, CLAMP).double()
+    return d.flip(-1).cumsum(-1).flip(-1)
+
+
+class KlController:
+    """The coefficient of a KL in the reward: fixed, or in proportion to its relative error (Ziegler
+    et al. 2019, arXiv 1909.08593, section 2.2).
+
+    After each step `value *= 1 + clip(kl/target - 1, -0.2, 0.2) * answers/horizon`.
+    """
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self.value = spec.kl_coef
+        self._target = spec.kl_target
+        self._horizon = spec.kl_horizon
+
+    def follow(self, kl: float, answers: float) -> None:
+        """Take the mean KL of a step's answers, in nats."""
+        if self._target is not None:
+            error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * min(answers / self._horizon, 1.0)
 
 
 def full_kl(logprobs_new: Tensor, logprobs_base: Tensor) -> Tensor:

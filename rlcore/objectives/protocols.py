@@ -74,6 +74,12 @@ class Advantage(ABC):
     def __call__(self, rewards: Rewards) -> Tensor:
         """[B] advantages of this rank's episodes. Every rank makes the same reductions."""
 
+    def of_tokens(self, rewards: Rewards, penalty: Tensor, mask: Tensor) -> Tensor:
+        """Optional. [B, T] float64 advantages where each token's reward to go is its episode's
+        reward less `penalty` [B, T] float64 (a KL in the reward): by default the episode's
+        advantage less the penalty. mask [B, T] bool: the tokens."""
+        return (self(rewards).double()[:, None] - penalty) * mask
+
 
 class PolicyLoss(ABC):
     """The objective of each token, before weights and aggregation. Built as Class(spec)."""

@@ -25,14 +25,29 @@ class ObjectiveSpec(Spec):
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(
-            ("kl_estimator", "kl_ratio_cap"),
+            ("kl_estimator", "kl_ratio_cap", "kl_in", "kl_target", "kl_horizon"),
             lambda spec: spec.kl_coef == 0,
             "kl_coef=0 leaves no KL",
         ),
         Unread(
+            ("kl_estimator", "kl_ratio_cap"),
+            lambda spec: spec.kl_in_reward,
+            "kl_in=reward takes k1 and carries no ratio",
+        ),
+        Unread(
             ("kl_ratio_cap",),
-            lambda spec: spec.kl_coef > 0 and spec.kl_estimator == "full",
+            lambda spec: spec.kl_in_loss and spec.kl_estimator == "full",
             "kl_estimator=full carries no ratio",
+        ),
+        Unread(
+            ("kl_target", "kl_horizon"),
+            lambda spec: spec.kl_in_loss,
+            "kl_in=loss has a fixed coefficient",
+        ),
+        Unread(
+            ("kl_horizon",),
+            lambda spec: spec.kl_in_reward and spec.kl_target is None,
+            "kl_target=null fixes the coefficient",
         ),
         Unread(
             ("overlong_penalty",),
@@ -63,11 +78,30 @@ class ObjectiveSpec(Spec):
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
     eps_high: float = setting(0.2, "clip the ratio above 1 + eps_high", ge=0)
+    ratio_to: Literal["p_ref", "p_inf"] = setting(
+        "p_ref",
+        "policy that p_new is divided by in the loss; p_inf: no p_ref is held, each step's is "
+        "p_new, and the clipped ratio corrects the mismatch, too",
+    )
     dual_clip: float | None = setting(
         None, "ppo: a negative advantage counts with a ratio of at most this; null: off", gt=1
     )
     aggregation: Aggregation = setting("token-mean", "of token losses over the global batch")
     kl_coef: float = setting(0.0, "weight of the KL to the frozen starting policy", ge=0)
+    kl_in: Literal["loss", "reward"] = setting(
+        "loss",
+        "loss: a term of its own; reward: of every token, by k1 under p_ref, taken off the rewards "
+        "to go",
+    )
+    kl_target: float | None = setting(
+        None,
+        "kl_in=reward: KL of an answer that kl_coef is adapted to, from its value on; null: fixed",
+        unit="nats",
+        gt=0,
+    )
+    kl_horizon: int = setting(
+        10_000, "kl_target: answers over which kl_coef follows, by 20% of itself at most", gt=0
+    )
     kl_estimator: KlEstimator = setting(
         "k3", "of that KL; gradients: k1, k2 and full the reverse KL's, k3 the forward KL's"
     )
@@ -82,6 +116,14 @@ class ObjectiveSpec(Spec):
         False, "DAPO's overlong filtering: what the length limit cut off stays out of the loss"
     )
     overlong_penalty: float = setting(1.0, "its largest value", ge=0)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
 
     def overlong_buffer(self, max_new_tokens: int) -> int:
         """Tokens before the limit over which the overlong penalty rises; 0: off."""

@@ -190,6 +190,13 @@ def test_a_configuration_of_verl():
     assert not {"evaluation.every", "rollout.top_k", "learner.lora.rank"} & set(values)
 
 
+def test_a_kl_in_the_reward_stays_there(tmp_path):
+    (tmp_path / "openrlhf.sh").write_text(OPENRLHF.replace(" --use_kl_loss", ""))
+    _, values, _, left = translated("openrlhf.sh")
+    assert values["algorithm.kl_in"] == "reward" and values["algorithm.kl_coef"] == 0.001
+    assert "algorithm.kl_estimator" not in values and "init_kl_coef" not in left
+
+
 def test_a_configuration_of_trl():
     source, values, options, left = translated("trl.yaml")
     assert source == "trl" and options["correction"] == ["tis"]

@@ -137,6 +137,7 @@ def test_a_clip_that_cannot_bind_is_said_with_the_keys_to_change():
     "words",
     [
         ("schedule.epochs=2",),
+        ("algorithm.ratio_to=p_inf", "correction=none", "algorithm.eps_high=0.28"),
         ("schedule.steps_per_phase=2",),
         ("schedule=large_batch",),
         ("algorithm=rloo",),

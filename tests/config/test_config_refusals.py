@@ -7,6 +7,7 @@ from rlcore.errors import UserError
 
 DISTILL = "learner.distill={}"
 LAYERS = ["learner.ranks=2", "learner.tensor_parallel=2"]
+KL_IN_REWARD = ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"]
 PARTS = ["learner.ranks=2", "learner.sequence_parallel=2"]
 EXPERTS = ["learner.ranks=4", "learner.expert_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
@@ -93,6 +94,22 @@ REFUSED = [  # words; parts that the sentence must hold
     (
         ["algorithm.advantage=json:JSONDecoder"],
         ["algorithm.advantage=json:JSONDecoder", "lacks", "Advantage"],
+    ),
+    (
+        ["correction=[tis]", "algorithm.ratio_to=p_inf"],
+        ["algorithm.ratio_to=p_inf", "correction=tis", "ratio_to=p_ref"],
+    ),
+    (
+        ["algorithm=rloo", "correction=none", "algorithm.ratio_to=p_inf"],
+        ["algorithm.ratio_to=p_inf", "algorithm.loss=reinforce", "algorithm.loss=ppo"],
+    ),
+    (
+        [*KL_IN_REWARD, "algorithm.turn_share=0.5", "algorithm.credit=token"],
+        ["algorithm.kl_in=reward", "algorithm.turn_share=0.5", "kl_in=loss"],
+    ),
+    (
+        [*KL_IN_REWARD, "algorithm=rapid", "correction=rapid"],
+        ["algorithm.kl_in=reward", "correction=rapid", "kl_in=loss"],
     ),
     (["algorithm.dual_clip=1"], ["algorithm.dual_clip=1", "greater than 1"]),
     (

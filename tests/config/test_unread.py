@@ -16,12 +16,20 @@ from rlcore.spec import Spec
 PAPERS = sorted((Path(__file__).parents[2] / "configs/experiment/paper").glob("*.yaml"))
 JACKPOT = "correction=[jackpot]"
 SEQUENCES = "algorithm.aggregation=seq-mean-token-mean"
+KL = "algorithm.kl_coef=0.1"
+KL_IN_REWARD = f"{KL} algorithm.kl_in=reward"
 OFFLOADED = "learner.offload.optimizer=cpu learner.zero_stage=3"
 # key: its value; words under which it is dead, word by word in place of ones that it lives under
 PAIRS: dict[str, list[tuple[str, str, str]]] = {
-    "algorithm.kl_estimator": [("k1", "", "algorithm.kl_coef=0.1")],
+    "algorithm.kl_estimator": [("k1", "", KL), ("k1", KL_IN_REWARD, KL)],
+    "algorithm.kl_in": [("reward", "", KL)],
+    "algorithm.kl_target": [("0.1", "", KL_IN_REWARD), ("0.1", KL, KL_IN_REWARD)],
+    "algorithm.kl_horizon": [
+        ("9", dead, f"{KL_IN_REWARD} algorithm.kl_target=0.1") for dead in ("", KL, KL_IN_REWARD)
+    ],
     "algorithm.kl_ratio_cap": [
-        ("3.0", "", "algorithm.kl_coef=0.1"),
+        ("3.0", "", KL),
+        ("3.0", KL_IN_REWARD, KL),
         ("3.0", "algorithm.kl_coef=0.1 algorithm.kl_estimator=full", "algorithm.kl_coef=0.1"),
     ],
     "algorithm.overlong_penalty": [("0.5", "", "algorithm.overlong_share=0.2")],

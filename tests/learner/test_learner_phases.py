@@ -14,6 +14,9 @@ JACKPOT = {"jackpot": {"target": "new", "tail": "residual"}}
 VARIANTS = {
     "ppo": FAR | {"eps_low": 0.02, "eps_high": 0.02, "corrections": {"tis": {}}},
     "ppo_kl": FAR | {"kl_coef": 0.1, "micro_batch_tokens": 40},
+    "reward_kl": FAR
+    | {"advantage": "reinforce_pp", "whitening": "tokens", "micro_batch_tokens": 40}
+    | {"kl_coef": 0.1, "kl_in": "reward", "kl_target": 1e-3, "kl_horizon": 40},
     "gspo": FAR | {"loss": "gspo", "eps_low": 3e-4, "eps_high": 4e-4},
     "cispo": FAR | {"loss": "cispo", "eps_low": 0.02, "eps_high": 0.02, "corrections": {"ais": {}}},
     "reinforce": FAR | {"loss": "reinforce", "corrections": {"tis": {}}},

@@ -256,3 +256,68 @@ def test_the_log_ratios_of_single_samples():
     assert list(found) == [known]
     assert found[known][:2] == [None, None]
     assert found[known][2:] == pytest.approx([0.5] * (longest[1].tokens - 2))
+
+
+REWARD_KL: dict[str, Any] = {"kl_coef": 0.5, "kl_in": "reward"}
+
+
+def test_a_kl_in_the_reward_is_taken_off_what_is_to_go_and_followed(model):
+    adapted = {"kl_target": 1e-4, "kl_horizon": 100}
+    update = _update(model, {"dvp": {"rho": 0.02}, "tis": {}}, **REWARD_KL, **adapted)
+    batch = make_batch(make_groups(4))
+    update.prepare([batch], first=True)
+    gradient = update.run(batch, 0, first=True)
+    plain = _update(model, {"tis": {}}).group_advantages(batch)
+    on, ref, base = batch.sent.mask, batch.ref, batch.base
+    k1 = torch.where(on & ref.inside & base.inside, ref.logp - base.logp, 0.0).clamp(-20, 20)
+    to_go = torch.stack([k1[:, t:].sum(-1) for t in range(k1.shape[1])], 1)
+    assert (on & ~(ref.inside & base.inside)).any() and to_go.abs().max() > 0.01
+    expected = torch.where(on, plain - 0.5 * to_go, 0.0)
+    torch.testing.assert_close(gradient.advantages, expected, atol=1e-5, rtol=1e-5)
+    kl = gradient.metrics["train/answer_kl"]
+    assert kl == pytest.approx(float(k1.sum(-1).mean()), rel=1e-4)
+    assert gradient.metrics["train/kl_coef"] == 0.5 and "loss/kl" not in _totals(gradient)
+    error = min(max(kl / 1e-4 - 1, -0.2), 0.2)
+    assert update.kl.value == pytest.approx(0.5 * (1 + error * 12 / 100))
+
+
+@pytest.mark.parametrize("cache", [0, 64])
+@pytest.mark.parametrize("whitening", ["tokens", "episodes"])
+def test_a_kl_in_the_reward_does_not_depend_on_micro_batches(model, whitening, cache):
+    results = []
+    settings = REWARD_KL | {"advantage": "reinforce_pp", "whitening": whitening}
+    for tokens, own in ((10_000, {}), (40, {"activation_cache_mib": cache})):
+        update = _update(model, {"tis": {}}, **settings, **own)
+        batch = make_batch(make_groups(5), tokens)
+        update.prepare([batch], first=True)
+        results.append((update.run(batch, 0, first=True), update.engine))
+        count = len(batch.micro)
+    (one, whole), (several, parts) = results
+    # p_ref comes before the advantages: by a pass of its own unless the differentiated ones stay
+    assert whole.forwards == 1 and parts.forwards == (count if cache else 2 * count)
+    assert one.metrics == pytest.approx(several.metrics, rel=1e-5, abs=1e-7)
+    mine, theirs = whole.gradients(), parts.gradients()
+    assert all(torch.allclose(mine[n], theirs[n], atol=1e-6) for n in mine)
+
+
+def test_a_ratio_to_p_inf_needs_no_p_ref_and_is_tis_and_ppo_in_one(model):
+    free: dict[str, Any] = {"eps_low": 1e9, "eps_high": 1e9}
+    apart = _update(model, {"tis": {"cap": 1e9}}, **free)
+    one = _update(model, {}, ratio_to="p_inf", **free)
+    batches = {u: make_batch(make_groups(5), 40) for u in (apart, one)}
+    for update, batch in batches.items():
+        update.prepare([batch], first=True, steps=2)
+    for step in range(2):
+        found = {u: u.run(batch, step, first=step == 0) for u, batch in batches.items()}
+        ratio = _totals(found[one])["policy/ratio"] / found[one].kept
+        on = batches[one].sent.mask
+        now = (batches[one].ref.logp - batches[one].sent.logp_inf)[on].exp()
+        assert ratio == pytest.approx(float(now.mean()), rel=1e-5)
+        mine, theirs = one.engine.gradients(), apart.engine.gradients()
+        assert all(torch.allclose(mine[n], theirs[n], atol=1e-6) for n in mine)
+        for update in batches:
+            disturb(update.engine.policy)
+    # of two steps on one batch, the other needs a pass for the p_ref that it holds
+    count = len(batches[one].micro)
+    assert one.engine.forwards == 2 * count and apart.engine.forwards == 3 * count
+    assert not torch.equal(batches[one].ref.logp, batches[apart].ref.logp)

@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 
-from rlcore.objectives.kl import full_kl, kl_penalty, penalty_weight, sampled_kl
+from rlcore.objectives.kl import KlController, full_kl, kl_penalty, penalty_weight, sampled_kl
+from rlcore.objectives.specs import ObjectiveSpec
 
 V = 12
 KINDS = ["k1", "k2", "k3"]
@@ -91,3 +92,16 @@ def test_a_token_without_weight_has_no_kl_whatever_stands_there(kind, junk: floa
     assert loss[0, 0] != 0 and loss[0, 1:].tolist() == [0.0, 0.0, 0.0]
     assert new.grad is not None and torch.isfinite(new.grad).all()
     assert new.grad[0, 0] != 0 and not new.grad[0, 1:].any()
+
+
+def test_the_coefficient_follows_the_relative_error_within_a_fifth() -> None:
+    fixed = KlController(ObjectiveSpec(kl_coef=0.5, kl_in="reward"))
+    fixed.follow(9.0, 64)
+    assert fixed.value == 0.5
+    adaptive = KlController(
+        ObjectiveSpec(kl_coef=0.5, kl_in="reward", kl_target=2.0, kl_horizon=100)
+    )
+    for kl, answers, factor in ((2.2, 50, 1.05), (9.0, 50, 1.1), (0.0, 20, 0.96), (9.0, 999, 1.2)):
+        before = adaptive.value
+        adaptive.follow(kl, answers)
+        assert adaptive.value / before == pytest.approx(factor)

@@ -199,3 +199,20 @@ def test_overlong_penalty_rises_over_the_buffer() -> None:
     assert overlong_penalty(lengths, max_len=100, buffer=0, penalty=1.0).tolist() == [0.0] * 5
     assert ObjectiveSpec(overlong_share=0.15).overlong_buffer(50) == 8
     assert ObjectiveSpec().overlong_buffer(50) == 0
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *OVER_TOKENS])
+def test_a_penalty_to_go_is_taken_off_or_whitened_with_the_reward(kind: str) -> None:
+    name = kind.removesuffix("/tokens")
+    spec = ObjectiveSpec(advantage=name, whitening="episodes" if name == kind else "tokens")
+    mask = torch.arange(7) < TOKENS[:, None]
+    penalty = torch.rand(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    given = Rewards(REWARDS, GROUPS, ONE_RANK, TOKENS)
+    found = make_advantage(spec).of_tokens(given, penalty, mask)
+    alone = advantages(kind, REWARDS, GROUPS, ONE_RANK, TOKENS).double()[:, None]
+    expected = alone - penalty
+    if name != kind:
+        centred = given.values if name == "reinforce_pp" else given.group_centred
+        every = (centred[:, None] - penalty)[mask]
+        expected = (centred[:, None] - penalty - every.mean()) / every.std(unbiased=False)
+    torch.testing.assert_close(found, expected * mask, atol=1e-6, rtol=1e-6)
