@@ -41,7 +41,7 @@ class Spec(BaseModel):
     )
 
     #: which settings are dead under which others: a run that sets one is told so
-    #: (`config/checks.py: unread`)
+    #: (`config/unread.py: unread`)
     unread: ClassVar[tuple[Unread, ...]] = ()
 
     def dead(self) -> Iterator[tuple[str, str]]:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, Unread, setting
 from rlcore.weights.specs import TransportSpec
 
 
 class RaySpec(Spec):
     """The cluster that a run joins or starts."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("num_cpus", "object_store_mib"),
+            lambda spec: spec.address is not None,
+            "address joins a cluster that has its own",
+        ),
+    )
 
     address: str | None = setting(None, "Ray address; null: RAY_ADDRESS or a local cluster")
     num_cpus: int | None = setting(

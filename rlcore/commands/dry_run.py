@@ -19,10 +19,10 @@ from rlcore.commands.memory import (
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import Prepared, prepare, refuse_another_run
 from rlcore.commands.warm_up import kept_at, kept_model
-from rlcore.config.checks import unread
 from rlcore.config.compose import check_resume
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
+from rlcore.config.unread import unread
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests

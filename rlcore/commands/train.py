@@ -21,9 +21,9 @@ from rlcore.commands.processes import Session, connected
 from rlcore.commands.scale import ScaleRequests
 from rlcore.commands.warm_up import starting_model, with_drafts
 from rlcore.commands.watch import course_of, judged
-from rlcore.config.checks import unread
 from rlcore.config.compose import check_resume, to_yaml
 from rlcore.config.schema import RunConfig
+from rlcore.config.unread import unread
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint

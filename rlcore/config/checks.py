@@ -12,10 +12,9 @@ from typing import Literal
 from rlcore.config.diffusion import check_diffusion
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
-from rlcore.config.sentences import specifications
+from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.corrections.specs import CorrectionSpec
 from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
@@ -234,39 +233,6 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def unread(c: RunConfig) -> list[str]:
-    """A sentence on each setting of a run that nothing reads under its other settings.
-
-    One at its default is not mentioned: nobody relies on it."""
-    found = []
-    for key, spec in specifications(c):
-        # what `auto` is depends on the objective
-        decided = spec.under(c.algorithm) if isinstance(spec, CorrectionSpec) else spec
-        because = dict(decided.dead())
-        because |= _clips_unread(c) if isinstance(spec, AlgorithmSection) else {}
-        for name, why in because.items():
-            value, default = getattr(spec, name), type(spec).model_fields[name].default
-            if value != default:
-                found.append(
-                    f"{key}.{name}={_written(value)} is not read, since {why}: leave it at "
-                    f"{_written(default)}"
-                )
-    return found
-
-
-def _clips_unread(c: RunConfig) -> dict[str, str]:
-    """Why the clips of the ratio are not read, by key."""
-    loss = c.algorithm.loss
-    off = [
-        f"correction.{label}.{spec.inner_clip_off}=true switches the clip off"
-        for label, spec in c.correction.chosen().items()
-        if spec.inner_clip_off
-    ]
-    if not loss_class(loss).clips:
-        off.append(f"loss={loss} clips nothing")
-    return {key: off[0] for key in ("eps_low", "eps_high")} if off else {}
-
-
 def _step_sizes(c: RunConfig) -> None:
     max_len = c.model.max_len
     for label, actor in c.actor.items():
@@ -417,14 +383,8 @@ def _own_settings(
         refuse(
             value != default and key not in read,
             f"algorithm.{key}={value} is of algorithm.{kind}={name}, and algorithm.{kind}={chosen} "
-            f"would ignore it: leave it at {_written(default)}, or use algorithm.{kind}={name}.",
+            f"would ignore it: leave it at {written(default)}, or use algorithm.{kind}={name}.",
         )
-
-
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
 
 
 def _whole_corrections(c: RunConfig) -> None:

@@ -172,6 +172,13 @@ def _keys_under(parent: str) -> list[str]:
     return list(model.model_fields)
 
 
+def written(value: Any) -> str:
+    """A setting's value as a command line has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

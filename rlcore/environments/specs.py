@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rlcore.models.specs import TemplateSpec
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, Unread, setting
 from rlcore.tasks.specs import EvalTaskSpec
 
 
 class EnvironmentSpec(Spec):
     """How an episode of several turns is played; without a name every answer is one turn."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            (
+                "args",
+                "max_turns",
+                "max_observation_tokens",
+                "step_timeout_s",
+                "episode_timeout_s",
+                "concurrency",
+                "memory_mib",
+            ),
+            lambda spec: not spec.played,
+            "name=null plays no environment",
+        ),
+    )
 
     name: str | None = setting(
         None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
 from rlcore.errors import UserError
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, Unread, setting
 
 # Custom Ray resources of the nodes when the learner has nodes of its own. A role asks for a small
 # share of the resource of its nodes.
@@ -21,6 +21,25 @@ SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)
 
 class LaunchSpec(Spec):
     """Read by `rlcore launch`; `rlcore train` reads only learner_nodes, to place roles on nodes."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("nodes", "cpus_per_node", "memory_gib_per_node", "env", "grace_s", "retries"),
+            lambda spec: spec.kind in ("local", "ray"),
+            "kind is neither slurm nor kubernetes",
+        ),
+        Unread(
+            ("start_timeout_s", "sbatch", "setup"),
+            lambda spec: spec.kind != "slurm",
+            "kind is not slurm",
+        ),
+        Unread(("job_address",), lambda spec: spec.kind != "ray", "kind is not ray"),
+        Unread(
+            ("image", "namespace", "claim", "mount", "secret", "node_selector"),
+            lambda spec: spec.kind != "kubernetes",
+            "kind is not kubernetes",
+        ),
+    )
 
     kind: Literal["local", "ray", "slurm", "kubernetes"] = setting("local", "what starts the run")
     nodes: int = setting(1, "slurm, kubernetes: machines that roles run on", gt=0)

@@ -182,6 +182,10 @@ class LoraSpec(Spec):
 class DistillSpec(Spec):
     """DistillSparse: adapters phi that make the sparse actors follow the dense policy theta."""
 
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("kl",), lambda spec: spec.kl_coef == 0, "kl_coef=0 leaves no KL"),
+    )
+
     kl: Literal["k1", "k3", "topk", "full"] = setting(
         "k3", "estimator of KL(sparse || dense) on the actors' samples"
     )
@@ -270,6 +274,14 @@ class OffloadSpec(Spec):
 
 class LearnerSpec(OptimizerSpec):
     """The ranks that train the policy, and its companions."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("fp32_head",),
+            lambda spec: spec.compute_dtype == "float32",
+            "dtype is float32, of the head as well",
+        ),
+    )
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class")
     ranks: int = setting(1, "processes that train, a GPU each", gt=0)

@@ -15,6 +15,19 @@ __all__ = ["DifficultySpec", "Phases"]  # the loop plans by them
 class ScheduleSpec(BatchingSpec):
     """How long a run is, and how generation and learning interleave."""
 
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("on_publish",),
+            lambda spec: spec.synchronous,
+            "max_staleness=0 has no sample running then",
+        ),
+        Unread(
+            ("steps_per_publish",),
+            lambda spec: spec.synchronous and spec.publish_period > spec.steps_per_publish,
+            "max_staleness=0 publishes after whole phases, which are longer",
+        ),
+    )
+
     steps: int = setting(20, "optimizer steps of the run", gt=0)
     on_publish: OnPublish = setting(
         "finish", "what actors do with running samples when new weights come"

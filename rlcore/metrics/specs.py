@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rlcore.spec import Spec, setting
+from rlcore.spec import Spec, Unread, setting
 
 
 class WarningsSpec(Spec):
@@ -42,6 +42,17 @@ class WarningsSpec(Spec):
 
 class LoggingSpec(Spec):
     """Sinks of metrics and samples."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("project",), lambda spec: spec.wandb == "disabled", "wandb=disabled has no projects"
+        ),
+        Unread(
+            ("prometheus_host",),
+            lambda spec: spec.prometheus_port == 0,
+            "prometheus_port=0 serves nothing",
+        ),
+    )
 
     console: Literal["live", "plain", "off"] = setting(
         "live", "live table, a line a step, or nothing"

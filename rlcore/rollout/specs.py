@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.interfaces import RolloutEngine
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
 from rlcore.registry import resolve
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
 from rlcore.weights.specs import Rounding, RoundingSpec
@@ -54,6 +54,25 @@ class RolloutSpec(Spec):
 
 class ActorSpec(RoundingSpec):
     """Engines of one kind."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("kv_cache_gib", "cpu_fast_path"),
+            lambda spec: not spec.on_cpu,
+            "num_gpus above 0 is no CPU",
+        ),
+        Unread(("gpu_memory_utilization",), lambda spec: spec.on_cpu, "num_gpus=0 has no GPU"),
+        Unread(
+            ("fp32_head",),
+            lambda spec: spec.compute_dtype == "float32",
+            "dtype is float32, of the head as well",
+        ),
+        Unread(
+            ("keep_high_precision",),
+            lambda spec: spec.kind != "fp8" and spec.rounding == "none",
+            "neither kind nor rounding quantises weights",
+        ),
+    )
 
     kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
     engine: str = setting("vllm", "rollout engine, or file.py:Class; diffusion: of model.diffusion")

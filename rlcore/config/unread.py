@@ -1,0 +1,52 @@
+"""Settings that nothing reads under a run's other settings.
+
+Those that settings of the same specification make dead it declares itself (`Spec.unread`); those of
+another section are here. A run is told of each that it sets: it would believe in it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlcore.config.schema import RunConfig
+from rlcore.config.sentences import specifications, written
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.objectives.specs import loss_class
+
+
+def unread(c: RunConfig) -> list[str]:
+    """A sentence on each setting of a run that nothing reads under its other settings.
+
+    One at its default is not mentioned: nobody relies on it."""
+    found = []
+    between = _between(c)
+    for key, spec in specifications(c):
+        # what `auto` is depends on the objective
+        decided = spec.under(c.algorithm) if isinstance(spec, CorrectionSpec) else spec
+        for name, why in (dict(decided.dead()) | between.get(key, {})).items():
+            value = getattr(spec, name)
+            default = type(spec).model_fields[name].get_default(call_default_factory=True)
+            if value != default:
+                found.append(
+                    f"{key}.{name}={written(value)} is not read, since {why}: leave it at "
+                    f"{written(default)}"
+                )
+    return found
+
+
+def _between(c: RunConfig) -> dict[str, dict[str, str]]:
+    """Section -> setting -> why those of another section make it dead."""
+    found = {"algorithm": dict.fromkeys(("eps_low", "eps_high"), why) for why in _clips_off(c)}
+    if c.schedule.on_publish != "in_flight":
+        why = f"schedule.on_publish={c.schedule.on_publish} lets no request keep its keys"
+        found |= {f"actor.{label}": {"kv_on_update": why} for label in c.actor}
+    return found
+
+
+def _clips_off(c: RunConfig) -> Iterator[str]:
+    """Why the loss clips no ratio, if it does not."""
+    for label, spec in c.correction.chosen().items():
+        if spec.inner_clip_off:
+            yield f"correction.{label}.{spec.inner_clip_off}=true switches the clip off"
+    if not loss_class(c.algorithm.loss).clips:
+        yield f"loss={c.algorithm.loss} clips nothing"
