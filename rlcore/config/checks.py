@@ -15,6 +15,7 @@ from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.dvp import DvpSpec
+from rlcore.corrections.specs import CorrectionSpec
 from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
@@ -288,6 +289,11 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
             "actors' top log-probs, which it estimates from: use at least 1 (20 is usual).",
         )
         refuse(
+            c.algorithm.ratio_to == "p_inf" and spec.weighs,
+            f"algorithm.ratio_to=p_inf has the ratio to p_inf in the loss, and {key}={label} would "
+            "weigh by it again: leave the correction out, or use ratio_to=p_ref.",
+        )
+        refuse(
             bool(spec.inner_clip_off) and not loss.inner_clip,
             f"{key}.{label}.{spec.inner_clip_off}=true switches off an inner clip that "
             f"algorithm.loss={c.algorithm.loss} does not have: use algorithm.loss=ppo.",
@@ -351,11 +357,6 @@ def _losses(c: RunConfig) -> None:
         f"turn_share={a.turn_share:g} has others: leave it 0, or use kl_in=loss.",
     )
     for label, spec in c.correction.chosen().items():
-        refuse(
-            a.ratio_to == "p_inf" and spec.weighs,
-            f"algorithm.ratio_to=p_inf has the ratio to p_inf in the loss, and correction={label} "
-            "would weigh by it again: leave the correction out, or use ratio_to=p_ref.",
-        )
         refuse(
             a.kl_in_reward and bool(spec.replaces_advantage),
             f"algorithm.kl_in=reward changes an advantage that correction={label} replaces: use "

@@ -36,10 +36,14 @@ def unread(c: RunConfig) -> list[str]:
 
 def _between(c: RunConfig) -> dict[str, dict[str, str]]:
     """Section -> setting -> why those of another section make it dead."""
-    found = {"algorithm": dict.fromkeys(("eps_low", "eps_high"), why) for why in _clips_off(c)}
+    found: dict[str, dict[str, str]] = {}
+    if (off := next(_clips_off(c), None)) is not None:
+        found["algorithm"] = dict.fromkeys(("eps_low", "eps_high"), off)
     if c.schedule.on_publish != "in_flight":
         why = f"schedule.on_publish={c.schedule.on_publish} lets no request keep its keys"
         found |= {f"actor.{label}": {"kv_on_update": why} for label in c.actor}
+    if len(c.actor) == 1:
+        found["correction"] = {"strata": "all actors are of one kind"}
     return found
 
 

@@ -476,7 +476,7 @@ class Update:
         if kl is not None:
             return mb.dense(kl, width) * self.pipeline.state_weight(corrected)
         estimator = self._objective.kl_estimator
-        if base is None or not self._objective.kl_in_loss:
+        if base is None or estimator == "full" or not self._objective.kl_in_loss:
             return None
         logp_inf = shared.batch.sent.logp_inf[rows]
         cap = self._objective.kl_ratio_cap

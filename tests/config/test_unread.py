@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
 from preset_files import given
+from pydantic import BaseModel
 
 from rlcore.config.compose import load
 from rlcore.config.schema import RunConfig
 from rlcore.config.sentences import sections
 from rlcore.config.unread import unread
 from rlcore.corrections.specs import CORRECTIONS
-from rlcore.errors import UserError
 from rlcore.registry import load_object
 from rlcore.spec import Spec
 
@@ -52,7 +51,7 @@ LAUNCH = {
     },
 }
 # Settings whose meaning names a condition, and which are refused without it or read anyway.
-BETWEEN = {"eps_low", "eps_high", "kv_on_update"}  # of settings in another section
+BETWEEN = {"eps_low", "eps_high", "kv_on_update", "strata"}  # of settings in another section
 OTHERWISE = {
     "fp8_kv_cache": "refused on CPUs",
     "draft_path": "refused of other kinds",
@@ -101,6 +100,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             ("kv_on_update", "keep", "schedule=async schedule.on_publish=abort", IN_FLIGHT),
         ]
     },
+    "correction.strata": [("none", "", "actor=[bf16,fp8]")],
     "schedule.on_publish": [("abort", "schedule=on_policy", "schedule=async")],
     "schedule.steps_per_publish": [
         (
@@ -218,18 +218,9 @@ def conditional(model: type[BaseModel]) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_presets_set_nothing_that_is_not_read(path: Path) -> None:
-    config = preset(path.relative_to(EXPERIMENTS).with_suffix("").as_posix())
+    name = path.relative_to(EXPERIMENTS).with_suffix("").as_posix()
+    config = load(["run_dir=x", f"experiment={name}", *given(name)])
     assert unread(config) == []
     jackpot = config.correction.get("jackpot")
     paper = path.parent.name == "paper" and jackpot is not None
     assert not paper or jackpot.normaliser == "paper"  # type: ignore[union-attr]
-
-
-def preset(name: str, *words: str) -> RunConfig:
-    """The configuration of an experiment; the reader's files are anything."""
-    try:
-        return load(["run_dir=x", f"experiment={name}", *words])
-    except UserError as error:
-        missing = re.findall(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+(?==VALUE|[,)])", str(error))
-        assert missing and len(words) < 99, error
-        return preset(name, *words, *(f"{key}=http://h/x" for key in missing))
