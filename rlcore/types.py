@@ -94,6 +94,11 @@ class SamplingSpec:
     stop: tuple[str, ...]  # stop strings; the text is cut before them
     logprobs_k: int  # top log-probs kept for every token; 0: the sampled one only; -1: none
 
+    @property
+    def truncates(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request(ByFields):

@@ -246,7 +246,8 @@ def _step_sizes(c: RunConfig) -> None:
 
 
 def _truncation(c: RunConfig) -> None:
-    """The learner must see the distribution that was sampled from; DVP truncates on both sides."""
+    """The learner must see the distribution that was sampled from: DVP truncates on both sides,
+    and otherwise the learner conditions on the sets that sampling kept, which records hold."""
     r, dvp = c.rollout, _dvp(c)
     cut = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
     if dvp is not None:
@@ -257,13 +258,24 @@ def _truncation(c: RunConfig) -> None:
             "itself, so leave rollout.min_p=0.",
         )
         cut["min_p"] = False
-    instead = "" if dvp else ", or prune on both sides with correction=[dvp,...]"
-    for name, on in cut.items():
+    for name in [name for name, on in cut.items() if on]:
+        key = f"rollout.{name}={getattr(r, name)}"
         refuse(
-            on,
-            f"rollout.{name}={getattr(r, name)} removes tokens for the actor and not for the "
-            "learner, so every ratio would be biased by the kept mass: leave "
-            f"rollout.{name} off{instead}.",
+            dvp is not None,
+            f"{key} removes tokens for the actor, and correction=dvp conditions the learner on "
+            "another set, so every ratio would be biased by the kept mass: leave "
+            f"rollout.{name} off, or leave dvp out.",
+        )
+        refuse(
+            r.logprobs_k < max(r.top_k, 1),
+            f"{key} needs the set that sampling kept with every token, so that the learner can "
+            f"condition on it: raise rollout.logprobs_k={r.logprobs_k} to "
+            f"{'rollout.top_k' if r.top_k else '20 or more'}.",
+        )
+        refuse(
+            c.learner.distill is not None,
+            f"{key} cannot be combined with learner.distill, which compares whole distributions: "
+            f"leave rollout.{name} off.",
         )
 
 

@@ -15,8 +15,6 @@ from rlcore.extras.foreign_meanings import DEFAULTS, HARMLESS, NEUTRAL, REASONS,
 
 MUST_ACT = 3  # exit code: a setting that matters was not translated
 
-# Truncation that the learner does not apply as well is refused: only "off" has a counterpart.
-OFF = {"rollout.top_p": 1, "rollout.min_p": 0, "rollout.top_k": 0}
 # Decided together with other keys, below.
 TOGETHER = (
     "schedule.groups_per_step",
@@ -131,8 +129,6 @@ def _plain(t: _Translator, entry: ForeignKey) -> None:
             t.values[entry.ours] = ours
     elif entry.least is not None and isinstance(value, int | float) and value < entry.least:
         return  # off, or its default, there
-    elif entry.ours in OFF and value != OFF[entry.ours]:
-        t.leave(key, f"{entry.ours} is refused: the learner would not truncate as well")
     else:
         t.values[entry.ours] = value
 

@@ -19,8 +19,21 @@ from rlcore.corrections.pipeline import present_kinds
 from rlcore.interfaces import Reduce
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
 from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_next_tokens
-from rlcore.types import Episode, Group, StepTensors, TokenScores, actor_label, at_kind
+from rlcore.spec import refuse
+from rlcore.types import (
+    Episode,
+    Group,
+    SamplingSpec,
+    StepTensors,
+    TokenScores,
+    Trajectory,
+    actor_label,
+    at_kind,
+)
 
+# probability that the stored tokens of a whole kept set have together, but for rounding
+KEPT_MASS = 1 - 1e-5
+MOST_UNSTORED = 0.01  # of a batch's tokens
 _SAMPLES = 1 << 20  # more than any group has: sample ids are group_id * _SAMPLES + sample_index
 
 
@@ -113,6 +126,7 @@ class StepBatch:
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: PolicyScores | None = None  # under the frozen starting policy
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
+    unstored: int = 0  # tokens whose kept set is not in their record (`KEPT_MASS`)
     # masked diffusion: some of its records under two draws of their estimate (`rank.variance`)
     twice: tuple[list[ScoredSequence], list[ScoredSequence]] = ([], [])
 
@@ -171,6 +185,7 @@ def build_batch(
     *,
     with_topk: bool,
     device: torch.device,
+    kept_sets: bool = False,
     sharper: Mapping[str, float] | None = None,
     read: Reader = read_next_tokens,
     kinds: Sequence[str] = (),
@@ -178,6 +193,8 @@ def build_batch(
     """Tensors of one rank's groups. `sharper`: of the tokens of each task (`TokenSequence`).
     `read`: how the model reads a record. `kinds`: labels of the run's actors, where it
     distinguishes them; an episode of another label is counted as the kind after the last.
+    `kept_sets`: sampling was truncated; a token whose kept set is not stored whole has no usable
+    log-prob, since the learner cannot condition on that set.
 
     Raises ValueError for an episode without a reward: buffers leave those out.
     """
@@ -215,11 +232,18 @@ def build_batch(
         k = max([1, *(t.topk_ids.shape[1] for e in episodes for t in e.parts)])
         sent.topk_ids_inf = rows.tokens("topk_ids", -1, np.int64, k)
         sent.topk_logp_inf = rows.tokens("topk_logp", -np.inf, np.float32, k)
+    unstored = 0
+    if kept_sets:
+        whole = rows.whole_sets()
+        unstored = int((sent.mask & ~whole).sum())
+        assert sent.topk_ids_inf is not None
+        sent.topk_ids_inf.masked_fill_(~whole[..., None], -1)
+        sent.logp_inf = sent.logp_inf.masked_fill(~whole, torch.nan)
     arrival = rows.column([g.arrival_version for g in groups for _ in g.episodes], torch.int32)
     tasks = tuple(g.prompt_id.partition("/")[0] for g in groups for _ in g.episodes)
     sharpness = [(sharper or {}).get(task, 1.0) for task in tasks]
     tokens: list[EpisodeTokens] = [of_episode(e, s, read) for e, s in zip(episodes, sharpness)]
-    return StepBatch(tokens, sent, arrival, rows.turns(), tasks)
+    return StepBatch(tokens, sent, arrival, rows.turns(), tasks, unstored=unstored)
 
 
 class _EpisodeRows:
@@ -247,6 +271,14 @@ class _EpisodeRows:
                 start = end
         return torch.from_numpy(out).to(self._device)
 
+    def whole_sets(self) -> Tensor:
+        """[B, T] bool: the set that sampling kept is stored whole. Where there is no token, too."""
+        out = np.ones((len(self._episodes), self._width), bool)
+        for row, episode in zip(out, self._episodes):
+            found = np.concatenate([_stored_whole(part) for part in episode.parts])
+            row[: len(found)] = found
+        return torch.from_numpy(out).to(self._device)
+
     def turns(self) -> TurnSpans:
         """Raises ValueError for a score that does not reward every turn or token of its episode."""
         counts = [sum(len(t.turn_starts) for t in e.parts) for e in self._episodes]
@@ -269,6 +301,33 @@ class _EpisodeRows:
     def column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One value an episode, [B]."""
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _stored_whole(t: Trajectory) -> np.ndarray:
+    """[S] bool: a record has all tokens that sampling kept. A set of fewer tokens than it has room
+    for is whole; of others the stored probabilities tell."""
+    if not t.topk_ids.shape[1]:
+        return np.zeros(len(t.logp_inf), bool)
+    mass = np.exp(t.topk_logp.astype(np.float64)).sum(1)
+    whole: np.ndarray = (t.topk_ids[:, -1] < 0) | (mass >= KEPT_MASS)
+    return whole
+
+
+def kept_set_metrics(batch: StepBatch, sampling: SamplingSpec, reduce: Reduce) -> dict[str, float]:
+    """The share of a batch's tokens whose kept set is not stored: they leave the loss. Raises
+    UserError where these are more than MOST_UNSTORED."""
+    counts = torch.tensor([batch.unstored, int(batch.sent.mask.sum())], dtype=torch.float64)
+    unstored, tokens = reduce(counts).tolist()
+    share = unstored / max(tokens, 1.0)
+    refuse(
+        share > MOST_UNSTORED,
+        f"rollout.logprobs_k={sampling.logprobs_k} is too few to train with rollout.top_p="
+        f"{sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g}: at {share:.1%} "
+        "of the tokens sampling kept more, and the learner can only condition on a set that is "
+        f"stored whole (at most {MOST_UNSTORED:.0%} may lack it): raise rollout.logprobs_k, or "
+        f"bound the sets with rollout.top_k={sampling.logprobs_k} or less.",
+    )
+    return {"mismatch/unstored_share": share}
 
 
 def _turn_rewards(episode: Episode, count: int, numbers: np.ndarray) -> Sequence[float]:

@@ -29,6 +29,9 @@ class HeadSpec:
     topk: int = 0  # own top entries; 0: none
     # DVP's rho: probabilities are conditioned on {a: p(a) >= rho * max p}; None: on everything
     safe_set_rho: float | None = None
+    # the ids asked for are the sets that truncated sampling kept, and probabilities are conditioned
+    # on them; on everything where a row has none
+    kept_sets: bool = False
     entropy_grad: bool = False  # whether gradients flow through the entropy
     # products in float32 on both passes, from a float32 copy of the weight: a bfloat16 model's
     # logits and their gradient are then not rounded
@@ -166,7 +169,7 @@ class _Outputs:
 
     @classmethod
     def empty(
-        cls, n: int, k: int, ids: Tensor | None, safe: bool, device: torch.device
+        cls, n: int, k: int, ids: Tensor | None, conditioned: bool, device: torch.device
     ) -> _Outputs:
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -176,7 +179,7 @@ class _Outputs:
             out.topk_ids, out.topk_logp = new(n, k, dtype=torch.int64), new(n, k)
         if ids is not None:
             out.at_ids = new(*ids.shape)
-        if safe:
+        if conditioned:
             out.inside, out.coverage = new(n, dtype=torch.bool), new(n)
         return out
 
@@ -185,6 +188,30 @@ def _keep_safe(e: Tensor, rho: float) -> Tensor:
     """Zero the shifted exponentials outside the safe set (those below rho times the maximum, which
     is 1), in place."""
     return torch.threshold_(e, _below(rho), 0.0)
+
+
+def _largest_kept(z: Tensor, kept: Tensor, top: Tensor) -> Tensor:
+    """[n, 1]: the largest logit of each kept set, `top` where there is none. What is shifted by it
+    loses nothing where the set is far below the row's maximum."""
+    values = z.gather(1, kept.clamp_min(0)).masked_fill_(kept < 0, -torch.inf)
+    largest = values.amax(dim=1, keepdim=True)
+    return torch.where(torch.isfinite(largest), largest, top)
+
+
+def _keep_listed(e: Tensor, kept: Tensor) -> Tensor:
+    """Zero the exponentials [n, V] outside the kept sets [n, k], in place, but for rows without a
+    set."""
+    columns, absent = kept.clamp_min(0), kept < 0
+    values = e.gather(1, columns).masked_fill_(absent, 0.0)
+    e.masked_fill_(~absent.all(dim=1, keepdim=True), 0.0)
+    return e.scatter_add_(1, columns, values)
+
+
+def _condition(e: Tensor, spec: HeadSpec, kept: Tensor | None) -> Tensor:
+    """Zero the exponentials of what probabilities are not conditioned on, in place."""
+    if spec.safe_set_rho is not None:
+        e = _keep_safe(e, spec.safe_set_rho)
+    return e if kept is None else _keep_listed(e, kept)
 
 
 def _below(rho: float) -> float:
@@ -206,17 +233,20 @@ def _score_chunk(
     e: Tensor,
     targets: Tensor,
     ids: Tensor | None,
-    rho: float | None,
+    spec: HeadSpec,
 ) -> None:
     """Fill rows `s` of `out` from the chunk's tempered logits `z`; `e` is scratch. Both are
     overwritten."""
     k = 0 if out.topk_ids is None else out.topk_ids.shape[1]
+    kept = ids if spec.kept_sets else None
     out.top[s], blocks = row_maxima(z, k)
+    if kept is not None:
+        out.top[s] = _largest_kept(z, kept, out.top[s])
     z.sub_(out.top[s])  # shifted first: entropy and log-probs then lose nothing to cancellation
     torch.exp(z, out=e)
     total = e.sum(dim=1)
-    if rho is not None and out.coverage is not None:
-        everything, total = total, _keep_safe(e, rho).sum(dim=1)
+    if out.coverage is not None:
+        everything, total = total, _condition(e, spec, kept).sum(dim=1)
         out.coverage[s] = total / everything
     out.total[s] = total.unsqueeze(1)
     log_total = total.log().unsqueeze(1)
@@ -224,7 +254,7 @@ def _score_chunk(
 
     def at(columns: Tensor) -> Tensor:
         values = z.gather(1, columns) - log_total
-        if rho is None:
+        if out.coverage is None:
             return values
         return values.masked_fill_(e.gather(1, columns) == 0.0, OUTSIDE_LOGP)
 
@@ -253,16 +283,19 @@ class _HeadFunction(torch.autograd.Function):
         ids: Tensor | None,
         spec: HeadSpec,
     ) -> tuple:
-        n, rho = hidden.shape[0], spec.safe_set_rho
-        k = min(spec.topk, weight.shape[0])
-        out = _Outputs.empty(n, k, ids, rho is not None, hidden.device)
+        n, k = hidden.shape[0], min(spec.topk, weight.shape[0])
+        conditioned = spec.safe_set_rho is not None or spec.kept_sets
+        out = _Outputs.empty(n, k, ids, conditioned, hidden.device)
         chunks = spec.slices(n)
         buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True, fp32=spec.fp32)
         for s in chunks:
             z = buffers.logits(hidden[s], spec.temperature)
             its_ids = None if ids is None else ids[s]
-            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, rho)
-        ctx.save_for_backward(hidden, weight, targets, out.top, out.total, out.entropy, out.inside)
+            _score_chunk(out, s, z, buffers.e[: len(z)], targets[s], its_ids, spec)
+        kept = ids if spec.kept_sets else None
+        ctx.save_for_backward(
+            hidden, weight, targets, out.top, out.total, out.entropy, out.inside, kept
+        )
         ctx.spec = spec
         extras = (out.topk_ids, out.topk_logp, out.at_ids, out.inside, out.coverage)
         ctx.mark_non_differentiable(*(t for t in extras if t is not None))
@@ -272,7 +305,7 @@ class _HeadFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, *_: Any) -> tuple:
-        hidden, weight, targets, top, total, entropy, inside = ctx.saved_tensors
+        hidden, weight, targets, top, total, entropy, inside, kept = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         g_entropy = g_entropy if spec.entropy_grad else None
         if g_logp is None and g_entropy is None:
@@ -291,8 +324,7 @@ class _HeadFunction(torch.autograd.Function):
         for s in chunks:
             z = buffers.logits(hidden[s], spec.temperature).sub_(top[s])
             e = torch.exp(z, out=buffers.e[: len(z)])
-            if spec.safe_set_rho is not None:
-                _keep_safe(e, spec.safe_set_rho)
+            _condition(e, spec, None if kept is None else kept[s])
             ge = None if g_entropy is None else g_entropy[s]
             dz = _d_logits(z, e, total[s], entropy[s], g[s], ge, targets[s], spec.temperature)
             dz = dz.to(buffers.weight.dtype)
@@ -347,7 +379,7 @@ def head_pass(
     weight.T / temperature`, rounded to that dtype unless `spec.fp32`. Gradients flow to `hidden`
     and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP) they
     are exactly 0 at logits outside it, and `logp` of a token outside it is the constant
-    OUTSIDE_LOGP.
+    OUTSIDE_LOGP. With kept sets, which are `ids`, the same holds of these.
     """
     logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)

@@ -211,6 +211,7 @@ class LearnerRank(RankState):
         built = partial(
             build_batch,
             with_topk=self._update.topk > 0,
+            kept_sets=self._update.head.kept_sets,
             device=self.engine.device,
             sharper=self._sharper,
             read=self._read,

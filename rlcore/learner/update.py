@@ -20,7 +20,13 @@ from torch import Tensor
 from rlcore.corrections.numerics import ONE_RANK, total
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.interfaces import Corrected, Reduce
-from rlcore.learner.batch import PolicyScores, StepBatch, TurnSpans, observed
+from rlcore.learner.batch import (
+    PolicyScores,
+    StepBatch,
+    TurnSpans,
+    kept_set_metrics,
+    observed,
+)
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import MicroBatch
@@ -295,6 +301,8 @@ class Update:
             job.sampling.temperature,
             job.learner.head_chunk_tokens,
             safe_set_rho=pipeline.needs.safe_set_rho,
+            # DVP's min-p has the learner's own safe set beside it
+            kept_sets=job.sampling.truncates and pipeline.needs.safe_set_rho is None,
             entropy_grad=job.objective.entropy_coef != 0.0,
             fp32=job.learner.fp32_head,
         )
@@ -305,6 +313,7 @@ class Update:
         #: the loss's ratio is to p_inf: p_ref is the policy as each step begins
         self._to_inf = job.objective.ratio_to == "p_inf"
         self._objective = job.objective
+        self._sampling = job.sampling
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
         self._kept = KeptPasses(job.learner, reduce)
@@ -320,6 +329,8 @@ class Update:
         alone = first and (len(phase) if steps is None else steps) == 1
         one_pass = self._to_inf or (alone and self._one_pass_suffices(phase[0]))
         for batch in phase:
+            if self.head.kept_sets:
+                batch.metrics |= kept_set_metrics(batch, self._sampling, self.reduce)
             self._shape_rewards(batch)
             if not one_pass and batch.ref is None:
                 batch.ref = self.score_ref(batch)
@@ -430,8 +441,8 @@ class Update:
         """The pass that is differentiated."""
         needs_base = self.frozen is not None and self.loss.needs_full_kl
         base = self.frozen.base(mb) if needs_base else None  # type: ignore[union-attr]
-        ids = _actor_ids(batch, mb, topk)
-        return self.engine.forward_with_kl(mb, ids, replace(self.head, topk=topk), base)
+        spec = replace(self.head, topk=topk)
+        return self.engine.forward_with_kl(mb, _actor_ids(batch, mb, spec), spec, base)
 
     def _backward(
         self, shared: _Shared, index: int, forward: Forward, corrected: Corrected
@@ -563,7 +574,7 @@ class Update:
     ) -> PolicyScores:
         """A pass without gradients over the whole batch."""
         spec = replace(self.head, topk=topk, entropy_grad=False)
-        parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, topk), spec)) for mb in batch.micro]
+        parts = [(mb, policy.forward(mb, _actor_ids(batch, mb, spec), spec)) for mb in batch.micro]
         return PolicyScores.collect(batch.sent.mask.shape, parts, batch.sent.mask.device)
 
 
@@ -573,10 +584,11 @@ def _one_forward(batch: StepBatch) -> bool:
     return len(batch.micro) == 1
 
 
-def _actor_ids(batch: StepBatch, mb: MicroBatch, topk: int) -> Tensor | None:
-    """The actor's top ids [N, k] where the pass takes the learner's top k, else None."""
+def _actor_ids(batch: StepBatch, mb: MicroBatch, spec: HeadSpec) -> Tensor | None:
+    """The actor's top ids [N, k] where the pass takes the learner's top k, or probabilities on the
+    sets that sampling kept, else None."""
     ids = batch.sent.topk_ids_inf
-    if not topk or ids is None:
+    if ids is None or not (spec.topk or spec.kept_sets):
         return None
     return mb.flat(ids) if len(mb.episodes) else ids.new_full((len(mb.targets), ids.shape[2]), -1)
 

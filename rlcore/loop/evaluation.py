@@ -231,10 +231,10 @@ def summarise(
     if not judged:
         return out
     prompts = _by_prompt(judged)
+    found: dict[str, list[list[float]]] = {}
     if mode == "greedy":
-        found = {"greedy": [[a.correct for a in answers] for answers in prompts]}
+        found = {"greedy": [[float(a.correct) for a in answers] for answers in prompts]}
     else:
-        found = {}
         for k in report_k or (samples,):
             found |= _statistics(prompts, k, samples)
     for what, values in found.items():

@@ -14,10 +14,9 @@ import numpy as np
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Split, Task
-from rlcore.loop.specs import DifficultySpec
+from rlcore.loop.specs import DifficultySpec, OverlongRows
 from rlcore.models.text import fitting_prompt
 from rlcore.seeding import derive_seed
-from rlcore.tasks.specs import OverlongRows
 from rlcore.types import Item, Message, Request, SamplingSpec
 
 CIRCLE = 1 << 64

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.spec import Spec, Unread, refuse, setting
-from rlcore.tasks.specs import DifficultySpec, EvalTaskSpec
+from rlcore.tasks.specs import DifficultySpec, EvalTaskSpec, OverlongRows
 from rlcore.types import OnPublish
 
-__all__ = ["DifficultySpec", "Phases"]  # the loop plans by them
+__all__ = ["DifficultySpec", "OverlongRows", "Phases"]  # the loop plans by them
 
 
 class ScheduleSpec(BatchingSpec):

@@ -92,6 +92,13 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         otherwise="[NaN](troubleshooting.md#the-loss-is-nan)",
     ),
     Metric(
+        "mismatch/unstored_share",
+        "share",
+        "truncated sampling: tokens whose kept set is not stored whole; they leave the loss",
+        healthy="0",
+        otherwise="raise `rollout.logprobs_k`, or bound the sets with `rollout.top_k`",
+    ),
+    Metric(
         "mismatch/outside_share",
         "share",
         "tokens outside the learner's safe set (DVP)",
@@ -106,8 +113,8 @@ LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/coverage_mean",
         "probability",
-        "mass of the learner's safe set (DVP)",
-        healthy="above 0.99",
+        "p_ref's mass on its safe set (DVP), or on the sets that sampling kept",
+        healthy="above 0.99 (DVP)",
         otherwise="[dvp](corrections/dvp.md#what-to-watch)",
     ),
     Metric(

@@ -23,8 +23,13 @@ class RolloutSpec(Spec):
 
     samples_per_prompt: int = setting(8, "n: group size", gt=0)
     temperature: float = setting(1.0, "of sampling; the learner applies the same", gt=0)
-    top_p: float = setting(1.0, "1: off", gt=0, le=1)
-    top_k: int = setting(0, "0: off", ge=0)
+    top_p: float = setting(
+        1.0,
+        "1: off; with truncation the learner conditions on the set that was kept (logprobs_k)",
+        gt=0,
+        le=1,
+    )
+    top_k: int = setting(0, "0: off; at most logprobs_k", ge=0)
     min_p: float = setting(0.0, "0: off; DVP sets it", ge=0, le=1)
     max_new_tokens: int = setting(64, "longest response", unit="tokens", gt=0)
     stop: tuple[str, ...] = setting((), "strings that end a response")

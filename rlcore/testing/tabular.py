@@ -44,10 +44,11 @@ class TabularPolicy(nn.Module):
         hidden = self.hidden(mb)
         kl = None if base is None else _full_kl(hidden, base, spec)
         z = hidden / spec.temperature
-        logp, safe = _log_probs(z, spec.safe_set_rho)
+        safe = _safe(z.detach(), spec, ids)
+        logp = _log_probs(z, safe)
         top = logp.detach().topk(min(spec.topk, z.shape[1]), -1) if spec.topk else None
         inside = coverage = at = None
-        if spec.safe_set_rho is not None:
+        if spec.safe_set_rho is not None or spec.kept_sets:
             inside = safe.gather(1, mb.targets[:, None])[:, 0]
             coverage = z.detach().softmax(-1).where(safe, 0.0).sum(-1)
         if ids is not None:
@@ -136,14 +137,24 @@ class TabularEngine(StepEngine):
         return torch.zeros_like(self.policy.logits) if grad is None else grad
 
 
-def _log_probs(z: Tensor, rho: float | None) -> tuple[Tensor, Tensor]:
-    """Log-probs [N, V] over the safe set, OUTSIDE_LOGP without a gradient outside; the set."""
-    if rho is None:
-        return z.log_softmax(-1), torch.ones_like(z, dtype=torch.bool)
-    fixed = z.detach()
-    safe = fixed >= fixed.amax(-1, keepdim=True) + log(rho)
+def _safe(z: Tensor, spec: HeadSpec, ids: Tensor | None) -> Tensor:
+    """[N, V] bool: the tokens that probabilities are conditioned on."""
+    safe = torch.ones_like(z, dtype=torch.bool)
+    if spec.safe_set_rho is not None:
+        safe = z >= z.amax(-1, keepdim=True) + log(spec.safe_set_rho)
+    if spec.kept_sets and ids is not None:
+        columns = torch.arange(z.shape[1])
+        listed = (ids[..., None] == columns).any(1)
+        safe = safe & (listed | ~listed.any(-1, keepdim=True))
+    return safe
+
+
+def _log_probs(z: Tensor, safe: Tensor) -> Tensor:
+    """Log-probs [N, V] over the safe tokens, OUTSIDE_LOGP without a gradient for others."""
+    if safe.all():
+        return z.log_softmax(-1)
     constrained = z.masked_fill(~safe, -torch.inf).log_softmax(-1)
-    return torch.where(safe, constrained, OUTSIDE_LOGP), safe
+    return torch.where(safe, constrained, OUTSIDE_LOGP)
 
 
 def _full_kl(hidden: Tensor, base: KlTarget, spec: HeadSpec) -> Tensor:

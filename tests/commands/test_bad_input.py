@@ -48,7 +48,7 @@ def refused(capsys):
         (["task=gsm8k", "task.args.train_path=missing.jsonl"], ["missing.jsonl"]),
         (["model.path=no/such/folder"], ["model.path=/", "no/such/folder"]),
         (["cluster.num_cpus=1"], ["cluster.num_cpus=1", "learner"]),
-        (["rollout.top_p=0.9"], ["rollout.top_p=0.9"]),
+        (["rollout.top_p=0.9", "rollout.logprobs_k=0"], ["rollout.top_p=0.9"]),
         (["model.max_len=18", "rollout.max_new_tokens=16"], ["model.max_len", "prompt"]),
         (["correction=[tis,mis]"], ["tis", "mis"]),
     ],

@@ -202,8 +202,8 @@ def test_a_configuration_of_trl():
     assert source == "trl" and options["correction"] == ["tis"]
     assert values["schedule.groups_per_step"] == 4 and values["schedule.steps_per_publish"] == 2
     assert values["correction.tis.level"] == "token" and values["correction.tis.cap"] == 2.5
-    assert values["algorithm.aggregation"] == "token-mean" and "rollout.top_p" not in values
-    assert "refused" in left["top_p"] and "one process" in left["per_device_train_batch_size"]
+    assert values["algorithm.aggregation"] == "token-mean" and values["rollout.top_p"] == 0.9
+    assert "top_p" not in left and "one process" in left["per_device_train_batch_size"]
 
 
 def test_trls_masks_become_mis(tmp_path):

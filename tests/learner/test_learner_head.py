@@ -145,6 +145,44 @@ def test_safe_set_entropy_gradient():
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+def test_kept_sets_equal_the_formula_and_have_no_gradient_outside(shift):
+    """`shift`: how far the kept tokens are below others, far beyond what exp() can hold."""
+    hidden, weight, targets = _inputs(v=301, d=8)
+    n, free = len(targets), 300  # a token of no set
+    targets = targets.clamp(max=free - 1)
+    ids = torch.rand(n, free).argsort(1)[:, :6]
+    ids[:, 0] = targets
+    ids[ids[:, 1:].eq(targets[:, None]).any(1), 1:] = -1  # the target stands once
+    ids[::4, 3:] = -1
+    ids[1] = -1  # not stored: everything
+    listed = torch.zeros(n, free + 1, dtype=torch.bool)
+    for row, kept in enumerate(ids.tolist()):
+        listed[row, [i for i in kept if i >= 0]] = True
+    listed[1] = True
+    with torch.no_grad():
+        hidden[:, 0] = 1.0
+        weight[free, 0] = shift
+    spec = _spec(temperature=0.7, topk=5, kept_sets=True, entropy_grad=True, chunk=10)
+    scores = head_pass(hidden, weight, targets, spec, ids)
+    logits = (hidden @ weight.t()) / 0.7
+    logp = logits.masked_fill(~listed, -torch.inf).log_softmax(-1)
+    own = logp.gather(1, targets[:, None])[:, 0]
+    entropy = -(logp.exp() * logp.masked_fill(~listed, 0.0)).sum(-1)
+    sure = torch.arange(n) != 1
+    torch.testing.assert_close(scores.logp[sure], own[sure], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy[sure], entropy[sure], atol=2e-5, rtol=1e-4)
+    assert scores.inside[sure].all() and (scores.coverage[sure] <= 1).all()
+    at = logp.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
+    torch.testing.assert_close(scores.logp_at_ids[sure], at[sure], atol=2e-5, rtol=1e-5)
+    g = torch.randn(2, n) * sure
+    ours = _gradients((g[0] * scores.logp + g[1] * scores.entropy).sum(), hidden, weight)
+    plain = _gradients((g[0] * own + g[1] * entropy).sum(), hidden, weight)
+    for mine, theirs in zip(ours, plain):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+    assert (ours[1][free] == 0).all()
+
+
 def test_bfloat16_accumulates_the_weight_gradient_in_float32():
     hidden, weight, targets = _inputs(n=512, d=16, v=64, dtype=torch.bfloat16, scale=0.3)
     exact_h, exact_w = (t.detach().double().requires_grad_() for t in (hidden, weight))

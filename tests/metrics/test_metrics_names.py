@@ -75,11 +75,14 @@ def test_accuracies_are_told_from_other_evaluation_results():
     names = [
         "eval/a/greedy",
         "eval/a/pass@4",
+        "eval/a@sparse/majority@4",
+        "eval/a/stderr_pass@4",
+        "eval/a/greedy_failed_share",
         "eval/a/greedy_length",
         "eval/a/greedy_reward",
         "eval/policy_version",
     ]
-    assert [n for n in names if is_accuracy(n)] == ["eval/a/greedy", "eval/a/pass@4"]
+    assert [n for n in names if is_accuracy(n)] == names[:3]
 
 
 def test_steps_combine_as_declared():

@@ -12,11 +12,17 @@ from engine_helpers import make_job
 from safetensors.torch import save_file
 
 from rlcore.errors import UserError
+from rlcore.learner.batch import build_batch
+from rlcore.learner.lm_head import HeadSpec
+from rlcore.learner.packing import pack
+from rlcore.learner.policy import Policy, load_causal_lm
 from rlcore.models.folder import read_config
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.engines.vllm.arguments import quantization_options
 from rlcore.rollout.specs import ActorSpec, start_engine
 from rlcore.rollout.text import read_answer
+from rlcore.testing.records import make_group
+from rlcore.types import TokenScores
 from rlcore.weights.manifest import tensor_checksum
 
 pytestmark = pytest.mark.engine
@@ -80,6 +86,27 @@ def test_truncated_sampling_reports_the_renormalised_distribution(engine, model_
         assert (t.topk_ids[:, 3:] == -1).all() and np.isneginf(t.topk_logp[:, 3:]).all()
         np.testing.assert_allclose(np.exp(t.topk_logp[:, :3]).sum(1), 1.0, atol=1e-5)
         assert (t.topk_ids[:, :3] == t.sampled_ids[:, None]).any(1).all()
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 7}, {"min_p": 0.4, "top_p": 0.95}])
+def test_the_learner_conditioned_on_the_kept_sets_agrees_with_truncated_sampling(
+    engine, model_a, ask, finish, cut
+):
+    engine.add(ask(8, temperature=0.8, **cut))
+    group = make_group(finish(engine), [0.0] * 8)
+    batch = build_batch([group], with_topk=True, device=torch.device("cpu"), kept_sets=True)
+    policy = Policy(load_causal_lm(model_a.path, "float32", "sdpa"))
+    difference, mass = [], []
+    for mb in pack(batch.episodes, 200, "sorted"):
+        ids = mb.flat(batch.sent.topk_ids_inf)
+        with torch.no_grad():
+            scores = TokenScores(*policy(mb, ids, HeadSpec(0.8, 64, kept_sets=True))[1:])
+        difference.append(scores.logp - mb.flat(batch.sent.logp_inf))
+        mass.append(scores.coverage)
+    d = torch.cat(difference).double()
+    assert batch.unstored == 0 and len(d) > 50
+    assert (torch.expm1(d) - d).mean() < 1e-6 and d.abs().max() < 2e-5
+    assert torch.cat(mass).mean() < 0.97  # what was cut off matters
 
 
 def test_min_p_keeps_only_the_safe_set(engine, model_a, ask, finish):
