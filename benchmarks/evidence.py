@@ -1,13 +1,13 @@
 """Tests a paper's claim at small scale, over seeds: runs what is missing, writes table and figure.
 
-    python benchmarks/evidence.py NAME [NAME ...] [--minutes 60] [--only-page]
+    python benchmarks/evidence.py NAME [NAME ...] [--minutes 60] [--only-page] [--background]
 
-NAME is a study of `evidence_studies.py`. Each finished run is one line of
-`benchmarks/results/evidence/NAME.jsonl`; a run that has a line is not run again, so the command can
-be stopped and continued. Several commands may run side by side (`taskset` gives each a core): each
-takes runs that no other has taken, and goes on to the next NAME when a study has none left. A run
-that needs the machine alone starts only when no other is under way, and keeps others from starting.
-Order of the runs:
+NAME is a study of `evidence_studies.py` or `evidence_programme.py`. Each finished run is one line
+of `benchmarks/results/evidence/NAME.jsonl`; a run that has a line is not run again, so the command
+can be stopped and continued. Several commands may run side by side (`taskset` gives each a core):
+each takes runs that no other has taken, and goes on to the next NAME when a study has none left. A
+run that needs the machine alone starts only when no other is under way, and keeps others from
+starting. Order of the runs:
 
 1. The sweep: the uncorrected arm at each size of the mismatch, and the matched arm, every seed.
 2. The choice, written to the same file once: the smallest size at which the uncorrected arm ends
@@ -32,6 +32,7 @@ import hashlib
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,14 +40,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from evidence_page import write_page
-from evidence_studies import STUDIES, UNCORRECTED, Study, Words
+from evidence_page import write_page, write_programme
+from evidence_programme import PROGRAMME
+from evidence_studies import STUDIES as TESTED
+from evidence_studies import UNCORRECTED, Study, Words
 from evidence_tables import Line, choose, collapse_step, source_digest
 from evidence_trl import run_trl
 from harness import machine, read_rows, rlcore
 
+from rlcore.commands.warm_up import kept_model
 from rlcore.config.compose import load
 
+STUDIES: dict[str, Study] = {
+    **TESTED,
+    **{name: registered.study for name, registered in PROGRAMME.items()},
+}
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "evidence"
 CLAIMS = ROOT / "cache" / "evidence"  # a lock for each run under way
@@ -72,7 +80,11 @@ def main() -> None:
     parser.add_argument("names", nargs="+", choices=list(STUDIES), metavar="NAME")
     parser.add_argument("--minutes", type=float, default=120, help="start no run after these")
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page")
+    parser.add_argument("--background", action="store_true", help="detached, at low priority")
     args = parser.parse_args()
+    if args.background:
+        print(f"runs as process {start_in_background(sys.argv[1:])}")
+        return
     stop = time.monotonic() + 60 * args.minutes
     while not args.only_page and time.monotonic() < stop:
         due = {name: list(missing(STUDIES[name], lines(results(name)))) for name in args.names}
@@ -81,7 +93,27 @@ def main() -> None:
         if not any(run_first_free(name, jobs, stop) for name, jobs in due.items()):
             time.sleep(WAIT_S)  # other commands run what is left
     for name in args.names:
-        write_page(name, STUDIES[name], lines(results(name)), _digest(STUDIES[name]))
+        if name in TESTED:
+            write_page(name, STUDIES[name], lines(results(name)), _digest(STUDIES[name]))
+    if set(args.names) & set(PROGRAMME):
+        write_programme(PROGRAMME, {name: lines(results(name)) for name in PROGRAMME})
+
+
+def start_in_background(words: Sequence[str]) -> str:
+    """Start this program again, at the lowest priority and in a session of its own, so that it
+    outlives the terminal; says which process it is and where its output goes."""
+    command = [sys.executable, __file__, *(w for w in words if w != "--background")]
+    CLAIMS.mkdir(parents=True, exist_ok=True)
+    log = CLAIMS / "background.log"
+    with log.open("a") as out:
+        started = subprocess.Popen(
+            ["nice", "-n", "19", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return f"{started.pid}, output in {log}"
 
 
 def results(name: str) -> Path:
@@ -222,6 +254,7 @@ def run(study: Study, job: Job) -> Line:
         "arm": job.arm,
         "size": job.size,
         "seed": job.seed,
+        "start": start_digest(words),
         "final": accuracies[-1],
         "best": max(accuracies),
         "collapse": collapse_step(found["curve"]),
@@ -293,6 +326,20 @@ def summary(run_dir: Path, study: Study) -> Line:
             for name in study.watched
         },
     }
+
+
+def start_digest(words: Sequence[str]) -> str:
+    """SHA-256 of the weights that a run began from, by which runs are paired.
+
+    Raises RuntimeError if the run has kept no warmed-up model."""
+    config = load([*words, "run_dir=unused"])
+    folder = config.model.path or kept_model(config)
+    if folder is None:
+        raise RuntimeError("the warmed-up model of the run is missing")
+    digest = hashlib.sha256()
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def means_between(

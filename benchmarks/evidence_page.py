@@ -3,72 +3,182 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from evidence_programme import Registered
 from evidence_studies import UNCORRECTED, Study
-from evidence_tables import LEAST, Line, interval, rows
+from evidence_tables import (
+    LEAST,
+    LEVEL,
+    Family,
+    Line,
+    family,
+    holm,
+    interval,
+    resolution,
+    rows,
+)
 from harness import table
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "evidence"
 BEGIN, END = "<!-- results: written by benchmarks/evidence.py -->", "<!-- end of results -->"
-ACROSS = 3  # panels in a row of a figure
-Arm = tuple[str, str, list[Line]]  # its name, its colour in all panels, its runs at one size
+MOST = 4  # arms in a panel
+Arm = tuple[str, list[Line]]  # its name, its runs at one size
+
+#: The colour of an arm on every page; arms that share one never share a page's figure.
+COLOURS = {
+    "matched": "0.25",
+    UNCORRECTED: "C3",
+    "none": "C3",
+    "no weights": "C5",
+    "token IS": "C0",
+    "tis": "C0",
+    "tis C=10": "C0",
+    "tis adjusted": "C9",
+    "tis C=5": "C9",
+    "ppo 0.2/0.2": "C3",
+    "TRL": "C9",
+    "ais": "C1",
+    "mis": "C5",
+    "jackpot": "C2",
+    "jackpot, drawn": "C8",
+    "jackpot new": "C2",
+    "jackpot new, clip on": "C8",
+    "dvp": "C4",
+    "dvp + mis": "C6",
+    "decoupled ppo": "C6",
+    "vcpo": "C1",
+    "rapid": "C4",
+    "grpo": "C7",
+    "asynchronous": "C5",
+    "distillsparse": "C4",
+    "distillsparse, 8 of 12": "C6",
+    "training-free": "C2",
+    "k=20, lambda=1, C1=3": "C2",
+    "mode=mask": "C3",
+    "mode=reweight": "C0",
+    "Z=none": "C1",
+}
 
 
 def write_page(name: str, study: Study, lines: Sequence[Line], digest: str) -> None:
-    """Replace what stands between the markers of the study's page, and its figure.
+    """Replace what stands between the markers of the study's page, and its figure."""
+    replace_block(PAGES / f"{name}.md", results(name, study, lines, digest))
+    if any("arm" in line for line in lines):
+        draw(PAGES / f"{name}.svg", study, lines)
 
-    Raises ValueError if the page has no markers."""
-    page = PAGES / f"{name}.md"
+
+def replace_block(page: Path, block: str) -> None:
+    """Replace what stands between the markers of a page. Raises ValueError if it has none."""
     before, marker, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not marker or not end:
         raise ValueError(f"{page} needs the lines '{BEGIN}' and '{END}'")
-    page.write_text(f"{before}{BEGIN}\n\n{results(name, study, lines, digest)}\n\n{END}{after}")
-    if any("arm" in line for line in lines):
-        draw(PAGES / f"{name}.svg", study, lines)
-    at = compared_size(study, lines)
-    if metrics := shown_over_time(study, lines, at):
-        draw_over_time(_over_time_file(name), compared(study, lines, at), metrics)
-    for size in drawn(study, lines):
-        draw_size(_size_file(name, size), study, lines, size)
+    page.write_text(f"{before}{BEGIN}\n\n{block}\n\n{END}{after}")
 
 
 def results(name: str, study: Study, lines: Sequence[Line], digest: str) -> str:
-    """The block of a page: the choice, the figure, the table."""
+    """The block of a page: the choice, the figure, the table, what its differences can show, and
+    what the study does otherwise than the paper."""
     made = [line for line in lines if "arm" in line]
-    if not made:
-        return "No run has finished yet."
-    text = f"{choice(study, lines)}\n\n![Accuracy over steps and over sizes]({name}.svg)\n\n"
-    if shown_over_time(study, lines, compared_size(study, lines)):
-        text += f"![Means over the steps between evaluations]({_over_time_file(name).name})\n\n"
-    for size in drawn(study, lines):
-        title = f"Accuracy, and means between evaluations, at {study.knob} = {size}"
-        text += f"![{title}]({_size_file(name, size).name})\n\n"
-    text += table(rows(lines, (study.reference, UNCORRECTED), digest, timed=study.timed))
-    machines = sorted({line["machine"] for line in made})
-    return f"{text}\n\n{len(made)} runs on {'; '.join(machines)}."
+    parts = [choice(study, lines)] if made else ["No run has finished yet."]
+    if made:
+        members = family(lines, (study.reference, UNCORRECTED), study.contrasts)
+        shown = rows(
+            *(lines, (study.reference, UNCORRECTED), digest, members),
+            timed=study.timed,
+            against=study.against,
+        )
+        parts += [f"![Accuracy over steps and over sizes]({name}.svg)"]
+        parts += [table(shown)] if shown else []
+        parts += [_contrasts(study, members)] if study.contrasts else []
+        parts += [_said(members)] if members else []
+        parts += [_origin(made, digest)]
+    if study.deviations:
+        columns = ("of", "paper", "here")
+        rows_of = [dict(zip(columns, deviation)) for deviation in study.deviations]
+        parts.append("Otherwise than in the paper:\n\n" + table(rows_of, columns))
+    return "\n\n".join(parts)
 
 
-def drawn(study: Study, lines: Sequence[Line]) -> list[str]:
-    """The sizes that have runs and a figure of their own."""
-    made = {line["size"] for line in lines if "arm" in line}
-    return [size for size in study.drawn if size in made]
-
-
-def shown_over_time(study: Study, lines: Sequence[Line], size: str) -> list[str]:
-    """The study's metrics that some run compared at this size has over time."""
-    watched = [r.get("watched", {}) for _, _, own in compared(study, lines, size) for r in own]
-    return [
-        name
-        for name in study.watched
-        if any(value is not None for own in watched for value in own.get(name, ()))
+def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, list[Line]]) -> None:
+    """The page of registered studies: hypotheses with their verdicts, gates and stopping rules."""
+    hypotheses = [
+        {
+            "study": f"{registered.number}: {name}",
+            "hypothesis": str(hypothesis),
+            "runs": _counted(registered.study, lines[name]),
+            "verdict": hypothesis.verdict(lines[name]),
+        }
+        for name, registered in programme.items()
+        for hypothesis in registered.hypotheses
     ]
+    rules = [
+        {
+            "study": name,
+            "arms": ", ".join((registered.study.reference, *registered.study.arms)),
+            "sizes": f"{registered.study.knob} of {'; '.join(registered.study.sizes)}",
+            "seeds": len(registered.study.seeds),
+            "gate": registered.gate,
+            "stopping, beside all seeds": registered.stopping,
+        }
+        for name, registered in programme.items()
+    ]
+    replace_block(PAGES / "programme.md", f"{table(hypotheses)}\n\n{table(rules)}")
+
+
+def _counted(study: Study, lines: Sequence[Line]) -> str:
+    cells = 1 + len(study.sizes) * len({*study.arms, *([UNCORRECTED] if study.swept else [])})
+    return f"{sum('arm' in line for line in lines)} of {cells * len(study.seeds)}"
+
+
+def _contrasts(study: Study, members: Family) -> str:
+    adjusted = holm(members)
+    shown = [
+        {
+            "arm": arm,
+            "against": other,
+            "size": size,
+            "difference": members[arm, other, size].text(
+                adjusted.get((arm, other, size), 1) < LEVEL
+            ),
+        }
+        for arm, other, size in study.contrasts
+    ]
+    return table(shown)
+
+
+def _said(members: Family) -> str:
+    """How the differences are to be read, and how small ones the study can show."""
+    refused = sum(difference.refused for difference in members.values())
+    kept = sum(p < LEVEL for p in holm(members).values())
+    text = (
+        f"Differences are paired by starting model, with 95% intervals of Student's t; bold: below "
+        f"{LEVEL:g} after Holm's correction for the {len(members)} differences of this page, which "
+        f"{kept} are. Resolution: half of the intervals are wider than "
+        f"±{resolution(members):.3f}."
+    )
+    if refused:
+        text += f" {refused} pairs that began from different models were refused."
+    return text
+
+
+def _origin(made: Sequence[Line], digest: str) -> str:
+    machines = sorted({line["machine"] for line in made})
+    old = sum(line["sources"] != digest for line in made)
+    aged = (
+        ""
+        if not old
+        else (
+            f" {'All' if old == len(made) else old} of them are older than today's sources of the "
+            "study (rollout, learner, corrections, warm-up, task)."
+        )
+    )
+    return f"{len(made)} runs on {'; '.join(machines)}.{aged}"
 
 
 def choice(study: Study, lines: Sequence[Line]) -> str:
@@ -94,54 +204,33 @@ def choice(study: Study, lines: Sequence[Line]) -> str:
 
 
 def draw(file: Path, study: Study, lines: Sequence[Line]) -> None:
-    """Accuracy over steps of each arm at the size of the comparison, over training seconds if the
-    study is timed, and final accuracy by size if it has several.
+    """Accuracy over steps of the study's figure arms at the size of the comparison, over training
+    seconds if the study is timed, and final accuracy by size if it has several.
 
-    Lines are means over seeds, bands 95% bootstrap intervals of the mean, where there are five."""
+    Lines are means over seeds, bands 95% intervals of Student's t."""
     size = compared_size(study, lines)
-    arms, by_size = compared(study, lines, size), len(study.sizes) > 1
-    with _panels(file, 1 + study.timed + by_size) as axes:
-        _over_steps(axes[0], arms, f"{study.knob} = {size}")
+    arms = compared(study, lines, size)
+    by_size = len(study.sizes) > 1
+    with panels(file, 1 + study.timed + by_size) as axes:
+        _over_steps(axes[0], study, arms, f"{study.knob} = {size}")
         if study.timed:
             _over_seconds(axes[1], arms)
         if by_size:
             _by_size(axes[-1], study, lines)
 
 
-def draw_over_time(file: Path, arms: Sequence[Arm], metrics: Sequence[str]) -> None:
-    """Each metric of each arm, over steps: means over the steps since the evaluation before and
-    over seeds."""
-    with _panels(file, len(metrics)) as axes:
-        for axis, metric in zip(axes, metrics):
-            _metric(axis, arms, metric)
-
-
-def draw_size(file: Path, study: Study, lines: Sequence[Line], size: str) -> None:
-    """Accuracy and the study's metrics over steps, of each arm at this size."""
-    arms, metrics = compared(study, lines, size), shown_over_time(study, lines, size)
-    with _panels(file, 1 + len(metrics), f"{study.knob} = {size}") as axes:
-        _over_steps(axes[0], arms, "held-out accuracy")
-        for axis, metric in zip(axes[1:], metrics):
-            _metric(axis, arms, metric)
-
-
 @contextlib.contextmanager
-def _panels(file: Path, count: int, title: str | None = None) -> Iterator[list[Any]]:
-    """Axes, at most three in a row, with one legend; written to the file at the end."""
+def panels(file: Path, count: int) -> Iterator[list[Any]]:
+    """Axes side by side with one legend; written to the file at the end."""
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "rlcore", "font.size": 9, "svg.fonttype": "none"})
     from matplotlib import pyplot
 
-    across, down = min(count, ACROSS), -(-count // ACROSS)
     figure, grid = pyplot.subplots(
-        down, across, figsize=(1 + 4 * across, 4 * down), layout="constrained", squeeze=False
+        1, count, figsize=(1 + 3.6 * count, 4), layout="constrained", squeeze=False
     )
-    if title is not None:
-        figure.suptitle(title)
     axes = list(grid.flat)
-    for unused in axes[count:]:
-        unused.set_visible(False)
-    yield axes[:count]
+    yield axes
     arms = {}  # some may be in one panel alone
     for axis in axes:
         arms |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
@@ -150,71 +239,64 @@ def _panels(file: Path, count: int, title: str | None = None) -> Iterator[list[A
     pyplot.close(figure)
 
 
-def _over_steps(axis: Any, arms: Sequence[Arm], title: str) -> None:
-    for arm, colour, own in arms:
+def _over_steps(axis: Any, study: Study, arms: Sequence[Arm], title: str) -> None:
+    for arm, own in arms:
         curves = [line["curve"] for line in own]
         steps = [step for step, _ in curves[0]]
         found = np.array([interval([c[i][1] for c in curves]) for i in range(len(steps))])
-        axis.plot(steps, found[:, 0], label=arm, color=colour)
-        if len(own) >= LEAST:
-            axis.fill_between(steps, found[:, 1], found[:, 2], alpha=0.15, color=colour)
+        # between publications the policy that is evaluated stays what it is
+        stepped = study.stepped and own[0]["size"] != study.matched[0]
+        style = "steps-post" if stepped else "default"
+        axis.plot(steps, found[:, 0], label=arm, color=COLOURS[arm], drawstyle=style)
+        axis.fill_between(
+            *(steps, found[:, 1], found[:, 2]),
+            alpha=0.15,
+            color=COLOURS[arm],
+            step="post" if stepped else None,
+        )
     axis.set(xlabel="optimizer step", ylabel="held-out accuracy", title=title)
 
 
 def _over_seconds(axis: Any, arms: Sequence[Arm]) -> None:
-    for arm, colour, own in arms:
+    for arm, own in arms:
         at = [line for line in own if line.get("clock")]
         if at:
             seconds = np.mean([line["clock"] for line in at], axis=0)
             accuracy = np.mean([[got for _, got in line["curve"]] for line in at], axis=0)
-            axis.plot(seconds, accuracy, label=arm, color=colour)
+            axis.plot(seconds, accuracy, label=arm, color=COLOURS[arm])
     axis.set(xlabel="training seconds", ylabel="held-out accuracy", title="mean over seeds")
 
 
-def _metric(axis: Any, arms: Sequence[Arm], metric: str) -> None:
-    for arm, colour, own in arms:
-        found = [r["watched"][metric] for r in own if metric in r.get("watched", ())]
-        if any(value is not None for means in found for value in means):
-            steps = [step for step, _ in own[0]["curve"]]
-            means = np.array(found, dtype=float).mean(axis=0)
-            axis.plot(steps, means, marker=".", label=arm, color=colour)
-    axis.set(xlabel="optimizer step", title=metric)
-
-
 def _by_size(axis: Any, study: Study, lines: Sequence[Line]) -> None:
-    for arm, colour, own in _by_arm(lines):
-        sizes = [s for s in (study.matched[0], *study.sizes) if any(r["size"] == s for r in own)]
-        found = [interval([r["final"] for r in own if r["size"] == size]) for size in sizes]
-        means = [mean for mean, _, _ in found]
-        whole = all(sum(r["size"] == size for r in own) >= LEAST for size in sizes)
-        errors = [[m - low for m, low, _ in found], [high - m for m, _, high in found]]
+    order = (study.matched[0], *study.sizes)
+    for number, arm in enumerate(study.figure):
+        at = {s: [r["final"] for r in _at(lines, arm, s)] for s in order}
+        found = {s: interval(finals) for s, finals in at.items() if len(finals) >= LEAST}
+        means = [mean for mean, _, _ in found.values()]
+        errors = [
+            [m - low for m, low, _ in found.values()],
+            [high - m for m, _, high in found.values()],
+        ]
+        places = [order.index(size) + 0.06 * number for size in found]  # beside each other
         axis.errorbar(
-            sizes,
-            means,
-            yerr=errors if whole else None,
-            marker="o",
-            capsize=3,
-            label=arm,
-            color=colour,
+            *(places, means), yerr=errors, marker="o", capsize=3, label=arm, color=COLOURS[arm]
         )
     axis.set(xlabel=study.knob, ylabel="final held-out accuracy", title="by size")
+    axis.set_xticks(range(len(order)), order, rotation=20 if max(map(len, order)) > 4 else 0)
 
 
-def _by_arm(lines: Sequence[Line]) -> list[Arm]:
-    """Each arm with its colour, the same in all panels, and its runs."""
-    made = [line for line in lines if "arm" in line]
-    arms = dict.fromkeys(line["arm"] for line in made)
-    return [(arm, f"C{i}", [r for r in made if r["arm"] == arm]) for i, arm in enumerate(arms)]
+def _at(lines: Sequence[Line], arm: str, size: str) -> list[Line]:
+    return [r for r in lines if r.get("arm") == arm and r["size"] == size]
 
 
 def compared(study: Study, lines: Sequence[Line], size: str) -> list[Arm]:
-    """Each arm with its colour and its runs at this size, or at the matched size if it has none
-    there."""
+    """The study's figure arms with their runs at this size, or at the matched size for those that
+    have none there; arms with few seeds are left out."""
     found = []
-    for arm, colour, own in _by_arm(lines):
-        at = {label: [r for r in own if r["size"] == label] for label in (size, study.matched[0])}
-        if shown := at[size] or at[study.matched[0]]:
-            found.append((arm, colour, shown))
+    for arm in study.figure:
+        shown = _at(lines, arm, size) or _at(lines, arm, study.matched[0])
+        if len(shown) >= LEAST:
+            found.append((arm, shown))
     return found
 
 
@@ -223,12 +305,3 @@ def compared_size(study: Study, lines: Sequence[Line]) -> str:
     study shows, else the largest."""
     chosen = [line["chosen"] for line in lines if "chosen" in line] if study.swept else []
     return (chosen[0] if chosen else None) or study.shown or list(study.sizes)[-1]
-
-
-def _over_time_file(name: str) -> Path:
-    return PAGES / f"{name}_over_time.svg"
-
-
-def _size_file(name: str, size: str) -> Path:
-    """Example: ais and "int3, all; none" give ais_at_int3_all_none.svg."""
-    return PAGES / f"{name}_at_{re.sub(r'[^a-z0-9]+', '_', size)}.svg"

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 Words = tuple[str, ...]
 UNCORRECTED = "uncorrected"  # the arm that a sweep runs at each size
 
-#: Sources whose change makes a finished run old: what computes an update.
+#: Sources whose change makes a finished run old: all that samples, scores, warms up or updates.
 UPDATE = (
+    "rlcore/attention",
+    "rlcore/commands/warm_up.py",
     "rlcore/corrections",
+    "rlcore/learner",
+    "rlcore/models",
     "rlcore/objectives",
-    "rlcore/learner/update.py",
-    "rlcore/learner/metric_sums.py",
-    "rlcore/learner/update.py",
+    "rlcore/rollout",
     "rlcore/tasks/digits.py",
 )
+Deviation = tuple[str, str, str]  # of what, in the paper, here
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class Study:
     timed: bool = False
     alone: bool = False
     shown: str | None = None
-    drawn: tuple[str, ...] = ()  # sizes of `further` with a figure of their own
+    figure: tuple[str, ...] = ("matched", UNCORRECTED)  # arms, at most four
+    stepped: bool = False  # the policy that is evaluated changes at publications alone
+    against: Literal["p_ref", "p_new"] = "p_ref"  # what KL and ESS compare p_inf with
+    contrasts: tuple[tuple[str, str, str], ...] = ()  # arm, another one, size
+    deviations: tuple[Deviation, ...] = ()  # from the paper
     #: Models that are evaluated on the actors after a run: the folder to export to, and folders
     #: in it, where they exist.
     deployed: tuple[str, ...] = ()
@@ -67,7 +75,8 @@ def _phases(*lengths: int) -> dict[str, Words]:
 
 _UNCLIPPED = ("algorithm.eps_low=1.0", "algorithm.eps_high=1000.0")
 _STALENESS_ARMS: dict[str, Words] = {
-    "clip off": _UNCLIPPED,
+    "token IS": _UNCLIPPED,
+    "no weights": ("algorithm.loss=reinforce", "correction=none"),
     "tis": ("correction=[tis]",),
     "tis adjusted": ("correction=[tis]", "correction.tis.adjusted=true"),
     "jackpot ref": ("correction=[jackpot]", "correction.jackpot.target=ref"),
@@ -125,12 +134,13 @@ _NOISE_ARMS: dict[str, Words] = {
     "dvp": ("correction=[dvp,veto]",),
     "dvp + mis": ("correction=[dvp,mis,veto]",),
 }
-#: A veto drops every answer with a token outside DVP's set, whatever DVP would zero.
-_WITHOUT_VETO: dict[str, Words] = {
-    "no veto": ("correction=none",),
-    "dvp + mis, no veto": ("correction=[dvp,mis]",),
-    "dvp + mis, answers, no veto": ("correction=[dvp,mis]", "correction.dvp.zero=trajectory"),
-}
+_SMALL: Deviation = ("model", "of 1.5B to 14B parameters, pretrained", "1.6M, warmed up on answers")
+_DIGITS: Deviation = (
+    "task",
+    "mathematics, answers of thousands of tokens",
+    "digits to sort, 7 tokens",
+)
+_DECAY: Deviation = ("learning rate", "1e-6 or so, constant", "1e-4, decaying to a tenth")
 
 _RAPID = ("correction=[rapid]",)
 _BESIDE_RAPID: dict[str, Words] = {
@@ -169,7 +179,28 @@ STUDIES: dict[str, Study] = {
         sizes=_phases(16, 64, 128),
         arms=_STALENESS_ARMS,
         further={"64": _STALENESS_ARMS},
-        drawn=("64",),
+        figure=("matched", UNCORRECTED, "token IS", "jackpot new"),
+        stepped=True,
+        against="p_new",
+        contrasts=tuple(
+            (arm, other, size)
+            for size in ("64", "128")
+            for arm, other in (
+                ("jackpot new", "token IS"),
+                ("tis adjusted", "token IS"),
+                ("jackpot new, clip on", "jackpot new"),
+            )
+        ),
+        deviations=(
+            _SMALL,
+            _DIGITS,
+            _DECAY,
+            ("samples a step", "32", "128"),
+            ("rollouts in a run", "many: 30,000 to 100,000 examples", "4 at H = 64, 2 at H = 128"),
+            ("tokens accepted", "about 0.95", "0.7 to 0.8 in the first phase"),
+            ("PPO clip", "0.4 / 0.7", "0.2 / 0.2"),
+            ("Jackpot", "lambda = 1, C1 = C2 = 3, k = 20", "the same"),
+        ),
         watched=("correction/jackpot/acceptance", "entropy"),
     ),
     "ablations": Study(
@@ -184,6 +215,18 @@ STUDIES: dict[str, Study] = {
         reference="k=20, lambda=1, C1=3",
         swept=False,
         shown="64",
+        figure=("k=20, lambda=1, C1=3", "mode=mask", "mode=reweight", "Z=none"),
+        stepped=True,
+        against="p_new",
+        deviations=(
+            _SMALL,
+            _DIGITS,
+            _DECAY,
+            ("PPO clip", "0.4 / 0.7, or short-circuited", "0.2 / 0.2 in every arm"),
+            ("C1", "2 to 8, with ratios beyond it", "2 to 8; the clip stops gradients at 1.2"),
+            ("vocabulary", "151,936", "64, of which k = 20 holds nearly all mass"),
+            ("lambda", "another model samples, 9,000 examples", "the policy 64 steps ago samples"),
+        ),
         watched=("correction/jackpot/acceptance", "entropy"),
     ),
     "draft": Study(
@@ -194,6 +237,23 @@ STUDIES: dict[str, Study] = {
         arms=_DRAFT_ARMS,
         swept=False,
         shown="frozen",
+        figure=("matched", UNCORRECTED, "tis", "jackpot"),
+        contrasts=(("jackpot", "tis", "frozen"), ("jackpot", "tis", "co-trained")),
+        deviations=(
+            (
+                "policy and draft",
+                "3B and 1.5B, pretrained apart",
+                "1.6M and 0.3M, same warm-up data",
+            ),
+            _DIGITS,
+            _DECAY,
+            (
+                "co-trained draft",
+                "not in table 2",
+                "reverse KL to the policy beside its own reward",
+            ),
+            ("TIS", "its C is not given", "C = 2"),
+        ),
         watched=("mismatch/kl_k3", "mismatch/acceptance", "mismatch/ess"),
     ),
     "ais": Study(
@@ -206,7 +266,25 @@ STUDIES: dict[str, Study] = {
         switching={
             _ON_OFF_ON: (_ROUNDED_AGAIN, ("actor=[bf16]",), _ROUNDED_AGAIN),
         },
-        drawn=(_ON_OFF_ON,),
+        figure=("matched", UNCORRECTED, "tis C=10", "ais"),
+        contrasts=(
+            ("ais", "tis C=2", "int3"),
+            ("ais", "tis C=10", "int3"),
+            ("ais", "tis C=2", _ON_OFF_ON),
+            ("ais", "tis C=10", _ON_OFF_ON),
+        ),
+        deviations=(
+            ("model", "of 8B and 9B parameters, pretrained", "1.6M, warmed up on answers"),
+            _DIGITS,
+            (
+                "rounding",
+                "FP8 W8A8 in hardware, per-tensor dynamic scales",
+                "INT8 to INT3 of weights",
+            ),
+            ("learning rate", "1e-7 to 1e-5", "1e-4, decaying to a tenth"),
+            ("KL to the start", "beta_kl above 0", "none"),
+            ("AIS", "C = 5, delta = 0.02, gamma = 1.2; beta not given", "the same, beta = 1"),
+        ),
         watched=(
             *("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha", "mismatch/ais_alpha_ess"),
             *("mismatch/ais_alpha_mis", "mismatch/ais_alpha_var"),
@@ -214,12 +292,20 @@ STUDIES: dict[str, Study] = {
     ),
     "dvp": Study(
         experiment="evidence/dvp",
-        knob="standard deviation of the noise on the actor's logits",
+        knob="noise on the actor's logits (standard deviation)",
         matched=("0", ("actor.bf16.logit_noise=0.0",)),
         sizes={f"{s:g}": (f"actor.bf16.logit_noise={s}",) for s in (1.0, 2.0, 3.0)},
         arms=_NOISE_ARMS,
-        further={"2": {**_NOISE_ARMS, **_WITHOUT_VETO}},
-        drawn=("2",),
+        figure=("matched", UNCORRECTED, "dvp", "dvp + mis"),
+        contrasts=(("dvp + mis", "mis", "3"), ("dvp", "mis", "3")),
+        deviations=(
+            ("model", "of 14B parameters, pretrained", "1.6M, warmed up on answers"),
+            ("task", "mathematics, answers up to 16,384 tokens", "digits to sort, 8 tokens"),
+            ("mismatch", "rounding of two engines", "Gaussian noise on every logit of a token"),
+            ("vocabulary", "151,936", "8,192, of which answers use 11"),
+            ("TIS and MIS", "a threshold of 0.2, of what is not said", "C = 2; 0.5 to 2"),
+            ("samples a step", "32", "128"),
+        ),
         watched=(
             *("mismatch/kl_k3", "mismatch/abs_dlogp_max", "mismatch/coverage_mean"),
             *("mismatch/unlikely_share", "mismatch/outside_share", "mismatch/veto_share"),
@@ -239,6 +325,24 @@ STUDIES: dict[str, Study] = {
         swept=False,
         timed=True,
         shown="8",
+        figure=("matched", "rapid", "no weights", "grpo"),
+        stepped=True,
+        against="p_new",
+        contrasts=(
+            ("rapid", "no weights", "8"),
+            ("rapid", "grpo", "8"),
+            ("rapid", "no weights", "16"),
+            ("rapid", "grpo", "16"),
+            ("rapid, leave one out", "rapid", "16"),
+        ),
+        deviations=(
+            ("model", "of 0.5B to 1.5B parameters, pretrained", "1.6M, warmed up on answers"),
+            ("task", "MATH, MBPP+, MiniF2F", "digits to sort, 7 tokens"),
+            ("learning rate", "1e-6", "1e-4, decaying to a tenth"),
+            ("samples a step, of a group", "32 (MATH) or 4, 4", "32, 4"),
+            ("GRPO", "KL coefficient 0.04", "no KL"),
+            ("eta", "2, printed as max in eq. 5", "2, as min"),
+        ),
         watched=("correction/rapid/clipped_share", "entropy"),
     ),
     "distillsparse": Study(
@@ -250,6 +354,24 @@ STUDIES: dict[str, Study] = {
         further={"4": _SPARSE_ARMS},
         shown="4",
         metric="eval/hiddendigits/mean@4",
+        sources=(*UPDATE[:-1], "benchmarks/hidden_digits.py"),
+        figure=("matched", UNCORRECTED, "distillsparse", "distillsparse, 8 of 12"),
+        contrasts=(
+            ("distillsparse", "training-free", "4"),
+            ("distillsparse, 8 of 12", "training-free", "4"),
+            ("distillsparse, 8 of 12", "distillsparse", "4"),
+        ),
+        deviations=(
+            ("model", "of 4B and 8B parameters, pretrained", "two layers, warmed up on answers"),
+            (
+                "context",
+                "answers of 12,000 to 16,000 tokens",
+                "prompts of 320 tokens, answers of 8",
+            ),
+            ("pages of 16 tokens", "24 or 32: 7% or 10%", "4 of 20: 20%"),
+            ("success of the sparse actor", "close to dense", "a hundredth of dense"),
+            ("samples kept", "8 of 8, 12, 16", "the same"),
+        ),
         deployed=("policy", "policy/sparse"),
         watched=(
             *("mismatch/kl_k3", "mismatch/acceptance", "loss/distill_kl"),
@@ -263,9 +385,21 @@ STUDIES: dict[str, Study] = {
         sizes=_ASYNC_SIZES,
         arms=_ASYNC_ARMS,
         further={size: _ASYNC_ARMS for size in _ASYNC_SIZES},
-        drawn=("1", "16", "64"),
         timed=True,
         alone=True,
+        figure=("matched", UNCORRECTED, "tis", "decoupled ppo"),
+        contrasts=tuple(
+            (arm, "tis", size)
+            for size in ("4", "16", "64")
+            for arm in ("decoupled ppo", "vcpo", "jackpot new")
+        ),
+        deviations=(
+            _SMALL,
+            _DIGITS,
+            _DECAY,
+            ("VCPO", "step size and a gradient-norm baseline", "step size alone"),
+            ("decoupled PPO", "p_ref of the newest weights", "p_ref of every 4th step"),
+        ),
         watched=("mismatch/kl_k3", "staleness/mean", "entropy"),
     ),
     "trl": Study(
@@ -276,6 +410,8 @@ STUDIES: dict[str, Study] = {
         arms={"TRL": (), "asynchronous": ("schedule=async",)},
         swept=False,
         shown="same",
+        figure=("matched", "TRL", "asynchronous"),
+        sources=(*UPDATE, "benchmarks/evidence_trl.py", "benchmarks/peer_trl.py"),
         by_trl=("TRL",),
     ),
 }

@@ -5,35 +5,112 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 Line = dict[str, Any]
 LOSS = 0.10  # of held-out accuracy: what the uncorrected arm must lose at the chosen size
-NEAR = 0.95  # of the matched arm's final accuracy: the target that times are taken to
-RESAMPLES = 10_000
-LEAST = 5  # seeds: of fewer only the mean is shown
+LEAST = 3  # seeds: an arm with fewer is neither in a table nor in a figure
+LEVEL = 0.05  # of the family of a page's differences
 
 
-def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Mean and the 95% bootstrap interval of the mean over seeds (percentiles).
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95% interval by Student's t over seeds; of one value, that value.
 
     Example: [0.5, 0.5, 0.5] gives (0.5, 0.5, 0.5)."""
     array = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(len(array), size=(RESAMPLES, len(array)))
-    low, high = np.percentile(array[draws].mean(axis=1), [2.5, 97.5])
-    return float(array.mean()), float(low), float(high)
+    mean, deviation = float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else 0.0
+    half = float(stats.t.ppf(0.975, len(array) - 1)) * deviation / len(array) ** 0.5
+    return (mean, mean - half, mean + half) if deviation else (mean, mean, mean)
 
 
-def paired(lines: Sequence[Line], arm: str, other: str, size: str) -> list[float]:
-    """Final accuracy of `arm` minus that of `other`, seed by seed, for seeds that both have.
+@dataclass(frozen=True)
+class Difference:
+    """Final accuracies of two arms, paired by start: differences, and pairs that were refused."""
+
+    values: tuple[float, ...]
+    refused: int = 0
+
+    @property
+    def p(self) -> float:
+        """Of the paired t-test; 1 of fewer than three pairs, which say nothing."""
+        if len(self.values) < LEAST:
+            return 1.0
+        if len(set(self.values)) == 1:
+            return float(self.values[0] == 0.0)
+        return float(stats.ttest_1samp(self.values, 0.0).pvalue)
+
+    def text(self, significant: bool) -> str:
+        """Example: "**+0.200 [+0.153, +0.247]**", bold if Holm's procedure calls it significant."""
+        if len(self.values) < LEAST:
+            return f"{len(self.values)} pairs" if self.refused else ""
+        mean, low, high = interval(self.values)
+        counted = f" ({len(self.values)} pairs)" if self.refused else ""
+        said = f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+        return (f"**{said}**" if significant else said) + counted
+
+
+def same_start(line: Line, other: Line) -> bool:
+    """True if two runs began from the same model: by the SHA-256 of its weights, or, for lines
+    without one, as far as the accuracy before the first step shows it."""
+    if line.get("start") and other.get("start"):
+        return bool(line["start"] == other["start"])
+    (step, accuracy), (other_step, other_accuracy) = line["curve"][0], other["curve"][0]
+    return step != other_step or bool(accuracy == other_accuracy)
+
+
+def paired(lines: Sequence[Line], arm: str, other: str, size: str) -> Difference:
+    """Final accuracy of `arm` minus that of `other`, for seeds that both have and whose runs began
+    from the same model; other pairs are refused.
 
     The other arm is looked for at `size`, or at any size if it has none there (the matched arm)."""
-    of_other = {line["seed"]: line["final"] for line in _at(lines, other, size)}
-    own = {line["seed"]: line["final"] for line in _at(lines, arm, size)}
-    return [own[seed] - of_other[seed] for seed in sorted(own) if seed in of_other]
+    of_other = {line["seed"]: line for line in _at(lines, other, size)}
+    own = sorted(_at(lines, arm, size), key=lambda line: line["seed"])
+    pairs = [(line, of_other[line["seed"]]) for line in own if line["seed"] in of_other]
+    kept = [(a, b) for a, b in pairs if same_start(a, b)]
+    return Difference(tuple(a["final"] - b["final"] for a, b in kept), len(pairs) - len(kept))
+
+
+Contrast = tuple[str, str, str]  # arm, the other arm, size
+Family = dict[Contrast, Difference]
+
+
+def family(
+    lines: Sequence[Line], references: tuple[str, str], further: Sequence[Contrast] = ()
+) -> Family:
+    """All differences that a page states: each arm against the matched and the uncorrected one, and
+    the further contrasts that the study declares."""
+    matched, uncorrected = references
+    found = {}
+    for arm, size in _cells(lines):
+        if arm == matched:
+            continue
+        if arm != uncorrected and (uncorrected, size) in _cells(lines):
+            found[arm, uncorrected, size] = paired(lines, arm, uncorrected, size)
+        found[arm, matched, size] = paired(lines, arm, matched, size)
+    return found | {contrast: paired(lines, *contrast) for contrast in further}
+
+
+def holm(members: Family) -> dict[Contrast, float]:
+    """p-values of a family, adjusted by Holm's step-down procedure.
+
+    Example: p of 0.01 and 0.04 give 0.02 and 0.04."""
+    tested = {name: d.p for name, d in members.items() if len(d.values) >= LEAST}
+    adjusted, largest = {}, 0.0
+    for rank, name in enumerate(sorted(tested, key=lambda name: tested[name])):
+        largest = max(largest, min(1.0, (len(tested) - rank) * tested[name]))
+        adjusted[name] = largest
+    return adjusted
+
+
+def resolution(members: Family) -> float:
+    """Median half width of the family's 95% intervals: differences below it mostly stay unseen."""
+    shown = [interval(d.values) for d in members.values() if len(d.values) >= LEAST]
+    return float(np.median([high - mean for mean, _, high in shown])) if shown else float("nan")
 
 
 def choose(
@@ -43,7 +120,7 @@ def choose(
 
     Sizes come from small to large; None if there is no such size."""
     for size in sizes:
-        losses = paired(lines, matched, uncorrected, size)
+        losses = paired(lines, matched, uncorrected, size).values
         collapsed = [line["collapse"] is not None for line in _at(lines, uncorrected, size)]
         if losses and (np.mean(losses) >= LOSS or sum(collapsed) > len(collapsed) / 2):
             return size
@@ -73,112 +150,99 @@ def source_digest(root: Path, sources: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def reaches(line: Line, target: float) -> float | None:
-    """Training seconds to the first evaluation with at least this accuracy, None without one."""
-    points = zip(line["curve"], line.get("clock", ()))
-    return next((seconds for (_, got), seconds in points if got >= target), None)
-
-
 def rows(
-    lines: Sequence[Line], references: tuple[str, str], digest: str, *, timed: bool
+    lines: Sequence[Line],
+    references: tuple[str, str],
+    digest: str,
+    members: Family,
+    *,
+    timed: bool,
+    against: str = "p_ref",
 ) -> list[dict[str, Any]]:
     """One row an arm and size: accuracies with intervals, differences, what the mismatch was, and
     times if the runs are `timed`. Columns that no run fills are left out.
 
-    `references`: the names of the arm at the matched size and of the uncorrected one."""
-    made = [
-        _row(lines, arm, size, references, digest)
-        | (_times(lines, arm, size, references[0]) if timed else {})
-        | _deployed(lines, arm, size)
-        for arm, size in dict.fromkeys((line["arm"], line["size"]) for line in _runs(lines))
-    ]
-    empty = {name for name in made[0] if not any(row[name] for row in made)} if made else set()
+    `references`: the names of the arm at the matched size and of the uncorrected one. `against`:
+    the policy that KL, ESS and acceptance compare p_inf with, p_ref or p_new."""
+    adjusted = holm(members)
+    made = []
+    for arm, size in _cells(lines):
+        own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
+        row = _row(own, digest)
+        for other in (references[1], references[0]):
+            name = (arm, other, size)
+            shown = members[name].text(adjusted.get(name, 1.0) < LEVEL) if name in members else ""
+            row[f"against {other}"] = shown
+        row |= _distances(own, against) | {"staleness, steps": _mean(own, "staleness")}
+        row |= (_times(lines, own, references[0]) if timed else {}) | _deployed(lines, own)
+        made.append(row)
+    empty = {n for n in made[0] if all(row[n] in ("", "0") for row in made)} if made else set()
     return [{name: cell for name, cell in row.items() if name not in empty} for row in made]
 
 
-def _row(
-    lines: Sequence[Line], arm: str, size: str, references: tuple[str, str], digest: str
-) -> dict[str, Any]:
-    own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
-    collapses = [str(line["collapse"]) for line in own if line["collapse"] is not None]
-    counts = {
-        "old": sum(line["sources"] != digest for line in own),
-        "other start": _other_starts(own, [r for r in _runs(lines) if r["arm"] == references[0]]),
-    }
-    said = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+def _cells(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Arms and sizes with enough seeds to be shown, the matched arm first."""
+    counted: dict[tuple[str, str], int] = {}
+    for line in _runs(lines):
+        counted[line["arm"], line["size"]] = counted.get((line["arm"], line["size"]), 0) + 1
+    return [cell for cell, count in counted.items() if count >= LEAST]
+
+
+def _row(own: Sequence[Line], digest: str) -> dict[str, Any]:
+    old = sum(line["sources"] != digest for line in own)
+    collapses = sum(line["collapse"] is not None for line in own)
     return {
-        "arm": arm,
-        "size": size,
-        "seeds": f"{len(own)}" + (f" ({said})" if said else ""),
-        "final accuracy": _with_interval([line["final"] for line in own]),
-        "best": _with_interval([line["best"] for line in own]),
-        # the matched arm has no size of its own at which to compare it with the uncorrected one
-        f"against {references[1]}": (
-            "" if arm == references[0] else _difference(lines, arm, references[1], size)
-        ),
-        f"against {references[0]}": _difference(lines, arm, references[0], size),
-        "collapses at step": " ".join(collapses) or "none",
-        "KL(p_inf, p_ref)": _mean(own, "kl"),
-        "ESS": _mean(own, "ess"),
-        "acceptance": _mean(own, "acceptance"),
-        "clipped sequences": _mean(own, "rapid clipped"),
-        "staleness, steps": _mean(own, "staleness"),
+        "arm": own[0]["arm"],
+        "size": own[0]["size"],
+        "seeds": f"{len(own)}" + (f" ({old} old)" if 0 < old < len(own) else ""),
+        "final accuracy": _spread([line["final"] for line in own]),
+        "collapses": str(collapses) if collapses else "",
     }
 
 
-def _other_starts(own: Sequence[Line], reference: Sequence[Line]) -> int:
-    """How many runs began from another model than the reference run of their seed, as far as the
-    accuracy before the first step shows it: processors differ in how a warm-up is rounded."""
-    starts = {line["seed"]: tuple(line["curve"][0]) for line in reference}
-    return sum(
-        start[0] == line["curve"][0][0] and start[1] != line["curve"][0][1]
+def _distances(own: Sequence[Line], against: str) -> dict[str, str]:
+    """How far p_inf is from `against`, means over steps and seeds. Of p_new older lines have
+    nothing but Jackpot's acceptance."""
+    if against == "p_ref":
+        names = {"KL(p_inf, p_ref)": "kl", "ESS": "ess", "acceptance": "acceptance"}
+        return {shown: _mean(own, key) for shown, key in names.items()}
+    accepted = [
+        float(np.mean(kept))
         for line in own
-        if (start := starts.get(line["seed"]))
-    )
+        if (kept := [v for v in line.get("watched", {}).get(ACCEPTANCE, ()) if v is not None])
+        and "correction.jackpot.target=new" in line.get("words", ())
+    ]
+    found = {"KL(p_inf, p_new)": _mean(own, "kl_new"), "ESS": _mean(own, "ess_new")}
+    return found | {"acceptance by p_new": f"{np.mean(accepted):.3g}" if accepted else ""}
 
 
-def _times(lines: Sequence[Line], arm: str, size: str, matched: str) -> dict[str, str]:
-    own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
+ACCEPTANCE = "correction/jackpot/acceptance"
+
+
+def _times(lines: Sequence[Line], own: Sequence[Line], matched: str) -> dict[str, str]:
+    """Seconds of training, with the relative difference to the matched run of the same seed."""
+    taken = {r["seed"]: r["clock"][-1] for r in _runs(lines) if r["arm"] == matched}
+    relative = [100 * (r["clock"][-1] / taken[r["seed"]] - 1) for r in own if r["seed"] in taken]
+    mean, low, high = interval(relative or [0.0])
+    compared = f" ({mean:+.0f}% [{low:+.0f}, {high:+.0f}])" if any(relative) else ""
     return {
+        "clipped sequences": _mean(own, "rapid clipped"),
         "tokens decoded a second": _mean(own, "decoded_per_s"),
-        f"training seconds to 95% of {matched}": _to_target(lines, own, matched),
-        "seconds": _mean(own, "seconds"),
+        "training seconds": f"{np.mean([r['clock'][-1] for r in own]):.0f}{compared}",
     }
 
 
-def _deployed(lines: Sequence[Line], arm: str, size: str) -> dict[str, str]:
+def _deployed(lines: Sequence[Line], own: Sequence[Line]) -> dict[str, str]:
     """A column for each exported model that any run evaluated on its actors."""
     folders = dict.fromkeys(f for line in _runs(lines) for f in line.get("deployed", ()))
-    own = [line for line in _runs(lines) if line["arm"] == arm and line["size"] == size]
     found = {f: [r["deployed"][f] for r in own if f in r.get("deployed", ())] for f in folders}
-    return {f"{f} on the actors": _with_interval(got) if got else "" for f, got in found.items()}
+    return {f"{f} on the actors": _spread(got) if got else "" for f, got in found.items()}
 
 
-def _to_target(lines: Sequence[Line], own: Sequence[Line], matched: str) -> str:
-    """Mean time to the target with its interval, over the seeds that reach it."""
-    finals = [line["final"] for line in _runs(lines) if line["arm"] == matched]
-    timed = [line for line in own if line.get("clock")]
-    if not finals or not timed:
-        return ""
-    target = NEAR * float(np.mean(finals))
-    found = [s for line in timed if (s := reaches(line, target)) is not None]
-    if not found:
-        return "no seed"
-    mean, low, high = interval(found)
-    missed = "" if len(found) == len(timed) else f" ({len(timed) - len(found)} did not)"
-    between = f" [{low:.0f}, {high:.0f}]" if len(found) >= LEAST else ""
-    return f"{mean:.0f}{between}{missed}"
-
-
-def _difference(lines: Sequence[Line], arm: str, other: str, size: str) -> str:
-    differences = [] if arm == other else paired(lines, arm, other, size)
-    return _with_interval(differences, sign=True) if differences else ""
-
-
-def _with_interval(values: Sequence[float], sign: bool = False) -> str:
-    mean, low, high = interval(values)
-    form = "+.3f" if sign else ".3f"
-    return f"{mean:{form}}" + (f" [{low:{form}}, {high:{form}}]" if len(values) >= LEAST else "")
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.3f}{deviation}"
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> str:

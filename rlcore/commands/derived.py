@@ -115,6 +115,7 @@ def evaluation_actor(config: RunConfig) -> ActorSpec | None:
         "draft_path": None,
         "draft_fresh": None,
         "logit_noise": 0.0,
+        "probability_floor": 0.0,
         "temperature_scale": 1.0,
     }
     return next(iter(config.actor.values())).model_copy(update=plain)

@@ -197,8 +197,9 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
         refuse(
             not actor.on_second_runner,
             f"{key} needs vLLM's second model runner on GPUs, and {its}.second_runner="
-            f"{actor.second_runner} with {its}.logit_noise={actor.logit_noise:g} takes the first: "
-            "leave them null and 0.",
+            f"{actor.second_runner} with {its}.logit_noise={actor.logit_noise:g} and "
+            f"{its}.probability_floor={actor.probability_floor:g} takes the first: leave them null "
+            "and 0.",
         )
         refuse(
             not actor.prefix_caching,

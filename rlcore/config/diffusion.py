@@ -76,6 +76,7 @@ _VLLM_ONLY = (
     "second_runner",
     "async_scheduling",
     "logit_noise",
+    "probability_floor",
     "temperature_scale",
 )
 # of `rollout`: a denoising step draws from the whole distribution

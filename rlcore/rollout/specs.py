@@ -114,12 +114,12 @@ class ActorSpec(RoundingSpec):
     second_runner: bool | None = setting(
         None,
         "vLLM's second model runner, whose seeds cost no loop over requests; null: on GPUs, unless "
-        "logit_noise is set",
+        "its logits have errors on purpose",
     )
     async_scheduling: bool | None = setting(
         None,
         "schedule a step before the tokens of the one before are read; null: on GPUs, unless "
-        "logit_noise is set",
+        "its logits have errors on purpose",
     )
     prefix_caching: bool = setting(True, "share the keys and values of equal prefixes")
     kv_on_update: Literal["recompute", "keep"] = setting(
@@ -130,6 +130,13 @@ class ActorSpec(RoundingSpec):
     draft_path: str | None = setting(None, "kind draft: its Hugging Face folder")
     draft_fresh: FreshModelSpec | None = None
     logit_noise: float = setting(0.0, "std of noise added to actor logits, to study mismatch", ge=0)
+    probability_floor: float = setting(
+        0.0,
+        "e: actors sample from (p + e)/(1 + V e), as a softmax of low precision does, to study "
+        "mismatch",
+        ge=0,
+        lt=1,
+    )
     temperature_scale: float = setting(1.0, "actor temperature error, to study mismatch", gt=0)
 
     @property
@@ -142,17 +149,22 @@ class ActorSpec(RoundingSpec):
         return self.on_cpu if self.enforce_eager is None else self.enforce_eager
 
     @property
+    def wrong_logits(self) -> str:
+        """Name of a setting that puts errors on the logits, by vLLM's first runner; "" for none."""
+        return next((n for n in ("logit_noise", "probability_floor") if getattr(self, n)), "")
+
+    @property
     def on_second_runner(self) -> bool:
         """`second_runner` with null resolved."""
         if self.second_runner is None:
-            return not self.on_cpu and not self.logit_noise
+            return not self.on_cpu and not self.wrong_logits
         return self.second_runner
 
     @property
     def schedules_ahead(self) -> bool:
         """`async_scheduling` with null resolved."""
         if self.async_scheduling is None:
-            return not self.on_cpu and not self.logit_noise
+            return not self.on_cpu and not self.wrong_logits
         return self.async_scheduling
 
     @property
@@ -224,9 +236,10 @@ def _check_runner(actor: ActorSpec, key: str) -> None:
             f"or set {key}.num_gpus=1.",
         )
         refuse(
-            bool(wanted) and actor.logit_noise > 0,
-            f"{key}.{name}=true cannot be combined with {key}.logit_noise={actor.logit_noise:g}: "
-            "the noise is drawn from the tokens that the first runner has read, so leave it null.",
+            bool(wanted) and bool(actor.wrong_logits),
+            f"{key}.{name}=true cannot be combined with {key}.{actor.wrong_logits}="
+            f"{getattr(actor, actor.wrong_logits or 'logit_noise'):g}, which is put on the logits "
+            "of the first runner, so leave it null.",
         )
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,13 @@ import evidence
 import evidence_page
 import evidence_tables
 import evidence_trl
+import numpy as np
 import pytest
+from evidence_programme import PROGRAMME, Hypothesis
 from evidence_studies import STUDIES, Study
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from rlcore.config.compose import load
 
@@ -42,6 +44,11 @@ def line(arm, size, seed, final, collapse=None, sources="now"):
         "machine": "a machine",
         "curve": [(1, 0.3), (32, final)],
     }
+
+
+def table_rows(found, *, timed=False, against="p_ref", references=("matched", "uncorrected")):
+    members = evidence_tables.family(found, references)
+    return evidence_tables.rows(found, references, "now", members, timed=timed, against=against)
 
 
 def swept(uncorrected):
@@ -120,15 +127,13 @@ def test_metrics_over_time_are_means_between_evaluations():
     assert evidence.means_between(rows, "kl", [1, 3, 4]) == [1.0, 2.5, None]
 
 
-def test_the_time_to_the_target_counts_seeds_that_miss_it():
-    found = [{**line("matched", "1", s, 0.8), "clock": [0.0, 30.0 + s]} for s in (0, 1)]
-    found.append({**line("matched", "1", 2, 0.5), "clock": [0.0, 40.0]})
-    assert evidence_tables.reaches(found[1], 0.8) == 31.0
-    assert evidence_tables.reaches(found[2], 0.8) is None
-    (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=True)
-    assert row["training seconds to 95% of matched"] == "30 (1 did not)"
-    (untimed,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
-    assert not any("seconds" in name for name in untimed)
+def test_times_are_compared_with_the_matched_run_of_a_seed():
+    found = [{**line("matched", "1", s, 0.8), "clock": [0.0, 40.0 + s]} for s in range(3)]
+    found += [{**line("tis", "2", s, 0.8), "clock": [0.0, 20.0 + s / 2]} for s in range(3)]
+    matched, tis = table_rows(found, timed=True)
+    assert tis["training seconds"].endswith("(-50% [-50, -50])")
+    assert "%" not in matched["training seconds"]
+    assert not any("seconds" in name for row in table_rows(found) for name in row)
 
 
 def test_the_job_of_trl_is_what_the_experiment_says(tmp_path, monkeypatch):
@@ -167,47 +172,102 @@ def test_a_collapse_is_a_fall_below_half_of_the_best_so_far():
     assert evidence_tables.collapse_step([(1, 0.2), (32, 0.6), (64, 0.5), (96, 0.9)]) is None
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_an_interval_holds_its_mean_and_lies_within_the_values(values):
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=8))
+def test_an_interval_is_students(values):
     mean, low, high = evidence_tables.interval(values)
-    assert min(values) - 1e-9 <= low <= mean + 1e-9 and mean - 1e-9 <= high <= max(values) + 1e-9
-    assert evidence_tables.interval(values) == (mean, low, high)
+    assert low <= mean <= high and mean - low == pytest.approx(high - mean)
+    if np.std(values) > 1e-6:
+        wanted = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+        assert (low, high) == pytest.approx((wanted.low, wanted.high))
 
 
 def test_differences_are_paired_by_seed():
     found = [line("tis", "2", s, 0.5 + s / 10) for s in (0, 1, 2)]
     found += [line("uncorrected", "2", s, 0.4 + s / 10) for s in (2, 1)]
     pairs = evidence_tables.paired(found, "tis", "uncorrected", "2")
-    assert pairs == pytest.approx([0.1, 0.1])
+    assert pairs.values == pytest.approx((0.1, 0.1)) and pairs.refused == 0
 
 
-def test_the_table_counts_lines_of_other_sources_as_old():
-    found = [line("matched", "1", 0, 0.8), line("matched", "1", 1, 0.6, sources="before")]
-    (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
-    assert row["seeds"] == "2 (1 old)" and row["final accuracy"] == "0.700"
+@pytest.mark.parametrize(
+    ("own", "other", "refused"),
+    [
+        ({"start": "a"}, {"start": "a", "curve": [(1, 0.4), (32, 0.8)]}, False),
+        ({"start": "a"}, {"start": "b"}, True),
+        ({"start": "a"}, {}, False),  # an older line has no digest: its first accuracy decides
+        ({}, {"curve": [(1, 0.4), (32, 0.8)]}, True),
+        ({}, {"curve": [(2, 0.4), (32, 0.8)]}, False),
+    ],
+)
+def test_pairs_of_different_starts_are_refused(own, other, refused):
+    found = [{**line("tis", "1", 0, 0.8), **own}, {**line("matched", "1", 0, 0.7), **other}]
+    pairs = evidence_tables.paired(found, "tis", "matched", "1")
+    assert (pairs.refused, len(pairs.values)) == (int(refused), int(not refused))
 
 
-def test_the_table_counts_runs_that_began_from_another_model():
-    def begun(arm, start, step=1, seed=0):
-        return {**line(arm, "1", seed, 0.8), "curve": [(step, start), (32, 0.8)]}
+def test_the_start_is_the_digest_of_the_models_weights(tmp_path):
+    words = ["experiment=evidence/jackpot", f"model.path={tmp_path}", "model.fresh=null"]
+    words.append("model.warmup=null")
+    digests = []
+    for content in (b"a", b"a", b"b"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        digests.append(evidence.start_digest(words))
+    assert digests[0] == digests[1] != digests[2]
 
-    found = [begun("matched", 0.3), begun("tis", 0.4), begun("tis", 0.4, seed=1)]
-    found += [begun("late", 0.4, step=2), begun("same", 0.3)]
-    rows = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
-    assert [row["seeds"] for row in rows] == ["1", "2 (1 other start)", "1", "1"]
+
+def test_holm_corrects_for_the_differences_of_a_page():
+    """Of three equal effects with p of 0.02 none is shown, of one alone it is."""
+    wide = (0.1, 0.12, 0.3, 0.2, 0.08)
+    members = {(arm, "other", "1"): evidence_tables.Difference(wide) for arm in "abc"}
+    p = members["a", "other", "1"].p
+    assert evidence_tables.holm(members) == pytest.approx(dict.fromkeys(members, 3 * p))
+    mixed = {
+        **members,
+        ("d", "other", "1"): evidence_tables.Difference((0.1, 0.101, 0.102)),
+        ("e", "other", "1"): evidence_tables.Difference((0.1,)),  # says nothing
+    }
+    adjusted = evidence_tables.holm(mixed)
+    assert adjusted["d", "other", "1"] == pytest.approx(4 * mixed["d", "other", "1"].p)
+    assert ("e", "other", "1") not in adjusted
+    assert evidence_tables.resolution(members) == pytest.approx(
+        evidence_tables.interval(wide)[2] - np.mean(wide)
+    )
 
 
-def test_intervals_are_shown_of_five_seeds():
-    found = [line("matched", "1", seed, 0.5 + seed / 10) for seed in range(5)]
-    (row,) = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
-    assert re.fullmatch(r"0\.700 \[0\.\d+, 0\.\d+\]", row["final accuracy"])
+def test_the_table_counts_lines_of_other_sources_where_some_are_of_todays():
+    found = [line("matched", "1", s, 0.8, sources="before" if s else "now") for s in range(3)]
+    (row,) = table_rows(found)
+    assert row["seeds"] == "3 (2 old)" and row["final accuracy"] == "0.800 ± 0.000"
+    (row,) = table_rows([*found[1:], line("matched", "1", 4, 0.8, sources="before")])
+    assert row["seeds"] == "3"
+
+
+def test_arms_of_one_or_two_seeds_are_not_shown():
+    found = [line("matched", "1", s, 0.8) for s in range(3)] + [line("tis", "2", 0, 0.7)]
+    assert [row["arm"] for row in table_rows(found)] == ["matched"]
 
 
 def test_the_matched_arm_is_not_compared_with_uncorrected_ones_of_other_sizes():
-    found = swept({"2": 0.6, "4": 0.5})
-    rows = evidence_tables.rows(found, ("matched", "uncorrected"), "now", timed=False)
-    assert [row.get("against matched", "")[:6] for row in rows] == ["", "-0.200", "-0.300"]
+    found = [line("matched", "1", s, 0.8 + s / 100) for s in range(3)]
+    for size, final in (("2", 0.6), ("4", 0.5)):
+        found += [line("uncorrected", size, s, final) for s in range(3)]
+    rows = table_rows(found)
+    assert [row.get("against matched", "").strip("*")[:6] for row in rows] == [
+        "",
+        "-0.210",
+        "-0.310",
+    ]
     assert not any(row.get("against uncorrected") for row in rows)
+
+
+def test_where_the_phase_is_long_distances_are_to_p_new():
+    words = ("correction.jackpot.target=new",)
+    watched = {"correction/jackpot/acceptance": [None, 0.9, 0.8]}
+    found = [
+        {**line("jackpot new", "64", s, 0.8), "kl": 1e-13, "watched": watched, "words": words}
+        for s in range(3)
+    ]
+    (row,) = table_rows(found, against="p_new")
+    assert row["acceptance by p_new"] == "0.85" and not any("p_ref" in name for name in row)
 
 
 def test_comments_do_not_change_the_digest_of_sources(tmp_path):
@@ -262,9 +322,9 @@ def test_exported_models_are_evaluated_on_the_actors_where_they_exist(monkeypatc
     assert models == [str(tmp_path / "policy")]
 
 
-@pytest.mark.parametrize("name", list(STUDIES))
+@pytest.mark.parametrize("name", list(evidence.STUDIES))
 def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
-    study = STUDIES[name]
+    study = evidence.STUDIES[name]
     sizes = itertools.product(study.sizes.items(), [("uncorrected", ()), *study.arms.items()])
     combined = [(*size, *arm) for (_, size), (_, arm) in sizes]
     combined += [
@@ -275,10 +335,61 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     ]
     for words in [study.matched[1], *combined]:
         load([f"experiment={study.experiment}", *words, f"run_dir={tmp_path}"])
-    page = (evidence_page.PAGES / f"{name}.md").read_text()
+    page = (evidence_page.PAGES / f"{name if name in STUDIES else 'programme'}.md").read_text()
     assert page.count(evidence_page.BEGIN) == page.count(evidence_page.END) == 1
     assert evidence_tables.source_digest(evidence.ROOT, study.sources)
-    assert set(study.drawn) <= set(study.further)
+    arms = {study.reference, "uncorrected", *study.arms}
+    arms |= {arm for own in study.further.values() for arm in own}
+    assert len(study.figure) <= 4 and set(study.figure) <= arms
+    assert set(study.figure) <= set(evidence_page.COLOURS)
+    assert {arm for a, b, _ in study.contrasts for arm in (a, b)} <= arms
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "differences", "verdict"),
+    [
+        ({"at_least": 0.1}, (0.15, 0.16, 0.14), "supported"),
+        ({"at_least": 0.1}, (0.05, 0.04, 0.06), "refuted"),
+        ({"at_least": 0.1}, (0.3, -0.1, 0.2), "open"),
+        ({"at_least": -0.03}, (0.0, -0.01, 0.01), "supported"),
+        ({"within": 0.05}, (0.01, -0.01, 0.0), "supported"),
+        ({"within": 0.05}, (0.2, 0.21, 0.19), "refuted"),
+        ({"within": 0.05}, (0.1, -0.1, 0.0), "open"),
+        ({"within": 0.05}, (0.0, 0.0), "not run"),
+    ],
+)
+def test_a_registered_hypothesis_is_judged_by_its_margin(hypothesis, differences, verdict):
+    found = [line("a", "1", s, 0.5 + d) for s, d in enumerate(differences)]
+    found += [line("b", "1", s, 0.5) for s in range(len(differences))]
+    judged = Hypothesis("a", ("b",), "1", **hypothesis)
+    assert judged.verdict(found) == verdict
+    if verdict == "supported":  # it must hold against each of several
+        found += [line("c", "1", s, 1.0) for s in range(len(differences))]
+        assert Hypothesis("a", ("b", "c"), "1", **hypothesis).verdict(found) == "refuted"
+
+
+def test_every_hypothesis_is_about_arms_and_sizes_of_its_study():
+    for registered in PROGRAMME.values():
+        study = registered.study
+        for hypothesis in registered.hypotheses:
+            arms = {hypothesis.arm, *hypothesis.others}
+            assert arms <= {study.reference, "uncorrected", *study.arms}
+            assert hypothesis.size in study.sizes
+
+
+def test_a_study_in_the_background_goes_on_by_itself_at_low_priority(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(evidence, "CLAIMS", tmp_path)
+    monkeypatch.setattr(
+        evidence.subprocess,
+        "Popen",
+        lambda command, **how: started.append((command, how)) or SimpleNamespace(pid=7),
+    )
+    monkeypatch.setattr("sys.argv", ["evidence.py", "floor_64", "--background", "--minutes", "9"])
+    evidence.main()
+    ((command, how),) = started
+    assert command[:3] == ["nice", "-n", "19"] and command[-3:] == ["floor_64", "--minutes", "9"]
+    assert how["start_new_session"] and "--background" not in command
 
 
 @pytest.fixture

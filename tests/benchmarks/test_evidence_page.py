@@ -1,4 +1,4 @@
-"""What the page of a study shows: the figure over time, the arms beside each other, exports."""
+"""What the page of a study shows: the figure, the arms beside each other, exports."""
 
 import re
 from dataclasses import replace
@@ -13,8 +13,10 @@ STUDY = Study(
     knob="H",
     matched=("1", ()),
     sizes={"2": (), "4": ()},
-    arms={"tis": (), "late": ()},
-    watched=("mismatch/kl_k3", "entropy"),
+    arms={"tis": (), "ais": ()},
+    figure=("matched", "tis"),
+    contrasts=(("tis", "ais", "2"),),
+    deviations=(("clip", "0.4", "0.2"),),
 )
 
 
@@ -24,6 +26,10 @@ def line(arm, size, seed=0, final=0.5, **more):
         **{"collapse": None, "sources": "now", "machine": "a machine"},
         **{"curve": [(1, 0.3), (32, final)], **more},
     }
+
+
+def runs(arm, size, final=0.5, seeds=3, **more):
+    return [line(arm, size, seed, final + seed / 100, **more) for seed in range(seeds)]
 
 
 def drawn(tmp_path, monkeypatch, lines, study=STUDY):
@@ -37,37 +43,27 @@ def drawn(tmp_path, monkeypatch, lines, study=STUDY):
     return (tmp_path / "a.md").read_text(), figures
 
 
-def test_metrics_over_time_are_drawn_of_the_arms_that_have_them(tmp_path, monkeypatch):
-    lines = [
-        line("matched", "1"),
-        line("tis", "2", watched={"mismatch/kl_k3": [0.0, 0.1], "entropy": [None, None]}),
-        line("late", "4", watched={"mismatch/kl_k3": [0.0, 0.2], "entropy": [1.0, 0.5]}),
-        line("old", "2"),
-        line("younger", "2", watched={"entropy": [1.0, 0.5]}),
-        {"chosen": "2"},
-    ]
-    shown = evidence_page.shown_over_time(STUDY, lines[:2], "2")
-    assert shown == ["mismatch/kl_k3"]
+def test_a_page_has_one_figure_and_says_what_its_differences_can_show(tmp_path, monkeypatch):
+    lines = [*runs("matched", "1", 0.8), *runs("tis", "2"), *runs("ais", "2", 0.6)]
+    lines += [line("late", "2"), {"chosen": "2"}]
     page, figures = drawn(tmp_path, monkeypatch, lines)
-    assert "(a_over_time.svg)" in page
-    texts = figures["a_over_time.svg"]
-    assert {"mismatch/kl_k3", "entropy", "tis", "younger"} <= set(texts)
-    assert not {"matched", "late", "old"} & set(texts)
-
-
-def test_a_page_without_metrics_over_time_has_no_figure_of_them(tmp_path, monkeypatch):
-    page, figures = drawn(tmp_path, monkeypatch, [line("matched", "1"), {"chosen": "2"}])
-    assert set(figures) == {"a.svg"} and "over_time" not in page
+    assert set(figures) == {"a.svg"} and {"matched", "tis"} <= set(figures["a.svg"])
+    assert not {"ais", "late"} & set(figures["a.svg"])
+    assert "| tis | ais | 2 | **-0.100 [-0.100, -0.100]** |" in page
+    assert "for the 3 differences of this page, which 3 are" in page
+    assert "| clip | 0.4 | 0.2 |" in page and "| late |" not in page
 
 
 def test_arms_are_compared_at_the_chosen_size_or_where_they_are_matched():
-    lines = [line("matched", "1"), line("tis", "1", final=0.9), line("tis", "2"), line("late", "4")]
+    lines = [*runs("matched", "1"), *runs("tis", "1"), *runs("tis", "2"), *runs("tis", "4")]
     assert evidence_page.compared_size(STUDY, [*lines, {"chosen": "2"}]) == "2"
     shown = evidence_page.compared(STUDY, lines, "2")
-    assert [(arm, [r["size"] for r in own]) for arm, _, own in shown] == [
-        ("matched", ["1"]),
-        ("tis", ["2"]),
+    assert [(arm, {r["size"] for r in own}) for arm, own in shown] == [
+        ("matched", {"1"}),
+        ("tis", {"2"}),
     ]
+    single = [*runs("matched", "1"), line("tis", "2")]  # no single run beside means
+    assert [arm for arm, _ in evidence_page.compared(STUDY, single, "2")] == ["matched"]
 
 
 @pytest.mark.parametrize("made", [[], [{"chosen": None}]])
@@ -77,26 +73,26 @@ def test_without_a_chosen_size_the_figure_shows_the_named_or_the_largest(made):
     assert evidence_page.compared_size(replace(STUDY, shown="2"), lines) == "2"
 
 
-def test_a_size_with_a_figure_of_its_own_shows_accuracy_and_metrics(tmp_path, monkeypatch):
-    study = replace(STUDY, drawn=("2, off; 2",))
-    watched = {"mismatch/kl_k3": [0.0, 0.1], "entropy": [None, None]}
-    lines = [line("matched", "1"), line("tis", "2"), {"chosen": "2"}]
-    page, figures = drawn(tmp_path, monkeypatch, lines, study)
-    assert set(figures) == {"a.svg"}  # no run has that size yet
-    lines.append(line("late", "2, off; 2", watched=watched))
-    page, figures = drawn(tmp_path, monkeypatch, lines, study)
-    assert set(figures) == {"a.svg", "a_at_2_off_2.svg"} and "(a_at_2_off_2.svg)" in page
-    texts = set(figures["a_at_2_off_2.svg"])
-    assert {"H = 2, off; 2", "mismatch/kl_k3", "matched", "late"} <= texts
-    assert not {"tis", "entropy"} & texts
+def test_refused_pairs_and_old_lines_are_said(tmp_path, monkeypatch):
+    other = [(1, 0.4), (32, 0.5)]
+    lines = [
+        *runs("matched", "1", sources="before"),
+        *runs("tis", "2", curve=other),
+        {"chosen": "2"},
+    ]
+    page, _ = drawn(tmp_path, monkeypatch, lines, replace(STUDY, contrasts=()))
+    assert "3 pairs that began from different models were refused" in page
+    assert "3 of them are older than today's sources" in page
 
 
 def test_accuracies_of_exported_models_are_columns():
-    lines = [line("tis", "2", seed, deployed={"policy": 0.4}) for seed in (0, 1)]
-    lines.append(line("late", "2", deployed={"policy": 0.5, "policy/sparse": 0.7}))
-    tis, late = evidence_tables.rows(lines, ("matched", "uncorrected"), "now", timed=False)
-    assert tis["policy on the actors"] == "0.400" and tis["policy/sparse on the actors"] == ""
-    assert late["policy/sparse on the actors"] == "0.700"
+    lines = runs("tis", "2", deployed={"policy": 0.4})
+    lines += runs("ais", "2", deployed={"policy": 0.5, "policy/sparse": 0.7})
+    references = ("matched", "uncorrected")
+    tis, ais = evidence_tables.rows(lines, references, "now", {}, timed=False)
+    assert tis["policy on the actors"] == "0.400 ± 0.000"
+    assert tis["policy/sparse on the actors"] == ""
+    assert ais["policy/sparse on the actors"] == "0.700 ± 0.000"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ REFUSED = [  # words; parts of the sentence
     (["actor.bf16.tensor_parallel=2"], ["tensor_parallel=2", "actor.bf16.count"]),
     (["actor.bf16.kv_on_update=keep"], ["kv_on_update=keep", "recompute"]),
     (["actor.bf16.logit_noise=0.1"], ["logit_noise=0.1"]),
+    (["actor.bf16.probability_floor=1e-6"], ["probability_floor=1e-06"]),
     (["actor.bf16.temperature_scale=1.1"], ["temperature_scale=1.1"]),
     (
         ["actor=fp8", "actor.fp8.num_gpus=1", "actor.fp8.rounding=none"],

@@ -78,7 +78,14 @@ def test_gpus_get_the_second_runner_and_asynchronous_scheduling():
 
 
 @pytest.mark.parametrize("name", ["second_runner", "async_scheduling"])
-@pytest.mark.parametrize("other", [{"num_gpus": 0}, {"num_gpus": 1, "logit_noise": 0.1}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_gpus": 0},
+        {"num_gpus": 1, "logit_noise": 0.1},
+        {"num_gpus": 1, "probability_floor": 1e-6},
+    ],
+)
 def test_what_only_a_gpu_can_do_is_refused_elsewhere(name, other):
     spec = ActorSpec(**{name: True}, **other)
     with pytest.raises(UserError, match=rf"actor\.a\.{name}=true cannot be combined with actor"):

@@ -264,6 +264,22 @@ def test_logit_noise_is_in_the_log_probs(start, model_a, ask, finish):
     np.testing.assert_allclose(alone.logp_inf, trajectories[3].logp_inf, atol=1e-5)
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.4])
+def test_a_floor_of_probabilities_is_exact_and_min_p_cuts_it(start, model_a, ask, finish, min_p):
+    floor, temperature = 0.02, 0.7
+    engine = start(model_a, probability_floor=floor)
+    engine.add(ask(6, temperature=temperature, min_p=min_p))
+    moved = []
+    for t in finish(engine):
+        p = np.exp(model_a.logp(t, temperature))
+        q = (p + floor) / (1 + p.shape[1] * floor)
+        q[q < min_p * q.max(1, keepdims=True)] = 0
+        own = (q / q.sum(1, keepdims=True))[np.arange(len(q)), t.sampled_ids]
+        np.testing.assert_allclose(t.logp_inf, np.log(own), atol=1e-5)
+        moved.append(np.abs(t.logp_inf - model_a.sampled(t, temperature)).max())
+    assert max(moved) > 1e-2
+
+
 def test_temperature_scale_is_in_the_log_probs(start, model_a, ask, finish):
     engine = start(model_a, temperature_scale=1.5)
     engine.add(ask(4, temperature=0.8))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from rlcore.rollout.engines.vllm.noise import NoiseProcessor
+from rlcore.rollout.engines.vllm.noise import processors
 from rlcore.rollout.engines.vllm.worker_side import BACKENDS, LOAD_FORMAT, WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
 
@@ -90,7 +90,7 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_head_options(actor),
         **_cpu_options(actor),
         **_sparse_options(actor),
-        logits_processors=[NoiseProcessor] if actor.logit_noise else None,
+        logits_processors=processors(actor),
         additional_config=_own_config(actor),
         **_expert_options(job),
     )
@@ -160,10 +160,12 @@ def _expert_options(job: EngineJob) -> dict[str, Any]:
 
 
 def _own_config(actor: ActorSpec) -> dict[str, Any]:
-    """Read in the engine's workers by `NoiseProcessor` and `FolderLoader`."""
+    """Read in the engine's workers by the processors of `noise.py` and by `FolderLoader`."""
     config: dict[str, Any] = {}
     if actor.logit_noise:
         config["logit_noise"] = actor.logit_noise
+    if actor.probability_floor:
+        config["probability_floor"] = actor.probability_floor
     if actor.on_cpu:
         config["cpu_fast_path"] = actor.cpu_fast_path
     return config

@@ -1,0 +1,161 @@
+"""Writes the page of `estimator_lab.py`: its tables and its figure, from its data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from evidence_page import COLOURS, PAGES, panels, replace_block
+from harness import table
+
+Found = Mapping[str, Any]
+PAGE = PAGES / "estimator-lab.md"
+SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot": "jackpot", "jackpot, drawn": "jackpot, drawn"}
+PANELS = (("fixed", 0.3, 8), ("fixed", 0.3, 64), ("fresh", 0.3, 8))
+
+
+def n_star(arm: Mapping[str, float], plain: Mapping[str, float]) -> float:
+    """Answers above which an arm's mean squared error is below that of no correction."""
+    gain = plain["bias2"] - arm["bias2"]
+    extra = arm["variance"] - plain["variance"]
+    if gain <= 0:
+        return math.inf if extra >= 0 else 0.0
+    return max(extra / gain, 0.0)
+
+
+def write_page(found: Found) -> None:
+    replace_block(PAGE, block(found))
+    draw(PAGES / "estimator-lab.svg", found)
+
+
+def block(found: Found) -> str:
+    """Figure, verdicts on the four hypotheses, and tables."""
+    verdicts = [f"- {name}: {said}" for name, said in hypotheses(found).items()]
+    return "\n\n".join(
+        [
+            "![Error of the gradient over the batch, and success under a floor](estimator-lab.svg)",
+            "\n".join(verdicts),
+            table([_cell(cell) for cell in found["cells"]]),
+            table([_floor(row) for row in found["floors"]]),
+            f"{found['answers']} answers a variance, 8 worlds (fixed and draft: 16), float64.",
+        ]
+    )
+
+
+def hypotheses(found: Found) -> dict[str, str]:
+    """The four statements that were registered before, and what came out."""
+    worst = max(row["difference"] for row in found["identity"])
+    arms = [cell["arms"] for cell in found["cells"]]
+    rejection = [a["jackpot, drawn"]["variance"] / a["jackpot"]["variance"] for a in arms]
+    by_length = {
+        length: [n_star(c["arms"]["tis C=10"], c["arms"]["none"]) for c in _fixed(found, length)]
+        for length in sorted({c["length"] for c in found["cells"]})
+    }
+    spread = "; ".join(
+        f"{min(stars):.0f} to {max(stars):.0f} answers of {length} tokens "
+        f"(factor {max(stars) / min(stars):.1f})"
+        for length, stars in by_length.items()
+    )
+    fresh = [_bias(c) / _bias(_same_size(found, c)) for c in found["cells"] if c["kind"] == "fresh"]
+    return {
+        "averaged Jackpot is min(Z rho, C1) to 1e-12": f"largest difference {worst:.1e}",
+        "averaging the draws never adds variance": (
+            f"drawing has {min(rejection):.3f} to {max(rejection):.3f} times the variance"
+        ),
+        "N\\* of TIS (C = 10) differs by less than a factor of 2 over sizes of rounding": spread,
+        "at equal KL, fresh noise biases less than a fifth of a fixed error": (
+            f"{min(fresh):.1%} to {max(fresh):.1%}"
+        ),
+    }
+
+
+def _fixed(found: Found, length: int) -> list[Found]:
+    return [c for c in found["cells"] if c["kind"] == "fixed" and c["length"] == length]
+
+
+def _same_size(found: Found, cell: Found) -> Found:
+    """The fixed error of a size has the KL of fresh noise of that size."""
+    return next(c for c in _fixed(found, cell["length"]) if c["size"] == cell["size"])
+
+
+def _bias(cell: Found) -> float:
+    return math.sqrt(cell["arms"]["none"]["bias2"])
+
+
+def _cell(cell: Found) -> dict[str, str]:
+    arms, plain = cell["arms"], cell["arms"]["none"]
+    stars = {name: _answers(n_star(arms[name], plain)) for name in ("tis C=10", "jackpot", "ais")}
+    mixing = " ".join(f"{share:.2f}" for share in cell["mixing"][:3])
+    return {
+        "mismatch": f"{cell['kind']} {cell['size']:g}, T = {cell['length']}",
+        "KL": f"{cell['kl']:.2g}",
+        "ESS": f"{cell['ess']:.2f}",
+        "acceptance": f"{cell['acceptance']:.2f}",
+        "bias of none": f"{_bias(cell):.3f}",
+        "of tis": f"{math.sqrt(arms['tis C=10']['bias2']):.3f}",
+        "cosine of tis, mis": f"{arms['tis C=10']['cosine']:.2f}, {arms['mis']['cosine']:.2f}",
+        "N\\* of tis": stars["tis C=10"],
+        "of jackpot, averaged": stars["jackpot"],
+        "drawn": _answers(n_star(arms["jackpot, drawn"], plain)),
+        "best share of correction at 16, 128, 1024": mixing,
+        "AIS's alpha": f"{cell['alpha']:.2f}",
+    }
+
+
+def _answers(star: float) -> str:
+    if math.isinf(star):
+        return "never"
+    return f"{star:.0f}" if star < 1000 else f"{star:.1g}".replace("e+0", "e")
+
+
+def _floor(row: Found) -> dict[str, str]:
+    return {
+        "floor e": f"{row['floor']:.1e}",
+        "T\\*m": f"{row['expected']:.2f}",
+        "counted by floor_tokens": f"{row['counted']:.2f}",
+    } | {arm: f"{np.mean(finals):.3f}" for arm, finals in row["success"].items()}
+
+
+def draw(file: Path, found: Found) -> None:
+    """Error of the gradient over the size of the batch in three cells, and success under floors."""
+    with panels(file, 4) as axes:
+        for axis, (kind, size, length) in zip(axes, PANELS):
+            cell = next(
+                c
+                for c in found["cells"]
+                if (c["kind"], c["size"], c["length"]) == (kind, size, length)
+            )
+            _errors(axis, cell)
+        for arm in ("none", "tis", "mis", "dvp"):
+            means = [np.mean(row["success"][arm]) for row in found["floors"]]
+            places = [row["expected"] for row in found["floors"]]
+            axes[3].plot(places, means, marker="o", label=arm, color=COLOURS[arm])
+        axes[3].set(
+            xlabel="T*m: floor tokens an answer",
+            ylabel="success",
+            ylim=(0, 1),
+            title="floor, T = 64",
+        )
+
+
+def _errors(axis: Any, cell: Found) -> None:
+    batches: Sequence[int] = [4 * 2**i for i in range(12)]
+    axis.axhline(1, color=COLOURS["none"], label="none")
+    for name, label in SHOWN.items():
+        error = [_error(cell, name, n) / _error(cell, "none", n) for n in batches]
+        axis.plot(batches, error, label=label, color=COLOURS[label])
+    said = {"fixed": "rounding", "fresh": "fresh noise"}[cell["kind"]]
+    axis.set(
+        xscale="log",
+        ylim=(0.2, 1.2),
+        xlabel="answers in a batch",
+        ylabel="squared error of the gradient / none's",
+        title=f"{said}, KL {cell['kl']:.2g}, T = {cell['length']}",
+    )
+
+
+def _error(cell: Found, arm: str, answers: int) -> float:
+    return float(cell["arms"][arm]["bias2"] + cell["arms"][arm]["variance"] / answers)

@@ -1,0 +1,279 @@
+"""Studies E1 to E7, registered before their first run: hypotheses, gates and stopping rules.
+
+    python benchmarks/evidence.py floor_64 --background --minutes 600
+
+runs what is missing of one, detached and at low priority; the same command continues it.
+`docs/evidence/programme.md` lists all of them with the verdicts that their runs have so far. What
+is changed here after a study's first run is a deviation, and is said on that page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from evidence_studies import UNCORRECTED, UPDATE, Study, Words
+from evidence_tables import LEAST, Line, interval, paired
+
+_JACKPOT_NEW = (
+    *("correction=[jackpot]", "correction.jackpot.target=new"),
+    "correction.jackpot.short_circuit=true",
+)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """`arm` against each of `others` at a size: by `at_least` above them, or `within` a margin.
+
+    Supported: the 95% interval of each difference lies above 0 (above `at_least` where that is
+    negative) and its mean is at least `at_least`, or it lies within the margin. Refuted: an
+    interval lies below `at_least`, or beyond the margin.
+    """
+
+    arm: str
+    others: tuple[str, ...]
+    size: str
+    at_least: float | None = None
+    within: float | None = None
+
+    def __str__(self) -> str:
+        said = "at least {0} above" if self.within is None else "within {1} of"
+        said = said.format(self.at_least, self.within)
+        return f"{self.arm} {said} {', '.join(self.others)} at {self.size}"
+
+    def verdict(self, lines: Sequence[Line]) -> str:
+        """supported, refuted, open, or not run."""
+        found = [paired(lines, self.arm, other, self.size).values for other in self.others]
+        if any(len(values) < LEAST for values in found):
+            return "not run"
+        single = [self._of(*interval(values)) for values in found]
+        if "refuted" in single:
+            return "refuted"
+        return "supported" if set(single) == {"supported"} else "open"
+
+    def _of(self, mean: float, low: float, high: float) -> str:
+        if self.within is not None:
+            if -self.within <= low and high <= self.within:
+                return "supported"
+            return "refuted" if low > self.within or high < -self.within else "open"
+        assert self.at_least is not None
+        if low > min(self.at_least, 0.0) and mean >= self.at_least:
+            return "supported"
+        return "refuted" if high < self.at_least else "open"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A study with what was decided before its first run. `stopping`: beside all seeds being done,
+    which ends each of them."""
+
+    number: str
+    study: Study
+    hypotheses: tuple[Hypothesis, ...]
+    gate: str  # without it the study says nothing about its hypotheses
+    stopping: str = "none"
+
+
+def _floor_study(digits: int) -> Study:
+    """T*m is the number of new tokens times V e: at 64 digits 0.5 and 1.6, at 32 half of that."""
+    task = (
+        *(f"task.args.min_digits={digits}", f"task.args.max_digits={digits}"),
+        *("task.args.credit=digits", f"rollout.max_new_tokens={digits + 2}", "model.max_len=160"),
+        *("model.fresh.vocab_size=16384", "actor.bf16.logit_noise=0"),
+    )
+    return Study(
+        experiment="evidence/dvp",
+        knob="floor e",
+        matched=("0", (*task, "correction=none")),
+        sizes={
+            e: (*task, f"actor.bf16.probability_floor={e}", "correction=none")
+            for e in ("0.5e-6", "1.5e-6")
+        },
+        arms={
+            "tis": ("correction=[tis]",),
+            "mis": ("correction=[mis]",),
+            "dvp": ("correction=[dvp]",),
+            "dvp + mis": ("correction=[dvp,mis]",),
+            UNCORRECTED: (),
+        },
+        swept=False,
+        figure=("matched", UNCORRECTED, "mis", "dvp"),
+        watched=("mismatch/outside_share", "mismatch/unlikely_share", "mismatch/floor_tokens"),
+    )
+
+
+_PHASES = (
+    *("schedule.steps_per_publish=64", "schedule.steps=768", "schedule.groups_per_step=4"),
+    "learner.lr_decay_steps=768",
+)
+_LARGE = Study(
+    experiment="evidence/jackpot",
+    knob="learning rate",
+    matched=("H = 1", (*_PHASES, "schedule.steps_per_publish=1", "learner.lr=3e-5")),
+    sizes={lr: (*_PHASES, f"learner.lr={lr}") for lr in ("3e-5", "1e-4")},
+    arms={
+        "no weights": ("algorithm.loss=reinforce", "correction=none"),
+        "ppo 0.2/0.2": ("algorithm.eps_low=0.2", "algorithm.eps_high=0.2"),
+        "ppo 0.4/0.7": ("algorithm.eps_low=0.4", "algorithm.eps_high=0.7"),
+        "token IS": ("algorithm.eps_low=1.0", "algorithm.eps_high=1000.0"),
+        "tis adjusted": (
+            *("correction=[tis]", "correction.tis.adjusted=true", "correction.tis.cap=3"),
+        ),
+        "jackpot new": _JACKPOT_NEW,
+    },
+    swept=False,
+    shown="3e-5",
+    figure=("matched", "no weights", "token IS", "jackpot new"),
+    stepped=True,
+    against="p_new",
+    watched=("correction/jackpot/acceptance", "entropy"),
+)
+
+# equal samples in all: 24,576
+_BATCHES = {"16": (2, 1536), "128": (16, 192), "512": (64, 48)}
+_ERRORS: Mapping[str, Words] = {
+    "int3": ("actor=[fp8]", "actor.fp8.rounding=int3"),
+    "noise": ("actor=[bf16]", "actor.bf16.logit_noise=0.75"),
+}
+
+
+def _batch(groups: int, steps: int) -> Words:
+    return (
+        *(f"schedule.groups_per_step={groups}", f"schedule.steps={steps}"),
+        *(f"learner.lr_decay_steps={steps}", f"evaluation.every={steps // 6}"),
+    )
+
+
+_BATCH_STUDY = Study(
+    experiment="evidence/ais",
+    knob="error of the actor, answers in a batch",
+    matched=("none, 128", (*_batch(16, 192), "actor=[bf16]")),
+    sizes={
+        f"{name}, {answers}": (*_batch(*shape), *words)
+        for name, words in _ERRORS.items()
+        for answers, shape in _BATCHES.items()
+    },
+    arms={
+        UNCORRECTED: (),
+        "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
+        "ais": ("correction=[ais]",),
+    },
+    swept=False,
+    shown="int3, 512",
+    figure=("matched", UNCORRECTED, "tis C=5", "ais"),
+    watched=("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha"),
+)
+_RAPID_STUDY = Study(
+    experiment="evidence/rapid",
+    knob="H",
+    matched=("1", ("schedule.steps_per_publish=1", "correction=[rapid]")),
+    sizes={"8": ("schedule.steps_per_publish=8",)},
+    arms={"rapid": ("correction=[rapid]",)},
+    seeds=tuple(range(5, 15)),
+    swept=False,
+    timed=True,
+    alone=True,
+    figure=("matched", "rapid"),
+    stepped=True,
+    against="p_new",
+)
+_LONG = (
+    *("task.name=digits", "task.args={min_digits: 64, max_digits: 64, credit: digits}"),
+    *("rollout.max_new_tokens=130", "model.max_len=256", "model.fresh.layers=4"),
+)
+_SPARSE_STUDY = Study(
+    experiment="evidence/distillsparse",
+    knob="pages that a token attends to",
+    matched=("all", (*_LONG, "actor=[bf16]")),
+    sizes={str(pages): (*_LONG, f"actor.sparse.sparse.blocks={pages}") for pages in (6, 4)},
+    arms={
+        UNCORRECTED: (),
+        "training-free": ("correction=[tis]",),
+        "distillsparse": ("correction=[tis]", "learner.distill={}"),
+    },
+    swept=False,
+    metric="eval/digits/mean@4",
+    sources=UPDATE,
+    figure=("matched", UNCORRECTED, "training-free", "distillsparse"),
+    watched=("mismatch/kl_k3", "mismatch/acceptance", "loss/distill_kl"),
+)
+_REAL_STUDY = Study(
+    experiment="demo",
+    knob="rounding of the actor's weights",
+    matched=("none", ()),
+    sizes={"int4": ("actor=[fp8]", "actor.fp8.rounding=int4", "actor.fp8.dtype=float32")},
+    arms={
+        UNCORRECTED: ("correction=none",),
+        "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
+        "ais": ("correction=[ais]",),
+    },
+    metric="eval/arithmetic/greedy",
+    seeds=(0, 1, 2),
+    sources=(*UPDATE[:-1], "rlcore/tasks/arithmetic.py"),
+    swept=False,
+    figure=("matched", UNCORRECTED, "tis C=5", "ais"),
+    watched=("mismatch/kl_k3", "mismatch/ess", "mismatch/ais_alpha"),
+)
+
+_OTHERS = (UNCORRECTED, "tis", "mis")
+_TOKEN_WEIGHTS = ("token IS", "tis adjusted", "jackpot new")
+PROGRAMME: dict[str, Registered] = {
+    "floor_64": Registered(
+        "E1",
+        _floor_study(64),
+        (Hypothesis("dvp", _OTHERS, "1.5e-6", at_least=0.10),),
+        "DVP's share of tokens outside is below 10% of the uncorrected arm's",
+    ),
+    "floor_32": Registered(
+        "E1",
+        _floor_study(32),
+        (Hypothesis("dvp", _OTHERS, "0.5e-6", within=0.05),),
+        "as of floor_64",
+    ),
+    "large_phases": Registered(
+        "E2",
+        _LARGE,
+        (
+            *(
+                Hypothesis(arm, (other,), "3e-5", within=0.05)
+                for arm, other in (("jackpot new", "token IS"), ("tis adjusted", "token IS"))
+            ),
+            *(Hypothesis(arm, ("no weights",), "3e-5", at_least=0.10) for arm in _TOKEN_WEIGHTS),
+            Hypothesis("jackpot new", ("tis adjusted",), "3e-5", at_least=0.05),
+        ),
+        "acceptance by p_new of at least 0.93 at 3e-5",
+        "1e-4 is left out if the matched arm collapses in most seeds",
+    ),
+    "batch_and_noise": Registered(
+        "E3",
+        _BATCH_STUDY,
+        (
+            Hypothesis("tis C=5", ("ais",), "int3, 512", at_least=0.03),
+            Hypothesis("tis C=5", (UNCORRECTED,), "int3, 512", at_least=0.10),
+            Hypothesis("tis C=5", (UNCORRECTED,), "noise, 512", within=0.05),
+        ),
+        "the first step's KL of the noise is within 20% of INT3's",
+    ),
+    "rapid_seeds": Registered(
+        "E5",
+        _RAPID_STUDY,
+        (Hypothesis("rapid", ("matched",), "8", at_least=-0.03),),
+        "training takes at least 15% less time at H = 8",
+    ),
+    "sparse_long": Registered(
+        "E6",
+        _SPARSE_STUDY,
+        (Hypothesis("distillsparse", ("training-free",), "4", at_least=0.03),),
+        "sparse success is 0.7 to 0.9 of dense, KL 0.05 to 0.3",
+        "pages are chosen by one seed of the uncorrected arm; the set-point's arms join it",
+    ),
+    "real_model": Registered(
+        "E7",
+        _REAL_STUDY,
+        (
+            Hypothesis("tis C=5", (UNCORRECTED,), "int4", at_least=0.05),
+            Hypothesis("tis C=5", ("ais",), "int4", within=0.05),
+        ),
+        "the uncorrected arm ends at least 0.05 below the matched one",
+    ),
+}
