@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def require_whole(found: Any, like: type, word: str) -> None:
     base = f"{like.__module__}.{like.__name__}"
     if not isinstance(found, type):
         raise UserError(f"{word} is not accepted: it is no class; give one that inherits {base}.")
-    lacking = missing_methods(found, like)
+    lacking = list(missing_methods(found, like))
     if not lacking and not issubclass(found, like):
         lacking = [n for n in _public(like) if not hasattr(found, n)]
     if lacking:
@@ -62,10 +63,12 @@ def require_whole(found: Any, like: type, word: str) -> None:
         )
 
 
-def missing_methods(found: type, like: type) -> list[str]:
+@lru_cache(maxsize=1000)  # a configuration's check asks again for every rule that reads a trait
+def missing_methods(found: type, like: type) -> tuple[str, ...]:
     """Names of the abstract methods of `like` that a class has not, in order, inherited or not."""
     names = dict.fromkeys(name for base in like.__mro__ for name in vars(base))
-    return [n for n in names if _abstract(_defined(like, n)) and _abstract(_defined(found, n))]
+    required = (n for n in names if _abstract(_defined(like, n)))
+    return tuple(n for n in required if _abstract(_defined(found, n)))
 
 
 def _defined(cls: type, name: str) -> Any:
