@@ -260,11 +260,14 @@ class Corrected:
     # what its corrections return
     step_scale: float = 1.0
     kinds: torch.Tensor | None = None  # [B], as in the step, where corrections differ by kind
+    # [B, T] float32, or None: the loss gains `score * log p_new` of each token that stays, whatever
+    # its weight (a penalty's gradient); the pipeline adds up what its corrections return
+    score: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> Corrected:
-        """Weight and mask of some of the sequences, as `StepTensors.rows` takes them."""
-        kinds = None if self.kinds is None else self.kinds[chosen]
-        return Corrected(self.weight[chosen], self.mask[chosen], {}, kinds=kinds)
+        """Weight, mask and score of some of the sequences, as `StepTensors.rows` takes them."""
+        kinds, score = (None if v is None else v[chosen] for v in (self.kinds, self.score))
+        return Corrected(self.weight[chosen], self.mask[chosen], {}, kinds=kinds, score=score)
 
 
 class Correction(ABC):

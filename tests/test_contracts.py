@@ -102,7 +102,7 @@ def test_every_environment_is_built_from_its_defaults_or_says_what_it_needs(name
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_correction_is_built_from_its_defaults(name):
-    needed = {"opsm": {"delta": 0.1}}.get(name, {})
+    needed = {"opsm": {"delta": 0.1}, "outliers": {"threshold": 0.1}}.get(name, {})
     spec = load_object(CORRECTIONS[name])(**needed)
     (stage,) = build({name: spec}, 0, ObjectiveSpec()).stages
     assert isinstance(stage.method, Correction)

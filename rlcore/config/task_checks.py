@@ -107,6 +107,11 @@ def _group_sizes(c: RunConfig) -> None:
             f"{chosen_by}={advantage} compares the samples of a group, and {kept_by}={kept} "
             f"leaves one: use 2 or more, or {chosen_by}=reinforce.",
         )
+        refuse(
+            "pass_k" in advantage_class(advantage).own_settings and a.pass_k > kept,
+            f"algorithm.pass_k={a.pass_k} needs as many samples of a prompt, and {kept_by}={kept}: "
+            f"use at most {kept}.",
+        )
 
 
 def mixed(c: RunConfig) -> dict[str, MixedTaskSpec]:

@@ -10,8 +10,11 @@ from rlcore.corrections.numerics import (
     at_least_one,
     choice,
     finish,
+    first_occurrence,
     inside,
     log_difference,
+    positive,
+    probability,
     ratio,
     require,
     same_shape,
@@ -21,7 +24,7 @@ from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.lazy import torch
 from rlcore.objectives.protocols import WIDE, Bias
-from rlcore.spec import setting
+from rlcore.spec import Unread, setting
 from rlcore.types import StepTensors
 
 if TYPE_CHECKING:
@@ -29,26 +32,51 @@ if TYPE_CHECKING:
 
 
 class DppoSpec(CorrectionSpec):
-    """DPPO's truncated weights and trust region (arXiv 2602.04879).
+    """DPPO's truncated weights and trust region (arXiv 2602.04879), and DRPO's smooth one (arXiv
+    2606.09821).
 
-    Biased by the truncation at `cap` and by the mask outside the trust region."""
+    Biased by the truncation at `cap`, and by the mask outside the trust region or, with
+    region=smooth, by the slope of weights within and beyond it; by the penalty, where there is
+    one."""
 
     method: ClassVar[str] = "rlcore.corrections.dppo:Dppo"
     weighs: ClassVar[bool] = True
     leads_to_new: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 
-    divergence: Literal["tv", "kl"] = setting(
-        "tv", "of the sampled token against all others, between p_inf and p_new"
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("divergence", "low", "high"),
+            lambda spec: spec.region == "smooth",
+            "region=smooth has no threshold: its width is delta",
+        ),
+        Unread(("delta",), lambda spec: spec.region == "mask", "region=mask has low and high"),
+    )
+
+    region: Literal["mask", "smooth"] = setting(
+        "mask", "mask: tokens that lead further out weigh 0; smooth: weights that fall and turn"
+    )
+    divergence: Literal["tv", "kl", "topk_tv", "topk_kl"] = setting(
+        "tv",
+        "between p_inf and p_new, of the sampled token against all others; topk: over the actor's "
+        "stored top k and all others",
     )
     low: float = setting(0.15, "A < 0: further below p_inf weighs 0 (kl: 0.05 is usual)", ge=0)
     high: float = setting(0.15, "A > 0: further above p_inf weighs 0 (kl: 0.05 is usual)", ge=0)
+    delta: float = setting(12.5, "region=smooth: width, in probability", gt=0)
     cap: float = setting(10.0, "C: weights are min(p_new/p_inf, C)", ge=1)
+    penalty: float = setting(0.0, "weight of (log p_new/p_inf)^2 in the loss", ge=0)
+
+    @property
+    def needs_topk(self) -> bool:
+        return self.region == "mask" and self.divergence.startswith("topk")
 
     @property
     def biases(self) -> tuple[Bias, ...]:
-        region = Bias("mask", {"low": WIDE, "high": WIDE})
-        return (region, Bias("truncation", {"cap": WIDE}))
+        mask = Bias("mask", {"low": WIDE, "high": WIDE})
+        region = mask if self.region == "mask" else Bias("slope", {"delta": WIDE})
+        penalty = (Bias("penalty", {"penalty": 0.0}),) if self.penalty else ()
+        return (region, Bias("truncation", {"cap": WIDE}), *penalty)
 
 
 Divergence = Literal["tv", "kl"]
@@ -72,6 +100,27 @@ def binary_divergence(kind: Divergence, logp_new: Tensor, logp_inf: Tensor) -> T
     return drawn + (1.0 - inf).clamp(min=0.0) * (others[0] - others[1])
 
 
+def topk_divergence(
+    kind: Divergence, topk_ids: Tensor, topk_logp_inf: Tensor, logp_new_at_ids: Tensor
+) -> Tensor:
+    """Divergence [B, T] float64 over the actor's stored top k and one bin for all other tokens.
+
+    tv: half the L1 distance; kl: `KL(p_inf || p_new)`. Arguments [B, T, k], id -1 pads, as in
+    `obrs_normalizer`. At least that of any coarser partition and never above that of the whole
+    vocabulary. Where the sampled token is not stored it is among the others, as in the authors'
+    code.
+    """
+    choice("divergence", kind, ("tv", "kl"))
+    known = first_occurrence(topk_ids.long())
+    inf, new = (
+        torch.cat([p, (1.0 - p.sum(-1, keepdim=True)).clamp(min=0.0)], -1)
+        for p in (probability(logp, known) for logp in (topk_logp_inf, logp_new_at_ids))
+    )
+    if kind == "tv":
+        return (new - inf).abs().sum(-1) / 2
+    return (inf * (inf.clamp(min=_TINY).log() - new.clamp(min=_TINY).log())).sum(-1)
+
+
 class DppoMask(NamedTuple):
     """The tokens that the trust region takes out, [B, T] bool."""
 
@@ -85,16 +134,19 @@ def dppo_mask(
     advantages: Tensor,
     mask: Tensor,
     *,
-    divergence: Divergence = _DPPO.divergence,
+    divergence: Divergence | Tensor = "tv",
     low: float = _DPPO.low,
     high: float = _DPPO.high,
 ) -> DppoMask:
-    """Tokens outside the region whose update would lead further out."""
+    """Tokens outside the region whose update would lead further out. `divergence` [B, T]: of
+    `topk_divergence`, in the place of that of two outcomes."""
     same_shape(logp_new=logp_new, logp_inf=logp_inf, advantages=advantages, mask=mask)
     require(low >= 0.0, f"low={low} is not accepted: it bounds a divergence, so it is >= 0.")
     require(high >= 0.0, f"high={high} is not accepted: it bounds a divergence, so it is >= 0.")
     difference, usable = log_difference(logp_new, logp_inf, mask)
-    far = binary_divergence(divergence, logp_new, logp_inf)
+    far = divergence
+    if isinstance(far, str):
+        far = binary_divergence(far, logp_new, logp_inf)
     a = torch.where(usable, at_least_float32(advantages), 0.0)
     return DppoMask(
         high=(a > 0) & (difference > 0) & (far > high),
@@ -108,7 +160,7 @@ def dppo(
     advantages: Tensor,
     mask: Tensor,
     *,
-    divergence: Divergence = _DPPO.divergence,
+    divergence: Divergence | Tensor = "tv",
     low: float = _DPPO.low,
     high: float = _DPPO.high,
     cap: float = _DPPO.cap,
@@ -117,10 +169,10 @@ def dppo(
     2602.04879).
 
     M is 0 where a token is out of the region and the update would lead it further: `A > 0, p_new >
-    p_inf, D > high`, or `A < 0, p_new < p_inf, D > low`, D of `binary_divergence`; else 1. A token
-    of weight 0 stays in the loss's denominator. Biased by the mask (such a token contributes
-    nothing) and by the cap (ratio r above it counts cap/r). Log-probs and advantages [B, T], mask
-    [B, T].
+    p_inf, D > high`, or `A < 0, p_new < p_inf, D > low`, D of `binary_divergence` or as given, [B,
+    T] (`topk_divergence`); else 1. A token of weight 0 stays in the loss's denominator. Biased by
+    the mask (such a token contributes nothing) and by the cap (ratio r above it counts cap/r).
+    Log-probs and advantages [B, T], mask [B, T].
     """
     at_least_one("cap", cap)
     out = dppo_mask(logp_new, logp_inf, advantages, mask, divergence=divergence, low=low, high=high)
@@ -129,34 +181,77 @@ def dppo(
     return finish(weight, usable, mask)
 
 
+def drpo(
+    logp_new: Tensor,
+    logp_inf: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    delta: float = _DPPO.delta,
+    cap: float = _DPPO.cap,
+) -> Tensor:
+    """Weight `min(p_new/p_inf, cap) (1 - sign(A) (p_new - p_inf)/delta)` [B, T] of `A grad log
+    p_new` (DRPO, Yao et al. 2026, arXiv 2606.09821, eq. 8 and table 1).
+
+    It is the gradient of `r A - |A|/(2 delta) p_inf (r - 1)^2`: DPPO's region of total variation,
+    whose weights fall as the update leads further out, and beyond delta lead back (below 0). delta
+    is 12.5 in the paper, where no weight turns. The paper has no cap. Biased by the slope and the
+    cap. Log-probs and advantages [B, T], mask [B, T].
+    """
+    at_least_one("cap", cap)
+    positive("delta", delta)
+    same_shape(logp_new=logp_new, logp_inf=logp_inf, advantages=advantages, mask=mask)
+    difference, usable = log_difference(logp_new, logp_inf, mask)
+    moved = (probability(logp_new, usable) - probability(logp_inf, usable)).to(difference)
+    a = torch.where(usable, at_least_float32(advantages), 0.0)
+    weight = ratio(difference).clamp(max=cap) * (1.0 - a.sign() * moved / delta)
+    return finish(weight, usable, mask)
+
+
 class Dppo(Correction):
     """Weight `min(p_new/p_inf, cap)`, and 0 for a token that the update would lead further out of
-    the trust region (DPPO, Qi et al. 2026, arXiv 2602.04879).
+    the trust region (DPPO, Qi et al. 2026, arXiv 2602.04879); region=smooth: `drpo`.
 
     The region is around p_inf, which was sampled from, not p_ref, and the weights lead all the way
     to p_new: it needs a loss that carries no ratio and has no clip (algorithm=dppo). Biased by the
-    mask and the cap, and by nothing else; both stay in the loss's denominator.
+    region and the cap, and by nothing else; both stay in the loss's denominator. `penalty` adds
+    `penalty (log p_new/p_inf)^2` of every token to the loss, of weight 0 or not: prime-rl's default
+    is 1e-3, with low=high=0.2 and no cap.
     """
-
-    needs = Needs(new=True)
 
     def __init__(self, spec: DppoSpec, run_seed: int) -> None:
         self.spec = spec
+        self.needs = Needs(new=True, topk=spec.needs_topk)
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         spec, tokens = self.spec, (step.logp_new, step.logp_inf, step.advantages, step.mask)
-        region: dict[str, Any] = {"divergence": spec.divergence, "low": spec.low, "high": spec.high}
-        weight = dppo(*tokens, cap=spec.cap, **region)
-        out = dppo_mask(*tokens, **region)
+        difference, _ = log_difference(step.logp_new, step.logp_inf, step.mask)
         compared = inside(step, current.mask, "new")
-        over = ratio(log_difference(step.logp_new, step.logp_inf, step.mask)[0]) > spec.cap
-        high, low, truncated, count = total(
-            [*(which & compared for which in (out.high, out.low, over)), compared], reduce
-        )
-        count = max(count, 1.0)
-        metrics = {
-            "masked_high_share": high / count,
-            "masked_low_share": low / count,
-            "truncated_share": truncated / count,
-        }
-        return Corrected(current.weight * weight, current.mask, metrics)
+        shares = {"truncated_share": ratio(difference) > spec.cap}
+        if spec.region == "smooth":
+            weight = drpo(*tokens, delta=spec.delta, cap=spec.cap)
+            shares["reversed_share"] = weight < 0
+        else:
+            region: dict[str, Any] = {"low": spec.low, "high": spec.high}
+            region["divergence"] = self._divergence(step)
+            weight = dppo(*tokens, cap=spec.cap, **region)
+            out = dppo_mask(*tokens, **region)
+            shares |= {"masked_high_share": out.high, "masked_low_share": out.low}
+        *found, count = total([*(which & compared for which in shares.values()), compared], reduce)
+        metrics = {name: hits / max(count, 1.0) for name, hits in zip(shares, found)}
+        score = None
+        if spec.penalty:
+            score = 2.0 * spec.penalty * difference.clamp(-CLAMP, CLAMP)
+        return Corrected(current.weight * weight, current.mask, metrics, score=score)
+
+    def _divergence(self, step: StepTensors) -> Divergence | Tensor:
+        kind: Any = self.spec.divergence.removeprefix("topk_")
+        if not self.spec.needs_topk:
+            return kind
+        stored = (step.topk_ids_inf, step.topk_logp_inf, step.new_logp_at_inf_ids)
+        if any(tensor is None for tensor in stored):
+            raise ValueError(
+                f"correction=dppo with divergence={self.spec.divergence} needs the actor's top k "
+                "and p_new on it"
+            )
+        return topk_divergence(kind, *stored)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from rlcore.corrections.ais import ais, ais_accumulate, ais_weight
-from rlcore.corrections.dppo import dppo
+from rlcore.corrections.dppo import dppo, drpo, topk_divergence
 from rlcore.corrections.dvp import safe_set_logprobs
 from rlcore.corrections.jackpot import (
     JackpotSpec,
@@ -44,10 +44,13 @@ from rlcore.corrections.jackpot import (
     obrs_divergence,
     obrs_normalizer,
 )
+from rlcore.corrections.m2po import m2po
+from rlcore.corrections.minpro import minpro
 from rlcore.corrections.mis import mis
 from rlcore.corrections.mismatch import mismatch_accumulate, mismatch_values
 from rlcore.corrections.numerics import InvalidArgument, token_uniforms
 from rlcore.corrections.opsm import opsm
+from rlcore.corrections.outliers import outliers
 from rlcore.corrections.rapid import best_of_group, rapid_advantages
 from rlcore.corrections.regimes import batch_worth_correcting, floor_tokens
 from rlcore.corrections.tis import tis
@@ -57,6 +60,7 @@ from rlcore.corrections.vcpo import (
     sequence_ess_largest,
     vcpo_scale,
 )
+from rlcore.corrections.vesp import vesp
 from rlcore.corrections.veto import veto
 from rlcore.objectives.kl import entropy, full_kl, kl_penalty, penalty_weight, sampled_kl
 
@@ -78,6 +82,7 @@ __all__ = [
     "batch_worth_correcting",
     "best_of_group",
     "dppo",
+    "drpo",
     "entropy",
     "floor_tokens",
     "full_kl",
@@ -85,7 +90,9 @@ __all__ = [
     "jackpot_accumulate",
     "jackpot_weight",
     "kl_penalty",
+    "m2po",
     "merge",
+    "minpro",
     "mis",
     "mismatch_accumulate",
     "mismatch_values",
@@ -94,6 +101,7 @@ __all__ = [
     "obrs_divergence",
     "obrs_normalizer",
     "opsm",
+    "outliers",
     "penalty_weight",
     "rapid_advantages",
     "safe_set_logprobs",
@@ -103,6 +111,8 @@ __all__ = [
     "sequence_ess_largest",
     "tis",
     "token_uniforms",
+    "topk_divergence",
     "vcpo_scale",
+    "vesp",
     "veto",
 ]

@@ -29,6 +29,7 @@ from rlcore.corrections.numerics import (
     at_least_float32,
     at_least_one,
     choice,
+    first_occurrence,
     log_difference,
     positive,
     probability,
@@ -70,6 +71,7 @@ class JackpotSpec(CorrectionSpec):
             "mode=mask and normaliser=none (auto but for token-mean) have no Z: set it to paper",
         ),
         Unread(("c1", "c2", "normaliser"), lambda spec: spec.mode == "mask", "mode=mask weighs 1"),
+        Unread(("alpha_hat",), lambda spec: spec.mode == "expected", "mode=expected draws none"),
         Unread(
             ("c2",),
             lambda spec: spec.mode != "mask" and (spec.target == "ref" or spec.short_circuit),
@@ -77,7 +79,9 @@ class JackpotSpec(CorrectionSpec):
         ),
     )
 
-    mode: Literal["mask", "reweight", "both"] = setting("both", "reject tokens, weigh, or both")
+    mode: Literal["mask", "reweight", "both", "expected"] = setting(
+        "both", "reject tokens, weigh, or both; expected: both, averaged over the draws"
+    )
     target: Literal["ref", "new"] = setting("ref", "p_t: ref without staleness, new with it")
     lam: float = setting(1.0, "lambda: accept with min(1, p_t/(lambda p_inf))", gt=0)
     c1: float = setting(3.0, "cap of Z * max(lambda, p_t/p_inf)", ge=1)
@@ -104,7 +108,12 @@ class JackpotSpec(CorrectionSpec):
 
     @property
     def rejects(self) -> bool:
-        return self.mode != "reweight"
+        return self.mode in ("mask", "both")
+
+    @property
+    def draws_alpha(self) -> bool:
+        """True if alpha_hat is the share of tokens that the draws accepted."""
+        return self.alpha_hat == "bernoulli" and self.mode != "expected"
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -121,12 +130,12 @@ class JackpotSpec(CorrectionSpec):
             return self
         # Weights with Z are exact in a mean over all tokens kept. A constant denominator they
         # shrink by the acceptance rate, a mean of each sequence's kept tokens they bias.
-        drop = objective.aggregation != "token-mean" and self.mode == "both"
+        drop = objective.aggregation != "token-mean" and self.mode in ("both", "expected")
         return self.model_copy(update={"normaliser": "none" if drop else "paper"})
 
     def check(self, key: str) -> None:
         refuse(
-            self.normaliser == "none" and self.mode != "both",
+            self.normaliser == "none" and self.mode not in ("both", "expected"),
             f"{key}.normaliser=none with {key}.mode={self.mode} is not accepted: without Z, tokens "
             f"are both rejected and weighed; use {key}.mode=both or {key}.normaliser=auto.",
         )
@@ -205,7 +214,7 @@ def obrs_normalizer(
     same_shape(topk_ids_tgt=topk_ids_tgt, topk_logp_tgt=topk_logp_tgt)
     k = topk_ids_inf.shape[-1]
     ids = torch.cat([topk_ids_inf.long(), topk_ids_tgt.long()], -1)
-    first = _first_occurrence(ids)
+    first = first_occurrence(ids)
     p_inf = probability(topk_logp_inf, first[..., :k])
     p_tgt = probability(
         torch.cat([at_least_float32(logp_tgt_at_inf_ids), at_least_float32(topk_logp_tgt)], -1),
@@ -228,15 +237,6 @@ def obrs_normalizer(
     share = unknown.sum(-1) / first.sum(-1).clamp(min=1)
     dtype = result_dtype(topk_logp_inf)
     return z.clamp(0.0, min(1.0, 1.0 / lam)).to(dtype), share.to(dtype)
-
-
-def _first_occurrence(ids: Tensor) -> Tensor:
-    """Mark the entries [..., n] that hold an id (>= 0) not seen earlier in the row. Sorts: n^2
-    comparisons would not scale."""
-    ordered, order = ids.sort(dim=-1, stable=True)
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    return ~torch.zeros_like(repeated).scatter(-1, order, repeated) & (ids >= 0)
 
 
 def _unknown_probability(p_inf: Tensor, known: Tensor, unknown: Tensor, missing: Missing) -> Tensor:
@@ -269,7 +269,7 @@ def obrs_divergence(
         topk_logp_inf=topk_logp_inf,
         logp_tgt_at_inf_ids=logp_tgt_at_inf_ids,
     )
-    first = _first_occurrence(topk_ids_inf.long())
+    first = first_occurrence(topk_ids_inf.long())
     known = [probability(logp, first) for logp in (topk_logp_inf, logp_tgt_at_inf_ids)]
     p_inf, p_tgt = (torch.cat([p, (1.0 - p.sum(-1, keepdim=True)).clamp(min=0)], -1) for p in known)
     # p_t/p_kept = Z max(lam, p_t/p_inf)
@@ -374,11 +374,8 @@ class TopK(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JackpotTokens:
-    """The inputs of Jackpot, [B, T] each.
-
-    Example: JackpotTokens(logp_new, logp_ref, logp_inf, mask, token_uniforms(0, "obrs", step,
-    sample_ids, length), TopK(...))
-    """
+    """The inputs of Jackpot, [B, T] each. Example: JackpotTokens(logp_new, logp_ref, logp_inf,
+    mask, token_uniforms(0, "obrs", step, sample_ids, length), TopK(...))"""
 
     logp_new: Tensor
     logp_ref: Tensor
@@ -410,7 +407,7 @@ def jackpot_accumulate(tokens: JackpotTokens, settings: JackpotSpec | None = Non
     settings = _checked(tokens, settings)
     probability, accepted = _acceptance(tokens, settings)
     z_approx, _ = _normaliser(tokens, settings)
-    drawn = accepted if settings.alpha_hat == "bernoulli" else probability
+    drawn = accepted if settings.draws_alpha else probability
     return calibration_sums(z_approx, drawn, tokens.mask)
 
 
@@ -431,22 +428,27 @@ def jackpot(
     settings = _checked(tokens, settings)
     on = tokens.mask != 0
     probability, accepted = _acceptance(tokens, settings)
-    keep = on if settings.mode == "reweight" else on & accepted
+    keep = on & accepted if settings.rejects else on
     if settings.mode == "mask":
         weight = torch.ones_like(probability)
         return JackpotWeights(weight, keep, probability, accepted, None, None, None)
     if settings.normaliser == "none":
         # z = 1 leaves max(lam, p_t/p_inf); rejected tokens stay, so that all of them are divided by
-        weight = _weight(torch.ones_like(probability), tokens, settings)
-        weight = torch.where(on, torch.where(accepted, weight, 0.0), 1.0)
+        stays = probability if settings.mode == "expected" else accepted
+        weight = stays * _weight(torch.ones_like(probability), tokens, settings)
+        weight = torch.where(on, weight, 1.0)
         return JackpotWeights(weight, on, probability, accepted, None, None, None)
     z_approx, unknown = _normaliser(tokens, settings)
     if statistics is None:
-        drawn = accepted if settings.alpha_hat == "bernoulli" else probability
+        drawn = accepted if settings.draws_alpha else probability
         statistics = calibration_sums(z_approx, drawn, on)
         statistics = statistics if reduce is None else reduce(statistics)
-    z, _, _ = calibrated(z_approx, on, statistics, lam=settings.lam)
-    weight = torch.where(on, _weight(z, tokens, settings), 1.0)
+    z, _, alpha_hat = calibrated(z_approx, on, statistics, lam=settings.lam)
+    weight = _weight(z, tokens, settings)
+    if settings.mode == "expected":
+        # all tokens are divided by, where the mean over accepted ones has alpha_hat of them
+        weight = weight * (probability / alpha_hat.clamp(min=TINY)).to(weight)
+    weight = torch.where(on, weight, 1.0)
     return JackpotWeights(weight, keep, probability, accepted, z, z_approx, unknown)
 
 
@@ -460,7 +462,7 @@ def _checked(tokens: JackpotTokens, settings: JackpotSpec | None) -> JackpotSpec
     )
     settings = JackpotSpec() if settings is None else settings
     require(
-        not (settings.normaliser == "none" and settings.mode != "both"),
+        not (settings.normaliser == "none" and settings.mode not in ("both", "expected")),
         f"normaliser=none with mode={settings.mode} is not accepted: use mode=both.",
     )
     return settings
@@ -498,7 +500,9 @@ class Jackpot(Correction):
     """OBRS mask and weights towards p_ref (eq. 8) or p_new (eq. 11).
 
     Modes: `both`; `mask` rejects and does not weigh; `reweight` weighs by the same formula and
-    rejects nothing (an ablation: the weights are those of accepted tokens). `short_circuit`, with
+    rejects nothing (an ablation: the weights are those of accepted tokens); `expected` rejects
+    nothing and weighs by the mean of `both` over its draws: at lambda 1 `min(Z rho, c1)`, over the
+    accepted share, for the same expectation without the draws' noise. `short_circuit`, with
     target=new, switches PPO's clip off and with it the factor p_ref/p_new (B.1). Draws depend on
     (run seed, step, sample, position) only.
 
@@ -531,15 +535,11 @@ class Jackpot(Correction):
 
     def _topk(self, step: StepTensors) -> TopK | None:
         """Both sides' most likely tokens, if all of them are there."""
-        new = self.spec.target == "new"
-        ids = step.new_topk_ids if new else step.ref_topk_ids
-        logp = step.new_topk_logp if new else step.ref_topk_logp
-        at_inf = step.new_logp_at_inf_ids if new else step.ref_logp_at_inf_ids
-        if step.topk_ids_inf is None or step.topk_logp_inf is None:
-            return None
-        if ids is None or logp is None or at_inf is None:
-            return None
-        return TopK(step.topk_ids_inf, step.topk_logp_inf, ids, logp, at_inf)
+        theirs = (step.ref_topk_ids, step.ref_topk_logp, step.ref_logp_at_inf_ids)
+        if self.spec.target == "new":
+            theirs = (step.new_topk_ids, step.new_topk_logp, step.new_logp_at_inf_ids)
+        both = [t for t in (step.topk_ids_inf, step.topk_logp_inf, *theirs) if t is not None]
+        return TopK(*both) if len(both) == 5 else None
 
     def _metrics(
         self, tokens: JackpotTokens, found: JackpotWeights, reduce: Reduce
@@ -547,7 +547,7 @@ class Jackpot(Correction):
         on = tokens.mask
         accepted = found.accepted & on
         # what weights and caps do is of the tokens they apply to, the rest is of all proposed ones
-        weighed = on if self.spec.mode == "reweight" else accepted
+        weighed = accepted if self.spec.rejects else on
         proposed: dict[str, Tensor] = {
             "acceptance": accepted,
             "acceptance_expected": found.probability,
@@ -565,7 +565,7 @@ class Jackpot(Correction):
         if not count:
             metrics |= {"acceptance": 1.0, "acceptance_expected": 1.0}
         if "z_approx" in sums:
-            drawn = "acceptance" if self.spec.alpha_hat == "bernoulli" else "acceptance_expected"
+            drawn = "acceptance" if self.spec.draws_alpha else "acceptance_expected"
             metrics["kappa"] = sums[drawn] / sums["z_approx"] if sums["z_approx"] > 0 else 1.0
         return metrics
 

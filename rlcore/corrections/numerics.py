@@ -129,6 +129,42 @@ def finish(weight: Tensor, usable: Tensor, mask: Tensor) -> Tensor:
     return torch.where(usable, weight, torch.where(mask != 0, 0.0, 1.0).to(weight))
 
 
+def first_occurrence(ids: Tensor) -> Tensor:
+    """Mark the entries [..., n] that hold an id (>= 0) not seen earlier in the row. Sorts: n^2
+    comparisons would not scale."""
+    ordered, order = ids.sort(dim=-1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    return ~torch.zeros_like(repeated).scatter(-1, order, repeated) & (ids >= 0)
+
+
+# counts [n] and sums [n], both float64, of n prefixes of some sorted values -> which fit, [n] bool
+Fits = Callable[["Tensor", "Tensor"], "Tensor"]
+_DIGITS = 8  # of the 32 bits of a value, decided by one reduction
+
+
+def smallest_that_fit(values: Tensor, on: Tensor, fits: Fits, reduce: SumReduce | None) -> Tensor:
+    """Mark the smallest of the values [B, T] for which `on` [B, T] holds, as many over all ranks as
+    `fits` allows. Equal values stay or go together, so that no order among them matters.
+
+    Args: fits(counts, sums) says of prefixes of the ascending values whether they may stay; where
+    one may not, no longer one may. Values are compared as float32, and may be infinite. Makes the
+    same few reductions on every rank, and does not wait for the device.
+    """
+    bits = values.float().contiguous().view(torch.int32).long()
+    keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # in the order of the values
+    ordered, order = keys[on].sort()
+    summed = torch.cat([values.new_zeros(1).double(), values[on].double()[order].cumsum(0)])
+    bound = torch.full((), -(1 << 31), device=values.device)
+    for digit in range(32 // _DIGITS - 1, -1, -1):
+        steps = torch.arange(1, 1 << _DIGITS, device=values.device) << (_DIGITS * digit)
+        index = torch.searchsorted(ordered, bound + steps, right=True)
+        found = torch.cat([index.double(), summed[index]])
+        counts, sums_ = (found if reduce is None else reduce(found)).chunk(2)
+        bound = bound + (fits(counts, sums_).sum() << (_DIGITS * digit))
+    return on & (keys <= bound)
+
+
 class OneRank(Reduce):
     """No reduction."""
 

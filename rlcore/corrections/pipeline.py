@@ -172,16 +172,19 @@ class Pipeline:
         weighed = _towards_new(step) if self.leads_to_new else step
         metrics: dict[str, float] = {}
         scale = 1.0
+        scores: list[Tensor] = []
         for stage in self.stages:
             follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
             seen = weighed if follows else step
-            before_it = replace(current, metrics={}, step_scale=1.0)
+            before_it = replace(current, metrics={}, step_scale=1.0, score=None)
             current = stage.method.correct(seen, before_it, reduce)
             scale *= current.step_scale
+            scores += [] if current.score is None else [current.score]
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
-        return Corrected(weight, current.mask, metrics, scale)
+        score = torch.stack(scores).sum(0) if scores else None
+        return Corrected(weight, current.mask, metrics, scale, score=score)
 
     @torch.no_grad()
     def penalty_weight(
@@ -302,6 +305,7 @@ class StratifiedPipeline(Pipeline):
     def _weighed(self, step: StepTensors, reduce: Reduce) -> Corrected:
         """Every rank goes through all lists: statistics of the global batch are collective."""
         weight, mask = torch.ones_like(at_least_float32(step.logp_inf)), step.mask.clone()
+        score: Tensor | None = None
         tokens, scale = 0.0, 0.0
         sums: dict[str, tuple[float, float]] = {}  # of metrics by name, and their tokens
         by_kind: dict[str, float] = {}
@@ -309,6 +313,9 @@ class StratifiedPipeline(Pipeline):
             part = step.rows(rows)
             found = pipeline._weighed(part, reduce)
             weight[rows], mask[rows] = found.weight.to(weight), found.mask
+            if found.score is not None:
+                score = torch.zeros_like(weight) if score is None else score
+                score[rows] = found.score.to(weight)
             (own,) = total([part.mask], reduce)
             tokens, scale = tokens + own, scale + own * found.step_scale
             for name, value in found.metrics.items():
@@ -317,7 +324,8 @@ class StratifiedPipeline(Pipeline):
             if own and len(kinds) == 1 and kinds[0] in self.kinds:
                 by_kind |= at_kind(found.metrics, kinds[0])
         metrics = {name: value / n for name, (value, n) in sums.items() if n}
-        whole = Corrected(weight, mask, metrics, scale / tokens if tokens else 1.0, step.kinds)
+        scale = scale / tokens if tokens else 1.0
+        whole = Corrected(weight, mask, metrics, scale, step.kinds, score)
         for kind, rows in present_kinds(self.kinds, step, reduce):
             by_kind |= at_kind(_totals(whole.rows(rows), step.rows(rows), reduce), kind)
         return replace(whole, metrics=metrics | by_kind)

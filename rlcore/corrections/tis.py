@@ -11,10 +11,12 @@ from rlcore.corrections.numerics import (
     finish,
     importance_ratio,
     inside,
+    require,
     share,
+    total,
 )
 from rlcore.corrections.specs import CorrectionSpec
-from rlcore.interfaces import Corrected, Correction, Reduce
+from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.objectives.protocols import WIDE, Bias
 from rlcore.spec import setting
 from rlcore.types import StepTensors
@@ -26,14 +28,17 @@ if TYPE_CHECKING:
 class TisSpec(CorrectionSpec):
     """Truncated importance sampling (Jackpot eq. 6; adjusted: Jackpot B.1).
 
-    Biased by the truncation at `cap`."""
+    Biased by the truncation at `cap` and `floor`, and with `normalised` by the batch mean, which
+    the truncated ratios have below or above 1."""
 
     method: ClassVar[str] = "rlcore.corrections.tis:Tis"
     weighs: ClassVar[bool] = True
     sequence_wise: ClassVar[bool] = True
 
     cap: float = setting(2.0, "C: weights are min(p_ref/p_inf, C)", ge=1)
+    floor: float = setting(0.0, "weights are at least this", ge=0, le=1)
     level: Literal["token", "sequence"] = setting("token", "of the ratio")
+    normalised: bool = setting(False, "weights are divided by their mean over the batch")
     adjusted: bool = setting(False, "min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
 
     @property
@@ -46,7 +51,9 @@ class TisSpec(CorrectionSpec):
 
     @property
     def biases(self) -> tuple[Bias, ...]:
-        return (Bias("truncation", {"cap": WIDE}),)
+        truncation = Bias("truncation", {"cap": WIDE, "floor": 0.0})
+        mean = Bias("batch mean", {"normalised": False})
+        return (truncation, mean) if self.normalised else (truncation,)
 
 
 _TIS = TisSpec()
@@ -58,34 +65,54 @@ def tis(
     mask: Tensor,
     *,
     cap: float = _TIS.cap,
+    floor: float = _TIS.floor,
     level: TokenOrSequence = _TIS.level,
 ) -> Tensor:
-    """Truncated importance sampling: `min(p_target/p_inf, cap)` (Jackpot eq. 6, AIS eq. 8).
+    """Truncated importance sampling: `max(min(p_target/p_inf, cap), floor)` (Jackpot eq. 6, AIS eq.
+    8; the lower bound is slime's `tis_clip_low`).
 
-    `level="sequence"` gives every token of a sequence `min(prod_t p_target/p_inf, cap)`. Biased by
-    the truncation alone: a term of ratio r > cap counts cap/r of itself. Returns weight [B, T].
+    `level="sequence"` takes the product `prod_t p_target/p_inf` of the sequence for each of its
+    tokens. Biased by the truncation alone: a term of ratio r > cap counts cap/r of itself, one of
+    r < floor floor/r. Returns weight [B, T].
     """
     choice("level", level, ("token", "sequence"))
     at_least_one("cap", cap)
+    require(0.0 <= floor <= 1.0, f"floor={floor} is not accepted: it is in [0, 1].")
     weight, usable = importance_ratio(logp_target, logp_inf, mask, level)
-    return finish(weight.clamp(max=cap), usable, mask)
+    return finish(weight.clamp(floor, cap), usable, mask)
+
+
+def batch_mean(weight: Tensor, mask: Tensor, level: TokenOrSequence, reduce: Reduce) -> float:
+    """Mean of the weights [B, T] over the batch's tokens, or over its sequences of one weight each;
+    1 where it is 0 or there is none. Waits for the device."""
+    on = mask if level == "token" else mask & (mask.cumsum(-1) == 1)
+    summed, count = total([weight.where(on, 0.0), on], reduce)
+    return summed / count if summed > 0 else 1.0
 
 
 class Tis(Correction):
-    """Weight `min(p_ref/p_inf, cap)` per token or per sequence (Jackpot eq. 6).
+    """Weight `max(min(p_ref/p_inf, cap), floor)` per token or per sequence (Jackpot eq. 6).
 
-    `adjusted` switches PPO's clip off, so that the pipeline has weights lead to p_new: `min(SG(
-    p_new)/p_inf, cap)` (Jackpot B.1, TIS-adjusted).
+    `normalised` divides the truncated weights by their mean over the batch (verl's
+    `rollout_is_batch_normalize`), of all tokens or of all sequences as the level says, so that a
+    step's size does not follow the mismatch. `adjusted` switches PPO's clip off, so that the
+    pipeline has weights lead to p_new: `min(SG(p_new)/p_inf, cap)` (Jackpot B.1, TIS-adjusted).
     """
 
     def __init__(self, spec: TisSpec, run_seed: int) -> None:
         self.spec = spec
+        self.needs = Needs(batch_stats=spec.normalised)
 
     def correct(self, step: StepTensors, current: Corrected, reduce: Reduce) -> Corrected:
         spec = self.spec
         # step.mask, not current.mask: a sequence's product is over all of its sampled tokens
-        weight = tis(step.logp_ref, step.logp_inf, step.mask, cap=spec.cap, level=spec.level)
-        ratio, _ = importance_ratio(step.logp_ref, step.logp_inf, step.mask, spec.level)
+        ratios = (step.logp_ref, step.logp_inf, step.mask)
+        weight = tis(*ratios, cap=spec.cap, floor=spec.floor, level=spec.level)
+        ratio, _ = importance_ratio(*ratios, spec.level)
         compared = inside(step, current.mask)
-        metrics = {"truncated_share": share(ratio > spec.cap, compared, reduce)}
+        outside = (ratio > spec.cap) | (ratio < spec.floor)
+        metrics = {"truncated_share": share(outside, compared, reduce)}
+        if spec.normalised:
+            mean = batch_mean(weight, step.mask, spec.level, reduce)
+            metrics["batch_mean"], weight = mean, weight / mean
         return Corrected(current.weight * weight, current.mask, metrics)

@@ -521,6 +521,7 @@ class Update:
             weight=corrected.weight,
             mask=corrected.mask,
             sampled=sampled,
+            score=corrected.score,
         )
 
     def group_advantages(self, batch: StepBatch) -> Tensor:

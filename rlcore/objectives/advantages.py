@@ -7,6 +7,7 @@ No torch at import.
 from __future__ import annotations
 
 from functools import cached_property
+from math import comb
 from typing import TYPE_CHECKING
 
 from rlcore.interfaces import Reduce
@@ -131,6 +132,10 @@ class Rewards:
     def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
         """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
         return float(self._reduce((weight * centred**2).sum()[None]).item())
+
+    def batch_sum(self, values: Tensor) -> float:
+        """Sum of `values` [B] over the global batch."""
+        return float(self._reduce(values.double().sum()[None]).item())
 
     @cached_property
     def _batch(self) -> tuple[Tensor, float]:
@@ -296,3 +301,68 @@ class ReinforcePpBaseline(ReinforcePp):
 
     def centred(self, rewards: Rewards) -> Tensor:
         return rewards.group_centred
+
+
+class Opo(Advantage):
+    """`r - b`, b the mean of the group's rewards weighted by tokens (OPO, Hao et al. 2025, arXiv
+    2505.23585): the baseline of least variance where every token's gradient has one size."""
+
+    compares_group = True
+
+    def __call__(self, rewards: Rewards) -> Tensor:
+        centred, tokens = rewards.group_centred, rewards.tokens
+        longest = rewards.group_sum(tokens).clamp(min=1.0)
+        return centred - rewards.group_sum(tokens * centred) / longest
+
+
+class Gpg(Advantage):
+    """`B/(B - M) (r - mean)` over the group, M of the batch's B episodes in groups of equal rewards
+    (GPG, Chu et al. 2025, arXiv 2504.02546, F_norm = 1).
+
+    Such groups have no gradient, and the factor makes up for their share of the denominator. verl's
+    code counts rewards of 0 in the place of M; this is the text's.
+    """
+
+    compares_group = True
+
+    def __call__(self, rewards: Rewards) -> Tensor:
+        centred = rewards.group_centred
+        differs = rewards.group_sum(centred.abs()) > 0
+        informative = rewards.batch_sum(differs)
+        scale = rewards.batch_sum(torch.ones_like(centred)) / max(informative, 1.0)
+        return centred * scale
+
+
+class PassK(Advantage):
+    """Gradient of the expected best reward of k attempts, for rewards of 0 and 1 that of pass@k
+    (PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with its baseline over k - 1).
+
+    `A_i = k mean_S [max over S of r - max over S less i of r]`, S the sets of k of the group's n
+    samples that hold i: what i adds to the best of k. Unbiased for every k <= n:
+    the baseline does not depend on i. With k = n only the best sample has one, its lead over the
+    second (arXiv 2503.19595). A smaller group, after failed scores, counts with its own size as k.
+    """
+
+    compares_group = True
+    own_settings = ("pass_k",)
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self._k = spec.pass_k
+
+    def __call__(self, rewards: Rewards) -> Tensor:
+        out = torch.zeros_like(rewards.values)
+        for group in rewards.group_ids.unique():
+            rows = rewards.group_ids == group
+            out[rows] = self._of_group(rewards.values[rows])
+        return out
+
+    def _of_group(self, rewards: Tensor) -> Tensor:
+        n = len(rewards)
+        k = min(self._k, n)
+        if k < 2:
+            return torch.zeros_like(rewards)
+        ordered, order = rewards.sort()
+        # sets whose second best is the m-th smallest: m choose k - 2
+        sets = torch.tensor([comb(m, k - 2) / comb(n, k) for m in range(n)], dtype=torch.float64)
+        lead = (ordered[:, None] - ordered).tril()
+        return torch.zeros_like(rewards).scatter(0, order, n * (lead * sets.to(lead)).sum(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.interfaces import Reduce
@@ -21,6 +22,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`-SG(weight) * objective` [B, T], and indicators [B, T] by name; 0 where the mask is 0.
 
+    A `score` adds the gradient of `SG(score) log p_new`, and nothing to the value.
+
     With `short_circuit` the ratio is `p_new/SG(p_new)`: its value is 1, so no clip ever binds
     (TIS-adjusted and Jackpot B.1). The mean of an indicator over the global mask is the metric of
     that name: the loss's own, and `ratio`.
@@ -38,7 +41,11 @@ def policy_loss(
     objective, indicators = loss(log_ratio, advantages, counted)
     weight = torch.where(on, at_least_float32(tokens.weight.detach()), 0.0)
     indicators["ratio"] = log_ratio.detach().exp()
-    return -weight * objective, {
+    per_token = -weight * objective
+    if tokens.score is not None:
+        score = torch.where(on, at_least_float32(tokens.score.detach()), 0.0)
+        per_token = per_token + score * (log_ratio - log_ratio.detach())
+    return per_token, {
         name: torch.where(on, value, 0.0).to(weight.dtype) for name, value in indicators.items()
     }
 
@@ -148,6 +155,55 @@ class Gspo(Ppo):
         # log_ratio is 0 outside `sampled`, so the sum is over the sampled tokens
         mean = log_ratio.detach().sum(-1, keepdim=True) / lengths
         return self.clipped((mean + (log_ratio - log_ratio.detach())).exp(), advantages)
+
+
+class Gmpo(Gspo):
+    """The geometric mean of the sequence's token ratios, each clipped before the mean (GMPO, Zhao
+    et al. 2025, arXiv 2507.20673).
+
+    `f = A prod_t c_t^(1/length)`, `c_t = min(r_t, 1 + eps_high)` where A > 0, else
+    `max(r_t, 1 - eps_low)`; the paper's range (e^-0.4, e^0.4) is eps_low=0.3297, eps_high=0.4918.
+    A clipped token has no gradient and counts in the mean. In a token form as Gspo's.
+
+    Biased by the clip (`clip_*_share`), and by design by the geometric mean, as Gspo.
+    """
+
+    def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
+        low = log(self.low) if self.low > 0 else -inf
+        clipped = torch.where(
+            advantages > 0, log_ratio.clamp(max=log(self.high)), log_ratio.clamp(min=low)
+        )
+        lengths = sampled.sum(-1, keepdim=True).clamp(min=1)
+        mean = clipped.detach().sum(-1, keepdim=True) / lengths
+        objective = advantages * (mean + (clipped - clipped.detach())).exp()
+        detached = log_ratio.detach()
+        return objective, {
+            "clip_low_share": (detached < low) & (advantages < 0),
+            "clip_high_share": (detached > log(self.high)) & (advantages > 0),
+        }
+
+
+class Sapo(PolicyLoss):
+    """`f = A (1 + 2/tau tanh(tau (r - 1)/2))`: a soft gate in the place of a clip (SAPO, Gao et al.
+    2025, arXiv 2511.20347).
+
+    It is the paper's `A 4/tau sigmoid(tau (r - 1))` less a constant, for a readable value: at r = 1
+    the objective and its gradient are those of r A. tau is `sapo_tau_pos` where A > 0, else
+    `sapo_tau_neg`.
+
+    Biased by the gate: a token of ratio r counts `1 - tanh(tau (r - 1)/2)^2` of itself.
+    """
+
+    biases = (Bias("gate", {"sapo_tau_pos": 1e-6, "sapo_tau_neg": 1e-6}),)
+    own_settings = ("sapo_tau_pos", "sapo_tau_neg")
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self.tau_pos, self.tau_neg = spec.sapo_tau_pos, spec.sapo_tau_neg
+
+    def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
+        tau = torch.where(advantages > 0, log_ratio.new_tensor(self.tau_pos), self.tau_neg)
+        gate = 2.0 / tau * torch.tanh(tau * torch.expm1(log_ratio) / 2.0)
+        return advantages * (1.0 + gate), {}
 
 
 class Cispo(PolicyLoss):

@@ -129,3 +129,4 @@ class LossTensors:
     # all sampled tokens, kept or rejected, less those outside the safe set of p_new or, where the
     # loss carries p_new/p_ref, of p_ref
     sampled: Tensor
+    score: Tensor | None = None  # of the corrections: coefficient of log p_new in the loss

@@ -86,6 +86,9 @@ class ObjectiveSpec(Spec):
     dual_clip: float | None = setting(
         None, "ppo: a negative advantage counts with a ratio of at most this; null: off", gt=1
     )
+    sapo_tau_pos: float = setting(1.0, "sapo: temperature of the gate where A > 0", gt=0)
+    sapo_tau_neg: float = setting(1.05, "sapo: temperature of the gate elsewhere", gt=0)
+    pass_k: int = setting(4, "passk: k, the attempts of which the best counts", ge=2)
     aggregation: Aggregation = setting("token-mean", "of token losses over the global batch")
     kl_coef: float = setting(0.0, "weight of the KL to the frozen starting policy", ge=0)
     kl_in: Literal["loss", "reward"] = setting(
@@ -138,10 +141,15 @@ ADVANTAGES: dict[str, str] = {
     "reinforce_pp_baseline": "rlcore.objectives.advantages:ReinforcePpBaseline",
     "reinforce": "rlcore.objectives.advantages:ReinforceAdvantage",
     "group_mean": "rlcore.objectives.advantages:GroupMean",
+    "opo": "rlcore.objectives.advantages:Opo",
+    "gpg": "rlcore.objectives.advantages:Gpg",
+    "passk": "rlcore.objectives.advantages:PassK",
 }
 LOSSES: dict[str, str] = {
     "ppo": "rlcore.objectives.losses:Ppo",
     "gspo": "rlcore.objectives.losses:Gspo",
+    "gmpo": "rlcore.objectives.losses:Gmpo",
+    "sapo": "rlcore.objectives.losses:Sapo",
     "cispo": "rlcore.objectives.losses:Cispo",
     "reinforce": "rlcore.objectives.losses:Reinforce",
 }

@@ -57,6 +57,7 @@ COMPANIONS = {
     "correction=rapid": ["algorithm=rapid"],
     "correction=dppo": ["algorithm=dppo"],
     "correction=opsm": ["correction.opsm.delta=0.1"],
+    "correction=outliers": ["correction.outliers.threshold=0.1"],
 }
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
 

@@ -88,7 +88,8 @@ def test_pairs_that_the_door_accepts_build_and_no_others(pair):
 
     whole = [name for name in ("rapid", "dppo") if name in pair]
     algorithm = f"algorithm={whole[0] if whole else 'grpo'}"
-    needed = ["correction.opsm.delta=0.1"] if "opsm" in pair else []
+    required = {"opsm": "delta", "outliers": "threshold"}
+    needed = [f"correction.{name}.{required[name]}=0.1" for name in pair if name in required]
     try:
         config = run(f"correction=[{','.join(pair)}]", algorithm, *needed)
     except UserError:

@@ -22,9 +22,11 @@ from rlcore.spec import Spec
 EXPERIMENTS = Path(__file__).parents[2] / "configs/experiment"
 PRESETS = sorted(p for p in EXPERIMENTS.rglob("*.yaml") if p.parent.name != "evidence")
 JACKPOT = "correction=[jackpot]"
+DPPO, SMOOTH = "correction=[dppo] algorithm=dppo", "correction.dppo.region=smooth"
 SEQUENCES = "algorithm.aggregation=seq-mean-token-mean"
 KL = "algorithm.kl_coef=0.1"
 KL_IN_REWARD = f"{KL} algorithm.kl_in=reward"
+EXPECTED = "correction.jackpot.mode=expected"
 OFFLOADED = "learner.offload.optimizer=cpu learner.zero_stage=3"
 GPU = "actor.bf16.num_gpus=1"
 IN_FLIGHT = "schedule=async schedule.on_publish=in_flight"
@@ -144,9 +146,15 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             (value, f"{JACKPOT} correction.jackpot.mode=mask", JACKPOT),
             (value, f"{JACKPOT} correction.jackpot.normaliser=none", JACKPOT),
             (value, f"{JACKPOT} {SEQUENCES}", f"{JACKPOT} {SEQUENCES} {paper}"),
+            *[(value, f"{JACKPOT} {expected}", JACKPOT)] * (name == "alpha_hat"),
         ]
-        for paper in ["correction.jackpot.normaliser=paper"]
+        for paper, expected in [("correction.jackpot.normaliser=paper", EXPECTED)]
         for name, value in [("alpha_hat", "bernoulli"), ("missing", "bound"), ("tail", "none")]
+    },
+    "correction.dppo.delta": [("2.0", DPPO, f"{DPPO} {SMOOTH}")],
+    **{
+        f"correction.dppo.{name}": [(value, f"{DPPO} {SMOOTH}", DPPO)]
+        for name, value in [("divergence", "kl"), ("low", "0.1"), ("high", "0.1")]
     },
     "correction.jackpot.c1": [("2.0", f"{JACKPOT} correction.jackpot.mode=mask", JACKPOT)],
     "correction.jackpot.c2": [

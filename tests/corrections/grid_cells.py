@@ -27,12 +27,17 @@ ESTIMATORS = ("none", *get_args(KlEstimator))
 EXACT = 1e-5  # an error below is none, relative to the reference's norm
 # settings at which thresholds bind on the bandit; a method that is not here has its defaults
 TIGHT: dict[str, dict[str, Any]] = {
-    "tis": {"cap": 1.25},
+    "tis": {"cap": 1.25, "floor": 0.5},
     "mis": {"low": 0.75, "high": 1.5},
     "icepop": {"low": 0.75, "high": 1.5},
     "veto": {"threshold": 0.6},
     "opsm": {"delta": 0.02},
-    "dppo": {"low": 0.05, "high": 0.05, "cap": 1.25},
+    "m2po": {"budget": 0.1},
+    "outliers": {"threshold": 0.15},
+    "clip_cov": {"share": 1.0, "low": 0.05, "high": 1e9},
+    "kl_cov": {"share": 0.2},
+    "minpro": {"cap": 1.25},
+    "dppo": {"low": 0.05, "high": 0.05, "delta": 0.5, "cap": 1.25, "penalty": 0.1},
     "jackpot": {"c1": 1.25, "c2": 1.25},
     "ais": {"cap": 1.25},
     "dvp": {"rho": RHO},
@@ -43,6 +48,8 @@ NARROW = {"eps_low": 0.1, "eps_high": 0.1, "kl_ratio_cap": 1.25, "kl_coef": KL_C
 # the registered losses, and those with a setting of their own
 LOSS_SETTINGS: dict[str, dict[str, Any]] = {name: {"loss": name} for name in LOSSES}
 LOSS_SETTINGS["ppo(dual_clip=1.2)"] = {"loss": "ppo", "dual_clip": 1.2}
+# to corrections these are ppo: beside several of them they are enumerated nightly
+LIKE_PPO = {"ppo(dual_clip=1.2)", "gmpo", "sapo"}
 
 Chosen = tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]  # names and their changed settings
 
@@ -88,18 +95,26 @@ def _spec(name: str, settings: tuple[tuple[str, Any], ...]) -> CorrectionSpec:
 
 
 def lists(*, reverse: bool = False) -> Iterator[Chosen]:
-    """No correction; every registered one, and with each other value of its switches; all pairs,
-    with `reverse` in both orders; safe set and veto around each that weighs."""
+    """No correction; every registered one, and with each other value of its switches; all pairs of
+    which one weighs or constrains (two masks have nothing but their product), with `reverse` in
+    both orders; safe set and veto around each that weighs."""
+    alone = {name for name in CORRECTIONS if not load_object(CORRECTIONS[name]).weighs} - {"dvp"}
     yield ()
     for name in CORRECTIONS:
         yield ((name, ()),)
         yield from (((name, (switch,)),) for switch in switches(name))
     yield (("jackpot", (("target", "new"), ("short_circuit", True))),)
     for pair in permutations(CORRECTIONS, 2) if reverse else combinations(CORRECTIONS, 2):
-        yield tuple((name, ()) for name in pair)
+        if not alone.issuperset(pair):
+            yield tuple((name, ()) for name in pair)
     for name in CORRECTIONS:
         if load_object(CORRECTIONS[name]).weighs:
             yield (("dvp", ()), (name, ()), ("veto", ()))
+
+
+def losses_of(chosen: Chosen, *, reverse: bool = False) -> list[str]:
+    """The losses beside which a list is enumerated."""
+    return [name for name in LOSS_SETTINGS if reverse or len(chosen) < 2 or name not in LIKE_PPO]
 
 
 def switches(name: str) -> Iterator[tuple[str, Any]]:
@@ -128,8 +143,10 @@ def fleets(loss: str, *, every: bool = False) -> Iterator[Cell]:
 
 
 def cells(*, reverse: bool = False) -> Iterator[Cell]:
-    axes = (LOSS_SETTINGS, AGGREGATIONS, (False, True), ESTIMATORS)
-    yield from (Cell(chosen, *rest) for chosen in lists(reverse=reverse) for rest in product(*axes))
+    for chosen in lists(reverse=reverse):
+        losses = losses_of(chosen, reverse=reverse)
+        for rest in product(losses, AGGREGATIONS, (False, True), ESTIMATORS):
+            yield Cell(chosen, *rest)
 
 
 # ----- validation -----

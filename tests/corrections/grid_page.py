@@ -12,13 +12,13 @@ from grid_cells import (
     AGGREGATIONS,
     ESTIMATORS,
     EXACT,
-    LOSS_SETTINGS,
     NARROW,
     TIGHT,
     Cell,
     Chosen,
     biases,
     error,
+    losses_of,
     refusal,
 )
 from grid_cells import lists as all_lists
@@ -35,8 +35,8 @@ reference. Advantages are fixed. Statistics of a batch (denominators, AIS's alph
 are those of the whole distribution, so this is the limit of large batches. The reference:
 
 - token by token: prefix and continuation as the actor draws them, the token from p_new;
-- sequence weights (`tis` and `mis` with `level=sequence` or `geometric`, `rapid`): all of the
-  sequence from the policy that the weights lead to, which is p_ref under a loss that carries
+- sequence weights (`tis` and `mis` with `level=sequence` or `geometric`, `rapid`, `vesp`): all of
+  the sequence from the policy that the weights lead to, which is p_ref under a loss that carries
   p_new/p_ref (the token is then p_new's) and else p_new;
 - with `dvp`: the same policies, each constrained to its safe set;
 - the KL: at the states that the actor visits, the token from p_new (`k1`, `k2`: the reverse KL,
@@ -49,6 +49,7 @@ their docstrings): with all of them opened (thresholds wide, or the actor's poli
 weights lead to, or sequences of one token) the entry is 0, and the test checks that. The sizes are
 this bandit's, on which the settings below make thresholds bind, and say nothing of a real run.
 One or two ranks, one or more micro-batches, and the other order of a pair give no other outcome.
+Several corrections are shown beside four losses; gmpo, sapo and the dual clip are ppo to them.
 
 Settings: {settings}. Columns: the first step of a phase, where p_new is p_ref, and a later one, for
 each aggregation.
@@ -90,7 +91,7 @@ def policy_rows() -> list[Row]:
         (title(chosen), ", ".join(losses), *entries)
         for chosen in all_lists()
         for losses, entries in merged(
-            LOSS_SETTINGS, lambda loss, c=chosen: entries_of(c, loss, "none")
+            losses_of(chosen), lambda loss, c=chosen: entries_of(c, loss, "none")
         )
     ]
 
@@ -113,10 +114,10 @@ def refused_rows() -> list[Row]:
     rows = []
     for chosen in all_lists():
         for losses, (reason,) in merged(
-            LOSS_SETTINGS, lambda loss, c=chosen: (reason_of(c, loss),)
+            losses_of(chosen), lambda loss, c=chosen: (reason_of(c, loss),)
         ):
             if reason:
-                names = "all" if len(losses) == len(LOSS_SETTINGS) else ", ".join(losses)
+                names = "all" if len(losses) == len(losses_of(chosen)) else ", ".join(losses)
                 rows.append((title(chosen), names, reason))
     return rows
 

@@ -29,6 +29,11 @@ CHOICES: list[dict[str, dict[str, Any]]] = [
     {"dvp": {"zero": "trajectory"}, "mis": {}},
     {"opsm": {"delta": 0.05}, "tis": {}},
     {"dppo": {"low": 0.05, "high": 0.05}},
+    {"tis": {"cap": 1.2, "normalised": True, "level": "sequence"}},
+    {"m2po": {"budget": 0.05}, "tis": {}},
+    {"clip_cov": {"share": 0.1, "low": 0.0, "high": 9.0}, "outliers": {"threshold": 0.2}},
+    {"kl_cov": {"share": 0.2}, "minpro": {}},
+    {"jackpot": {"mode": "expected"}},
     {"rapid": {}},
 ]
 SPLITS = [[range(0, 4), range(4, 8)], [range(0, 2), range(2, 8)], [range(0, 0), range(0, 8)]]

@@ -26,6 +26,7 @@ from grid_cells import (
     error,
     fleets,
     lists,
+    losses_of,
     opened,
     refusal,
     switches,
@@ -58,7 +59,7 @@ def accepted(loss: str, kls: tuple[str, ...], *, reverse: bool = False) -> Itera
 
 def spread(loss: str) -> Iterator[Cell]:
     """One cell of every list, which between them go through all means, steps and estimators."""
-    for i, chosen in enumerate(lists()):
+    for i, chosen in enumerate(chosen for chosen in lists() if loss in losses_of(chosen)):
         mean, kl = AGGREGATIONS[i % 3], ESTIMATORS[i % 5]
         cell = Cell(chosen, loss, mean, i % 2 == 1, kl)
         if not refusal(cell):

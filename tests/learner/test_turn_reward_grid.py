@@ -28,7 +28,7 @@ EPISODES = [
     ([((3, 4, 5), (6, 7)), ((9, 10), (8, 6, 4))], [(-1.0, 0.0), (0.5, 0.0, -0.25)]),
     ([((3, 4, 5), (6,)), ((9, 3), (7, 8)), ((5,), (9,))], [(0.0,), (0.5, 0.5), (2.0,)]),
 ]
-REQUIRED = {"opsm": {"delta": 0.02}}  # settings without a default
+REQUIRED = {"opsm": {"delta": 0.02}, "outliers": {"threshold": 0.05}}  # settings without a default
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from rlcore.objectives.advantages import Rewards, over_tokens, overlong_penalty,
 from rlcore.objectives.specs import ObjectiveSpec, advantage_class, make_advantage
 
 PLAIN = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reinforce"]
+PLAIN += ["opo", "gpg", "passk"]
 OVER_TOKENS = ["reinforce_pp/tokens", "reinforce_pp_baseline/tokens"]
 KINDS = [*PLAIN, *OVER_TOKENS, "group_mean"]
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.5, 2.0, 0.3])
@@ -46,6 +50,55 @@ def test_group_advantages_by_hand() -> None:
     )
     others = torch.tensor([1.0, -0.5, -0.5, -1.5, 1.5, 0.0])
     torch.testing.assert_close(advantages("rloo", REWARDS, GROUPS, ONE_RANK), others)
+
+
+def test_opo_weighs_the_baseline_by_lengths() -> None:
+    found = advantages("opo", REWARDS, GROUPS, ONE_RANK, TOKENS)
+    for group in set(GROUPS.tolist()):
+        r, n = REWARDS[group == GROUPS].double(), TOKENS[group == GROUPS].double()
+        expected = r - (n * r).sum() / n.sum() if len(r) > 1 else torch.zeros(1).double()
+        torch.testing.assert_close(found[group == GROUPS].double(), expected)
+
+
+def test_gpg_makes_up_for_groups_of_equal_rewards() -> None:
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.5])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2, 2])
+    found = advantages("gpg", rewards, groups, ONE_RANK)
+    torch.testing.assert_close(found, 7 / 2 * torch.tensor([0.5, -0.5, 0, 0, 0, 0, 0]))
+
+    class Other:  # seven more episodes, all of informative groups
+        def __call__(self, values: torch.Tensor) -> torch.Tensor:
+            return values + 7
+
+    torch.testing.assert_close(advantages("gpg", rewards, groups, Other()), found * 4 / 9)
+    assert not advantages("gpg", torch.ones(7), groups, ONE_RANK).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards=st.lists(st.floats(-2, 2, width=32), min_size=2, max_size=7), k=st.integers(2, 7))
+def test_pass_k_is_what_a_sample_adds_to_the_best_of_k(rewards: list[float], k: int) -> None:
+    """Over all sets, written out; other groups do not matter."""
+    n, k = len(rewards), min(k, len(rewards))
+    expected = []
+    for i, r in enumerate(rewards):
+        others = [rewards[j] for j in range(n) if j != i]
+        sets = list(itertools.combinations(others, k - 1))
+        expected.append(k * sum(max(r - max(s), 0.0) for s in sets) / len(sets))
+    advantage = make_advantage(ObjectiveSpec(advantage="passk", pass_k=k))
+    groups = torch.tensor([5, *[2] * n, 5])
+    found = sequence_advantages(advantage, torch.tensor([9.0, *rewards, 0.0]), groups, ONE_RANK)
+    assert found[1:-1].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_pass_k_s_gradient_is_unbiased() -> None:
+    """Of a Bernoulli policy: the mean over all groups of n is d pass@k/d log-odds."""
+    p, n, k = 0.3, 4, 3
+    advantage, slope = make_advantage(ObjectiveSpec(advantage="passk", pass_k=k)), 0.0
+    for group in itertools.product([0.0, 1.0], repeat=n):
+        a = sequence_advantages(advantage, torch.tensor(group), torch.zeros(n), ONE_RANK)
+        chance = math.prod(p if r else 1 - p for r in group)
+        slope += chance * sum(x * (r - p) for x, r in zip(a.tolist(), group)) / n
+    assert slope == pytest.approx(k * (1 - p) ** (k - 1) * p * (1 - p), rel=1e-6)
 
 
 def test_batch_advantages_by_hand() -> None:
@@ -167,6 +220,9 @@ def test_names_traits_and_a_user_s_own(tmp_path) -> None:
         "dr_grpo",
         "rloo",
         "reinforce_pp_baseline",
+        "opo",
+        "gpg",
+        "passk",
         "group_mean",
     }
     mine = tmp_path / "mine.py"

@@ -18,7 +18,7 @@ from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import LossTensors
 from rlcore.objectives.specs import ObjectiveSpec, loss_class, make_loss
 
-KINDS = ["ppo", "gspo", "cispo", "reinforce"]
+KINDS = ["ppo", "gspo", "gmpo", "sapo", "cispo", "reinforce"]
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -98,6 +98,49 @@ def test_gspo_clips_the_sequences_geometric_mean() -> None:
     s = math.sqrt(1.2)
     torch.testing.assert_close(loss, torch.tensor([[-s, -s, 0.0], [-1.3, -1.3, -1.3]]))
     torch.testing.assert_close(grad, torch.tensor([[-s, -s, 0.0], [0.0, 0.0, 0.0]]))
+
+
+LOGS = st.lists(st.floats(-3, 3), min_size=1, max_size=8)
+
+
+def gradient_of(loss, logs, advantage):
+    """Of the mean over the tokens of one sequence, in float64; and the indicators."""
+    new = torch.tensor([logs], dtype=torch.float64, requires_grad=True)
+    ones, a = torch.ones_like(new), torch.full_like(new, advantage)
+    tokens = LossTensors(new, torch.zeros_like(new), a, ones, ones, ones)
+    value, indicators = policy_loss(loss, tokens, short_circuit=False)
+    value.mean().backward()
+    return value.detach(), new.grad, indicators
+
+
+@settings(max_examples=50, deadline=None)
+@given(logs=LOGS, a=st.floats(-4, 4), low=st.floats(0.01, 1.5), high=st.floats(0.01, 3))
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios(logs, a, low, high) -> None:
+    """The paper's sequence form, by autograd."""
+    loss = make_loss(ObjectiveSpec(loss="gmpo", eps_low=low, eps_high=high))
+    value, grad, indicators = gradient_of(loss, logs, a)
+    new = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
+    r = new.exp()
+    clipped = r.clamp(max=1 + high) if a > 0 else r.clamp(min=1 - low)
+    sequence = -a * clipped.log().mean().exp()
+    sequence.backward()
+    torch.testing.assert_close(value, sequence.detach().expand_as(value))
+    torch.testing.assert_close(grad[0], new.grad)
+    beyond = [x > math.log(1 + high) and a > 0 for x in logs]
+    assert indicators["clip_high_share"][0].tolist() == beyond
+
+
+@settings(max_examples=50, deadline=None)
+@given(logs=LOGS, a=st.floats(-4, 4), pos=st.floats(0.1, 9), neg=st.floats(0.1, 9))
+def test_sapo_s_gradient_is_that_of_the_paper_s_gate(logs, a, pos, neg) -> None:
+    loss = make_loss(ObjectiveSpec(loss="sapo", sapo_tau_pos=pos, sapo_tau_neg=neg))
+    _, grad, _ = gradient_of(loss, logs, a)
+    new = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
+    tau = pos if a > 0 else neg
+    (-a * 4 / tau * torch.sigmoid(tau * (new.exp() - 1))).mean().backward()
+    torch.testing.assert_close(grad[0], new.grad, atol=1e-12, rtol=1e-7)
+    at_one, slope, _ = gradient_of(loss, [0.0], a)
+    assert (at_one.item(), slope.item()) == pytest.approx((-a, -a), rel=1e-12)
 
 
 def test_gspo_s_ratio_is_over_every_sampled_token_kept_or_not() -> None:
