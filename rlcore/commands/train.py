@@ -6,7 +6,8 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,43 +153,40 @@ def train(config: RunConfig) -> int:
     prepared = prepare(config)
     ask_lean_servers(prepared.config)
     require_free(config.logging.prometheus_host, config.logging.prometheus_port)
-    with open_run_dir(config, "rlcore train") as owner:
-        try:
-            progress = _owned(config, prepared, owner)
-        except (StageError, DeadlineExceeded) as e:
-            log = owner.folder / LOG
-            raise type(e)(f"{str(e).rstrip('.')}; {log} has the run's log") from e
+    with open_run_dir(config, "rlcore train") as owner, _errors_name_the_log(owner):
+        write_about(owner.folder)
+        swept = checkpoint.sweep(owner.folder / "checkpoints")
+        with open_logger(
+            owner.folder,
+            config.logging,
+            config=config.model_dump(mode="json"),
+            total_steps=config.schedule.steps,
+            course=course_of(config),
+            guard=owner.require,
+        ) as logger:
+            reporter, scale = RunReporter(logger), ScaleRequests(owner.folder)
+            run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
+            run.stop.interrupt()
+            for news in (owner.news, swept, derived.idle_clip(config), *unread(config)):
+                if news:
+                    reporter.note(news)
+            try:
+                progress = _recovering(run)
+                logger.finish({"steps": progress.step, "seconds": progress.seconds})
+            finally:
+                # Also after a failure: the report is how one looks for its cause.
+                if config.logging.report and (owner.folder / "metrics.jsonl").exists():
+                    _report(run)
     return STOPPED if progress.step < config.schedule.steps else 0
 
 
-def _owned(config: RunConfig, prepared: Prepared, owner: Owner) -> Progress:
-    """The run, in a folder that no other command writes to."""
-    run_dir = owner.folder
-    write_about(run_dir)
-    swept = checkpoint.sweep(run_dir / "checkpoints")
-    settings = config.model_dump(mode="json")
-    with open_logger(
-        run_dir,
-        config.logging,
-        config=settings,
-        total_steps=config.schedule.steps,
-        course=course_of(config),
-        guard=owner.require,
-    ) as logger:
-        reporter, scale = RunReporter(logger), ScaleRequests(run_dir)
-        run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
-        run.stop.interrupt()
-        for news in (owner.news, swept, derived.idle_clip(config), *unread(config)):
-            if news:
-                reporter.note(news)
-        try:
-            progress = _recovering(run)
-            logger.finish({"steps": progress.step, "seconds": progress.seconds})
-        finally:
-            # Also after a failure: the report is how one looks for its cause.
-            if config.logging.report and (run_dir / "metrics.jsonl").exists():
-                _report(run)
-    return progress
+@contextmanager
+def _errors_name_the_log(owner: Owner) -> Iterator[None]:
+    try:
+        yield
+    except (StageError, DeadlineExceeded) as e:
+        log = owner.folder / LOG
+        raise type(e)(f"{str(e).rstrip('.')}; {log} has the run's log") from e
 
 
 def _report(run: RunContext) -> None:

@@ -353,9 +353,25 @@ class Controller:
             note(f"a last checkpoint was taken of step {self.progress.step}")
 
     async def _train(self) -> None:
+        plan, progress = self._plan, self.progress
         await self._start()
         try:
-            await self._steps()
+            while progress.step < plan.steps and not self.stop_requested:
+                phase = list(range(progress.step, plan.phase_end(progress.step)))
+                clocks = Clocks()
+                self._now("rollout", "a training batch")
+                with clocks.measure("wait_data"):
+                    batches = await self._batches.get(phase)
+                if batches is None:
+                    break
+                await self._begin_phase(batches, clocks)
+                if not plan.synchronous and phase[-1] + 1 < plan.steps:
+                    self._batches.prepare(range(phase[-1] + 1, plan.phase_end(phase[-1] + 1)))
+                for step, batch in batches.items():
+                    await self._one_step(step, batch.metrics, clocks)
+                    clocks = Clocks()
+                    if self.stop_requested:
+                        break
         finally:
             await self._batches.cancel()
         # Until a resumed phase has restarted, the learner holds the weights of its beginning, so
@@ -397,25 +413,6 @@ class Controller:
         await self._rows.begin()
         self._pace.begin()
         self._dispatcher.gate.set()
-
-    async def _steps(self) -> None:
-        plan, progress = self._plan, self.progress
-        while progress.step < plan.steps and not self.stop_requested:
-            phase = list(range(progress.step, plan.phase_end(progress.step)))
-            clocks = Clocks()
-            self._now("rollout", "a training batch")
-            with clocks.measure("wait_data"):
-                batches = await self._batches.get(phase)
-            if batches is None:
-                return
-            await self._begin_phase(batches, clocks)
-            if not plan.synchronous and phase[-1] + 1 < plan.steps:
-                self._batches.prepare(range(phase[-1] + 1, plan.phase_end(phase[-1] + 1)))
-            for step, batch in batches.items():
-                await self._one_step(step, batch.metrics, clocks)
-                clocks = Clocks()
-                if self.stop_requested:
-                    return
 
     # ---- parts of a step -------------------------------------------------------------------------
 

@@ -49,16 +49,18 @@ def group(count=2):
     return RankGroup("policy", handles, timeout_s=STEP_S)
 
 
-def asks(*hows):
-    def ask(how):
-        return lambda handle: handle.step.remote(how)
-
-    return [ask(how) for how in hows]
-
-
 def called(*hows):
     """What becomes of a call of ranks that behave so."""
-    return asyncio.run(group(len(hows)).call_each(asks(*hows), "optimizer step 7"))
+    ranks = group(len(hows))
+    refs = ranks.ask_each("step", [(how,) for how in hows])
+    return asyncio.run(ranks.answers(refs, "optimizer step 7"))
+
+
+def called_now(*hows):
+    ranks = group(len(hows))
+    return ranks.answers_now(
+        ranks.ask_each("step", [(how,) for how in hows]), "the learner to load"
+    )
 
 
 def test_a_rank_that_hangs_in_a_step_is_a_lost_role():
@@ -76,16 +78,16 @@ def test_of_several_failures_the_death_is_raised_and_a_mere_failure_ends_the_run
     with pytest.raises(StageError, match="connection closed") as failure:
         called("fail", "fine")
     assert not isinstance(failure.value, RoleLost)
-    assert called("fine", "late") == "fine"
+    assert called("fine", "late") == ["fine", "late"]
 
 
 def test_outside_the_loop_the_same_failures_are_lost_roles_too():
     with pytest.raises(RoleLost, match="the learner to load: the process died"):
-        group().call_now(asks("fail", "die"), "the learner to load")
+        called_now("fail", "die")
     with pytest.raises(RoleLost, match="learner hangs: waited"):
-        group(1).call_now(asks("hang"), "the learner to load")
+        called_now("hang")
     with pytest.raises(StageError, match="connection closed") as failure:
-        group(1).call_now(asks("fail"), "the learner to load")
+        called_now("fail")
     assert not isinstance(failure.value, RoleLost)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,7 +30,6 @@ from rlcore.weights.adapters import InParts, together
 from rlcore.weights.deltas import changed_share, sent_bytes
 from rlcore.weights.group import Receivers
 
-Ask = Callable[[Any], Any]  # an actor handle -> the reference of a call
 Share = TypeVar("Share")
 KEY = "schedule.step_timeout_s"
 
@@ -51,36 +50,26 @@ class RankGroup:
         self.timeout_s = timeout_s
         self.title = "learner" if name == POLICY else f"{name} learner"
 
-    async def call(self, ask: Ask, what: str) -> Any:
-        """The same call on every rank; rank 0's answer. If several ranks fail, the loss of a rank
-        takes precedence.
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """The same call on every rank: the references of the answers."""
+        return self.ask_each(method, [arguments] * len(self.handles))
+
+    def ask_each(self, method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """A call with the arguments of each rank."""
+        pairs = zip(self.handles, arguments, strict=True)
+        return [getattr(handle, method).remote(*own) for handle, own in pairs]
+
+    async def answers(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """The answers of all ranks. If several ranks fail, the loss of a rank takes precedence.
 
         Raises RoleLost for a rank that died or missed the deadline: it may hang in a collective,
         which nothing else can interrupt.
         """
-        return await self.call_each([ask] * len(self.handles), what)
-
-    async def call_each(self, asks: Sequence[Ask], what: str) -> Any:
-        """The same with a call of its own for each rank."""
-        return (await self._answers(asks, what))[0]
-
-    async def call_all(self, ask: Ask, what: str) -> list[Any]:
-        """The same call on every rank; all answers."""
-        return await self._answers([ask] * len(self.handles), what)
-
-    async def _answers(self, asks: Sequence[Ask], what: str) -> list[Any]:
-        asked = [
-            asyncio.create_task(
-                call(
-                    ask(handle),
-                    timeout_s=self.timeout_s,
-                    what=what,
-                    key=KEY,
-                    who=f"{self.title} rank {i}",
-                )
-            )
-            for i, (ask, handle) in enumerate(zip(asks, self.handles, strict=True))
+        calls = [
+            call(ref, timeout_s=self.timeout_s, what=what, key=KEY, who=f"{self.title} rank {i}")
+            for i, ref in enumerate(refs)
         ]
+        asked = [asyncio.create_task(one) for one in calls]
         try:
             _, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
             if waiting:  # a rank fails soon after another one dies, and its error may arrive first
@@ -95,11 +84,10 @@ class RankGroup:
             for task in asked:
                 task.cancel()
 
-    def call_now(self, asks: Sequence[Ask], what: str) -> list[Any]:
-        """The blocking version, outside an event loop: the answers of all ranks."""
-        refs = [ask(handle) for ask, handle in zip(asks, self.handles, strict=True)]
+    def answers_now(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """The blocking version, outside an event loop."""
         try:
-            return list(get(refs, timeout_s=self.timeout_s, what=what, key=KEY))
+            return list(get(list(refs), timeout_s=self.timeout_s, what=what, key=KEY))
         except DeadlineExceeded as e:
             raise RoleLost(f"the {self.title} hangs: {str(e).rstrip('.')}") from e
 
@@ -200,58 +188,49 @@ class RayLearner(LearnerClient):
     async def fetch(self, batches: Mapping[int, Batch]) -> None:
         """Deal whole groups to the ranks by tokens, the same ones to ranks that hold parts of the
         same sequences."""
-        await asyncio.gather(*(self._fetch(group, batches) for group in self._groups))
-
-    async def _fetch(self, group: RankGroup, batches: Mapping[int, Batch]) -> None:
-        shares: list[dict[int, list[int]]] = [{} for _ in range(group.shares)]
-        for step, batch in batches.items():
-            for share, dealt in zip(shares, deal(batch.groups, len(shares)), strict=True):
-                share[step] = dealt
-
-        def ask(share: dict[int, list[int]]) -> Ask:
-            return lambda handle: handle.fetch.remote(share, group.timeout_s)
-
-        await group.call_each([ask(s) for s in group.of_each(shares)], "fetching a training batch")
+        asked = []
+        for group in self._groups:
+            shares: list[dict[int, list[int]]] = [{} for _ in range(group.shares)]
+            for step, batch in batches.items():
+                for share, dealt in zip(shares, deal(batch.groups, len(shares)), strict=True):
+                    share[step] = dealt
+            arguments = [(share, group.timeout_s) for share in group.of_each(shares)]
+            refs = group.ask_each("fetch", arguments)
+            asked.append(group.answers(refs, "fetching a training batch"))
+        await asyncio.gather(*asked)
 
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
-        def ask(folder: str | None) -> Ask:
-            return lambda handle: handle.begin_phase.remote(
-                list(steps), batches, keep_start, folder
-            )
-
-        what = "beginning an update phase"
-        await asyncio.gather(
-            *(group.call(ask(folder), what) for group, folder in self._folders(resumed))
-        )
+        asked = []
+        for group, folder in self._folders(resumed):
+            refs = group.ask("begin_phase", list(steps), batches, keep_start, folder)
+            asked.append(group.answers(refs, "beginning an update phase"))
+        await asyncio.gather(*asked)
 
     async def train_step(self, step: int) -> dict[str, float]:
-        answers = await asyncio.gather(*(self._step(group, step) for group in self._groups))
-        metrics = dict(answers[0])
-        for group, own in zip(self.companions, answers[1:], strict=True):
+        asked = []
+        for group in self._groups:
+            whose = "" if group is self.policy else f"the {group.name}'s "
+            refs = group.ask("train_step", step)
+            asked.append(group.answers(refs, f"{whose}optimizer step {step + 1}"))
+        (metrics, *_), *others = await asyncio.gather(*asked)
+        for group, (own, *_) in zip(self.companions, others, strict=True):
             shown = {name: own[name] for name in COMPANION_METRICS if name in own}
             metrics |= {f"{group.name}/{n.replace('/', '_')}": v for n, v in shown.items()}
-        return metrics
-
-    async def _step(self, group: RankGroup, step: int) -> dict[str, float]:
-        whose = "" if group is self.policy else f"the {group.name}'s "
-        what = f"{whose}optimizer step {step + 1}"
-        return dict(await group.call(lambda handle: handle.train_step.remote(step), what))
+        return dict(metrics)
 
     async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
-        ask, what = list(samples), "log-probs of the samples that are shown"
-        answers = await self.policy.call_all(lambda rank: rank.log_ratios.remote(ask), what)
+        refs = self.policy.ask("log_ratios", list(samples))
+        answers = await self.policy.answers(refs, "log-probs of the samples that are shown")
         return {key: values for answer in answers for key, values in answer.items()}
 
     async def release(self) -> dict[str, float]:
-        answers = await self.policy.call_all(lambda rank: rank.release.remote(), "freeing memory")
-        return _largest(answers)
+        return _largest(await self.policy.answers(self.policy.ask("release"), "freeing memory"))
 
     async def reclaim(self) -> dict[str, float]:
-        what = "taking its memory back"
-        answers = await self.policy.call_all(lambda rank: rank.reclaim.remote(), what)
-        return _largest(answers)
+        refs = self.policy.ask("reclaim")
+        return _largest(await self.policy.answers(refs, "taking its memory back"))
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         """Gather the weights of every set; companions then follow the policy."""
@@ -260,10 +239,8 @@ class RayLearner(LearnerClient):
             sets |= await self._gather(group, version, full, folder)
         manifest, handle = sets[POLICY]
         for group in self.companions:
-            await group.call(
-                lambda rank: rank.follow.remote(manifest, handle),
-                f"loading version {version} into the {group.name} learner",
-            )
+            refs = group.ask("follow", manifest, handle)
+            await group.answers(refs, f"loading version {version} into the {group.name} learner")
         return Publication(version, sets, _sizes(sets))
 
     async def send(self, publication: Publication, receivers: Sequence[ActorClient]) -> Sent:
@@ -275,10 +252,8 @@ class RayLearner(LearnerClient):
             [actor.ranks for actor in actors],
             self._publish_timeout_s,
         )
-        sending = await self.policy.call(
-            lambda rank: rank.send.remote(manifest, POLICY, to),
-            f"sending version {publication.version} to {len(actors)} rollout actors",
-        )
+        what = f"sending version {publication.version} to {len(actors)} rollout actors"
+        sending, *_ = await self.policy.answers(self.policy.ask("send", manifest, POLICY, to), what)
         return _sizes({POLICY: (manifest, sending)})
 
     async def _gather(
@@ -287,31 +262,24 @@ class RayLearner(LearnerClient):
         """All sets of one group. What its ranks call the policy is the group's own model."""
         if group.name not in self._sets:
             what = "reading the names of its weights"
-            self._sets[group.name] = await group.call(lambda rank: rank.published.remote(), what)
+            self._sets[group.name] = (await group.answers(group.ask("published"), what))[0]
         sets: dict[str, Any] = {}
         start = resumed
         for name, over_policy in self._sets[group.name].items():
             called = group.name if name == POLICY else name
-            sets[called] = await group.call(
-                self._publish(version, name, full, start), f"{called} weights of version {version}"
-            )
+            refs = group.ask("publish", version, name, self._wire_dtype, full, start)
+            what = f"{called} weights of version {version}"
+            sets[called] = (await group.answers(refs, what))[0]
             start = None  # the first call has loaded the weights kept at the phase's start, of all
             if over_policy:
                 parts = [sets[group.name], sets[called]]
                 sets[called] = together([manifest for manifest, _ in parts]), InParts(parts)
         return sets
 
-    def _publish(self, version: int, name: str, full: bool, resumed: str | None) -> Ask:
-        dtype = self._wire_dtype
-        return lambda rank: rank.publish.remote(version, name, dtype, full, resumed)
-
     async def save(self, folder: str, *, in_phase: bool) -> None:
         for group, own in self._folders(folder):
-            what = f"a copy of the {group.title}'s state"
-            await group.call(self._save(own, in_phase), what)
-
-    def _save(self, folder: str | None, in_phase: bool) -> Ask:
-        return lambda handle: handle.save.remote(folder, in_phase)
+            refs = group.ask("save", own, in_phase)
+            await group.answers(refs, f"a copy of the {group.title}'s state")
 
     async def saved(self, *, timeout_s: float) -> None:
         key = "checkpoint.write_timeout_s"
@@ -335,31 +303,21 @@ class RayLearner(LearnerClient):
     def load(self, folder: str) -> None:
         """Continue from a checkpoint whose policy part is `folder`. Blocks."""
         for group, own in self._folders(folder):
-            asks = [self._load(own)] * len(group.handles)
-            group.call_now(asks, f"the {group.title} to load its checkpoint")
-
-    def _load(self, folder: str | None) -> Ask:
-        return lambda handle: handle.load.remote(folder)
+            refs = group.ask("load", own)
+            group.answers_now(refs, f"the {group.title} to load its checkpoint")
 
     def export(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder, and every companion beneath it. Blocks."""
         for group in self._groups:
             own = folder if group is self.policy else str(Path(folder) / group.name)
-            asks = [self._export(own)] * len(group.handles)
-            group.call_now(asks, f"the {group.title} to be written")
-
-    def _export(self, folder: str) -> Ask:
-        return lambda handle: handle.export.remote(folder)
+            group.answers_now(group.ask("export", own), f"the {group.title} to be written")
 
     def sft_step(self, step: int, shares: Sequence[Sequence[ScoredSequence]]) -> dict[str, float]:
         """One supervised step of the policy, in as many shares of examples as it has of a batch;
         metrics. Blocks."""
-
-        def ask(share: Sequence[ScoredSequence]) -> Ask:
-            return lambda handle: handle.sft_step.remote(step, list(share))
-
-        asks = [ask(share) for share in self.policy.of_each(shares)]
-        return dict(self.policy.call_now(asks, f"warm-up step {step + 1}")[0])
+        each = [(step, list(share)) for share in self.policy.of_each(shares)]
+        refs = self.policy.ask_each("sft_step", each)
+        return dict(self.policy.answers_now(refs, f"warm-up step {step + 1}")[0])
 
     def roles(self) -> list[tuple[Any, str]]:
         """Every rank's handle, by the name that messages give it."""
