@@ -26,6 +26,7 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
+from rlcore.corrections.regimes import floor_tokens, mismatch_tails
 from rlcore.corrections.tis import TisSpec
 from rlcore.corrections.veto import veto
 from rlcore.interfaces import Reduce
@@ -139,6 +140,7 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         metrics["coverage_mean"] = covered / usable if usable else 1.0
         metrics["outside_share"] = 1.0 - held / usable if usable else 0.0
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
+    metrics |= mismatch_tails(step.logp_ref, step.logp_inf, on, reduce)
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
@@ -150,12 +152,18 @@ def _maximum(values: Tensor, reduce: Reduce) -> float:
 
 def _unlikely(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:
     """Tokens that a safe set of DVP's default would leave out, where the learner's top k is known
-    and no safe set is on already."""
-    if step.ref_topk_logp is None or step.ref_inside is not None:
+    and no safe set is on already; and, under either set, what of them the actors' probability floor
+    has drawn."""
+    if step.ref_inside is not None:
+        outside = on & ~step.ref_inside
+    elif step.ref_topk_logp is not None:
+        outside = on & (step.logp_ref < step.ref_topk_logp.amax(-1) + math.log(DvpSpec().rho))
+    else:
         return {}
-    least = step.ref_topk_logp.amax(-1) + math.log(DvpSpec().rho)
-    out, n = total([(step.logp_ref < least) & on, on], reduce)
-    return {"unlikely_share": out / max(n, 1.0)}
+    drawn = floor_tokens(step.logp_ref, step.logp_inf, outside, on)
+    out, n, floor, answers = total([outside, on, drawn, on.any(-1)], reduce)
+    found = {"floor_tokens": floor / max(answers, 1.0), "floor_mass": floor / max(n, 1.0)}
+    return found if step.ref_inside is not None else {**found, "unlikely_share": out / max(n, 1.0)}
 
 
 def _normalizer_metrics(step: StepTensors, on: Tensor, reduce: Reduce) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Figures of a mismatch that say whether correcting it pays.
+"""Figures of a mismatch that say whether correcting it pays, and its tails.
 
 N*, the answers a batch needs before correction lowers the mean squared error of its gradient, and
-T*m, the tokens of an answer that come from the actor's probability floor (METHODS.md).
+T*m, the tokens of an answer that come from the actor's probability floor (METHODS.md). Percentiles
+of the ratio p_ref/p_inf and of |log p_ref - log p_inf|, over all tokens and by eighths of answers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rlcore.corrections.numerics import at_least_float32, ratio, require, same_shape
+from rlcore.corrections.numerics import (
+    CLAMP,
+    SumReduce,
+    at_least_float32,
+    ratio,
+    require,
+    same_shape,
+)
 from rlcore.lazy import torch
 
 if TYPE_CHECKING:
@@ -55,3 +63,72 @@ def floor_tokens(logp_ref: Tensor, logp_inf: Tensor, outside: Tensor, mask: Tens
     # under DVP the learner gives a token outside no probability: its log-prob is then undefined
     excess = torch.where(torch.isnan(excess), 1.0, excess)
     return torch.where((mask != 0) & outside, excess, 0.0).sum(-1)
+
+
+PERCENTILES = (1, 5, 50, 95, 99)
+EIGHTHS = 8  # parts of each answer
+SPARROW = 0.86  # agreement that sparse actors are held at (Sparrow, arXiv 2606.08446)
+_BINS, _LEAST = 256, 1e-4  # of |d|, in equal steps of its logarithm from _LEAST to CLAMP nats
+
+
+def mismatch_tails(
+    logp_ref: Tensor, logp_inf: Tensor, on: Tensor, reduce: SumReduce | None = None
+) -> dict[str, float]:
+    """Percentiles over the tokens `on` of all ranks, without the group "mismatch/": of the ratio
+    r = p_ref/p_inf (`ratio_p5`), of |log r| (`abs_dlogp_p95`), both also by eighths of answers
+    (`eighth_1/...`), and of min(r, 1/r) (`agreement_p5`), with the share of tokens below 0.86.
+
+    Log-probs [B, T], on [B, T] bool. From counts of |log r| in bins of 5%, which add up over ranks:
+    a percentile of |log r| is off by at most 2.5% of itself, below 1e-4 it is 0. Empty without a
+    token.
+    """
+    counts, below = _counted(logp_ref, logp_inf, on)
+    if reduce is not None:
+        both = reduce(torch.cat([counts.flatten(), below[None]]))
+        counts, below = both[:-1].view(counts.shape), both[-1]
+    every = counts.sum(0)
+    if not every.any():
+        return {}
+    found = _percentiles(every)
+    found["agreement_p5"] = math.exp(-found["abs_dlogp_p95"])
+    found["below_086_share"] = (below / every.sum()).item()
+    for number, own in enumerate(counts, start=1):
+        if own.any():
+            found |= {f"eighth_{number}/{name}": v for name, v in _percentiles(own).items()}
+    return found
+
+
+def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and those of an agreement below 0.86."""
+    difference = (at_least_float32(logp_ref) - at_least_float32(logp_inf)).where(on, 0.0)
+    edges = torch.logspace(
+        math.log10(_LEAST), math.log10(CLAMP), _BINS + 1, device=on.device, dtype=difference.dtype
+    )
+    size = torch.bucketize(difference.abs(), edges)
+    place = _BINS + 1 + torch.where(difference < 0, -size, size)
+    length = on.sum(-1, keepdim=True).clamp(min=1)
+    eighth = (EIGHTHS * (on.cumsum(-1) - 1) // length).clamp(0, EIGHTHS - 1)
+    width = 2 * _BINS + 3
+    counts = torch.bincount((eighth * width + place)[on], minlength=EIGHTHS * width)
+    below = ((difference.abs() > -math.log(SPARROW)) & on).sum(dtype=torch.float64)
+    return counts.view(EIGHTHS, width).double(), below
+
+
+def _percentiles(counts: Tensor) -> dict[str, float]:
+    """Of the ratio and of |log r|, from tokens by bin."""
+    step = math.log(CLAMP / _LEAST) / _BINS
+    middles = _LEAST * torch.exp(step * (torch.arange(_BINS, device=counts.device) + 0.5)).double()
+    sizes = torch.cat([middles.new_zeros(1), middles, middles.new_full((1,), CLAMP)])
+    ends = {"ratio": torch.cat([-sizes.flip(0), sizes[1:]]), "abs_dlogp": sizes}
+    centre = _BINS + 1
+    folded = counts[centre:] + counts[: centre + 1].flip(0)
+    folded[0] = counts[centre]
+    found = {}
+    for name, tokens in (("ratio", counts), ("abs_dlogp", folded)):
+        reached = tokens.cumsum(0) / tokens.sum()
+        for percent in PERCENTILES:
+            # rounding must not ask for more than all of the tokens
+            at = int((reached < percent / 100 - 1e-12).sum())
+            value = float(ends[name][at])
+            found[f"{name}_p{percent}"] = math.exp(value) if name == "ratio" else value
+    return found

@@ -219,6 +219,12 @@ CHARTS = (
         ("mismatch/abs_dlogp_mean", "mismatch/abs_dlogp_max"),
         log=True,
     ),
+    Chart(
+        AGREE,
+        "Tails of p_ref/p_inf",
+        ("mismatch/agreement_p5", *_each("mismatch/ratio_p{}", "1", "5", "95", "99")),
+    ),
+    Chart(AGREE, "p_ref/p_inf, 5th percentile by eighths", ("mismatch/eighth_<n>/ratio_p5",)),
     Chart(AGREE, "Effective sample size", ("mismatch/ess", "mismatch/acceptance")),
     Chart(
         AGREE,
@@ -244,9 +250,10 @@ CHARTS = (
 
 
 def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
-    """Every chart that has data, and those of all other metrics, so that nothing logged is
-    hidden."""
+    """Every chart that has data, and those of all other metrics, so that nothing logged is hidden
+    but most percentiles of eighths of answers."""
     names = {n for f in families for run in f.runs for r in run.rows for n in r} - NOT_CHARTED
+    names -= {n for n in names if "/eighth_" in n and "/ratio_p5" not in n}  # eight of each
     rest = sorted(n for n in names if not any(c.shows(n) for c in CHARTS))
     groups = sorted({n.partition("/")[0] for n in rest})
     others = [

@@ -9,6 +9,8 @@ NEVER_BINDS = "[The clip never binds](troubleshooting.md#the-clip-never-binds)"
 CLIPS = "0 in phases of one step, below 0.3 in longer ones"
 CLIPPED = f"{NEVER_BINDS}; above it lower `learner.lr` or the phase's steps"
 BY_CORRECTION = "depends on the correction"
+TAILS = "[Mismatch](mismatch.md): more pages, layers kept precise, fresher samples"
+PERCENTILES = (1, 5, 50, 95, 99)
 AIS = "[ais](corrections/ais.md#what-to-watch)"
 
 LEARNER_METRICS: tuple[Metric, ...] = (
@@ -109,6 +111,58 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         "mismatch/unlikely_share",
         "share",
         "tokens with p_ref below e^-13 of the learner's largest: outside DVP's default safe set",
+    ),
+    Metric(
+        "mismatch/floor_tokens",
+        "tokens",
+        "T*m: expected tokens of an answer that the actors' probability floor has drawn",
+        healthy="below 1",
+        otherwise="[dvp](corrections/dvp.md)",
+    ),
+    Metric(
+        "mismatch/floor_mass",
+        "probability",
+        "m: probability that actors put on what the learner finds all but impossible",
+    ),
+    *(
+        Metric(f"mismatch/ratio_p{percent}", "1", f"percentile {percent} of p_ref/p_inf")
+        for percent in PERCENTILES
+    ),
+    *(
+        Metric(
+            f"mismatch/abs_dlogp_p{percent}", "nats", f"percentile {percent} of |log p_ref/p_inf|"
+        )
+        for percent in PERCENTILES
+    ),
+    Metric(
+        "mismatch/agreement_p5",
+        "1",
+        "5th percentile of min(p_ref/p_inf, p_inf/p_ref): the set-point of actors",
+        healthy="above 0.86",
+        otherwise=TAILS,
+    ),
+    Metric(
+        "mismatch/below_086_share",
+        "share",
+        "tokens of which that is below 0.86",
+        healthy="below 0.05",
+        otherwise=TAILS,
+    ),
+    *(
+        Metric(
+            f"mismatch/eighth_<n>/ratio_p{percent}",
+            "1",
+            f"mismatch/ratio_p{percent} in an eighth of each answer, from the first",
+        )
+        for percent in PERCENTILES
+    ),
+    *(
+        Metric(
+            f"mismatch/eighth_<n>/abs_dlogp_p{percent}",
+            "nats",
+            f"mismatch/abs_dlogp_p{percent} in an eighth of each answer",
+        )
+        for percent in PERCENTILES
     ),
     Metric(
         "mismatch/coverage_mean",
