@@ -46,6 +46,8 @@ def plan(config: RunConfig) -> Plan:
         request_timeout_s=config.rollout.request_timeout_s,
         samples_per_step=config.logging.samples_per_step,
         verify_full=config.cluster.verify_weights == "full",
+        shares={label: a.share for label, a in config.actor.items() if a.share is not None},
+        mixed_groups=config.rollout.group_kinds == "mixed",
     )
 
 

@@ -10,6 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.diffusion import check_diffusion
+from rlcore.config.kinds import check_kinds, check_shares, shown
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
@@ -290,7 +291,7 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
     weights = [label for label, spec in chosen.items() if spec.weighs]
     refuse(
         len(weights) > 1,
-        f"{_shown(key, corrections)} would correct the same ratio {len(weights)} times "
+        f"{shown(key, corrections)} would correct the same ratio {len(weights)} times "
         f"({' and '.join(weights)} each weigh by it): keep one of {', '.join(weights)}.",
     )
     loss = loss_class(c.algorithm.loss)
@@ -312,33 +313,6 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
         )
 
 
-def _kinds(c: RunConfig) -> None:
-    """Lists of corrections of kinds of actors."""
-    own = {key: found for key, found in c.correction_lists.items() if key != "correction"}
-    if not own:
-        return
-    refuse(
-        len(c.actor) == 1,
-        f"{next(iter(own))} is of one of several kinds of actors, and this run has one: set "
-        "correction.",
-    )
-    for key, corrections in own.items():
-        for one, other in ((corrections, c.correction), (c.correction, corrections)):
-            for label, spec in one.chosen().items():
-                refuse(
-                    _of_the_run(spec) and other.get(label) != spec,
-                    f"{_shown(key, corrections)} and {_shown('correction', c.correction)} differ "
-                    f"in {label}, which decides what all actors sample or what the loss is of: "
-                    "use it with the same settings in both, or in neither.",
-                )
-
-
-def _of_the_run(spec: CorrectionSpec) -> bool:
-    """Return whether a correction is of all samples or none: it is more than weights and masks."""
-    whole = spec.leads_to_new or bool(spec.inner_clip_off) or bool(spec.replaces_advantage)
-    return whole or isinstance(spec, DvpSpec)
-
-
 def _epochs(c: RunConfig) -> None:
     epochs, loss = c.schedule.epochs, c.algorithm.loss
     for key, corrections in c.correction_lists.items():
@@ -346,7 +320,7 @@ def _epochs(c: RunConfig) -> None:
         refuse(
             epochs > 1 and not loss_class(loss).carries_ratio and not weighs,
             f"schedule.epochs={epochs} trains on samples again after the policy has moved away "
-            f"from them, which neither algorithm.loss={loss} nor {_shown(key, corrections)} "
+            f"from them, which neither algorithm.loss={loss} nor {shown(key, corrections)} "
             "weighs: add a correction that weighs (tis is usual), or use algorithm.loss=ppo.",
         )
 
@@ -493,7 +467,7 @@ def _drafts(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown('correction', c.correction)} cannot be combined with learner.draft: its learner "
+        f"{shown('correction', c.correction)} cannot be combined with learner.draft: its learner "
         "takes log-probs over the whole vocabulary, and dvp's actors sample from the safe set; use "
         "one or the other.",
     )
@@ -540,7 +514,7 @@ def _sparse_learning(c: RunConfig) -> None:
     )
     refuse(
         _dvp(c) is not None,
-        f"{_shown('correction', c.correction)} cannot be combined with learner.distill: under dvp "
+        f"{shown('correction', c.correction)} cannot be combined with learner.distill: under dvp "
         "a token outside the policy's safe set has no log-prob for the sparse copy to follow; use "
         "one or the other.",
     )
@@ -551,10 +525,6 @@ def _dvp(c: RunConfig) -> DvpSpec | None:
     return next(found, None)
 
 
-def _shown(key: str, corrections: CorrectionList) -> str:
-    return f"{key}=[{','.join(corrections.names)}]"
-
-
 RULES = (
     check_names,
     load_objectives,
@@ -563,7 +533,8 @@ RULES = (
     _step_sizes,
     _truncation,
     _corrections,
-    _kinds,
+    check_kinds,
+    check_shares,
     _epochs,
     _losses,
     _whole_corrections,

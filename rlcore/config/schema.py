@@ -31,7 +31,13 @@ from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.launch.specs import LaunchSpec
 from rlcore.learner.specs import LearnerSpec
-from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import (
+    CheckpointSpec,
+    EvaluationSpec,
+    ScheduleSpec,
+    ShareSpec,
+    SupervisionSpec,
+)
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.models.specs import ModelSpec
 from rlcore.objectives.specs import ObjectiveSpec
@@ -184,6 +190,9 @@ class ActorSection(Section, ActorSpec):
 
     correction: CorrectionList | None = setting(
         None, "corrections of their samples, as the section correction; null: that section"
+    )
+    share: ShareSpec | None = setting(
+        None, "share of new groups that they sample; null: by load, of what others leave"
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from rlcore.loop.members import Held, Member, Process, Reassignments, Roster
+from rlcore.loop.shares import KindShares
 from rlcore.loop.supervision import Supervisor
 from rlcore.loop.timing import ITEMS, in_turns
 from rlcore.types import Request
@@ -28,6 +29,7 @@ class Assignments:
         self._roster = roster
         self._supervisor = supervisor
         self._moving: set[int] = set()
+        self.kinds: KindShares | None = None  # who draws which sample; None: anybody
 
     def assign(self, groups: Held, *, beside: bool = False) -> None:
         """Assign groups to the least loaded members of the rotation, ties by order, one message a
@@ -59,15 +61,31 @@ class Assignments:
 
     def _choose(self, groups: Sequence[Given], chosen: Chosen, *, beside: bool) -> None:
         work, waiting = self._roster.work, self._roster.waiting
+        parts = [(g, *part) for g, requests in groups for part in self._by_kind(g, requests)]
         with work.choosing(self._roster.in_rotation) as least_loaded:
-            for group_id, requests in groups:
-                member = least_loaded(group_id)
+            for group_id, labels, requests in parts:
+                member = least_loaded(group_id, labels)
                 if member is None:
-                    (waiting.delayed if beside else waiting.idle)[group_id] = requests
+                    wait = waiting.delayed if beside else waiting.idle
+                    wait[group_id] = [*wait.get(group_id, ()), *requests]
                     continue
                 work.give(member, group_id, requests)
                 self._moving.discard(group_id)
                 chosen.setdefault(member, []).append((group_id, requests))
+
+    def _by_kind(
+        self, group_id: int, requests: list[Request]
+    ) -> list[tuple[tuple[str, ...], list[Request]]]:
+        """The requests of a group by the labels that may draw them; () for all, where no actor of
+        these labels is left."""
+        if self.kinds is None or group_id < 0:
+            return [((), requests)]
+        there = {member.pool.label for member in self._roster.members}
+        parts: dict[tuple[str, ...], list[Request]] = {}
+        for request in requests:
+            labels = self.kinds.of(group_id, request.sample_index)
+            parts.setdefault(tuple(n for n in labels if n in there), []).append(request)
+        return list(parts.items())
 
     def _submit_given(self, member: Member, given: Sequence[Given]) -> None:
         """Submit to a member the requests that it has not lost again since it was chosen."""
@@ -107,10 +125,16 @@ class Assignments:
         """Groups that wait for a member and that one could take now; each is returned once."""
         if not self._roster.waiting:
             return Reassignments()
-        rotation = self._roster.rotation()
-        taken, self._roster.waiting = self._roster.waiting.split(
-            lambda g: any(m.serves(g) and g not in m.groups for m in rotation)
-        )
+        rotation, waiting = self._roster.rotation(), self._roster.waiting
+
+        def could(group_id: int) -> bool:
+            able = [m for m in rotation if m.serves(group_id) and group_id not in m.groups]
+            labels = {member.pool.label for member in able}
+            requests = waiting.requests(group_id)
+            parts = [own for own, _ in self._by_kind(group_id, requests)]
+            return bool(able) and all(not own or labels & {*own} for own in parts)
+
+        taken, self._roster.waiting = waiting.split(could)
         return taken
 
     def assign_waiting(self, waiting: Reassignments) -> None:

@@ -262,7 +262,7 @@ class Controller:
         self._publisher = Publisher(
             plan, clients, parts.fleet, self.progress, self._timeline, self._colocation
         )
-        self._dispatcher = Dispatcher(plan, clients.buffer, parts)
+        self._dispatcher = Dispatcher(plan, clients.buffer, parts, self.progress)
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._shown = ShownSamples(clients, parts.reporter, plan.samples_per_step)
         self._rows = RowWriter(
@@ -506,7 +506,7 @@ class Controller:
         others["rollout/migrated_requests"] = float(self._dispatcher.groups.cut_requests)
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
-        others |= self._colocation.take_costs()
+        others |= self._colocation.take_costs() | self._dispatcher.groups.kinds.metrics()
         others |= self._parts.saver.metrics() | self._parts.requests.prompts.metrics()
         await self._rows.write(metrics, clocks, others)
 
@@ -536,7 +536,7 @@ class Controller:
 
     def _cut(self) -> CheckpointRequest:
         return CheckpointRequest(
-            replace(self.progress),
+            replace(self.progress, kinds=self._dispatcher.groups.kinds.state()),
             self._parts.requests.prompts.state(),
             self._plan.within_phase(self.progress),
             self._parts.evaluator.awaited,

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from rlcore.errors import UserError
 from rlcore.loop.members import Held
-from rlcore.loop.plan import LoopParts, Plan
+from rlcore.loop.plan import LoopParts, Plan, Progress
 from rlcore.loop.role_protocols import BufferClient, Missing
+from rlcore.loop.shares import KindShares
 from rlcore.loop.timing import in_turns, now
 from rlcore.types import request_id
 
@@ -20,10 +21,20 @@ LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fai
 class GroupsInFlight:
     """Assigns admitted groups to the fleet, and reassigns those that actors or graders lost."""
 
-    def __init__(self, request_timeout_s: float, buffer: BufferClient, parts: LoopParts) -> None:
-        self._timeout_s = request_timeout_s
+    def __init__(
+        self, plan: Plan, buffer: BufferClient, parts: LoopParts, progress: Progress
+    ) -> None:
+        self._timeout_s = plan.request_timeout_s
+        self._progress = progress
+        self.kinds = KindShares(
+            parts.fleet.training_sizes(),
+            plan.shares,
+            mixed=plan.mixed_groups,
+            state=progress.kinds,
+        )
         self._buffer = buffer
         self._assignments = parts.fleet.assignments
+        self._assignments.kinds = self.kinds
         self._requests = parts.requests
         self._evaluator = parts.evaluator
         self._note = parts.reporter.note
@@ -55,7 +66,9 @@ class GroupsInFlight:
                 ids = await self._buffer.admit(ahead)
                 prompts.advance(len(ids))
                 for group_id, prompt_id in zip(ids, ahead):
-                    admitted[group_id] = (prompt_id, tuple(range(asked(prompt_id).samples)))
+                    samples = asked(prompt_id).samples
+                    admitted[group_id] = (prompt_id, tuple(range(samples)))
+                    self.kinds.admit(group_id, samples, self._progress.step)
                 if len(ids) < len(ahead):
                     break
             await self.assign(admitted)
@@ -84,6 +97,7 @@ class GroupsInFlight:
             for group_id in left:
                 del self._due[group_id]
             self._idle -= left
+            self.kinds.forget(left)
             self._assignments.withdraw(sorted(left))
 
     async def reissue_waiting(self) -> None:
@@ -196,7 +210,9 @@ def spans(numbers: Iterable[int]) -> str:
 class Dispatcher:
     """Admits prompts and watches the fleet; `groups` are those on their way."""
 
-    def __init__(self, plan: Plan, buffer: BufferClient, parts: LoopParts) -> None:
+    def __init__(
+        self, plan: Plan, buffer: BufferClient, parts: LoopParts, progress: Progress
+    ) -> None:
         self._plan = plan
         self._buffer = buffer
         self._fleet = parts.fleet
@@ -209,7 +225,7 @@ class Dispatcher:
         self.gate = asyncio.Event()
         # held while admitting, so that a checkpoint contains all of an admission or none
         self.admitting = asyncio.Lock()
-        self.groups = GroupsInFlight(plan.request_timeout_s, buffer, parts)
+        self.groups = GroupsInFlight(plan, buffer, parts, progress)
         self._note_failures_at = 1  # number of failed scores at which the next message is due
 
     async def admit(self) -> None:

@@ -78,6 +78,11 @@ class Fleet:
         """How many members each pool has, healthy or not."""
         return {label: len(self._roster.of(label)) for label in self._roster.pools}
 
+    def training_sizes(self) -> dict[str, int]:
+        """The same of the pools that training groups are given to."""
+        pools = self._roster.pools
+        return {n: size for n, size in self.sizes().items() if pools[n].purpose != "evaluation"}
+
     def states(self) -> list[dict[str, str | float]]:
         """Every member as its newest heartbeat shows it, by name."""
         shown = ("running", "waiting", "heartbeat_age_s")

@@ -143,6 +143,10 @@ class Reassignments:
                 getattr(kept if keep(group_id) else rest, name)[group_id] = requests
         return kept, rest
 
+    def requests(self, group_id: int) -> list[Request]:
+        """All that a group waits with."""
+        return [r for held in (self.lost, self.idle, self.delayed) for r in held.get(group_id, ())]
+
     def drop(self, group_ids: Iterable[int]) -> None:
         """Forget these groups."""
         for group_id in group_ids:
@@ -152,7 +156,8 @@ class Reassignments:
 
 SPARE = 4  # a heap is made anew when it has so many times as many entries as there are members
 Entry = tuple[int, int]  # (load, number of the member)
-Choose = Callable[[int], Member | None]  # the least loaded member for a group id
+# the least loaded member for a group id, of some labels or, without any, of all
+Choose = Callable[[int, Sequence[str]], Member | None]
 
 
 # Who works on what: the groups of each member, the members of each group, and who has least to do.
@@ -168,7 +173,8 @@ class Workload:
         self._members: dict[int, Member] = {}  # by number
         self._numbers = count()
         self._holders: dict[int, list[Member]] = {}  # group id -> members that work on it
-        self._heaps: defaultdict[int, list[Entry]] = defaultdict(list)  # by work
+        # by work and, of training, label; "": of any
+        self._heaps: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
 
     def add(self, member: Member) -> None:
         """A further member, which comes after the others where loads are equal."""
@@ -212,15 +218,15 @@ class Workload:
 
     @contextmanager
     def choosing(self, able: Callable[[Member], bool]) -> Iterator[Choose]:
-        """A function that gives the least loaded of the `able` members that serve a group and do
-        not hold it, ties by order; None if there is none.
+        """A function that gives the least loaded of the `able` members that serve a group, have one
+        of some labels and do not hold it, ties by order; None if there is none.
 
         Who is able must not change meanwhile: the others are looked at once, not for every group.
         """
         aside: list[tuple[list[Entry], Entry]] = []
 
-        def choose(group_id: int) -> Member | None:
-            heap, holding = self._heaps[work_of(group_id)], []
+        def least(group_id: int, label: str) -> Member | None:
+            heap, holding = self._heaps[work_of(group_id), label], []
             found = None
             while heap and found is None:
                 load, number = heap[0]
@@ -237,6 +243,11 @@ class Workload:
                 heapq.heappush(heap, entry)
             return found
 
+        def choose(group_id: int, labels: Sequence[str] = ()) -> Member | None:
+            found = [least(group_id, label) for label in labels or ("",)]
+            free = [member for member in found if member is not None]
+            return min(free, key=lambda m: (m.load, m.number), default=None)
+
         try:
             yield choose
         finally:
@@ -246,14 +257,16 @@ class Workload:
     def _push(self, member: Member) -> None:
         if member.number not in self._members:
             return
-        for work in {TRAINING, EVALUATION, member.pool.place}:
+        works = {(work, "") for work in (TRAINING, EVALUATION, member.pool.place)}
+        for work, label in works | {(TRAINING, member.pool.label)}:
             if not member.does(work):
                 continue
-            heap = self._heaps[work]
+            heap = self._heaps[work, label]
             heapq.heappush(heap, (member.load, member.number))
             if len(heap) > SPARE * len(self._members) + SPARE:
-                serving = [m for m in self._members.values() if m.does(work)]
-                heap[:] = [(m.load, m.number) for m in serving]
+                all_ = self._members.values()
+                able = [m for m in all_ if m.does(work) and label in ("", m.pool.label)]
+                heap[:] = [(m.load, m.number) for m in able]
                 heapq.heapify(heap)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Reporter
-from rlcore.loop.specs import CheckpointSpec, Phases, ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import CheckpointSpec, Phases, ScheduleSpec, ShareSpec, SupervisionSpec
 
 if TYPE_CHECKING:
     from rlcore.loop.evaluation import Evaluator
@@ -31,6 +31,8 @@ class Plan:
     request_timeout_s: float  # rollout.request_timeout_s
     samples_per_step: int  # logging.samples_per_step
     verify_full: bool  # cluster.verify_weights is "full"
+    shares: Mapping[str, ShareSpec] = field(default_factory=dict)  # actor.LABEL.share by label
+    mixed_groups: bool = False  # rollout.group_kinds is "mixed"
 
     @property
     def steps(self) -> int:
@@ -110,6 +112,7 @@ class Progress:
     # values of checkpoint.keep_best's metric, by its name and the version that was evaluated: a run
     # may be resumed with another one
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    kinds: dict[str, Any] = field(default_factory=dict)  # `KindShares.state`
 
 
 def _never() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from math import cos, pi
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
 
 from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -10,6 +13,40 @@ from rlcore.tasks.specs import DifficultySpec, EvalTaskSpec, OverlongRows
 from rlcore.types import OnPublish
 
 __all__ = ["DifficultySpec", "OverlongRows", "Phases"]  # the loop plans by them
+
+
+class ShareSpec(Spec):
+    """The share of new groups that a kind of actors samples, over the steps of a run; a number is
+    one that stays. Example: ShareSpec(shape="linear", start=1.0, end=0.0, steps=100)"""
+
+    shape: Literal["constant", "linear", "cosine"] = setting("constant", "from start to end")
+    start: float = setting(meaning="share at step 0", ge=0, le=1)
+    end: float | None = setting(None, "share from `steps` on; null: as at the start", ge=0, le=1)
+    steps: int = setting(0, "until the end is reached", unit="optimizer steps", ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, data: Any) -> Any:
+        number = isinstance(data, int | float) and not isinstance(data, bool)
+        return {"start": float(data)} if number else data
+
+    def at(self, step: int) -> float:
+        """The share of groups that are admitted after so many steps."""
+        if self.shape == "constant" or self.end is None:
+            return self.start
+        done = min(1.0, step / self.steps)
+        if self.shape == "cosine":
+            done = (1.0 - cos(pi * done)) / 2.0
+        return self.start + (self.end - self.start) * done
+
+    def check(self, key: str) -> None:
+        moves = self.shape != "constant"
+        refuse(
+            moves != (self.end is not None) or moves != bool(self.steps),
+            f"{key}.shape={self.shape} {'needs' if moves else 'takes no'} {key}.end and "
+            f"{key}.steps: choose constant for a share that stays, linear or cosine for one that "
+            "moves.",
+        )
 
 
 class ScheduleSpec(BatchingSpec):

@@ -119,6 +119,13 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "steps since their start, their handling of requests and answers included",
         "last",
     ),
+    Metric(
+        "engine/<label>/admitted",
+        "groups",
+        "admitted for these actors since the start, where shares are set (mixed groups: samples)",
+        "last",
+    ),
+    Metric("engine/<label>/share", "share", "of new groups that these actors are to have", "last"),
     Metric("engine/<label>/request_s", "s", "more for each request in the step", "last"),
     Metric("engine/<label>/context_s", "s", "more for each token of their contexts", "last"),
     Metric("engine/<label>/prompt_s", "s", "more for each token of prompts that are new", "last"),

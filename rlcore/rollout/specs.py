@@ -36,6 +36,9 @@ class RolloutSpec(Spec):
     logprobs_k: int = setting(
         20, "top log-probs stored per token, at most the vocabulary; 0: the sampled one only", ge=0
     )
+    group_kinds: Literal["one", "mixed"] = setting(
+        "one", "kinds of actors that draw the samples of a group; mixed: several"
+    )
     request_timeout_s: float = setting(
         600.0,
         "what decoding 1024 tokens may take, and more in proportion: then another actor goes on "

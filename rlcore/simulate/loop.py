@@ -30,7 +30,13 @@ from rlcore.loop.prompts import (
 )
 from rlcore.loop.role_protocols import Clients, RoleWatch, Spawned
 from rlcore.loop.saver import Saver
-from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.loop.specs import (
+    CheckpointSpec,
+    EvaluationSpec,
+    ScheduleSpec,
+    ShareSpec,
+    SupervisionSpec,
+)
 from rlcore.simulate.actors import FakeActor, Speed, spawned
 from rlcore.simulate.clients import FakeBuffer, FakeLearner, FakeScorer, Reward
 from rlcore.simulate.clock import run_simulated
@@ -170,6 +176,9 @@ class Scenario:
     tasks: Mapping[str, TaskShare] = field(default_factory=dict)
     problems: int | None = None  # of each task; None: endlessly many
     difficulty: DifficultySpec | None = None  # of every task
+    kinds: Mapping[str, int] = field(default_factory=dict)  # actors by label; empty: `actors` bf16
+    shares: Mapping[str, ShareSpec] = field(default_factory=dict)
+    mixed_groups: bool = False
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -180,6 +189,8 @@ class Scenario:
             request_timeout_s=self.request_timeout_s,
             samples_per_step=1,
             verify_full=False,
+            shares=self.shares,
+            mixed_groups=self.mixed_groups,
         )
 
 
@@ -249,7 +260,8 @@ class Simulation:
 
     def pools(self) -> list[ActorPool]:
         """The kinds of actors and how many there are of each."""
-        return [ActorPool("bf16", self._spawn, self.scenario.actors)]
+        kinds = self.scenario.kinds or {"bf16": self.scenario.actors}
+        return [ActorPool(label, self._spawn, count) for label, count in kinds.items()]
 
     def _source(self, label: str) -> PromptSource:
         spec = self.scenario.difficulty

@@ -134,3 +134,26 @@ def test_they_are_saved_and_resumed(tmp_path):
 def test_what_all_actors_must_agree_on_is_refused(words, said):
     with pytest.raises(UserError, match=said):
         run(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["actor.bf16.share=0.5"], r"actor.bf16.share is about several kinds"),
+        (["rollout.group_kinds=mixed"], r"rollout.group_kinds=mixed is about several kinds"),
+        ([*KINDS, "actor.fp8.share=1.5"], r"actor.fp8.share.start=1.5"),
+        ([*KINDS, "actor.fp8.share=0.5", "actor.bf16.share=0.4"], r"between 0.9 and 0.9"),
+        ([*KINDS, "actor.fp8.share={shape: linear, start: 1.0}"], r"needs actor.fp8.share.end"),
+        ([*KINDS, "actor.fp8.share={start: 1.0, steps: 5}"], r"takes no actor.fp8.share.end"),
+    ],
+)
+def test_shares_that_do_not_add_up_are_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        run(*words)
+
+
+def test_shares_are_numbers_or_schedules():
+    moving = "actor.fp8.share={shape: cosine, start: 1.0, end: 0.0, steps: 10}"
+    assert run(*KINDS, moving).actor["fp8"].share.at(10) == 0
+    assert run(*KINDS, "actor.fp8.share=0.25").actor["fp8"].share.at(3) == 0.25
+    assert run(*KINDS, "actor.fp8.share=1").actor["fp8"].share.start == 1

@@ -38,9 +38,10 @@ FREE = {
         "cpu_fast_path gpu_memory_utilization enforce_eager second_runner async_scheduling "
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale"
     ),
+    "actor.LABEL.share": "shape start end steps",
     "actor.LABEL.sparse": "block_size blocks share sparse_prompt",
     # how many log-probs a record stores it says itself
-    "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s",
+    "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s group_kinds",
     "correction": "none strata",
     "correction.tis": "cap floor level normalised adjusted",
     "correction.mis": "low high level",

@@ -1,0 +1,98 @@
+"""The kind of actors that samples each training group: shares that change over a run, and groups
+whose samples are drawn by several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlcore.loop.specs import ShareSpec
+
+
+class KindShares:
+    """Decides at admission who samples a group, and remembers it until the group has landed.
+
+    A share says which part of the groups that are admitted at a step a kind samples, with mixed
+    groups which part of the samples. What a choice leaves a kind short of is carried over to the
+    next one, so that the number of groups of a kind never differs from the sum of its shares by one
+    or more where there are two kinds, whatever the schedule. Kinds without a share divide the rest
+    by load, with mixed groups in proportion to their engines. Nothing is drawn at random.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, int],
+        shares: Mapping[str, ShareSpec],
+        *,
+        mixed: bool,
+        state: Mapping[str, Any],
+    ) -> None:
+        """`engines`: of each kind at the start; `state`: of a checkpoint, or empty."""
+        self._engines = {label: max(count, 1) for label, count in engines.items()}
+        self._shares = dict(shares)
+        self._others = tuple(label for label in engines if label not in shares)
+        self._mixed = mixed and len(engines) > 1
+        self._on = self._mixed or bool(self._shares)
+        self._now: dict[str, float] = {}
+        self._owed: dict[str, float] = dict(state.get("owed", {}))
+        self._admitted: dict[str, int] = dict(state.get("admitted", {}))
+        self._kinds = {int(group): list(kinds) for group, kinds in state.get("groups", {}).items()}
+
+    def admit(self, group_id: int, samples: int, step: int) -> None:
+        """A group was admitted after so many optimizer steps."""
+        if not self._on:
+            return
+        self._now = self._at(step)
+        drawn = [self._next() for _ in range(samples if self._mixed else 1)]
+        self._kinds[group_id] = drawn
+        for label in drawn:
+            self._admitted[label] = self._admitted.get(label, 0) + 1
+
+    def _at(self, step: int) -> dict[str, float]:
+        """The share of each kind; under "" that of all kinds without one."""
+        found = {label: spec.at(step) for label, spec in self._shares.items()}
+        rest = max(0.0, 1.0 - sum(found.values()))
+        if not self._mixed:
+            return found | ({"": rest} if self._others else {})
+        engines = sum(self._engines[label] for label in self._others)
+        return found | {label: rest * self._engines[label] / engines for label in self._others}
+
+    def _next(self) -> str:
+        for label, share in self._now.items():
+            self._owed[label] = self._owed.get(label, 0.0) + share
+        label = max(self._now, key=lambda name: (self._now[name] > 0, self._owed[name]))
+        self._owed[label] -= 1.0
+        return label
+
+    def of(self, group_id: int, sample_index: int) -> tuple[str, ...]:
+        """Labels of the actors that may draw a sample; (): all."""
+        kinds = self._kinds.get(group_id)
+        if not kinds:
+            return ()
+        label = kinds[sample_index % len(kinds)]
+        return (label,) if label else self._others
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """These groups are not in flight any more."""
+        for group_id in group_ids:
+            self._kinds.pop(group_id, None)
+
+    def metrics(self) -> dict[str, float]:
+        """Groups (mixed: samples) admitted so far and the present share, of kinds with a share."""
+        found = {}
+        for label in (name for name in self._now if name):
+            found[f"engine/{label}/admitted"] = float(self._admitted.get(label, 0))
+            found[f"engine/{label}/share"] = self._now[label]
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        groups = {str(group): kinds for group, kinds in self._kinds.items()}
+        return {"owed": dict(self._owed), "admitted": dict(self._admitted), "groups": groups}
+
+
+def most_shares(shares: Sequence[ShareSpec]) -> tuple[float, float]:
+    """(largest, smallest) sum of shares over a run, and so over all of its steps."""
+    last = max((spec.steps for spec in shares), default=0)
+    sums = [sum(spec.at(step) for spec in shares) for step in range(last + 1)]
+    return max(sums), min(sums)
