@@ -16,7 +16,6 @@ from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.corrections.specs import CorrectionSpec
 from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class

@@ -1,10 +1,10 @@
 """Every metric of a run by name, and how the values of several steps become one.
 
-The declarations are in `sample_metrics.py`, `learner_metrics.py` and `system_metrics.py`, each with
-unit, meaning, reduction, usual range and advice; docs/metrics.md is made from them. Angle brackets
-stand for a name that a run's configuration or a user's code gives, so `eval/<task>/mean@<k>` covers
-`eval/digits/mean@4`. A metric of samples exists by kind of actors, too: `mismatch/ess@fp8`. Units
-and reductions are declared, never inferred from a name.
+The declarations are in the files `*_metrics.py` of this folder, each with unit, meaning, reduction,
+usual range and advice; docs/metrics.md is made from them. Angle brackets stand for a name that a
+run's configuration or a user's code gives, so `eval/<task>/mean@<k>` covers `eval/digits/mean@4`. A
+metric of samples exists by kind of actors, too: `mismatch/ess@fp8`. Units and reductions are
+declared, never inferred from a name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from collections.abc import Mapping, Sequence
 
 from rlcore.metrics.learner_metrics import LEARNER_METRICS
 from rlcore.metrics.metric import Metric, Reduction
+from rlcore.metrics.mismatch_metrics import MISMATCH_METRICS
 from rlcore.metrics.sample_metrics import SAMPLE_METRICS
 from rlcore.metrics.system_metrics import SYSTEM_METRICS
 
-METRICS: tuple[Metric, ...] = (*SAMPLE_METRICS, *LEARNER_METRICS, *SYSTEM_METRICS)
+METRICS: tuple[Metric, ...] = (
+    *SAMPLE_METRICS,
+    *MISMATCH_METRICS,
+    *LEARNER_METRICS,
+    *SYSTEM_METRICS,
+)
 ACCURACIES = {f"eval/<task>/{n}" for n in ("greedy", "mean@<k>", "pass@<k>", "majority@<k>")}
 # Looked up for every value of every row, and a family is matched segment by segment.
 _EXACT = {m.name: m for m in METRICS if "<" not in m.name}
