@@ -297,7 +297,7 @@ def _scalar(found: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Form:
+class LossForm:
     """A loss by its signature."""
 
     name: str
@@ -310,14 +310,14 @@ class Form:
         return lambda batch: self.call(self.loss, batch, aggregation)
 
 
-def form_of(loss: Loss) -> Form:
+def form_of(loss: Loss) -> LossForm:
     """The form of a loss function, by the names of its parameters. Raises UserError."""
     taken = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
     free = {n for n, p in taken.parameters.items() if p.kind is not p.VAR_KEYWORD}
     for name, (needed, call, weights) in FORMS.items():
         if needed <= free:
             modes = VERL_AGGREGATIONS if "loss_agg_mode" in _open(taken) else ("",)
-            return Form(name, call, loss, weights is None or weights in free, modes)
+            return LossForm(name, call, loss, weights is None or weights in free, modes)
     listed = "; ".join(f"{name}: {', '.join(sorted(f[0]))}" for name, f in FORMS.items())
     raise UserError(
         f"the loss function is not accepted: its parameters are {', '.join(sorted(free))}, and the "

@@ -310,7 +310,7 @@ class EngineJob:
 
 ENGINES: dict[str, str] = {
     "vllm": "rlcore.rollout.engines.vllm.engine:VllmEngine",
-    "diffusion": "rlcore.rollout.engines.diffusion.engine:DiffusionEngine",
+    "diffusion": "rlcore.extras.diffusion.engine:DiffusionEngine",
 }
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.interfaces import RolloutEngine
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec
-from rlcore.rollout.engines.diffusion.engine import DiffusionEngine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request, Trajectory
 
@@ -38,11 +38,11 @@ def sharp_folder(folder: Path, seed: int = 0, *, tie: bool = False) -> str:
     return str(folder)
 
 
-def masked_engine(model: str, *, block: int = 4, **actor: Any) -> DiffusionEngine:
+def masked_engine(model: str, *, block: int = 4, **actor: Any) -> RolloutEngine:
     spec = ActorSpec(**{"engine": "diffusion", "max_num_seqs": 8, **actor})
     diffusion = DiffusionSpec(block=block, prompt_masking=0.4)
     job = EngineJob(spec, "bf16-0", model, max_len=64, logprobs_k=0, diffusion=diffusion)
-    return DiffusionEngine(job)
+    return start_engine(job)
 
 
 def masked_requests(count: int, **sampling: Any) -> list[Request]:
@@ -52,7 +52,7 @@ def masked_requests(count: int, **sampling: Any) -> list[Request]:
     return [Request(0, i, "digits/train/0", prompts[i], spec, seed=100 + i) for i in range(count)]
 
 
-def drawn(engine: DiffusionEngine, requests: list[Request]) -> list[Trajectory]:
+def drawn(engine: RolloutEngine, requests: list[Request]) -> list[Trajectory]:
     """By sample index."""
     engine.add(requests)
     done = []

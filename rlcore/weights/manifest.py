@@ -160,22 +160,6 @@ def _refuse_tied(tensors: Mapping[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} and {other} share one storage: publish a tied weight once")
 
 
-def verify_tensors(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ArrivalError unless `tensors` has exactly the manifest's names, shapes and dtype."""
-    # All problems at once: one lost shard explains many names.
-    problems = [f"{n} is missing" for n in manifest.names if n not in tensors]
-    promised = set(manifest.names)
-    problems += [f"{n} was not announced" for n in tensors if n not in promised]
-    for name, shape in zip(manifest.names, manifest.shapes, strict=True):
-        if (t := tensors.get(name)) is None:
-            continue
-        if tuple(t.shape) != shape:
-            problems.append(f"{name} has shape {tuple(t.shape)}, announced {shape}")
-        if dtype_name(t.dtype) != manifest.dtype:
-            problems.append(f"{name} is {dtype_name(t.dtype)}, announced {manifest.dtype}")
-    _raise(manifest, problems)
-
-
 def verify_checksums(manifest: WeightManifest, held: Mapping[str, int]) -> None:
     """Raise ArrivalError unless `held`, an engine's checksums, agrees with the manifest's."""
     problems = []

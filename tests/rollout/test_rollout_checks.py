@@ -58,7 +58,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model(tmp_path):
 def test_an_engine_is_named_or_a_users_own(tmp_path):
     own = tmp_path / "own.py"
     own.write_text(
-        "from rlcore.rollout.engines.diffusion.engine import DiffusionEngine\n\n\n"
+        "from rlcore.extras.diffusion.engine import DiffusionEngine\n\n\n"
         "class Echo(DiffusionEngine):\n    def __init__(self, job):\n        self.job = job\n"
     )
     job = EngineJob(ActorSpec(engine=f"{own}:Echo"), "mine-0", "m", max_len=8, logprobs_k=0)

@@ -14,7 +14,6 @@ from rlcore.weights.manifest import (
     sample_names,
     tensor_checksum,
     verify_checksums,
-    verify_tensors,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
@@ -87,30 +86,7 @@ def test_a_manifest_accepts_what_it_announced(tensors):
         make_manifest(6, tensors, full=False, seed=1).checksums.keys() != sampled.checksums.keys()
     )
     full = make_manifest(5, tensors, full=True, seed=1)
-    verify_tensors(full, tensors)
     verify_checksums(full, {n: tensor_checksum(t) for n, t in tensors.items()})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop("layer.3.weight"), "layer.3.weight is missing"),
-        (lambda t: t.update(other=torch.ones(2)), "other was not announced"),
-        (
-            lambda t: t.update({"layer.3.weight": torch.ones(4, 5)}),
-            r"layer.3.weight has shape \(4, 5\)",
-        ),
-        (
-            lambda t: t.update({"layer.3.weight": t["layer.3.weight"].double()}),
-            "layer.3.weight is float64",
-        ),
-    ],
-)
-def test_a_manifest_names_the_tensor_that_is_not_as_announced(tensors, change, words):
-    manifest = make_manifest(5, tensors, full=True, seed=1)
-    change(tensors)
-    with pytest.raises(ArrivalError, match=words):
-        verify_tensors(manifest, tensors)
 
 
 def test_lost_and_altered_weights_are_named(tensors):

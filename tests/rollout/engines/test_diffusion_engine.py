@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlcore.extras.diffusion.engine import Denoising
 from rlcore.models.folder import read_weights
 from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
-from rlcore.rollout.engines.diffusion.engine import Denoising
 from rlcore.rollout.request_book import CoreRequest
 from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_sampling

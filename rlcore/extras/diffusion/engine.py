@@ -8,13 +8,13 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from rlcore.extras.diffusion.model import DiffusionWeights, MaskedModel
 from rlcore.interfaces import WeightStream
 from rlcore.models.masked_folder import mask_token_id
 from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model
-from rlcore.rollout.engines.diffusion.model import DiffusionWeights, MaskedModel
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import ActorSpec, EngineJob
 from rlcore.spec import refuse
