@@ -9,7 +9,6 @@ link, and ends when the link does. Nothing of an environment runs in this proces
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -18,8 +17,7 @@ import select
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -30,22 +28,26 @@ from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.grades import as_grade
+from rlcore.tasks.grading_worker import (
+    POLL_S,
+    adopt_orphans,
+    children,
+    die_with_parent,
+    end,
+    end_descendants,
+)
 
 MAX_ERROR = 300  # characters
 MAX_TEXT = 1 << 16  # characters of a message that leave the process; tokens are counted later
 CUT = " [cut: {} more characters]"
 MAX_DATAGRAM = 1 << 16
-POLL_S = 0.5
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-END_S = 10.0  # for what was killed to end
 
 
 def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     control = socket.socket(fileno=fd)
     # Until the start is over: later, the thread that started this process may end before it.
-    _die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     first = control.recv(MAX_DATAGRAM)
     if not first:
         return
@@ -57,15 +59,11 @@ def main(fd: int) -> None:
     except UserError as error:
         control.send(json.dumps({"fatal": str(error)}).encode())
         return
-    _die_with_parent(0)
+    die_with_parent(0)
     gc.collect()
     gc.freeze()  # so that children share these pages
     control.send(b'{"ready": true}')
     ForkServer(control, task, make, spec).run()
-
-
-def _die_with_parent(sign: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sign)
 
 
 class ForkServer:
@@ -87,16 +85,13 @@ class ForkServer:
     def run(self) -> None:
         """Until the other end of the control socket is closed; then every child is killed, with
         all that it started."""
-        _adopt_orphans()
+        adopt_orphans()
         while self._take():
             self._reap()
-            _kill_all(_children() - self._children)  # started by a child that has ended
+            end(children() - self._children)  # started by a child that has ended
         for pid in self._children:
             _kill(pid)
-        deadline = time.monotonic() + END_S
-        while (left := _children()) and time.monotonic() < deadline:
-            _kill_all(left)
-            time.sleep(0.01)
+        end_descendants()
 
     def _take(self) -> bool:
         poll = select.poll()  # `select` takes no descriptor above 1023
@@ -123,8 +118,8 @@ class ForkServer:
         # Nothing may return into the server's code.
         try:
             os.setsid()
-            _die_with_parent(signal.SIGKILL)
-            _adopt_orphans()  # until it ends: then they are the server's
+            die_with_parent(signal.SIGKILL)
+            adopt_orphans()  # until it ends: then they are the server's
             if os.getppid() == server:
                 self._control.close()
                 self._serve(socket.socket(fileno=link))
@@ -161,6 +156,8 @@ class ForkServer:
             if os.getpid() != own:  # an environment has forked: the first process answers
                 os._exit(0)
             link.sendall(answer)
+            if call["call"] == "grade":
+                end_descendants()  # nothing that an episode started is there in the next one
 
     def _answer(self, environment: Environment, call: dict[str, Any]) -> dict[str, Any]:
         if call["call"] == "reset":
@@ -222,28 +219,6 @@ def _texts(messages: Any) -> list[dict[str, Any]]:
             content = content[:MAX_TEXT] + CUT.format(len(content) - MAX_TEXT)
         out.append({**message, "content": content})
     return out
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of what this process's children leave behind, in whatever session it is."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _children() -> set[int]:
-    """Process ids of the children of this process, which has one thread; none where the kernel does
-    not list them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
-            return set(map(int, listed.read().split()))
-    except FileNotFoundError:
-        return set()
-
-
-def _kill_all(pids: Iterable[int]) -> None:
-    """End children; their own become children of this process."""
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, os.WNOHANG)
 
 
 def _kill(pid: int) -> None:

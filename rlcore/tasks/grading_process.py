@@ -159,9 +159,12 @@ class WorkerProcess:
         """End the worker and its children now. Safe to call from any thread, and twice."""
         if not self._killed:
             self._killed = True
-            with contextlib.suppress(ProcessLookupError):  # all of the group has ended
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._end()
         self._process.wait(REAP_S)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all of the group has ended
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the worker and remove its temporary folder."""
@@ -192,6 +195,13 @@ class GradingProcess(WorkerProcess):
             who="a grading process",
             start_timeout_s=start_timeout_s,
         )
+
+    def _end(self) -> None:
+        """The process that watches ends all that graders have started, in whatever session."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(REAP_S)
+        super()._end()
 
     def _how_it_ended(self) -> str:
         how = super()._how_it_ended()

@@ -3,10 +3,14 @@
 It exchanges JSON lines with `rlcore.tasks.scoring`: first {tasks, timeout_s, memory_mib}, answered
 by {"ready": true} or {"fatal": sentence}; then a line with a list of [number of the item, prompt
 id, response, number of its tokens, their texts], answered by one line for every item as it is done,
-with the item's number as "id". It dies with its parent, and loads neither models nor tensors."""
+with the item's number as "id". It dies with its parent, and loads neither models nor tensors.
+
+Its first process only watches the one that grades: it becomes the parent of whatever a grader
+starts and leaves behind, in whatever session, and ends it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,6 +19,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rlcore.errors import UserError
@@ -25,6 +31,75 @@ from rlcore.tasks.grades import as_grade, dense, wants_tokens
 EXIT_OUT_OF_MEMORY = 77
 MAX_ERROR = 300  # characters
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.5
+END_S = 10.0  # for what was killed to end
+
+
+def die_with_parent(sign: int) -> None:
+    """Have the kernel send a signal when the thread that started this process ends; 0: none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sign)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what this process's children leave behind, in whatever session it is."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Process ids of the children of this process; none where the kernel does not list them."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            found.update(map(int, (thread / "children").read_text().split()))
+    return found
+
+
+def end(pids: Iterable[int]) -> None:
+    """End children; their own become children of this process, if it adopts orphans."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end_descendants() -> None:
+    """End everything that this process has started, in a process that adopts orphans."""
+    deadline = time.monotonic() + END_S
+    while (left := children()) and time.monotonic() < deadline:
+        end(left)
+        time.sleep(0.01)
+
+
+def watched(fd: int) -> None:
+    """Go on in a child. This process stays, ends what the child leaves behind, and at last all that
+    it started; it ends as the child does, or on SIGTERM. `fd`: the child's alone."""
+    told = {signal.SIGCHLD, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, told)
+    die_with_parent(signal.SIGTERM)
+    adopt_orphans()
+    watcher, worker = os.getpid(), os.fork()
+    if not worker:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != watcher:
+            os._exit(0)
+        return
+    os.close(fd)
+    status, ended = 0, 0
+    while not ended:
+        got = signal.sigtimedwait(told, POLL_S)
+        if got is not None and got.si_signo == signal.SIGTERM:
+            os.kill(worker, signal.SIGKILL)  # one that is about to end has the code it chose
+            _, status = os.waitpid(worker, 0)
+            break
+        end(children() - {worker})
+        ended, status = os.waitpid(worker, os.WNOHANG)
+    end_descendants()
+    if os.WIFSIGNALED(status):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+        os.kill(watcher, os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 class _Deadline(BaseException):
@@ -53,7 +128,7 @@ class _Alarm:
 
 
 def main(fd: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    watched(fd)
     os.set_inheritable(fd, False)  # a program that a grader starts must not keep the link open
     link = socket.socket(fileno=fd)
     lines = link.makefile("rb")

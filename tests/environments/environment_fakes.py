@@ -50,6 +50,9 @@ class Echo:
         if self.fault == "daemon":  # in a session of its own, and without a parent
             subprocess.run(["sh", "-c", f"setsid sleep 600 & echo $! > {self.listed}"], check=True)
             os._exit(3)
+        what, _, at = self.fault.partition(" ")
+        if what == "leave":
+            subprocess.run(["sh", "-c", f"setsid sleep 600 & echo $! >> {at}"], check=True)
         if self.fault == "big":
             self.texts[-1] = "1" * (1 << 26)
         if self.fault == "slow":

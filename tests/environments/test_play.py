@@ -313,6 +313,18 @@ def test_what_an_environment_started_in_another_session_ends_with_its_episode(st
     wait_until(lambda: not psutil.pid_exists(pid), 20, "the daemon's end")
 
 
+def test_what_an_episode_started_is_gone_when_its_process_serves_the_next(start, tmp_path):
+    listed = tmp_path / "pid"
+    job = make_job(concurrency=1, args={"fault": f"leave {listed}", "at": "grade"})
+    sampler = start(job)
+    sampler.play.add(ask(2))
+    played = sampler.run()
+    assert len({p.score.parts["process"] for p in played}) == 1  # one process, two episodes
+    first, *_ = map(int, listed.read_text().split())
+    wait_until(lambda: not psutil.pid_exists(first), 20, "the end of the first")
+    assert sampler.play._idle, "its process goes on"
+
+
 class OddServer:
     """In the place of an environments' process: one that answers every call by `answer(call)`, with
     bytes as they are."""

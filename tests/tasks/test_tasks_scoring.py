@@ -1,6 +1,7 @@
 """The scorer with real grading processes: whatever a grader does, its sample alone has a failed
 score."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -51,6 +52,12 @@ def score(item, response):
             out.write(str(child.pid))
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
         hold()
+    if what == "daemon":  # in a session of its own, and without a parent
+        subprocess.run(["sh", "-c", f"setsid sleep 600 & echo $! > {rest}"], check=True)
+    if what == "helper":
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        with open(rest, "w") as out:
+            out.write(str(child.pid))
     if what == "temporary":
         with open(rest, "w") as out:
             out.write(tempfile.mkdtemp())
@@ -102,9 +109,10 @@ def graders(**settings):
 
 
 def workers(process=None):
-    """Grading processes of a process, of this one by default."""
+    """Grading processes of a process, of this one by default, without those that watch them."""
     children = (process or psutil.Process()).children(recursive=True)
-    return [p for p in children if "grading_worker" in " ".join(p.cmdline())]
+    found = {p.pid: p for p in children if "grading_worker" in " ".join(p.cmdline())}
+    return [p for p in found.values() if p.ppid() in found]
 
 
 def run(tasks, texts, *, prompt_ids=None, **settings):
@@ -229,6 +237,22 @@ def test_what_a_hanging_grader_started_is_killed_with_it(args, tmp_path):
     assert results[0].status == "timeout"
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("what", ["daemon", "helper"])
+def test_what_a_grader_started_in_another_session_ends(args, tmp_path, what):
+    """Without a parent as soon as it is seen, else with the grading process."""
+    at = tmp_path / "pid"
+    scorer = Scorer(file_task(args), graders(), on_scored=lambda scored: None)
+    with contextlib.closing(scorer):
+        scorer.submit([answer(f"{what} {at}", 0)])
+        wait_until(lambda: at.is_file() and at.read_text().strip(), deadline(60), "the child")
+        pid = int(at.read_text())
+        if what == "daemon":
+            wait_until(lambda: not psutil.pid_exists(pid), deadline(20), "the daemon's end")
+        else:
+            assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
 
 
 def test_temporary_files_go_with_the_process(args, tmp_path):
