@@ -174,6 +174,26 @@ def test_the_environment_and_files_of_others_cannot_be_read(sandbox, tmp_path, m
         own.close()
 
 
+def test_paths_of_the_machine_do_not_exist_for_a_program(sandbox, tmp_path):
+    here = [
+        str(tmp_path),
+        __file__,
+        "/etc/passwd",
+        "/proc/self/maps",
+        "/home",
+        "/root/.ssh",
+        "/var",
+    ]
+    outcome = sandbox.run(
+        f"import os\nfound = [p for p in {here!r} if os.path.lexists(p) or os.access(p, 0)]\n"
+        "assert not found, found\n"
+        "assert os.path.isfile('/dev/null') is False and os.path.exists('/dev/null')\n"
+        "import numpy, json, ctypes, zoneinfo; zoneinfo.ZoneInfo('Europe/Paris')\n"
+        "open('mine', 'w').write('x'); assert os.listdir(os.getcwd()) == ['mine']"
+    )
+    assert outcome.passed, outcome
+
+
 def test_nothing_outside_can_be_changed(sandbox, tmp_path):
     target = tmp_path / "precious"
     target.write_text("precious")

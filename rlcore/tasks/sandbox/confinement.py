@@ -6,7 +6,8 @@ Layers, all of them required unless `task.args.confinement=reduced`:
 * capabilities: none, and no_new_privs;
 * landlock: libraries can be read, the program's own folder written, nothing else;
 * tmpfs: the program's folder is a file system of its own, in memory, of a fixed size: whatever is
-  in it counts, under a name or not; without this layer a program writes no files;
+  in it counts, under a name or not. Its root is another one, which has the libraries and no other
+  path of the machine. Without this layer a program writes no files, and learns which paths exist;
 * seccomp: an allowlist of system calls, of fcntl and ioctl also of their commands; no sockets, no
   new processes (threads only), no exec, no signals to others. Known for x86_64 only.
 """
@@ -32,7 +33,9 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
+MS_BIND = 1 << 12
 MNT_DETACH = 2
+ROOT_MIB, ROOT_FILES = 1, 1000  # folders that lead to what is bound
 PROBE_S = 20.0
 CAPABILITY_V3 = 0x20080522
 # the same numbers on every architecture
@@ -120,6 +123,27 @@ def mount_tmpfs(folder: str, mib: int, files: int) -> None:
     _check(LIBC.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options), f"tmpfs at {folder}")
 
 
+def make_root(folder: str, packages: Iterable[str]) -> str:
+    """Mount a root at `folder` that has the paths a program may read and an empty `folder`, and
+    nothing else of the machine. Returns where that folder is for now. Raises OSError."""
+    mount_tmpfs(folder, ROOT_MIB, ROOT_FILES)
+    bound: list[str] = []
+    for path in sorted((*_libraries(packages), *DEVICES)):
+        if not os.path.exists(path) or any(path.startswith(f"{b}/") for b in bound):
+            continue
+        inside = folder + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.isdir(path):
+            os.mkdir(inside)
+        else:
+            os.close(os.open(inside, os.O_CREAT))
+        bind = LIBC.mount(path.encode(), inside.encode(), None, MS_BIND | MS_REC, None)
+        _check(bind, f"binding {path}")
+        bound.append(path)
+    os.makedirs(folder + folder)
+    return folder + folder
+
+
 def unmount(folder: str) -> None:
     """Take it away again, with all that is in it. Raises OSError."""
     _check(LIBC.umount2(folder.encode(), MNT_DETACH), f"unmounting {folder}")
@@ -177,6 +201,18 @@ class Confinement:
             _install(self._filter)
 
 
+DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/urandom": READ_FILE}
+
+
+def _libraries(packages: Iterable[str]) -> list[str]:
+    """What a program may read."""
+    library = os.path.dirname(os.__file__)
+    shared = os.path.join(sys.base_prefix, "lib")
+    # beside a package lie the shared libraries of its wheel
+    packaged = [path for package in packages for path in (package, f"{package}.libs")]
+    return [library, shared, "/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", *packaged]
+
+
 def _ruleset(packages: Iterable[str], folder: str | None) -> int:
     """A Landlock ruleset: read the interpreter's libraries, read and write `folder`."""
     abi = _check(LIBC.syscall(LANDLOCK_CREATE, None, 0, 1), "Landlock")
@@ -186,13 +222,7 @@ def _ruleset(packages: Iterable[str], folder: str | None) -> int:
     attributes = struct.pack(f"{len(fields)}Q", *fields)
     size = len(attributes)
     ruleset = _check(LIBC.syscall(LANDLOCK_CREATE, attributes, size, 0), "Landlock ruleset")
-    library = os.path.dirname(os.__file__)
-    shared = os.path.join(sys.base_prefix, "lib")
-    system = ["/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo"]
-    # beside a package lie the shared libraries of its wheel
-    packaged = [path for package in packages for path in (package, f"{package}.libs")]
-    rules = [(path, READ_FS) for path in [library, shared, *system, *packaged]]
-    rules += [("/dev/null", READ_FILE | WRITE_FILE), ("/dev/urandom", READ_FILE)]
+    rules = [(path, READ_FS) for path in _libraries(packages)] + [*DEVICES.items()]
     rules += [(folder, everything)] if folder else []
     for path, access in rules:
         if os.path.exists(path):
@@ -242,4 +272,5 @@ def _install(template: bytes) -> None:
 
 if __name__ == "__main__":  # the probe
     own_mounts()
-    mount_tmpfs("/tmp", 1, 10)
+    make_root("/tmp", [])
+    os.chroot("/tmp")

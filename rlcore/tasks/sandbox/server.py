@@ -31,6 +31,7 @@ from .confinement import (
     LIBC,
     PR_SET_PDEATHSIG,
     Confinement,
+    make_root,
     mount_tmpfs,
     own_mounts,
     unmount,
@@ -57,8 +58,10 @@ class SandboxServer:
         self._limits = settings["limits"]
         self._folder = settings["folder"]
         self._mounts = "tmpfs" in settings["layers"]
+        self._inside = self._folder  # where the programs' folder is for this process
         if self._mounts:
             own_mounts()
+            self._inside = make_root(self._folder, settings["packages"].values())
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # which other credentials may undo
         limits = {
             "RLIMIT_AS": self._limits["memory_mib"] << 20,
@@ -71,7 +74,7 @@ class SandboxServer:
         self._confinement = Confinement(
             settings["layers"],
             limits,
-            folder=self._folder if self._mounts else None,
+            folder=self._inside if self._mounts else None,
             packages=settings["packages"],
         )
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
@@ -94,7 +97,7 @@ class SandboxServer:
             program.import_numpy({})
             gc.freeze()
         if self._mounts:
-            mount_tmpfs(self._folder, self._limits["file_mib"], MAX_FILES)
+            mount_tmpfs(self._inside, self._limits["file_mib"], MAX_FILES)
         output, output_end = os.pipe()
         try:
             try:
@@ -119,7 +122,7 @@ class SandboxServer:
         finally:
             os.close(output)
             if self._mounts:
-                unmount(self._folder)
+                unmount(self._inside)
         shown = text.decode(errors="replace")[-SHOWN:]
         # a program also ends because its judge has: that says nothing about it
         return {"limit": limit, "ended": how if judged_end else "", "output": shown}
@@ -141,6 +144,8 @@ class SandboxServer:
             # opened here: a lock on a description that others share would outlive the program
             null = os.open("/dev/null", os.O_RDONLY)
             _keep({0: null, 1: output, 2: output, CHANNEL_FD: channel, **kept})
+            if self._mounts:
+                os.chroot(self._folder)
             os.chdir(self._folder)
             sys.set_int_max_str_digits(0)
             self._confinement.apply(RULES_FD if kept else None)
