@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
+from rlcore.files import refusal
 
 if TYPE_CHECKING:
     from rlcore.config.schema import RunConfig
@@ -50,8 +51,11 @@ def _run(words: list[str]) -> int:
         return 2
     except BrokenPipeError:
         raise
-    except (StageError, DeadlineExceeded, OSError) as e:
+    except (StageError, DeadlineExceeded) as e:
         print(f"rlcore: the run ended: {e}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(f"rlcore: the run ended: {refusal(e)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)

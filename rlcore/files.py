@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,23 @@ def replace_file(path: str | Path, data: bytes | str, *, durable: bool = False) 
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def refusal(error: OSError) -> str:
+    """A clause that says which file could not be written or read and why; of a full disk, with the
+    space that is left there."""
+    why = error.strerror or str(error)
+    if error.filename is None:
+        return why
+    path = Path(os.fsdecode(error.filename)).absolute()
+    if error.errno not in FULL:
+        return f"{path}: {why}"
+    there = next(folder for folder in path.parents if folder.is_dir())
+    mib = shutil.disk_usage(there).free / 2**20
+    return f"{path} could not be written: {why} ({mib:,.1f} MiB are free in {there})"
+
+
 @contextmanager
 def new_file(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """An empty file to fill, renamed to `path` when the block succeeds, otherwise removed.
@@ -42,8 +60,10 @@ def new_file(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:
+    except BaseException as e:
         beside.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:  # what `write` raises names no file
+            e.filename = str(path)
         raise
     if durable:
         sync(path.parent)

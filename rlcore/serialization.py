@@ -340,7 +340,7 @@ def _header(data: bytes) -> RecordHeader:
 
 
 def _misshapen(entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Why the arrays of a header cannot be those of one trajectory, or ""."""
+    """Return why the arrays of a header cannot be those of one trajectory; "" if they can."""
     try:
         (length,), (count, k) = entries["token_ids"]["shape"], entries["topk_ids"]["shape"]
         shapes = {"token_ids": [length], "sampled": [length], "topk_ids": [count, k],

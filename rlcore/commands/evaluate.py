@@ -16,6 +16,7 @@ from rlcore.commands.processes import Session, connected
 from rlcore.commands.warm_up import with_drafts
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
+from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
 from rlcore.spec import refuse
@@ -54,7 +55,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
             note(line)
         results = _results(config, prepared, model_path, folder)
         owner.require()
-        (owner.folder / "eval.json").write_text(json.dumps(results, indent=1))
+        replace_file(owner.folder / "eval.json", json.dumps(results, indent=1))
     for name, value in results.items():
         note(f"{name:40s} {value:.4f}")
     return 0

@@ -24,6 +24,7 @@ from rlcore.config.task_checks import mixed
 from rlcore.environments import environment_maker
 from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
+from rlcore.files import replace_file
 from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
@@ -301,7 +302,7 @@ def sft(config: RunConfig) -> int:
 def _sft(config: RunConfig, prepared: Prepared, run_dir: Path) -> None:
     out = run_dir / "model"
     refuse(out.exists(), f"run_dir={run_dir} already holds a model: choose another folder.")
-    (run_dir / "config.yaml").write_text(to_yaml(config))
+    replace_file(run_dir / "config.yaml", to_yaml(config))
     start = config.model.path or str(fresh_model(config, prepared, run_dir / "fresh"))
     warmup = config.model.warmup or WarmUpSpec()
     with connected(config, actors=False):

@@ -5,6 +5,7 @@ checkpoints/step_000010/learner/         what is trained, optimizer, step count
                         draft/           the same of a co-trained draft, if there is one
                         buffer/          ledger, payloads, groups in flight
                         controller.json  progress, prompt cursor
+                        metrics.jsonl    the run's rows so far
                         MANIFEST.json    every file's size and BLAKE2b digest; written last
 """
 
@@ -29,6 +30,7 @@ from rlcore.loop.specs import CheckpointSpec
 
 MANIFEST = "MANIFEST.json"
 STATE = "controller.json"
+ROWS = "metrics.jsonl"
 LEARNER_INDEX = "learner.json"
 NAME = re.compile(r"step_\d{6,}")
 REMOVED = ".removed-"

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, TypeVar
 
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError
@@ -263,6 +264,8 @@ class Saver:
         def seal() -> None:
             with stack:  # removes the folder if it cannot be sealed
                 self._guard()
+                with suppress(OSError):  # a run goes on without its rows
+                    copyfile(self._root.parent / checkpoint.ROWS, folder / checkpoint.ROWS)
                 replace_file(folder / checkpoint.STATE, json.dumps(state, indent=1))
 
         what = f"seal the checkpoint (checkpoint.write_timeout_s={limit:g})"

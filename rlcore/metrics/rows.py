@@ -4,7 +4,6 @@ written. There are gaps only where rows were lost before a resume."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import json
 import math
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlcore.errors import NoSpace, StageError, UserError
-from rlcore.files import replace_file
+from rlcore.files import FULL, replace_file
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 Row = dict[str, float | int | None]
 
 
@@ -71,18 +69,25 @@ class RowFile:
                 self._file.truncate(before)
             raise
 
-    def truncate_after(self, step: int) -> str:
-        """Keep rows up to `step`, the last one before a resumed run. Returns a sentence if rows
-        before it are missing, which cost their curves and nothing else; "" otherwise."""
+    def truncate_after(self, step: int, copy: str | Path | None = None) -> str:
+        """Keep rows up to `step`, the last one before a resumed run; those that are missing come
+        from a `copy` of the file, if it is there. Returns a sentence about missing rows, which cost
+        their curves and nothing else; "" otherwise."""
         self.close()
-        rows = read_rows(self.path)
-        kept = [r for r in rows if r["step"] <= step]  # type: ignore[operator]
-        self._rewrite(kept)
+        own, copied = (
+            {int(r["step"]): r for r in read_rows(path) if r["step"] <= step}  # type: ignore
+            for path in (self.path, copy or self.path)
+        )
+        kept = copied | own
+        self._rewrite([kept[s] for s in sorted(kept)])
         self.last_step = step
-        last = int(kept[-1]["step"]) if kept else 0  # type: ignore[arg-type]
-        if last == step:
-            return ""
-        return f"{self.path} has no rows of steps {last + 1} to {step}: the run goes on without"
+        last, news = max(kept, default=0), []
+        if filled := len(kept) - len(own):
+            news.append(f"{filled} rows were missing from {self.path}: they are of the checkpoint")
+        if last < step:
+            lost = f"has no rows of steps {last + 1} to {step}: the run goes on without"
+            news.append(f"{self.path} {lost}")
+        return "; ".join(news)
 
     def close(self) -> None:
         """Close the file; `log` opens it again."""
@@ -91,10 +96,11 @@ class RowFile:
             self._file = None
 
     def _rewrite(self, rows: list[Row]) -> None:
-        if not self.path.exists():
-            return
         text = "".join(json.dumps(r) + "\n" for r in rows)
-        if self.path.read_text(encoding="utf-8", errors="replace") == text:
+        before = ""
+        if self.path.exists():
+            before = self.path.read_text(encoding="utf-8", errors="replace")
+        if before == text:
             return  # the usual case: nothing was cut off
         replace_file(self.path, text, durable=True)
 

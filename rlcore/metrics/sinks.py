@@ -74,6 +74,9 @@ def unguarded() -> None:
     """The folder has no owner to ask for."""
 
 
+METRICS = "metrics.jsonl"  # also of the copy in each checkpoint
+
+
 class JsonlSink(Sink):
     """metrics.jsonl of a run directory."""
 
@@ -84,7 +87,8 @@ class JsonlSink(Sink):
         self, run_dir: Path, guard: Callable[[], None], note: Callable[[str], None]
     ) -> None:
         """`guard`: raises OwnershipLost once the directory is another command's."""
-        self.rows = RowFile(run_dir / "metrics.jsonl")
+        self.rows = RowFile(run_dir / METRICS)
+        self._run_dir = run_dir
         self._guard = guard
         self._note = note
 
@@ -94,7 +98,8 @@ class JsonlSink(Sink):
 
     def resume_at(self, step: int) -> None:
         self._guard()
-        if missing := self.rows.truncate_after(step):
+        checkpoint = self._run_dir / "checkpoints" / f"step_{step:06d}"
+        if missing := self.rows.truncate_after(step, checkpoint / METRICS):
             self._note(missing)
 
     def close(self) -> None:

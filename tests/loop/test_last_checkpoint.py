@@ -116,6 +116,23 @@ def test_an_error_at_any_write_costs_no_step(tmp_path, monkeypatch, capsys, plac
         assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
+@pytest.mark.parametrize("left", [0, 2])
+def test_rows_that_were_lost_come_back_from_the_checkpoint(tmp_path, left):
+    async def fail(run):
+        await run.until(4)
+        raise StageError("the test ends it")
+
+    _run(SCHEDULES["asynchronous"], tmp_path, fail)
+    path = tmp_path / "metrics.jsonl"
+    before = read_rows(path)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
+    run, error = _run(SCHEDULES["asynchronous"], tmp_path, resume=True)
+    assert error is None and run.progress.step == 8
+    after = read_rows(path)
+    assert [row["step"] for row in after] == list(range(1, 9))
+    assert after[: len(before)] == before
+
+
 def _kill_the_dispatcher(run, error):
     async def fail():
         raise error

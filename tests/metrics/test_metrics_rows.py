@@ -81,6 +81,21 @@ def test_missing_rows_are_said_and_forbid_nothing(tmp_path):
     assert RowFile(path).truncate_after(5) == ""  # the hole stays, and is said once
 
 
+@pytest.mark.parametrize("left", [[], [1, 2], [1, 4], [1, 2, 3, 4, 5]])
+def test_missing_rows_come_from_the_checkpoint_s_copy(tmp_path, left):
+    path, copy = tmp_path / "metrics.jsonl", tmp_path / "copy.jsonl"
+    fill(copy, range(1, 7)).close()
+    for step in left:
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "own": 1.0}) + "\n")
+    rows = RowFile(path)
+    said = rows.truncate_after(5, copy)
+    assert ("were missing" in said) == (len(left) < 5) and "has no rows" not in said
+    rows.log(sanitize({"step": 6}))
+    assert [r["step"] for r in read_rows(path)] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in read_rows(path) if "own" in r] == left
+
+
 def test_resume_without_rows_starts_after_the_step(tmp_path):
     rows = RowFile(tmp_path / "metrics.jsonl")
     rows.truncate_after(4)

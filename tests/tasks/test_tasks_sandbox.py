@@ -352,7 +352,7 @@ def write(name, unlink=False, reserve=False, mapped=False):
         pass
 
 def threads(target):
-    every = [threading.Thread(target=target) for _ in range(16)]
+    every = [threading.Thread(target=target) for _ in range(3)]  # each reserves address space
     for thread in every:
         thread.start()
     for thread in every:

@@ -205,7 +205,7 @@ DEVICES = {"/dev/null": READ_FILE | WRITE_FILE, "/dev/urandom": READ_FILE}
 
 
 def _libraries(packages: Iterable[str]) -> list[str]:
-    """What a program may read."""
+    """Paths that a program may read."""
     library = os.path.dirname(os.__file__)
     shared = os.path.join(sys.base_prefix, "lib")
     # beside a package lie the shared libraries of its wheel
