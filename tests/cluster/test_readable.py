@@ -14,12 +14,13 @@ def test_a_verdict():
     answer = make_answer(
         -1, 3, "56", prompt_id="digits/heldout/4", tokens=2, versions=(5, 6), prompt="34"
     )
-    assert verdict(answer, make_score(t, 0.5, parts={"correct": 1.0})) == {
+    assert verdict(answer, make_score(t, 0.5, parts={"correct": 1.0}, answer="5")) == {
         "prompt_id": "digits/heldout/4",
         "sample": 3,
         "status": "ok",
         "reward": 0.5,
         "correct": 1.0,
+        "answer": "5",
         "length": 2,
         "versions": [5, 6],
         "truncated": False,

@@ -183,6 +183,23 @@ def test_rewards_and_parts_are_passed_on(args):
     assert [(s.reward, s.parts) for s in results] == [(0.5, {"style": 0.25}), (1.0, {})]
 
 
+def test_the_answers_of_an_evaluation_are_passed_on_as_votes():
+    scored = []
+    scorer = Scorer({"d": EvalTaskSpec(name="digits")}, graders(), on_scored=scored.extend)
+    try:
+        purposes = ("eval/0/d/sampled", "train")
+        scorer.submit(
+            [
+                make_answer(i, 0, " 17", prompt_id="d/train/0", purpose=p)
+                for i, p in enumerate(purposes)
+            ]
+        )
+        scorer.drain(deadline(90))
+    finally:
+        scorer.close()
+    assert {a.purpose: s.answer for a, s in scored} == {"eval/0/d/sampled": "17", "train": ""}
+
+
 BY_TOKEN = """
 def score(item, response, tokens):
     rewards = [float(token.isdigit()) for token in tokens]
