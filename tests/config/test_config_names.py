@@ -52,7 +52,9 @@ def run(*words):
 
 
 def test_shipped_names_are_listed():
-    assert set(registered("algorithm.loss")) == {"ppo", "gspo", "cispo", "reinforce"}
+    assert set(registered("algorithm.loss")) == {
+        *("ppo", "gspo", "gmpo", "sapo", "cispo", "reinforce")
+    }
     assert registered("actor.LABEL.engine") == ("vllm", "diffusion")
     assert registered("learner.lr") == ()
     assert all(REGISTRIES.values())
