@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,6 +227,25 @@ def _doctor(given: Given) -> int:
     return doctor(config, rates, start=given.flag("start"), as_json=given.flag("json"))
 
 
+def _replay(given: Given) -> int:
+    changed = [w for w in given.settings if w.partition("=")[0] not in ("run_dir", "config_dir")]
+    own = replace(given, settings=tuple(w for w in given.settings if w not in changed))
+    config = _config(own)
+    others = None
+    if changed:
+        others = _config(replace(own, settings=(*changed, f"run_dir={config.run_dir}")))
+    from rlcore.commands.replay import SHOWN, replay
+
+    step, tokens = given.own["step"], given.text("tokens")
+    return replay(
+        config,
+        others,
+        int(step[:20]),
+        tokens=SHOWN if tokens is None else int(tokens[:20]),
+        as_json=given.flag("json"),
+    )
+
+
 def _referee(given: Given) -> int:
     from rlcore.referee import referee
 
@@ -332,6 +352,7 @@ HANDLERS: Mapping[str, Callable[[Given], int]] = {
     "plan measure": _plan_measure,
     "doctor": _doctor,
     "import-config": _import_config,
+    "replay": _replay,
     "referee": _referee,
     "completion": _completion,
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlcore.loop.specs import EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.metrics.specs import RecorderSpec
 from rlcore.spec import Spec, Unread, setting
 from rlcore.weights.specs import TransportSpec
 
@@ -41,3 +42,5 @@ class Hosting:
     evaluation: EvaluationSpec
     weights_folder: str  # that transport=disk writes to
     own_nodes: bool  # the learner has nodes of its own: cluster.launch.learner_nodes
+    run_dir: str = ""  # that batches are recorded in
+    recorder: RecorderSpec | None = None

@@ -204,6 +204,8 @@ def hosting(config: RunConfig) -> Hosting:
         evaluation=config.evaluation,
         weights_folder=str(Path(config.run_dir) / "weights"),
         own_nodes=config.cluster.launch.learner_nodes > 0,
+        run_dir=config.run_dir,
+        recorder=config.logging.recorder,
     )
 
 

@@ -259,6 +259,18 @@ VERBS: Mapping[str, Verb] = {
             operands=Operands("FILE", 1, 1, "file"),
         ),
         Verb(
+            "replay",
+            "execute a step of a run again, as it was or with other settings",
+            ("rlcore replay [run_dir=DIR] step=N [tokens=20] [json=true] [key=value ...]",),
+            (
+                Key("step", "the step, as metrics.jsonl numbers it", "number", required=True),
+                Key("tokens", "show so many with the largest slope", "number", default="20"),
+                JSON,
+                CONFIG_DIR,
+            ),
+            run_dir="newest",
+        ),
+        Verb(
             "referee",
             "how far a loss function's expected gradient is from the policy gradient, enumerated",
             ("rlcore referee FILE.py:loss [json=true]",),

@@ -136,6 +136,17 @@ class StepBatch:
         return sum(s.scored for parts in self.episodes for s in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """The part of each token in a step's loss, of some episodes of a batch, [b, T]."""
+
+    rows: Tensor  # [b]: the episodes
+    slope: Tensor  # d loss / d log p_new
+    weight: Tensor  # of the corrections
+    mask: Tensor  # tokens in the loss
+    advantages: Tensor
+
+
 def observed(
     sent: StepTensors, step: int, advantages: Tensor, ref: PolicyScores, new: PolicyScores
 ) -> StepTensors:
@@ -178,6 +189,12 @@ def sample_log_ratios(
         pairs = zip(ratios.tolist(), usable.tolist())
         found[group_id, index] = [round(r, 4) if ok else None for r, ok in pairs]
     return found
+
+
+def sample_of(sent: StepTensors, row: int) -> tuple[int, int]:
+    """(group id, sample index) of an episode."""
+    group_id, index = divmod(int(sent.sample_ids[row]), _SAMPLES)
+    return group_id, index
 
 
 def build_batch(

@@ -14,7 +14,8 @@ to part, and its parts share a micro-batch, so that losses over sequences see al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor
 
 from rlcore.attention.shared_prefix import SharedRows, TreeRow, blocks_of
+from rlcore.interfaces import Reduce
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
+from rlcore.learner.specs import LearnerSpec
 
 # Keys and values that attention reads again take less memory than the activations of a position
 _REPEATS = 4
@@ -454,3 +457,47 @@ def _sharper(sequences: Sequence[ScoredSequence], device: torch.device | str) ->
         return None
     values = np.repeat([s.sharper for s in sequences], [s.scored for s in sequences])
     return torch.from_numpy(values.astype(np.float32)).to(device)
+
+
+MIB = 1 << 20
+
+
+class KeptPasses:
+    """Decides whether the activations that passes hold for their backward passes fit
+    `learner.activation_cache_mib` on every rank.
+
+    Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
+    that runs of one seed stay equal. Ranks have other shapes, and keep or drop together.
+    """
+
+    def __init__(self, spec: LearnerSpec, reduce: Reduce) -> None:
+        self._most = spec.activation_cache_mib * MIB
+        self._reduce = reduce
+        self._per_position: float | None = None  # bytes; None: not measured yet, on any rank
+
+    def fit(self, micro: Sequence[MicroBatch]) -> bool:
+        """Return whether these passes may be kept, as far as is known. Collective."""
+        if self._per_position is None or not self._most:
+            return self._most > 0
+        needed = self._per_position * sum(mb.tokens for mb in micro)
+        most_of_any = self._reduce.max(torch.tensor(needed, dtype=torch.float64))
+        return float(most_of_any) <= self._most
+
+    @contextlib.contextmanager
+    def measured(self, mb: MicroBatch, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """The differentiated pass of `mb` within the block is measured, once."""
+        if self._per_position is not None:
+            yield
+            return
+        parameters_at = {p.untyped_storage().data_ptr() for p in parameters}
+        held: dict[int, int] = {}  # bytes by address: views share theirs
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters_at:
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+        self._per_position = sum(held.values()) / mb.tokens

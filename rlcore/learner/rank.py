@@ -25,9 +25,11 @@ from rlcore.interfaces import Reduce
 from rlcore.learner.batch import (
     PolicyScores,
     StepBatch,
+    TokenTrace,
     build_batch,
     positions,
     sample_log_ratios,
+    sample_of,
     staleness_split,
 )
 from rlcore.learner.build import build_parts
@@ -285,6 +287,33 @@ class LearnerRank(RankState):
             if batch.ref is not None:
                 found |= sample_log_ratios(batch.sent, batch.ref, samples)
         return found
+
+    def traced_step(
+        self, step: int
+    ) -> tuple[dict[str, float], dict[tuple[int, int], dict[str, list[float]]]]:
+        """`train_step`, and the part of each sampled token in its loss by (group id, sample): the
+        derivative "slope" of the loss by log p_new, and "weight", "kept" and "advantage".
+
+        The samples are this rank's, the metrics are global. Collective.
+        """
+        trace: list[TokenTrace] = []
+        self._update.trace = trace
+        batch = self._phase[self._taken % len(self._phase)]
+        metrics = self.train_step(step)
+        self._update.trace = None
+        found: dict[tuple[int, int], dict[str, list[float]]] = {}
+        for part in trace:
+            for at, row in enumerate(part.rows.tolist()):
+                on = batch.sent.mask[row]
+                columns = {
+                    "slope": part.slope[at],
+                    "weight": part.weight[at],
+                    "kept": part.mask[at],
+                    "advantage": part.advantages[at],
+                }
+                values = {name: column[on].double().tolist() for name, column in columns.items()}
+                found[sample_of(batch.sent, row)] = values
+        return metrics, found
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
         """Also the coefficient of a KL in the reward."""

@@ -10,8 +10,7 @@ is one step).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,16 +22,17 @@ from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import (
     PolicyScores,
     StepBatch,
+    TokenTrace,
     TurnSpans,
     kept_set_metrics,
     observed,
 )
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
-from rlcore.learner.packing import MicroBatch
+from rlcore.learner.packing import KeptPasses, MicroBatch
 from rlcore.learner.policy import FrozenPolicy
 from rlcore.learner.protocols import TrainEngine
-from rlcore.learner.specs import LearnerJob, LearnerSpec
+from rlcore.learner.specs import LearnerJob
 from rlcore.objectives.advantages import (
     Rewards,
     over_tokens,
@@ -99,50 +99,6 @@ class StepLoss:
             loss = loss - self.spec.entropy_coef * (entropy * coefficients).sum()
         sums |= {f"policy/{name}": values.sum() for name, values in indicators.items()}
         return loss, sums
-
-
-MIB = 1 << 20
-
-
-class KeptPasses:
-    """Decides whether the activations that passes hold for their backward passes fit
-    `learner.activation_cache_mib` on every rank.
-
-    Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
-    that runs of one seed stay equal. Ranks have other shapes, and keep or drop together.
-    """
-
-    def __init__(self, spec: LearnerSpec, reduce: Reduce) -> None:
-        self._most = spec.activation_cache_mib * MIB
-        self._reduce = reduce
-        self._per_position: float | None = None  # bytes; None: not measured yet, on any rank
-
-    def fit(self, micro: Sequence[MicroBatch]) -> bool:
-        """Return whether these passes may be kept, as far as is known. Collective."""
-        if self._per_position is None or not self._most:
-            return self._most > 0
-        needed = self._per_position * sum(mb.tokens for mb in micro)
-        most_of_any = self._reduce.max(torch.tensor(needed, dtype=torch.float64))
-        return float(most_of_any) <= self._most
-
-    @contextlib.contextmanager
-    def measured(self, mb: MicroBatch, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """The differentiated pass of `mb` within the block is measured, once."""
-        if self._per_position is not None:
-            yield
-            return
-        parameters_at = {p.untyped_storage().data_ptr() for p in parameters}
-        held: dict[int, int] = {}  # bytes by address: views share theirs
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters_at:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            yield
-        self._per_position = sum(held.values()) / mb.tokens
 
 
 class TaskAdvantages:
@@ -317,6 +273,8 @@ class Update:
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
         self._kept = KeptPasses(job.learner, reduce)
+        #: filled by each step where it is not None
+        self.trace: list[TokenTrace] | None = None
 
     def prepare(self, phase: Sequence[StepBatch], *, first: bool, steps: int | None = None) -> None:
         """Shape a phase's rewards; compute p_ref where it needs its own pass, and the frozen
@@ -449,9 +407,12 @@ class Update:
     ) -> None:
         """Loss and backward of a micro-batch; `corrected` holds its rows."""
         mb, (scores, kl) = shared.batch.micro[index], forward
+        tokens = None
         if len(mb.episodes):
             rows, width = mb.episodes, shared.batch.sent.mask.shape[1]
             tokens = self._loss_tensors(shared, mb, scores, corrected)
+            if self.trace is not None:
+                tokens.logp_new.retain_grad()
             entropy = mb.dense(scores.entropy, width)
             distance = self._kl(shared, mb, forward, tokens, corrected)
             loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
@@ -467,6 +428,11 @@ class Update:
             ]
             loss = 0.0 * torch.stack([t.sum() for t in outputs]).sum()
         self.engine.backward(loss, last=index == len(shared.batch.micro) - 1)
+        if self.trace is not None and tokens is not None:
+            slope = tokens.logp_new.grad
+            assert slope is not None
+            parts = (slope, tokens.weight, tokens.mask, tokens.advantages)
+            self.trace.append(TokenTrace(mb.episodes, *(p.detach().clone() for p in parts)))
 
     def _kl(
         self,

@@ -40,6 +40,17 @@ class WarningsSpec(Spec):
     )
 
 
+class RecorderSpec(Spec):
+    """The batches that are kept on disk for `rlcore replay`."""
+
+    steps: int = setting(
+        4, "re-execute any of at least so many last steps; 0: keep no batches", unit="steps", ge=0
+    )
+    max_gib: float = setting(
+        2.0, "batches of one learner share at most; the oldest are dropped", unit="GiB", gt=0
+    )
+
+
 class LoggingSpec(Spec):
     """Sinks of metrics and samples."""
 
@@ -71,3 +82,4 @@ class LoggingSpec(Spec):
     samples_per_step: int = setting(4, "decoded trajectories kept each step under samples/", ge=0)
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()
+    recorder: RecorderSpec = RecorderSpec()

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from rlcore.cluster.recordings import Recorder, folder_of, read_recording
 from rlcore.cluster.specs import Hosting
 from rlcore.errors import DeadlineExceeded
 from rlcore.learner.sequences import ScoredSequence
@@ -125,6 +126,7 @@ class LearnerActor:
         self._joined = hosting.transport.joined
         self._writing: list[WriteBehind] = []  # of the last `save` and of abandoned ones
         self._fetched: dict[int, list[Group]] = {}  # step -> this rank's share of its batch
+        self._recorder: Recorder | None = None
         # this rank's part of the trained weights at the beginning of the phase
         self._phase_weights: dict[str, Any] = {}
 
@@ -133,6 +135,16 @@ class LearnerActor:
         from rlcore.learner.rank import LearnerRank
 
         self.rank = LearnerRank(job, place)
+        self._share = f"{self._group}-{place.rank // job.learner.parts}"
+        spec = self._hosting.recorder
+        first_of_share = place.rank % job.learner.parts == 0
+        if spec and spec.steps and first_of_share:
+            self._recorder = Recorder(
+                self._hosting.run_dir,
+                self._share,
+                steps=spec.steps,
+                most_bytes=spec.max_gib * 2**30,
+            )
         self._run_seed = job.run_seed
         group = make_group(self._hosting) if self._joined else None
         self.group: Any = group
@@ -158,7 +170,17 @@ class LearnerActor:
         """Fetch this rank's groups of later batches (step -> group ids) while it trains."""
         deadline = time.monotonic() + timeout_s
         for step, ids in shares.items():
-            self._fetched[step] = [load_group(group) for group in self._read(step, ids, deadline)]
+            stored = self._read(step, ids, deadline)
+            self._fetched[step] = [load_group(group) for group in stored]
+            if self._recorder is not None:
+                self._recorder.keep(step, stored)
+
+    def fetch_recorded(self, batches: dict[int, int], run_dir: str) -> None:
+        """Take this rank's shares of batches from a run's recordings (step -> the step that its
+        batch was recorded at). Raises RecordingError."""
+        for step, recorded in batches.items():
+            stored = read_recording(folder_of(run_dir, recorded) / f"{self._share}.bin")
+            self._fetched[step] = [load_group(group) for group in stored]
 
     def _read(self, step: int, ids: list[int], deadline: float) -> list[StoredGroup]:
         """Groups with their records, from the shards that keep them. What is lost with a node is
@@ -209,6 +231,9 @@ class LearnerActor:
 
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
+
+    def traced_step(self, step: int) -> tuple[dict[str, float], dict[tuple[int, int], Any]]:
+        return self.rank.traced_step(step)
 
     def log_ratios(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         return self.rank.log_ratios(samples)

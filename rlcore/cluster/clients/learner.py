@@ -199,6 +199,25 @@ class RayLearner(LearnerClient):
             asked.append(group.answers(refs, "fetching a training batch"))
         await asyncio.gather(*asked)
 
+    async def fetch_recorded(self, batches: Mapping[int, int], run_dir: str) -> None:
+        """Have the ranks take batches from the recordings of a run: step -> the step that its batch
+        was recorded at."""
+        for group in self._groups:
+            await group.call(
+                lambda rank: rank.fetch_recorded.remote(dict(batches), run_dir),
+                "reading recordings",
+            )
+
+    async def traced_step(
+        self, step: int
+    ) -> tuple[dict[str, float], dict[SampleKey, dict[str, list[float]]]]:
+        """The optimizer step of the policy alone: metrics, and the part of every token in its loss
+        (`LearnerRank.traced_step`)."""
+        what = f"optimizer step {step + 1}"
+        answers = await self.policy.call_all(lambda rank: rank.traced_step.remote(step), what)
+        tokens = {key: values for _, found in answers for key, values in found.items()}
+        return dict(answers[0][0]), tokens
+
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None
     ) -> None:
