@@ -19,6 +19,7 @@ from rlcore.config.schema import (
     shipped,
 )
 from rlcore.config.sentences import sections
+from rlcore.corrections.decisions import regimes
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.metrics.metric import Metric
@@ -161,6 +162,24 @@ def correction_keys(name: str) -> str:
     return "\n".join(_table(spec, f"correction.{name}.", list(spec.model_fields))) + "\n"
 
 
+def regime_table() -> str:
+    """The decision table of docs/corrections/index.md."""
+    lines = ["| topic | measured | correction | because | shown by |", f"|{' --- |' * 5}"]
+    for entry in regimes():
+        bounds = "; ".join(_bounds(name, *ends) for name, ends in entry.when.items())
+        use = " with ".join(f"[{name}]({name}.md)" for name in entry.use) or "none"
+        page = f"[{entry.source}](../evidence/{entry.source}.md)"
+        measured = f"{entry.regime}: {bounds}" if bounds else f"{entry.regime}: anything else"
+        lines.append(f"| {entry.topic} | {measured} | {use} | {entry.because} | {page} |")
+    return "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "N\\*") + "\n"
+
+
+def _bounds(name: str, low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return f"`{name}` {'<=' if low is None else '>='} {high if low is None else low:g}"
+    return f"`{name}` {low:g} to {high:g}"
+
+
 def between(text: str, name: str, content: str) -> str:
     """The page with what stands between its two marks replaced."""
     head, opening, rest = text.partition(f"<!-- {name} -->\n")
@@ -179,6 +198,8 @@ def pages() -> dict[Path, Callable[[], str]]:
     found: dict[Path, Callable[[], str]] = {DOCS / "configuration.md": configuration}
     found[DOCS / "metrics.md"] = marked(DOCS / "metrics.md", "metrics", metrics)
     found[DOCS / "experiments.md"] = marked(DOCS / "experiments.md", "experiments", experiments)
+    index = DOCS / "corrections" / "index.md"
+    found[index] = marked(index, "regimes", regime_table)
     foreign = DOCS / "coming-from.md"
     found[foreign] = marked(foreign, "keys of all", foreign_keys)
     for name in CORRECTIONS:

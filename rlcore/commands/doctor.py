@@ -31,22 +31,13 @@ from rlcore.commands.warm_up import fresh_model
 from rlcore.commands.watch import course_of
 from rlcore.config.compose import load
 from rlcore.config.schema import CorrectionList, RunConfig
+from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.metrics.run_folder import records
 
-# Rounding of float32 and bfloat16 arithmetic stays below these, in nats.
-ROUNDING_MEAN, ROUNDING_MAX = 2e-3, 0.1
-HEAVY_SHARE = 0.01  # of the tokens outside [0.5, 2]: truncation alone leaves too many far off
-LOW_ESS = 0.5  # below it, weights hardly help: most of the batch counts for nothing
-DIFFERENT = 0.8  # mean acceptance below which the actor is another policy rather than a noisy one
-
-
-# Which correction fits a mismatch that was measured, which is unnecessary, and why.
-#
-# The bounds are those at which a correction's own defaults begin to act; the words say which figure
-# decided. Staleness is not in these figures: they are of one step with fresh samples.
+DIFFERENT = 0.8  # mean acceptance above which rejecting tokens changes little
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,80 +49,55 @@ class Advice:
     without: dict[str, str] = field(default_factory=dict)
 
 
-def advise(row: Row, *, stale: int) -> Advice:
-    """Return the advice for the `mismatch/*` of a row. `stale`: the age in steps that the run's
-    schedule allows its samples, which adds to the measured mismatch."""
+def advise(row: Row, *, stale: int, answers: int) -> Advice:
+    """Return the advice of the decision table (`corrections/decisions.yaml`) for a row.
 
-    def of(name: str) -> float:
-        return float(row.get(f"mismatch/{name}") or 0.0)
-
-    use, because = _for_mismatch(row)
-    if stale and not use:
-        use = ("tis",)
-        because += (
-            f"samples may be up to {stale} steps old, which adds to this: truncation costs nothing "
-            "where ratios are near 1, and bounds what staleness adds.",
-        )
-    without = {}
-    if not of("truncated_share"):
-        without["tis"] = "no ratio is above its cap of 2"
-    if not of("masked_share"):
-        without["mis"] = without["icepop"] = "no ratio is outside [0.5, 2]"
-    if not of("veto_share"):
-        without["veto"] = "no sequence holds a token with a ratio below 1e-4"
-    if not of("unlikely_share"):
-        without["dvp"] = "every token lies in the learner's safe set (p >= e^-13 of the largest)"
-    if of("acceptance") > DIFFERENT:
-        share = number(of("acceptance"))
-        without["jackpot"] = f"p_ref would accept {share} of the tokens as they are"
-    return Advice(use, because, {k: why for k, why in without.items() if k not in use})
-
-
-def _for_mismatch(row: Row) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """By the figures alone."""
-    figures = {name.removeprefix("mismatch/"): float(v) for name, v in row.items() if v is not None}
-    mean, worst = figures.get("abs_dlogp_mean", 0.0), figures.get("abs_dlogp_max", 0.0)
-    ess, masked = figures.get("ess", 1.0), figures.get("masked_share", 0.0)
-    if figures.get("acceptance", 1.0) < DIFFERENT:
-        said = f"mean acceptance is {number(figures['acceptance'])}, below {DIFFERENT}"
-        return ("jackpot",), (
-            f"{said}: the actors sample from another policy, which rejection brings nearer; "
-            "ratios alone would be far from 1.",
-            *_too_low(ess),
-        )
-    if mean < ROUNDING_MEAN and worst < ROUNDING_MAX:
-        return (), (
-            f"|log p_ref - log p_inf| is {number(mean)} in the mean and {number(worst)} at most: "
-            "actors and learner agree to the rounding of their arithmetic.",
-        )
-    if masked >= HEAVY_SHARE:
-        use: tuple[str, ...] = ("mis",)
-        why = f"{masked:.1%} of the ratios are outside [0.5, 2]: such tokens are better left out."
-    else:
-        use = ("tis",)
-        why = (
-            f"|log p_ref - log p_inf| is {number(mean)} in the mean, and {masked:.1%} of the "
-            "ratios are outside [0.5, 2]: truncated weights correct it without a large variance."
-        )
-    extra = []
-    if figures.get("veto_share"):
-        use += ("veto",)
-        share = figures["veto_share"]
-        extra.append(f"{share:.1%} of the sequences hold a token with a ratio below 1e-4.")
-    if figures.get("unlikely_share"):
-        use = ("dvp", *use)
-        share = figures["unlikely_share"]
-        extra.append(f"{share:.2%} of the tokens lie outside the learner's safe set.")
-    return use, (why, *extra, *_too_low(ess))
-
-
-def _too_low(ess: float) -> tuple[str, ...]:
-    if ess >= LOW_ESS:
-        return ()
-    return (
-        f"The effective sample size is {number(ess)}, below {LOW_ESS}: weights will waste most of "
-        "the batch, and a more precise actor is worth more than any correction.",
+    `stale`: the age in steps that the run's schedule allows its samples, which adds to the measured
+    mismatch; `answers`: of a step of the run."""
+    figures = figures_of(row, answers) | {"stale": float(stale)}
+    holding = regimes_of(figures)
+    use = tuple(dict.fromkeys(name for regime in holding for name in regime.use))
+    because = tuple(
+        f"{regime.regime}{_measured(regime, figures)}: {regime.because} "
+        f"(docs/evidence/{regime.source}.md)."
+        for regime in holding
     )
+    idle = _unnecessary(figures)
+    return Advice(use, because, {k: why for k, why in idle.items() if k not in use})
+
+
+def figures_of(row: Row, answers: int) -> dict[str, float]:
+    """The figures that the decision table reads, by its names."""
+    found = {
+        name.removeprefix("mismatch/"): float(value)
+        for name, value in row.items()
+        if name.startswith("mismatch/") and "@" not in name and value is not None
+    }
+    star = typical_n_star(float(row.get("response_length/mean") or 1.0))
+    return found | {"n_star": star, "batches_per_n_star": answers / star}
+
+
+def _measured(regime: Regime, figures: Mapping[str, float]) -> str:
+    """Example: " (acceptance 0.74)"."""
+    said = ", ".join(f"{name} {number(figures[name])}" for name in regime.when)
+    return f" ({said})" if said else ""
+
+
+def _unnecessary(figures: Mapping[str, float]) -> dict[str, str]:
+    """Corrections that would do nothing at these figures, by name, and why."""
+    without = {}
+    if not figures.get("truncated_share"):
+        without["tis"] = "no ratio is above its cap of 2"
+    if not figures.get("masked_share"):
+        without["mis"] = without["icepop"] = "no ratio is outside [0.5, 2]"
+    if not figures.get("veto_share"):
+        without["veto"] = "no sequence holds a token with a ratio below 1e-4"
+    if not figures.get("unlikely_share"):
+        without["dvp"] = "every token lies in the learner's safe set (p >= e^-13 of the largest)"
+    if figures.get("acceptance", 0.0) > DIFFERENT:
+        share = number(figures["acceptance"])
+        without["jackpot"] = f"p_ref would accept {share} of the tokens as they are"
+    return without
 
 
 GROUPS, SAMPLES = 32, 2  # prompts, answers to each
@@ -284,6 +250,9 @@ FIGURES = {
     "masked_share": "tokens with p_ref/p_inf outside [0.5, 2]",
     "unlikely_share": "tokens outside the learner's safe set",
     "veto_share": "sequences with a ratio below 1e-4",
+    "floor_tokens": "T*m: tokens of an answer drawn by a floor",
+    "n_star": "N*: answers that make correcting rounding pay",
+    "batches_per_n_star": "the run's answers a step over N*",
 }
 
 
@@ -300,11 +269,12 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
     }
     if not found.row:
         return shown
-    advice = advise(found.row, stale=stale)
-    figures = {name: found.row.get(f"mismatch/{name}") for name in FIGURES}
+    answers = config.schedule.groups_per_step * config.rollout.samples_per_prompt
+    advice = advise(found.row, stale=stale, answers=answers)
+    figures = figures_of(found.row, answers)
     return shown | {
         "tokens": found.row.get("train/tokens"),
-        "mismatch": {name: value for name, value in figures.items() if value is not None},
+        "mismatch": {name: figures[name] for name in FIGURES if name in figures},
         "worst_tokens": [asdict(token) for token in found.worst],
         "advice": asdict(advice) | {"configured": judged_choice(config, advice)},
     }

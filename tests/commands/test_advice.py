@@ -18,39 +18,42 @@ HEAVY = NOISY | {"masked_share": 0.03, "ess": 0.9}
 
 
 def row(figures, **others):
-    return {f"mismatch/{name}": value for name, value in (figures | others).items()}
+    found = {f"mismatch/{name}": value for name, value in (figures | others).items()}
+    return found | {"response_length/mean": 8.0, "mismatch/acceptance@fp8": 0.1}
 
 
 @pytest.mark.parametrize(
-    "figures, stale, use",
+    "figures, stale, answers, use",
     [
-        (ROUNDING, 0, ()),
-        (ROUNDING, 4, ("tis",)),
-        (NOISY, 0, ("tis",)),
-        (HEAVY, 4, ("mis",)),
-        (HEAVY | {"veto_share": 0.1}, 0, ("mis", "veto")),
-        (HEAVY | {"veto_share": 0.1, "unlikely_share": 0.01}, 0, ("dvp", "mis", "veto")),
-        (HEAVY | {"acceptance": 0.6}, 0, ("jackpot",)),
+        (ROUNDING, 0, 128, ()),
+        (ROUNDING, 4, 128, ("tis",)),
+        (NOISY, 0, 128, ("tis",)),
+        (NOISY, 0, 16, ()),  # below N*, where weights add more variance than they remove bias
+        (NOISY, 1, 16, ("tis",)),
+        (HEAVY, 4, 128, ("tis",)),  # masks lose direction
+        (HEAVY | {"acceptance": 0.6}, 0, 128, ("tis",)),
+        (HEAVY | {"unlikely_share": 0.01, "floor_tokens": 0.3}, 0, 128, ("tis",)),
+        (HEAVY | {"unlikely_share": 0.05, "floor_tokens": 3.0}, 0, 128, ("dvp", "tis")),
     ],
 )
-def test_what_is_measured_decides(figures, stale, use):
-    found = advise(row(figures), stale=stale)
+def test_what_is_measured_decides(figures, stale, answers, use):
+    found = advise(row(figures), stale=stale, answers=answers)
     assert found.use == use
     assert found.because and not set(found.use) & set(found.without)
 
 
 def test_what_is_advised_is_a_configuration_that_is_accepted():
-    for figures in (NOISY, HEAVY | {"veto_share": 0.1, "unlikely_share": 0.01}):
-        use = ",".join(advise(row(figures), stale=0).use)
+    for figures in (NOISY, HEAVY | {"floor_tokens": 3.0, "unlikely_share": 0.05}):
+        use = ",".join(advise(row(figures), stale=0, answers=128).use)
         assert load(["run_dir=x", f"correction=[{use}]"]).correction.chosen()
 
 
 def test_what_is_unnecessary_is_said_with_its_figure():
-    without = advise(row(ROUNDING), stale=0).without
+    without = advise(row(ROUNDING), stale=0, answers=128).without
     assert {"tis", "mis", "icepop", "veto", "dvp", "jackpot"} == set(without)
-    assert "mis" not in advise(row(NOISY), stale=0).without
-    low = advise(row(HEAVY, ess=0.3), stale=0).because
-    assert any("0.3, below 0.5" in said for said in low)
+    assert "mis" not in advise(row(NOISY), stale=0, answers=128).without
+    low = advise(row(HEAVY, ess=0.3), stale=0, answers=128).because
+    assert any("few effective samples (ess 0.3)" in said for said in low)
 
 
 def test_a_diagnosis_in_words_and_in_data():
@@ -59,7 +62,8 @@ def test_a_diagnosis_in_words_and_in_data():
     worst = [Token("digits/train/3", "80=", "7", 0.6931472, "bf16-0")]
     shown = diagnosis(config, Probe(12.3, row=figures, worst=worst), ())
     assert shown["starts"] and shown["advice"]["use"] == ("tis",)
-    assert shown["mismatch"]["ess"] == 0.98 and shown["worst_tokens"][0]["text"] == "7"
+    assert shown["mismatch"]["ess"] == 0.98 and shown["mismatch"]["n_star"] == pytest.approx(90)
+    assert shown["worst_tokens"][0]["text"] == "7"
     text = "\n".join(lines(shown))
     assert "384 fresh tokens" in text and "advice: correction=tis\n" in text
     assert "2  '80=' '7'  bf16-0 digits/train/3" in text
