@@ -9,6 +9,7 @@ is changed here after a study's first run is a deviation, and is said on that pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,6 +121,7 @@ _LARGE = Study(
             *("correction=[tis]", "correction.tis.adjusted=true", "correction.tis.cap=3"),
         ),
         "jackpot new": _JACKPOT_NEW,
+        "jackpot averaged": (*_JACKPOT_NEW, "correction.jackpot.mode=expected"),
     },
     swept=False,
     shown="3e-5",
@@ -206,6 +208,7 @@ _REAL_STUDY = Study(
         UNCORRECTED: ("correction=none",),
         "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
         "ais": ("correction=[ais]",),
+        "jackpot averaged": ("correction=[jackpot]", "correction.jackpot.mode=expected"),
     },
     metric="eval/arithmetic/greedy",
     seeds=(0, 1, 2),
@@ -216,7 +219,7 @@ _REAL_STUDY = Study(
 )
 
 _OTHERS = (UNCORRECTED, "tis", "mis")
-_TOKEN_WEIGHTS = ("token IS", "tis adjusted", "jackpot new")
+_TOKEN_WEIGHTS = ("token IS", "tis adjusted", "jackpot new", "jackpot averaged")
 PROGRAMME: dict[str, Registered] = {
     "floor_64": Registered(
         "E1",
@@ -236,7 +239,7 @@ PROGRAMME: dict[str, Registered] = {
         (
             *(
                 Hypothesis(arm, (other,), "3e-5", within=0.05)
-                for arm, other in (("jackpot new", "token IS"), ("tis adjusted", "token IS"))
+                for arm, other in itertools.pairwise(_TOKEN_WEIGHTS)
             ),
             *(Hypothesis(arm, ("no weights",), "3e-5", at_least=0.10) for arm in _TOKEN_WEIGHTS),
             Hypothesis("jackpot new", ("tis adjusted",), "3e-5", at_least=0.05),

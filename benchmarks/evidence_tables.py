@@ -201,8 +201,8 @@ def _row(own: Sequence[Line], digest: str) -> dict[str, Any]:
 
 
 def _distances(own: Sequence[Line], against: str) -> dict[str, str]:
-    """How far p_inf is from `against`, means over steps and seeds. Of p_new older lines have
-    nothing but Jackpot's acceptance."""
+    """How far p_inf is from `against`, means over steps and seeds. A run measures its distance to
+    p_new where a correction asks for it: Jackpot's acceptance."""
     if against == "p_ref":
         names = {"KL(p_inf, p_ref)": "kl", "ESS": "ess", "acceptance": "acceptance"}
         return {shown: _mean(own, key) for shown, key in names.items()}
@@ -212,8 +212,7 @@ def _distances(own: Sequence[Line], against: str) -> dict[str, str]:
         if (kept := [v for v in line.get("watched", {}).get(ACCEPTANCE, ()) if v is not None])
         and "correction.jackpot.target=new" in line.get("words", ())
     ]
-    found = {"KL(p_inf, p_new)": _mean(own, "kl_new"), "ESS": _mean(own, "ess_new")}
-    return found | {"acceptance by p_new": f"{np.mean(accepted):.3g}" if accepted else ""}
+    return {"acceptance by p_new": f"{np.mean(accepted):.3g}" if accepted else ""}
 
 
 ACCEPTANCE = "correction/jackpot/acceptance"
