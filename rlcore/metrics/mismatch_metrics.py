@@ -111,7 +111,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "mismatch/floor_tokens",
         "tokens",
         "T*m: expected tokens of an answer that the actors' probability floor has drawn",
-        healthy="below 1",
+        healthy="below 2",
         otherwise="[dvp](corrections/dvp.md)",
     ),
     Metric(
