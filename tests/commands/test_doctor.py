@@ -11,7 +11,7 @@ from rlcore.commands.doctor import smallest_run
 
 def _doctor(command, small, *words, code=0):
     run = command(
-        "doctor", *small, "schedule.groups_per_step=32", "schedule=on_policy", "json=true", *words
+        "doctor", *small, "schedule.groups_per_step=64", "schedule=on_policy", "json=true", *words
     )
     assert run.wait() == code, run.text[-3000:]
     return json.loads(run.text[run.text.index('{\n "machine"') :])["run"]
