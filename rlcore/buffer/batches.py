@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -150,6 +151,7 @@ class Batches:
         self._max_bytes = max_bytes
         self._max_uses = batching.max_uses
         self.bound = StalenessBound.of(batching)
+        self._admitting = self.bound
         self.sampler = Sampler(self.bound, batching, run_seed, tasks)
         self.next_step = 0
         self.taken: dict[int, list[int]] = {}  # uncommitted step -> ids
@@ -161,6 +163,13 @@ class Batches:
         self._touched: list[int] = []  # ids of which something has changed since
         self._pinned_ids: set[int] | None = None  # of all in `pinned`; None: to be collected
 
+    def limit(self, staleness: int) -> None:
+        """Admit as a schedule of this `max_staleness` does, at least 1 and at most its own. What
+        was admitted keeps its deadline; the bound of a synchronous schedule does not move."""
+        if not self.bound.synchronous:
+            least = min(max(staleness, 1), self.bound.max_staleness)
+            self._admitting = replace(self.bound, max_staleness=least)
+
     def room(self) -> int:
         """Groups that may be admitted now.
 
@@ -168,7 +177,7 @@ class Batches:
         does.
         """
         live, waiting = self._live, self.waiting()
-        capacity = self.bound.capacity(live.published, self._horizon)
+        capacity = self._admitting.capacity(live.published, self._horizon)
         room = max(0, capacity - waiting.uses_left) // self._max_uses
         if capacity:  # a batch needs G different groups, however often each may be used
             room = max(room, self.bound.groups_per_step - len(waiting))

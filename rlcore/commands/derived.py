@@ -47,6 +47,8 @@ def plan(config: RunConfig) -> Plan:
         samples_per_step=config.logging.samples_per_step,
         verify_full=config.cluster.verify_weights == "full",
         shares={label: a.share for label, a in config.actor.items() if a.share is not None},
+        targets={label: a.target for label, a in config.actor.items() if a.target is not None},
+        prices={label: a.price for label, a in config.actor.items() if a.price is not None},
         mixed_groups=config.rollout.group_kinds == "mixed",
     )
 

@@ -34,6 +34,7 @@ from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
+from rlcore.metrics.names import split_kind
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.metrics.run_folder import records
 
@@ -246,6 +247,7 @@ FIGURES = {
     "kl_k3": "KL(p_inf || p_ref) (nats)",
     "ess": "effective sample size (share)",
     "acceptance": "mean of min(1, p_ref/p_inf)",
+    "agreement_p5": "5th percentile of min(r, 1/r), r = p_ref/p_inf",
     "truncated_share": "tokens with p_ref/p_inf above 2",
     "masked_share": "tokens with p_ref/p_inf outside [0.5, 2]",
     "unlikely_share": "tokens outside the learner's safe set",
@@ -275,6 +277,7 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
     return shown | {
         "tokens": found.row.get("train/tokens"),
         "mismatch": {name: figures[name] for name in FIGURES if name in figures},
+        "kinds": ranked(found.row),
         "worst_tokens": [asdict(token) for token in found.worst],
         "advice": asdict(advice) | {"configured": judged_choice(config, advice)},
     }
@@ -293,6 +296,34 @@ def judged_choice(config: RunConfig, advice: Advice) -> str:
     return said + " and ".join(parts) + "."
 
 
+TOLERATED = 0.86  # agreement_p5 that Sparrow trained at
+
+
+def ranked(row: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """The kinds of actors of a run with several, those of most effective tokens an actor-second
+    first; kinds below the tolerated agreement come last."""
+    found = []
+    for name, value in row.items():
+        pooled, kind = split_kind(name)
+        if kind and pooled == "worth/tokens_per_actor_s" and value is not None:
+            agreement = row.get(f"mismatch/agreement_p5@{kind}") or 0.0
+            found.append({"kind": kind, "tokens_per_actor_s": value, "agreement_p5": agreement})
+    return sorted(
+        found, key=lambda k: (k["agreement_p5"] < TOLERATED, -float(k["tokens_per_actor_s"]))
+    )
+
+
+def _ranked_lines(kinds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not kinds:
+        return
+    yield f"kinds by effective tokens an actor-second; below agreement {TOLERATED} last:"
+    for kind in kinds:
+        worth, agreement = number(kind["tokens_per_actor_s"]), number(kind["agreement_p5"])
+        yield f"  {kind['kind']:20s} {worth:>8s} tokens/s, agreement_p5 {agreement}"
+    if kinds[0]["agreement_p5"] >= TOLERATED:
+        yield f"  most effective tokens: most of the fleet of {kinds[0]['kind']}"
+
+
 def lines(shown: Mapping[str, Any]) -> list[str]:
     """The same as text."""
     if not shown["starts"]:
@@ -302,6 +333,7 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
         return said
     said += ["", f"actors against learner, {number(shown['tokens'])} fresh tokens, no correction:"]
     said += [f"  {FIGURES[k]:44s} {number(v)}" for k, v in shown["mismatch"].items()]
+    said += _ranked_lines(shown.get("kinds", ()))
     if shown["worst_tokens"]:
         said += ["worst tokens (p_ref/p_inf, after what text, token):"]
     for token in shown["worst_tokens"]:

@@ -10,7 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.diffusion import check_diffusion
-from rlcore.config.kinds import check_kinds, check_shares, shown
+from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
@@ -534,6 +534,7 @@ RULES = (
     _corrections,
     check_kinds,
     check_shares,
+    check_targets,
     _epochs,
     _losses,
     _whole_corrections,

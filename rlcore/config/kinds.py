@@ -50,6 +50,18 @@ def check_shares(c: RunConfig) -> None:
     )
 
 
+def check_targets(c: RunConfig) -> None:
+    """Set-points: there must be something to move."""
+    for label, actor in c.actor.items():
+        target, eta = actor.target, c.schedule.max_staleness
+        refuse(
+            target is not None and eta <= target.least,
+            f"actor.{label}.target moves the admitted staleness between actor.{label}.target.least="
+            f"{target and target.least} and schedule.max_staleness={eta}, which is no room: raise "
+            "schedule.max_staleness.",
+        )
+
+
 def _of_the_run(spec: CorrectionSpec) -> bool:
     """Return whether a correction is of all samples or none: it is more than weights and masks."""
     whole = spec.leads_to_new or bool(spec.inner_clip_off) or bool(spec.replaces_advantage)

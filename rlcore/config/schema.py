@@ -37,6 +37,7 @@ from rlcore.loop.specs import (
     ScheduleSpec,
     ShareSpec,
     SupervisionSpec,
+    TargetSpec,
 )
 from rlcore.metrics.specs import LoggingSpec
 from rlcore.models.specs import ModelSpec
@@ -194,6 +195,10 @@ class ActorSection(Section, ActorSpec):
     share: ShareSpec | None = setting(
         None, "share of new groups that they sample; null: by load, of what others leave"
     )
+    price: float | None = setting(
+        None, "of one engine an hour, in any unit of money; null: not compared", gt=0
+    )
+    target: TargetSpec | None = setting(None, "set-point of their mismatch; null: none")
 
 
 def task_form(value: Any) -> Literal["one", "several"]:

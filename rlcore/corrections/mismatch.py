@@ -123,6 +123,7 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
     on = inside(step, finite)
     summed = reduce(mismatch_accumulate(step.logp_ref, step.logp_inf, step.mask, step.ref_inside))
     metrics = mismatch_values(summed)
+    metrics["tokens"] = summed[_LENGTH - len(_COUNTS)].item()
     difference = at_least_float32(step.logp_ref) - at_least_float32(step.logp_inf)
     # a maximum does not add up: the one that takes a reduction of its own
     metrics["abs_dlogp_max"] = _maximum(torch.where(on, difference, 0.0).double().abs(), reduce)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
@@ -31,6 +32,8 @@ from rlcore.loop.plan import LoopParts, Plan, Progress
 from rlcore.loop.publisher import Colocation, Publisher
 from rlcore.loop.role_protocols import Batch, BufferClient, Clients
 from rlcore.loop.saver import CheckpointPace, CheckpointRequest
+from rlcore.loop.shares import worth
+from rlcore.loop.targets import AdmittedStaleness
 from rlcore.loop.timing import Clocks, Timeline, now
 
 Batches = dict[int, Batch]  # by step
@@ -107,8 +110,11 @@ class RowWriter:
         *,
         space_timeout_s: float,
         stopping: Callable[[], bool],
+        prices: Mapping[str, float],
     ) -> None:
-        """`space_timeout_s`: how long a full disk is waited for, unless the run is `stopping`."""
+        """`space_timeout_s`: how long a full disk is waited for, unless the run is `stopping`.
+        `prices`: of an engine an hour, by label."""
+        self._prices = prices
         self._buffer = buffer
         self._fleet = fleet
         self._progress = progress
@@ -157,6 +163,9 @@ class RowWriter:
             "rollout/in_rotation": len(self._fleet.rotation()),
         }
         self._arrived_tokens = arrived
+        engines = self._fleet.training_sizes()
+        cost = {n: engines[n] * price * step_s / 3600 for n, price in self._prices.items()}
+        row |= worth(metrics, self._fleet.busy_s, cost)
         await self._write(row)
         self._fleet.draw(self._timeline)
         self._reporter.timeline(progress.step, self._timeline.take())
@@ -263,6 +272,12 @@ class Controller:
             plan, clients, parts.fleet, self.progress, self._timeline, self._colocation
         )
         self._dispatcher = Dispatcher(plan, clients.buffer, parts, self.progress)
+        self._targets = AdmittedStaleness(
+            plan.targets,
+            plan.schedule.max_staleness,
+            several=len(parts.fleet.training_sizes()) > 1,
+            state=self.progress.targets,
+        )
         self._batches = BatchQueue(plan, clients, lambda: self.stop_requested)
         self._shown = ShownSamples(clients, parts.reporter, plan.samples_per_step)
         self._rows = RowWriter(
@@ -273,6 +288,7 @@ class Controller:
             self._timeline,
             space_timeout_s=plan.schedule.wait_space_timeout_s,
             stopping=lambda: self.stop_requested,
+            prices=plan.prices,
         )
         self._pace = CheckpointPace(plan.checkpoint, parts.reporter.note)
         plan.check_resume(self.progress)
@@ -402,6 +418,7 @@ class Controller:
         self._now("start", f"the actors to prove version {version}")
         await self._publisher.begin(version, full=True, resumed=resumed)
         await self._publisher.done()
+        await self._follow_targets()
         await self._dispatcher.groups.resume()
         due = self._parts.evaluator.wants(progress.step, self._plan.steps)
         if due and progress.evaluated < progress.step:
@@ -443,6 +460,7 @@ class Controller:
         self._between_steps = False
         with clocks.measure("learn"):
             metrics = await clients.learner.train_step(step)
+        await self._follow_targets(metrics)
         await clients.buffer.commit(step)
         progress.step = step + 1
         progress.in_phase = progress.step != plan.phases.end(step)
@@ -464,6 +482,12 @@ class Controller:
         if not last:  # the final checkpoint is written separately
             await self._checkpoint_if_due()
         self._dispatcher.gate.set()
+
+    async def _follow_targets(self, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Have admission follow the set-points, by the metrics of a step or as they stand."""
+        self._targets.observe(metrics)
+        if self._targets.bound is not None:
+            await self._clients.buffer.limit_staleness(self._targets.bound)
 
     async def _evaluate_if_due(self, last: bool) -> None:
         """Results go into the current row as soon as they exist; `eval/policy_version` says
@@ -507,6 +531,7 @@ class Controller:
         others["time/checkpoint_s"] = self._pace.take_standstill_s()
         others["checkpoint/interval_s"] = self._pace.interval_s
         others |= self._colocation.take_costs() | self._dispatcher.groups.kinds.metrics()
+        others |= self._targets.metrics()
         others |= self._parts.saver.metrics() | self._parts.requests.prompts.metrics()
         await self._rows.write(metrics, clocks, others)
 
@@ -536,7 +561,11 @@ class Controller:
 
     def _cut(self) -> CheckpointRequest:
         return CheckpointRequest(
-            replace(self.progress, kinds=self._dispatcher.groups.kinds.state()),
+            replace(
+                self.progress,
+                kinds=self._dispatcher.groups.kinds.state(),
+                targets=self._targets.state(),
+            ),
             self._parts.requests.prompts.state(),
             self._plan.within_phase(self.progress),
             self._parts.evaluator.awaited,

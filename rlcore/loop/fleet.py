@@ -38,6 +38,7 @@ class Fleet:
         self.joined = joined
         self.colocated = schedule.colocated  # engines sleep while the learner trains
         self._note = note
+        self.busy_s: dict[str, float] = {}  # of all training actors by label, at `take_busy_s`
         self._busy_before: dict[str, tuple[int, float]] = {}  # name -> (pid, its seconds so far)
         self._roster = Roster(pools)
         self._weights = WeightLoading(self._roster, schedule, supervision)
@@ -184,8 +185,11 @@ class Fleet:
         """Seconds inside engine steps since the last call, by the newest heartbeats: mean over the
         training actors at work, 0 while there is none."""
         at_work = [m for m in self._roster.healthy() if m.pool.purpose != "evaluation"]
-        spent = [self._busy_s(m) for m in at_work]
-        return sum(spent) / len(spent) if spent else 0.0
+        spent = [(m.pool.label, self._busy_s(m)) for m in at_work]
+        self.busy_s = {}
+        for label, seconds in spent:
+            self.busy_s[label] = self.busy_s.get(label, 0.0) + seconds
+        return sum(seconds for _, seconds in spent) / len(spent) if spent else 0.0
 
     def draw(self, timeline: Timeline) -> None:
         """Add how much of the time since the last call each actor spent inside engine steps."""

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import UserError
 from rlcore.interfaces import Reporter
-from rlcore.loop.specs import CheckpointSpec, Phases, ScheduleSpec, ShareSpec, SupervisionSpec
+from rlcore.loop.specs import (
+    CheckpointSpec,
+    Phases,
+    ScheduleSpec,
+    ShareSpec,
+    SupervisionSpec,
+    TargetSpec,
+)
 
 if TYPE_CHECKING:
     from rlcore.loop.evaluation import Evaluator
@@ -33,6 +40,8 @@ class Plan:
     verify_full: bool  # cluster.verify_weights is "full"
     shares: Mapping[str, ShareSpec] = field(default_factory=dict)  # actor.LABEL.share by label
     mixed_groups: bool = False  # rollout.group_kinds is "mixed"
+    targets: Mapping[str, TargetSpec] = field(default_factory=dict)  # actor.LABEL.target by label
+    prices: Mapping[str, float] = field(default_factory=dict)  # actor.LABEL.price by label
 
     @property
     def steps(self) -> int:
@@ -113,6 +122,7 @@ class Progress:
     # may be resumed with another one
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)  # `KindShares.state`
+    targets: dict[str, Any] = field(default_factory=dict)  # `AdmittedStaleness.state`
 
 
 def _never() -> None:

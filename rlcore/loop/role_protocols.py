@@ -81,6 +81,9 @@ class BufferClient(Protocol):
     async def set_versions(self, published: int, learner: int) -> None:
         """The version that every actor serves, and the learner's."""
 
+    async def limit_staleness(self, bound: int) -> None:
+        """Admit groups as with this `schedule.max_staleness`, at most the schedule's own."""
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         """Wait up to `timeout_s` for the batch of `step`; return whether it can be taken.
 

@@ -4,6 +4,7 @@ whose samples are drawn by several kinds."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from rlcore.loop.specs import ShareSpec
@@ -96,3 +97,27 @@ def most_shares(shares: Sequence[ShareSpec]) -> tuple[float, float]:
     last = max((spec.steps for spec in shares), default=0)
     sums = [sum(spec.at(step) for spec in shares) for step in range(last + 1)]
     return max(sums), min(sums)
+
+
+def worth(
+    metrics: Mapping[str, float], busy_s: Mapping[str, float], cost: Mapping[str, float]
+) -> dict[str, float]:
+    """`worth/*` of each kind of actors of a run with several: effective tokens of a step (those
+    trained on, times their effective sample size and the share that corrections keep) for each
+    second in its engines' steps, and for each unit of money.
+
+    `busy_s`: seconds by label; `cost`: money by label, of kinds with a price. Where samples wait,
+    tokens of one step were drawn during others: means over steps say what a kind is worth.
+    """
+    found = {}
+    for label, seconds in busy_s.items():
+        names = ("mismatch/tokens", "mismatch/ess", "correction/kept_share")
+        values = [metrics.get(f"{name}@{label}") for name in names]
+        if None in values:
+            continue
+        effective = prod(value for value in values if value is not None)
+        if seconds > 0:
+            found[f"worth/tokens_per_actor_s@{label}"] = effective / seconds
+        if cost.get(label, 0.0) > 0:
+            found[f"worth/tokens_per_price@{label}"] = effective / cost[label]
+    return found

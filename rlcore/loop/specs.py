@@ -49,6 +49,23 @@ class ShareSpec(Spec):
         )
 
 
+class TargetSpec(Spec):
+    """A set-point of the mismatch of a kind of actors: the admitted staleness is moved, between
+    `least` and schedule.max_staleness, so that the statistic stays at the value.
+
+    Example: TargetSpec(statistic="p05", value=0.86)"""
+
+    statistic: Literal["p05"] = setting(
+        "p05", "5th percentile of min(r, 1/r), r = p_ref/p_inf, over the kind's tokens of a step"
+    )
+    value: float = setting(0.86, "of the statistic", gt=0, lt=1)
+    least: int = setting(1, "staleness that is always admitted", unit="optimizer steps", ge=1)
+    rate: float = setting(
+        0.1, "part of the range that a step moves at most, at an agreement of 1", gt=0, le=1
+    )
+    band: float = setting(0.02, "distance from the value at which nothing moves", ge=0)
+
+
 class ScheduleSpec(BatchingSpec):
     """How long a run is, and how generation and learning interleave."""
 

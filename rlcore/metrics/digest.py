@@ -57,6 +57,9 @@ KINDS_COMPARED = (
     "mismatch/kl_k3",
     "mismatch/ess",
     "correction/kept_share",
+    "mismatch/agreement_p5",
+    "worth/tokens_per_actor_s",
+    "worth/tokens_per_price",
 )
 
 

@@ -244,6 +244,8 @@ CHARTS = (
         stacked=True,
     ),
     Chart(TIME, "Throughput", _each("throughput/{}_tokens_per_s", "rollout", "train")),
+    Chart(TIME, "Effective tokens an actor-second by kind", ("worth/tokens_per_actor_s",)),
+    Chart(TIME, "Effective tokens a unit of money by kind", ("worth/tokens_per_price",)),
     Chart(TIME, "Buffer", ("buffer/groups", "buffer/in_flight")),
     Chart(TIME, "Ledger", ("ledger/<count>",)),
 )

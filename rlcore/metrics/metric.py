@@ -9,7 +9,15 @@ Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
 # Groups of metrics that are of samples, and so of the kind of actors that drew them.
-BY_KIND = ("reward", "reward_parts", "response_length", "staleness", "mismatch", "correction")
+BY_KIND = (
+    "reward",
+    "reward_parts",
+    "response_length",
+    "staleness",
+    "mismatch",
+    "correction",
+    "worth",
+)
 
 
 @dataclass(frozen=True, slots=True)

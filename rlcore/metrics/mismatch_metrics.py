@@ -23,6 +23,7 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         healthy="below 0.05; bfloat16 alone 0.001",
         otherwise=SAME,
     ),
+    Metric("mismatch/tokens", "tokens", "with a ratio p_ref/p_inf: those that the others are of"),
     Metric(
         "mismatch/abs_dlogp_mean",
         "nats",

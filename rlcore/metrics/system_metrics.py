@@ -125,6 +125,27 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "admitted for these actors since the start, where shares are set (mixed groups: samples)",
         "last",
     ),
+    Metric(
+        "worth/tokens_per_actor_s",
+        "tokens/s",
+        "effective tokens (trained on, times mismatch/ess and correction/kept_share) for each "
+        "second in engine steps of a kind of actors; by kind alone",
+        healthy="the kind with most is worth most",
+        otherwise="[Mismatch](mismatch.md#what-a-kind-is-worth)",
+    ),
+    Metric(
+        "worth/tokens_per_price",
+        "tokens",
+        "the same for each unit of money (actor.LABEL.price); by kind alone",
+    ),
+    Metric(
+        "control/<label>/statistic",
+        "1",
+        "of these actors' tokens, which actor.LABEL.target holds at its value",
+        healthy="within 0.02 of the value, or below it at the least staleness",
+        otherwise="[Mismatch](mismatch.md#control)",
+    ),
+    Metric("control/<label>/staleness", "steps", "that the set-point admits", "last"),
     Metric("engine/<label>/share", "share", "of new groups that these actors are to have", "last"),
     Metric("engine/<label>/request_s", "s", "more for each request in the step", "last"),
     Metric("engine/<label>/context_s", "s", "more for each token of their contexts", "last"),

@@ -97,6 +97,9 @@ class FakeBuffer(BufferClient):
     async def set_versions(self, published: int, learner: int) -> None:
         await self.actor.set_versions(published, learner)
 
+    async def limit_staleness(self, bound: int) -> None:
+        await self.actor.limit_staleness(bound)
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         return await self.actor.wait_ready(step, timeout_s, wave)
 

@@ -36,6 +36,7 @@ from rlcore.loop.specs import (
     ScheduleSpec,
     ShareSpec,
     SupervisionSpec,
+    TargetSpec,
 )
 from rlcore.simulate.actors import FakeActor, Speed, spawned
 from rlcore.simulate.clients import FakeBuffer, FakeLearner, FakeScorer, Reward
@@ -179,6 +180,7 @@ class Scenario:
     kinds: Mapping[str, int] = field(default_factory=dict)  # actors by label; empty: `actors` bf16
     shares: Mapping[str, ShareSpec] = field(default_factory=dict)
     mixed_groups: bool = False
+    targets: Mapping[str, TargetSpec] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -191,6 +193,7 @@ class Scenario:
             verify_full=False,
             shares=self.shares,
             mixed_groups=self.mixed_groups,
+            targets=self.targets,
         )
 
 

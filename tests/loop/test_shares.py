@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.loop.shares import KindShares, most_shares
+from rlcore.loop.shares import KindShares, most_shares, worth
 from rlcore.loop.specs import ScheduleSpec, ShareSpec
+from rlcore.metrics.names import declared
 from rlcore.simulate.loop import Scenario, simulate
 from rlcore.types import actor_label
 
@@ -112,3 +113,15 @@ def test_a_kind_whose_actors_are_gone_leaves_its_groups_to_the_others(tmp_path):
 
     done, _ = run(tmp_path, remove, shares={"draft": ShareSpec(start=0.5)})
     assert done.reporter.rows[-1]["step"] == 12
+
+
+def test_a_kind_is_worth_its_effective_tokens_by_time_and_by_money():
+    row = {"mismatch/tokens@bf16": 100, "mismatch/ess@bf16": 1.0, "correction/kept_share@bf16": 1.0}
+    row |= {"mismatch/tokens@fp8": 200, "mismatch/ess@fp8": 0.8, "correction/kept_share@fp8": 0.5}
+    found = worth(row, {"bf16": 4.0, "fp8": 2.0, "idle": 3.0}, {"fp8": 0.5})
+    assert found == {
+        "worth/tokens_per_actor_s@bf16": 25.0,
+        "worth/tokens_per_actor_s@fp8": 40.0,
+        "worth/tokens_per_price@fp8": 160.0,
+    }
+    assert all(declared(name) is not None for name in found)

@@ -86,6 +86,10 @@ class BufferActor:
         self.buffer.set_versions(published=published, learner=learner)
         self._notify()
 
+    async def limit_staleness(self, bound: int) -> None:
+        self.buffer.batches.limit(bound)
+        self._notify()
+
     async def wait_room(self, timeout_s: float, all_done: bool, total: int) -> int:
         return int(
             await self._poll(lambda: self.buffer.room(total=total, all_done=all_done), timeout_s)

@@ -66,6 +66,10 @@ class RayBuffer(BufferClient):
         ref = self.handle.set_versions.remote(published, learner)
         await self._call(ref, "setting the buffer's versions")
 
+    async def limit_staleness(self, bound: int) -> None:
+        ref = self.handle.limit_staleness.remote(bound)
+        await self._call(ref, "setting the admitted staleness")
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         ref = self.handle.wait_ready.remote(step, timeout_s, wave)
         return bool(await self._call(ref, "a training batch"))
