@@ -42,10 +42,7 @@ def _run(words: list[str]) -> int:
             return _help(words)
         if words[0] in ("--version", "-V", "version"):
             return _version()
-        from rlcore.config.groups import setting_names
-        from rlcore.config.verbs import parse
-
-        given = parse(words, setting_names(_config_dir(words)))
+        given = read(words)
         return HANDLERS[given.verb.name](given)
     except UserError as e:
         print(f"rlcore: {e}", file=sys.stderr)
@@ -61,6 +58,14 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("rlcore: interrupted", file=sys.stderr)
         return 130
+
+
+def read(words: Sequence[str]) -> Given:
+    """A command's words by their keys. Raises UserError."""
+    from rlcore.config.groups import setting_names
+    from rlcore.config.verbs import parse
+
+    return parse(list(words), setting_names(_config_dir(words)))
 
 
 def _help(words: list[str]) -> int:
@@ -97,11 +102,11 @@ def _train(given: Given) -> int:
     if given.flag("dry_run"):
         from rlcore.config.verbs import FORECAST
 
-        config = _config(given)
+        config = config_of(given)
         from rlcore.commands.dry_run import dry_run
 
         return dry_run(config, given.among(FORECAST))
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.train import train
 
     return train(config)
@@ -116,21 +121,21 @@ def _sweep(given: Given) -> int:
 
 
 def _try(given: Given) -> int:
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.try_task import prompts_asked, try_task
 
     return try_task(config, prompts_asked(given.text("n")))
 
 
 def _sft(given: Given) -> int:
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.warm_up import sft
 
     return sft(config)
 
 
 def _eval(given: Given) -> int:
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.evaluate import evaluate
 
     model_named = given.setting("model.path") is not None
@@ -138,7 +143,7 @@ def _eval(given: Given) -> int:
 
 
 def _export(given: Given) -> int:
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.evaluate import export
 
     out = given.text("out")
@@ -156,7 +161,7 @@ def _scale(given: Given) -> int:
 
 
 def _launch(given: Given) -> int:
-    config = _config(given)
+    config = config_of(given)
     from rlcore.commands.sweep import launch
 
     config_dir = given.text("config_dir")
@@ -170,7 +175,7 @@ def _watch(given: Given) -> int:
         raise UserError(f"run_dir={run_dir} holds no run: it has no config.yaml.")
     from rlcore.commands.watch import watch, watch_log
 
-    config = _config(given)
+    config = config_of(given)
     if given.flag("log"):
         return watch_log(config.run_dir, once=given.flag("once"))
     return watch(config, once=given.flag("once"))
@@ -205,7 +210,7 @@ def _plan(given: Given) -> int:
     from rlcore.commands.plan_split import split_plan
 
     words = {key: value for key, value in given.own.items() if key != "config_dir"}
-    return (split_plan if "gpus" in words else plan)(_config(given), words)
+    return (split_plan if "gpus" in words else plan)(config_of(given), words)
 
 
 def _plan_measure(given: Given) -> int:
@@ -221,7 +226,7 @@ def _doctor(given: Given) -> int:
     if rates and not given.settings:
         key, value = next(iter(rates.items()))
         raise UserError(f"{key}={value} forecasts a run: name its keys too, such as experiment=.")
-    config = _config(given) if given.settings else None
+    config = config_of(given) if given.settings else None
     from rlcore.commands.doctor import doctor
 
     return doctor(config, rates, start=given.flag("start"), as_json=given.flag("json"))
@@ -230,10 +235,10 @@ def _doctor(given: Given) -> int:
 def _replay(given: Given) -> int:
     changed = [w for w in given.settings if w.partition("=")[0] not in ("run_dir", "config_dir")]
     own = replace(given, settings=tuple(w for w in given.settings if w not in changed))
-    config = _config(own)
+    config = config_of(own)
     others = None
     if changed:
-        others = _config(replace(own, settings=(*changed, f"run_dir={config.run_dir}")))
+        others = config_of(replace(own, settings=(*changed, f"run_dir={config.run_dir}")))
     from rlcore.commands.replay import SHOWN, replay
 
     step, tokens = given.own["step"], given.text("tokens")
@@ -260,7 +265,7 @@ def _completion(given: Given) -> int:
     return 0
 
 
-def _config(given: Given) -> RunConfig:
+def config_of(given: Given) -> RunConfig:
     """Composed before a command is imported, so that a wrong key answers at once."""
     from rlcore.config.compose import load
 

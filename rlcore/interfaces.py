@@ -92,6 +92,27 @@ class StepLoad:
         )
 
 
+class Callback(ABC):
+    """Code of a user that a run of `rlcore.train` calls, in the driver's process and between two
+    steps. A class overrides what concerns it; all values are plain. An exception ends the run. What
+    returns False ends the run after the present step, with a checkpoint."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float | None]) -> bool | None:
+        """After an optimizer step, with its row of metrics.jsonl."""
+        return None
+
+    def on_evaluation(self, step: int, results: Mapping[str, float | None]) -> bool | None:
+        """After a step whose row has results of an evaluation, the metrics `eval/...`."""
+        return None
+
+    def on_checkpoint(self, step: int, folder: str) -> bool | None:
+        """After a checkpoint was written whole."""
+        return None
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """At the end: steps and seconds, or the `error` that ended the run."""
+
+
 class RolloutEngine(ABC):
     """A sampler whose weights change between two decode steps. One thread owns it.
 

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.config.unread import unread
 from rlcore.errors import DeadlineExceeded, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.files import replace_file
+from rlcore.interfaces import Callback
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
 from rlcore.loop.evaluation import Evaluator
@@ -37,6 +38,7 @@ from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.prometheus import require_free
 from rlcore.metrics.report import write_report
+from rlcore.metrics.sinks import CallbackSink
 
 TOGETHER_S = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,6 +57,14 @@ class StopSignals:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first: float | None = None
+        self._controller: Controller | None = None
+
+    def ask(self) -> None:
+        """Ask the run to end after the present step, as a first signal does; from any thread."""
+        if not self.requested:
+            self.repeated()
+        if self._controller is not None:
+            self._controller.request_stop()
 
     @property
     def requested(self) -> bool:
@@ -88,6 +98,11 @@ class StopSignals:
     def listen(self, controller: Controller, note: Callable[[str], None]) -> None:
         """While the running event loop lasts, the first signal ends the run after the current step
         with a checkpoint, and a later one at once, by cancelling the current task."""
+        self._controller = controller
+        if self.requested:  # before there was a controller
+            controller.request_stop()
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread gets signals
         loop = asyncio.get_running_loop()
         main = asyncio.current_task()
         assert main is not None
@@ -146,9 +161,11 @@ class Start:
     progress: Progress = field(default_factory=Progress)
 
 
-def train(config: RunConfig) -> int:
+def train(
+    config: RunConfig, callbacks: Sequence[Callback] = (), stop: StopSignals | None = None
+) -> int:
     """Run to the end of the schedule. Returns the exit code; raises UserError before anything is
-    started."""
+    started. `stop`: what others than signals ask to end the run."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     prepared = prepare(config)
     ask_lean_servers(prepared.config)
@@ -165,7 +182,10 @@ def train(config: RunConfig) -> int:
             guard=owner.require,
         ) as logger:
             reporter, scale = RunReporter(logger), ScaleRequests(owner.folder)
-            run = RunContext(config, prepared, logger, reporter, scale, StopSignals(), owner)
+            stop = stop or StopSignals()
+            run = RunContext(config, prepared, logger, reporter, scale, stop, owner)
+            if callbacks:
+                logger.sinks.append(CallbackSink(owner.folder, callbacks, stop.ask))
             run.stop.interrupt()
             for news in (owner.news, swept, derived.idle_clip(config), *unread(config)):
                 if news:

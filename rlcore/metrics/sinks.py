@@ -21,7 +21,7 @@ import psutil
 
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
-from rlcore.interfaces import Span
+from rlcore.interfaces import Callback, Span
 from rlcore.metrics.health import Health
 from rlcore.metrics.rows import Row, RowFile, read_rows
 
@@ -280,6 +280,60 @@ class WandbSink(Sink):
             with contextlib.suppress(Exception, SystemExit):
                 self._wandb.teardown()
             raise
+
+
+class CallbackSink(Sink):
+    """Calls a user's callbacks. Not in_folder: it writes nothing."""
+
+    title = "callbacks"
+    required = True
+    in_folder = False
+
+    def __init__(
+        self, run_dir: Path, callbacks: Sequence[Callback], stop: Callable[[], None]
+    ) -> None:
+        """`stop`: ends the run after the present step."""
+        self._checkpoints = run_dir / "checkpoints"
+        self._callbacks = callbacks
+        self._stop = stop
+        self._seen = self._written()
+        self._ended = False
+
+    def _written(self) -> set[str]:
+        return {folder.name for folder in self._checkpoints.glob("step_" + "[0-9]" * 6)}
+
+    def log(self, row: Row) -> None:
+        step = int(row["step"] or 0)
+        self._told([c.on_step(step, row) for c in self._callbacks])
+        results = {name: value for name, value in row.items() if name.startswith("eval/")}
+        if results:
+            self._told([c.on_evaluation(step, results) for c in self._callbacks])
+        self._look()
+
+    def _look(self) -> None:
+        """Name the checkpoints that have been written since: a folder gets its name at last."""
+        for name in sorted(self._written() - self._seen):
+            self._seen.add(name)
+            folder = str(self._checkpoints / name)
+            step = int(name.removeprefix("step_"))
+            self._told([c.on_checkpoint(step, folder) for c in self._callbacks])
+
+    def _told(self, answers: Sequence[bool | None]) -> None:
+        if any(answer is False for answer in answers):
+            self._stop()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._look()
+        self._end(summary)
+
+    def failed(self, error: Exception) -> None:
+        self._end({"error": str(error)})
+
+    def _end(self, summary: Mapping[str, Any]) -> None:
+        if not self._ended:
+            self._ended = True
+            for callback in self._callbacks:
+                callback.on_end(summary)
 
 
 FINAL = ("ended", "failed")  # phases after which nothing more comes

@@ -31,7 +31,7 @@ ABSENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     """A way of calling reward functions. `mark` is the parameter by which it is recognised, `call`
     how it is written, `answers` the columns of the reference answer, the first that a row has."""
 
@@ -45,10 +45,10 @@ class Form:
     columns: bool = False  # further parameters are columns of the row
 
 
-OWN = Form("grade(item, response), or grade(item, response, tokens)")
+OWN = CallForm("grade(item, response), or grade(item, response, tokens)")
 
 
-def form_of(function: Callable[..., Any]) -> Form | None:
+def form_of(function: Callable[..., Any]) -> CallForm | None:
     """The form of a function, by its signature; None: none of them."""
     try:
         signature = inspect.signature(function)
@@ -74,7 +74,7 @@ class RewardFunction:
 
     source: str
     function: Callable[..., Any]
-    form: Form
+    form: CallForm
 
     @classmethod
     def load(cls, source: str, args: Mapping[str, Any]) -> RewardFunction:
@@ -190,7 +190,7 @@ def single(values: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
+    return value.item() if hasattr(value, "item") and getattr(value, "size", True) else value
 
 
 def _awaited(value: Any) -> Any:
@@ -274,7 +274,7 @@ def _openrlhf_read(result: Any) -> Any:
     return single(result.get("rewards")), parts
 
 
-VERL = Form(
+VERL = CallForm(
     "verl's compute_score(data_source, solution_str, ground_truth, extra_info)",
     "solution_str",
     ("reward_model.ground_truth", GROUND_TRUTH, "answer"),
@@ -282,7 +282,7 @@ VERL = Form(
     _verl_read,
     ("data_source", "extra_info"),
 )
-VERL_BATCH = Form(
+VERL_BATCH = CallForm(
     "verl's compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
     "solution_strs",
     VERL.answers,
@@ -290,7 +290,7 @@ VERL_BATCH = Form(
     lambda results: _verl_read(single(results)),
     VERL.meta,
 )
-TRL = Form(
+TRL = CallForm(
     "TRL's function(completions, **columns)",
     "completions",
     ("answer", "solution", ""),
@@ -298,7 +298,7 @@ TRL = Form(
     single,
     columns=True,
 )
-OPENRLHF = Form(
+OPENRLHF = CallForm(
     "OpenRLHF's reward_func(queries, prompts, labels)",
     "queries",
     ("label", "labels", "answer"),

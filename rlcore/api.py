@@ -1,0 +1,177 @@
+"""The commands as Python functions, for scripts and notebooks:
+
+    import rlcore
+    run = rlcore.train("quickstart", ["schedule.steps=20"], callbacks=[Mine()])
+    run.metrics["reward/mean"].plot()
+
+`import rlcore` loads none of the libraries that a run needs; the first call does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rlcore import cli
+from rlcore.errors import UserError
+from rlcore.interfaces import Callback
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from rlcore.config.schema import RunConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A run folder, of a run that has ended or goes on. Example: load_run("runs/a").rows[-1]"""
+
+    folder: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl: one dictionary a step, by metric."""
+        from rlcore.metrics.rows import read_rows
+
+        return read_rows(self.folder / "metrics.jsonl")
+
+    @property
+    def metrics(self) -> DataFrame:
+        """The rows as a pandas DataFrame with the step as its index. Raises UserError without
+        pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise UserError(
+                "run.metrics is a DataFrame of pandas, which is not installed: pip install pandas, "
+                "or use run.rows, a list of dictionaries."
+            ) from error
+        return pandas.DataFrame(self.rows).set_index("step")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Decoded samples of training and evaluations, in the order of their files; `source` is the
+        file's name, such as step_000012."""
+        from rlcore.metrics.run_folder import records
+
+        files = sorted((self.folder / "samples").glob("*.jsonl"))
+        return [{**record, "source": file.stem} for file in files for record in records(file)]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration, as nested dictionaries."""
+        from rlcore.metrics.run_folder import read_run
+
+        return read_run(self.folder).settings
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The newest results of each held-out task by metric, such as eval/digits/greedy."""
+        found: dict[str, float] = {}
+        for row in self.rows:
+            found |= {name: value for name, value in row.items() if name.startswith("eval/")}
+        return found
+
+
+def train(
+    experiment: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    config_dir: str | None = None,
+) -> RunResult:
+    """`rlcore train`: run to the end of the schedule, or until a callback returns False.
+
+    `overrides`: words as of the command line. `run_dir`: default runs/<experiment>-<time>. Raises
+    UserError before anything is started, StageError or DeadlineExceeded if the run fails.
+    """
+    named = [] if experiment is None else [f"experiment={experiment}"]
+    config = _config("train", [*named, *overrides], run_dir, config_dir)
+    from rlcore.commands.train import StopSignals
+    from rlcore.commands.train import train as command
+
+    stop = StopSignals()
+    _apart(lambda: command(config, callbacks, stop), stop.ask)
+    return RunResult(Path(config.run_dir))
+
+
+def evaluate(
+    run_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    checkpoint: str | None = None,
+    config_dir: str | None = None,
+) -> dict[str, float]:
+    """`rlcore eval`: results on the held-out prompts by metric, of a run's newest checkpoint or of
+    the model that `overrides` name with model.path. Raises as `train`."""
+    config = _config("eval", overrides, run_dir, config_dir)
+    from rlcore.commands.evaluate import evaluate as command
+
+    model_named = any(word.startswith("model.path=") for word in overrides)
+    _apart(lambda: command(config, checkpoint, model_named=model_named))
+    found: dict[str, float] = json.loads((Path(config.run_dir) / "eval.json").read_text())
+    return found
+
+
+def export(
+    run_dir: str | Path, out: str | Path, *, checkpoint: str | None = None, optimizer: bool = False
+) -> Path:
+    """`rlcore export`: write a checkpoint's model to a new folder, and return it. Raises as
+    `train`."""
+    config = _config("export", [], run_dir, None)
+    from rlcore.commands.evaluate import export as command
+
+    _apart(lambda: command(config, checkpoint, str(out), optimizer=optimizer))
+    return Path(out)
+
+
+def load_run(run_dir: str | Path) -> RunResult:
+    """A run folder. Raises UserError if it holds no run."""
+    from rlcore.metrics.run_folder import require_run
+
+    require_run(Path(run_dir))
+    return RunResult(Path(run_dir))
+
+
+def _config(
+    verb: str, words: Sequence[str], run_dir: str | Path | None, config_dir: str | None
+) -> RunConfig:
+    further = [] if run_dir is None else [f"run_dir={run_dir}"]
+    if config_dir is not None:
+        further.append(f"config_dir={config_dir}")
+    # export's own key, which is not read here
+    needed = ["out=."] if verb == "export" else []
+    return cli.config_of(cli.read([verb, *words, *further, *needed]))
+
+
+def _apart(work: Callable[[], T], stop: Callable[[], None] | None = None) -> T:
+    """Run `work`, in a thread of its own where this one has an event loop, as in a notebook. There,
+    the first interrupt calls `stop`, and a second one is raised."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised to the caller, as without a thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rlcore", daemon=True).start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if stop is None:
+            raise
+        stop()
+        return future.result()
