@@ -1,6 +1,6 @@
 """Seconds a step of rlcore and of its peers, side by side.
 
-    python benchmarks/peers.py --rounds 3 --folder DIR [--out FILE.md] [--readme README.md]
+    python benchmarks/peers.py --rounds 3 --folder DIR [--out FILE.md] [--page docs/figures.md]
 
 Every peer (`peer_adapters.py`) and rlcore's two schedules take turns within a round, with the same
 model, kind of prompts, limits of length, optimizer, precision and environment variables. Results go
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=["short", "long-tailed"])
     parser.add_argument("--quick", action="store_true", help="two steps that count, to try it out")
     parser.add_argument("--out", type=Path, help="a page for the table")
-    parser.add_argument("--readme", type=Path, help=f"a page that has {BEGIN}")
+    parser.add_argument("--page", type=Path, help=f"a page that has {BEGIN}")
     parser.add_argument("words", nargs="*", help="further overrides of rlcore")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
@@ -97,10 +97,10 @@ def main() -> None:
     print(f"\n{text}")
     if args.out:
         args.out.write_text(text)
-    if args.readme and max(f["busy"] for f in found) > QUIET:
-        print(f"{args.readme} stays as it was: the machine was busy")
-    elif args.readme:
-        put(args.readme, short_table(found, [p.name for p in peers]))
+    if args.page and max(f["busy"] for f in found) > QUIET:
+        print(f"{args.page} stays as it was: the machine was busy")
+    elif args.page:
+        put(args.page, short_table(found, [p.name for p in peers]))
 
 
 def job_of(load: Load, folder: Path, words: Sequence[str]) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def page(found: Sequence[Found], peers: Sequence[str]) -> str:
 
 
 def short_table(found: Sequence[Found], peers: Sequence[str]) -> str:
-    """What stands in the README."""
+    """The table of docs/figures.md."""
     rows = []
     for load in loads_of(found):
         own = by_round(found, load, ASYNC)

@@ -27,7 +27,7 @@ from rlcore.metrics.names import METRICS
 from rlcore.registry import resolve
 
 HEADING = {
-    "model": "The starting model: [Start here](index.md), README.",
+    "model": "The starting model: [Use rlcore](using.md#your-own-model-data-and-grader).",
     "task": "Problems and graders: [Data, tasks and graders](tasks.md), "
     "[Several tasks](mixtures.md), [Further rewards](rewards.md).",
     "environment": "Episodes of several turns: [Environments](environments.md).",

@@ -58,7 +58,7 @@ def test_a_run_that_is_in_the_file_is_not_repeated(tmp_path):
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path):
-    page = tmp_path / "README.md"
+    page = tmp_path / "figures.md"
     page.write_text(f"above\n{peers.BEGIN}\nold\n{peers.END}\nbelow\n")
     peers.put(page, "new")
     assert page.read_text() == f"above\n{peers.BEGIN}\n\nnew\n\n{peers.END}\nbelow\n"
