@@ -160,3 +160,12 @@ def test_a_run_block_fails_with_its_first_failing_command_and_leaves_no_process(
 
 def test_the_readme_can_be_read_at_once():
     assert len(text("README.md").splitlines()) <= 110
+
+
+def test_agents_md_names_targets_and_folders_that_there_are():
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make ([a-z-]+)`", text))
+    assert targets and targets <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    places = re.findall(r"`((?:rlcore|configs|docs|tests|benchmarks|launchers)/[\w./]*)`", text)
+    assert len(places) > 15 and [p for p in places if not (ROOT / p).exists()] == []

@@ -220,8 +220,7 @@ def open_logger(
         if spec.prometheus_port:
             sinks.append(_endpoint(run_dir, spec, total_steps))
         if spec.wandb != "disabled":
-            wandb = WandbSink(run_dir, mode=spec.wandb, project=spec.project, config=config)
-            sinks.append(wandb)
+            sinks.append(WandbSink(run_dir, spec, config))
     except BaseException:
         MetricsLogger(sinks).close()
         raise
@@ -232,10 +231,18 @@ def open_logger(
     return logger
 
 
+SINKS = {
+    "mlflow": "rlcore.metrics.trackers:MlflowSink",
+    "tensorboard": "rlcore.metrics.trackers:TensorboardSink",
+    "trackio": "rlcore.metrics.trackers:TrackioSink",
+}
+
+
 def own_sink(name: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
-    """The class of a user's own sink, by path. Raises UserError for what is no sink."""
+    """The class of an entry of logging.sinks: one of `SINKS`, or a user's own by path. Raises
+    UserError for what is no sink."""
     cls: Callable[[Path, Mapping[str, Any]], Sink] = resolve(
-        {}, name, key="logging.sinks", like=Sink
+        SINKS, name, key="logging.sinks", like=Sink
     )
     return cls
 

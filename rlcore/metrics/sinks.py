@@ -15,7 +15,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -24,6 +24,7 @@ from rlcore.files import replace_file
 from rlcore.interfaces import Callback, Span
 from rlcore.metrics.health import Health
 from rlcore.metrics.rows import Row, RowFile, read_rows
+from rlcore.metrics.specs import LoggingSpec
 
 Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, status, versions
 
@@ -204,14 +205,7 @@ class WandbSink(Sink):
     in_folder = False  # each start has a folder of its own
     retried = False  # W&B goes on with no run whose service was lost
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        mode: Literal["offline", "online"],
-        project: str,
-        config: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, run_dir: Path, spec: LoggingSpec, config: Mapping[str, Any]) -> None:
         import wandb  # not at the top: a run without W&B must not load it
 
         self._wandb = wandb
@@ -224,12 +218,15 @@ class WandbSink(Sink):
         self._failed, self._closed = True, False
         try:
             self._run: Any = wandb.init(
-                project=project,
+                project=spec.project,
+                entity=spec.entity,
+                group=spec.group,
+                tags=spec.tags or None,
                 name=run_dir.name,
                 id=id_file.read_text().strip(),
                 dir=str(run_dir),
-                mode=mode,
-                resume="allow" if mode == "online" else None,
+                mode=spec.wandb,
+                resume="allow" if spec.wandb == "online" else None,
                 config=dict(config),
                 settings=self._settings(),
             )
@@ -237,7 +234,8 @@ class WandbSink(Sink):
             wandb.teardown()  # its service process has started by then
             reason = " ".join(str(e).split()).rstrip(".")
             raise UserError(
-                f"logging.wandb={mode} failed ({reason}): choose one of offline, online, disabled."
+                f"logging.wandb={spec.wandb} failed ({reason}): choose one of offline, online, "
+                "disabled."
             ) from e
         self._service = [p for p in psutil.Process().children() if p.name() == "wandb-core"]
         self._calls = Calls("W&B's service")

@@ -69,7 +69,10 @@ class LoggingSpec(Spec):
         "live", "live table, a line a step, or nothing"
     )
     wandb: Literal["offline", "online", "disabled"] = setting("offline", "offline needs no account")
-    project: str = setting("rlcore", "W&B project")
+    project: str = setting("rlcore", "project of W&B, MLflow and Trackio")
+    entity: str | None = setting(None, "W&B user or team; null: the account's own")
+    group: str | None = setting(None, "W&B group of runs, such as the seeds of one setting")
+    tags: tuple[str, ...] = setting((), "W&B tags")
     prometheus_port: int = setting(
         0, "serve the metrics over HTTP at this port of the driver; 0: no", ge=0, le=65535
     )
@@ -77,7 +80,9 @@ class LoggingSpec(Spec):
         "127.0.0.1", "address that the metrics are served at; loopback reaches this machine alone"
     )
     sinks: tuple[str, ...] = setting(
-        (), "further receivers of the metrics, file.py:Class of yours (rlcore.metrics.sinks.Sink)"
+        (),
+        "further receivers of the metrics: tensorboard, mlflow, trackio, or file.py:Class of yours "
+        "(rlcore.metrics.sinks.Sink)",
     )
     samples_per_step: int = setting(4, "decoded trajectories kept each step under samples/", ge=0)
     report: bool = setting(True, "write report.html at the end")
