@@ -413,7 +413,8 @@ class Update:
             tokens = self._loss_tensors(shared, mb, scores, corrected)
             if self.trace is not None:
                 tokens.logp_new.retain_grad()
-            entropy = mb.dense(scores.entropy, width)
+            # as the full KL: of a token that the corrections dropped or weighed 0 there is none
+            entropy = mb.dense(scores.entropy, width) * self.pipeline.state_weight(corrected)
             distance = self._kl(shared, mb, forward, tokens, corrected)
             loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
             values["entropy"] = scores.entropy.detach().sum()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import comb
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.interfaces import Reduce
 from rlcore.lazy import torch
-from rlcore.objectives.protocols import Advantage
+from rlcore.objectives.protocols import Advantage, Bias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,10 +210,17 @@ LEAST_VARIANCE = 1e-8  # OpenRLHF's bound of the variance over tokens
 EPS = 1e-6  # keeps a division by a vanishing standard deviation finite
 
 
+OWN_REWARD = Bias("own reward", {"advantage": "rloo"})
+
+
 class GroupMean(Advantage):
-    """`r - mean(group)`: Dr. GRPO's advantage, also AIS's and RAPID's on-policy limit."""
+    """`r - mean(group)`: Dr. GRPO's advantage, also AIS's and RAPID's on-policy limit.
+
+    Biased in size by its own reward, which the mean holds: by (n - 1)/n in a group of n.
+    """
 
     compares_group = True
+    biases = (OWN_REWARD,)
 
     def __call__(self, rewards: Rewards) -> Tensor:
         return rewards.group_centred
@@ -221,9 +228,14 @@ class GroupMean(Advantage):
 
 class Grpo(Advantage):
     """`(r - mean) / (std + 1e-6)` over the group (DeepSeekMath), std is the sample standard
-    deviation."""
+    deviation.
+
+    Biased by its own reward in the mean and, also in direction, by the deviation: a group whose
+    rewards differ little counts as much as one whose rewards differ much.
+    """
 
     compares_group = True
+    biases = (OWN_REWARD, Bias("deviation", {"advantage": "rloo"}))
 
     def __call__(self, rewards: Rewards) -> Tensor:
         return rewards.group_centred / (rewards.group_std + EPS)
@@ -253,11 +265,12 @@ class ReinforcePp(Advantage):
     episodes. `tokens`: `(r - mean) / sqrt(max(var, 1e-8))`, mean and variance over the batch's
     sampled tokens, each with its episode's reward, less what of a KL in the reward is to go: a long
     response counts as often as it has tokens (OpenRLHF's). Tokens that are later rejected or
-    filtered count. Not biased as to direction by itself: the deviation scales a whole step; the
-    mean contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
+    filtered count. Biased in size alone, by the deviation, which scales a whole step; the mean
+    contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
     """
 
     own_settings = ("whitening",)
+    biases: ClassVar[tuple[Bias, ...]] = (Bias("deviation", {"advantage": "reinforce"}),)
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         self._by_tokens = spec.whitening == "tokens"
@@ -294,10 +307,12 @@ class ReinforcePpBaseline(ReinforcePp):
     """REINFORCE++ with its group baseline: `r - mean(group)`, whitened over the global batch as
     REINFORCE++ whitens rewards (Hu et al. 2025, arXiv 2501.03262).
 
-    Over tokens the batch's mean of these is not 0: lengths differ within a group.
+    Over tokens the batch's mean of these is not 0: lengths differ within a group. Biased in size by
+    its own reward in the group's mean and by the deviation of the batch.
     """
 
     compares_group = True
+    biases = (OWN_REWARD, Bias("deviation", {"advantage": "rloo"}))
 
     def centred(self, rewards: Rewards) -> Tensor:
         return rewards.group_centred

@@ -66,6 +66,8 @@ class Advantage(ABC):
     compares_group: ClassVar[bool] = False
     #: settings of `ObjectiveSpec` that not every advantage reads, and this one does
     own_settings: ClassVar[tuple[str, ...]] = ()
+    #: how its mean over samples departs from the reward less the expected reward
+    biases: ClassVar[tuple[Bias, ...]] = ()
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         """An advantage without settings ignores the specification."""

@@ -17,11 +17,15 @@ class ObjectiveSpec(Spec):
     """The objective of a step: advantages, loss, aggregation, regularisers.
 
     A sampled KL is biased by the truncation of the ratio that it carries, and by k3's bound; both
-    kinds of KL by the biases of the corrections, whose weights of 0 have no KL.
+    kinds of KL and the entropy bonus by the biases of the corrections, whose weights of 0 have
+    neither. The overlong filter biases all of them towards what ends by itself.
     """
 
     #: of the KL term; the policy loss's own are on its class
     kl_biases: ClassVar[tuple[Bias, ...]] = (Bias("truncation", {"kl_ratio_cap": WIDE}),)
+
+    #: of every term
+    biases: ClassVar[tuple[Bias, ...]] = (Bias("overlong filter", {"overlong_filter": False}),)
 
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(

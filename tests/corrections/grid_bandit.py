@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -97,6 +98,7 @@ class Case:
     second: Mapping[str, CorrectionSpec] | None = (
         None  # of a second kind of actors, if there is one
     )
+    pairs: bool = False  # advantages are of rewards in groups of two independent samples
 
     @property
     def lists(self) -> list[list[CorrectionSpec]]:
@@ -135,7 +137,7 @@ class Case:
     @property
     def batch(self) -> Batch:
         rejects = any(spec.rejects for spec in self.specs)
-        return Batch.of(self.policies.one_token, rejects, self.policies.actors)
+        return Batch.of(self.policies.one_token, rejects, self.policies.actors, self.pairs)
 
 
 def sequences(inf: Tensor, one_token: bool) -> list[tuple[int, ...]]:
@@ -153,12 +155,17 @@ def sequences(inf: Tensor, one_token: bool) -> list[tuple[int, ...]]:
 
 class Batch:
     """The rows as tensors: of each sequence one for every pair of draws, where tokens are
-    rejected."""
+    rejected; with `pairs` every two sequences as often as they are drawn together."""
 
-    def __init__(self, one_token: bool, rejects: bool, actors: tuple[str, ...]) -> None:
+    def __init__(
+        self, one_token: bool, rejects: bool, actors: tuple[str, ...], pairs: bool
+    ) -> None:
+        assert not (rejects and pairs), "all draws of all pairs are 32,768 rows"
         drawn = [
             (kind, s) for kind, a in enumerate(actors) for s in sequences(ACTORS[a], one_token)
         ]
+        if pairs:
+            drawn = [row for two in product(drawn, repeat=2) for row in two]
         both = [row for row in drawn for _ in range(DRAWS**T if rejects else 1)]
         self.kinds, rows = torch.tensor([kind for kind, _ in both]), [row for _, row in both]
         self.several = len(actors) > 1
@@ -166,7 +173,9 @@ class Batch:
         self.mask = torch.tensor([[True, len(r) == T] for r in rows])
         self.states = torch.stack([torch.full((len(rows),), PROMPT), self.tokens[:, 0]], 1)
         self.rewards = torch.tensor([REWARD[r] for r in rows], dtype=torch.float64)
-        self.groups = torch.arange(len(rows)) // (len(rows) // 4)
+        self.groups = torch.arange(len(rows)) // (2 if pairs else len(rows) // 4)
+        # those that the length limit has cut off: they do not end with token 2
+        self.truncated = self.mask[:, 1] & (self.tokens[:, 1] != 2)
         self.episodes = [(TokenSequence.of_answer([PROMPT], r),) for r in rows]
         self.policies = torch.stack([ACTORS[a] for a in actors])  # [K, V + 1, V]
         own = self.policies[self.kinds[:, None], self.states]
@@ -178,8 +187,8 @@ class Batch:
 
     @staticmethod
     @cache
-    def of(one_token: bool, rejects: bool, actors: tuple[str, ...]) -> Batch:
-        return Batch(one_token, rejects, actors)
+    def of(one_token: bool, rejects: bool, actors: tuple[str, ...], pairs: bool) -> Batch:
+        return Batch(one_token, rejects, actors, pairs)
 
     def at(self, p: Tensor) -> Tensor:
         """[B, T]: what a table says of the rows' tokens."""
@@ -201,6 +210,7 @@ class Batch:
             token_version=torch.zeros(b, T, dtype=torch.int32),
             sample_ids=torch.arange(b),
             step=0,
+            truncated=self.truncated,
             topk_ids_inf=ids.where(self.mask[..., None], -1),
             topk_logp_inf=top.where(self.mask[..., None], -torch.inf),
             kinds=self.kinds if self.several else None,
@@ -308,17 +318,36 @@ def reference(case: Case, advantages: Tensor) -> Tensor:
     return torch.autograd.grad(summed, z)[0]
 
 
-def kl_reference(case: Case) -> Tensor:
-    """The gradient that the KL term is to ascend (the loss's, negated), [V + 1, V].
+def expected_advantages(case: Case) -> Tensor:
+    """[B, T]: the reward, in pairs less the expected one, and less the KL that is to go where the
+    reward has it."""
+    batch, objective = case.batch, case.objective
+    given = batch.rewards - (batch.rewards.mean() if case.pairs else 0.0)
+    given = given[:, None].expand(batch.mask.shape)
+    if not objective.kl_in_reward:
+        return given
+    ref, base = (
+        batch.at(constrained(p, case.rho)) for p in (case.policies.ref, case.policies.base)
+    )
+    both = batch.mask & (ref > 0) & (base > 0)
+    k1 = (ref / base).where(both, 1.0).log()
+    return given - KL_COEF * torch.stack([k1.sum(1), k1[:, 1]], 1)
 
-    Sampled: the token is p_new's, k1 and k2 the reverse KL, k3 the forward one. full: over the
-    vocabulary, at the states that the actor visits; the token is the actor's, or under a rejection
-    the one that weights lead to."""
-    batch, kind = case.batch, case.objective.kl_estimator
+
+def kl_reference(case: Case) -> Tensor:
+    """The gradient that the KL term or the entropy bonus is to ascend (the loss's, negated),
+    [V + 1, V].
+
+    Sampled: the token is p_new's, k1 and k2 the reverse KL, k3 the forward one. full and entropy:
+    over the vocabulary, at the states that the actor visits; the token is the actor's, or under a
+    rejection the one that weights lead to."""
+    batch, kind, entropy = case.batch, case.objective.kl_estimator, case.objective.entropy_coef
     z = logits(case.p_new).requires_grad_()
     coefficient = share(case, batch)
-    if kind == "full":
+    if kind == "full" or entropy:
         logp, base = z.log_softmax(-1), logits(case.policies.base).log_softmax(-1)
+        if entropy:  # of the constrained policy
+            logp, base = _log_probs(z, case.rho), torch.zeros_like(base)
         at_state = (logp.exp() * (logp - base)).sum(-1)[batch.states]
         # the weights of the kept tokens: a length that depends on the token is the target's
         target = case.p_new if case.anchored else case.policies.ref

@@ -9,7 +9,18 @@ from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any, Literal, get_args, get_origin
 
-from grid_bandit import GIVEN, INF, KL_COEF, RHO, Case, Policies, gradient, kl_reference, reference
+from grid_bandit import (
+    GIVEN,
+    INF,
+    KL_COEF,
+    RHO,
+    Case,
+    Policies,
+    expected_advantages,
+    gradient,
+    kl_reference,
+    reference,
+)
 from torch import Tensor
 
 from rlcore.config.checks import check
@@ -19,11 +30,24 @@ from rlcore.corrections.pipeline import build
 from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec
 from rlcore.errors import UserError
 from rlcore.objectives.protocols import UNCORRECTED, Bias
-from rlcore.objectives.specs import LOSSES, Aggregation, KlEstimator, ObjectiveSpec, loss_class
+from rlcore.objectives.specs import (
+    LOSSES,
+    Aggregation,
+    KlEstimator,
+    ObjectiveSpec,
+    advantage_class,
+    loss_class,
+)
 from rlcore.registry import load_object
 
 AGGREGATIONS = get_args(Aggregation)
-ESTIMATORS = ("none", *get_args(KlEstimator))
+# terms beside the policy loss: a KL in it by every estimator, one in the reward, entropy
+ESTIMATORS = ("none", *get_args(KlEstimator), "reward", "entropy")
+TERMS: dict[str, dict[str, Any]] = {
+    "none": {"kl_coef": 0.0},
+    "reward": {"kl_in": "reward"},
+    "entropy": {"kl_coef": 0.0, "entropy_coef": KL_COEF},
+}
 EXACT = 1e-5  # an error below is none, relative to the reference's norm
 # settings at which thresholds bind on the bandit; a method that is not here has its defaults
 TIGHT: dict[str, dict[str, Any]] = {
@@ -62,8 +86,9 @@ class Cell:
     loss: str  # of LOSS_SETTINGS
     aggregation: Any
     later: bool
-    kl: Any  # "none" or an estimator
+    kl: Any  # of ESTIMATORS
     second: Chosen | None = None  # of a second kind of actors
+    also: tuple[tuple[str, Any], ...] = ()  # further settings of the objective
 
     @property
     def specs(self) -> dict[str, CorrectionSpec]:
@@ -71,15 +96,11 @@ class Cell:
 
     def case(self) -> Case:
         replaced = [s.replaces_advantage for s in self.specs.values() if s.replaces_advantage]
-        settings = NARROW | ({"kl_coef": 0.0} if self.kl == "none" else {"kl_estimator": self.kl})
-        objective = ObjectiveSpec(
-            advantage=(replaced or [GIVEN])[0],
-            aggregation=self.aggregation,
-            **LOSS_SETTINGS[self.loss],
-            **settings,
-        )
+        settings = NARROW | TERMS.get(self.kl, {"kl_estimator": self.kl})
+        settings |= {"aggregation": self.aggregation, "advantage": (replaced or [GIVEN])[0]}
+        objective = ObjectiveSpec(**settings | LOSS_SETTINGS[self.loss] | dict(self.also))
         if self.second is None:
-            return Case(self.specs, objective, self.later)
+            return Case(self.specs, objective, self.later, pairs="advantage" in dict(self.also))
         policies = Policies(actors=("first", "second"))
         return Case(self.specs, objective, self.later, policies, _specs(self.second))
 
@@ -134,7 +155,8 @@ def fleets(loss: str, *, every: bool = False) -> Iterator[Cell]:
     for i, chosen in enumerate(known if every else known[::2]):
         for j in range(len(known)):
             second = known[(3 * i + j + 1) % len(known)]
-            axes = AGGREGATIONS[(i + j) % 3], (i + j) % 2 == 1, ESTIMATORS[(i + j) % 5]
+            term = ESTIMATORS[(i + j) % len(ESTIMATORS)]
+            axes = AGGREGATIONS[(i + j) % 3], (i + j) % 2 == 1, term
             cell = Cell(chosen, loss, *axes, second)
             if not refusal(cell):
                 yield cell
@@ -193,24 +215,33 @@ def biases(case: Case) -> list[Bias]:
     Without those that its settings open anyway."""
     objective = case.objective
     own = build(case.corrections, 0, objective, case.strata).biases
-    if objective.kl_coef:
-        kl = () if objective.kl_estimator == "full" else ObjectiveSpec.kl_biases
-        return [*kl, *(bias for bias in own if bias != UNCORRECTED)]
-    # a correction that switches the inner clip off leaves the loss nothing to clip
-    clips = not any(spec.inner_clip_off for spec in case.specs)
-    loss = loss_class(objective.loss).biases if clips else ()
-    return [*(bias for bias in loss if not _holds(bias, objective)), *own]
+    found = list(ObjectiveSpec.biases)
+    if objective.kl_in_loss or objective.entropy_coef:
+        sampled = objective.kl_in_loss and objective.kl_estimator != "full"
+        found += ObjectiveSpec.kl_biases if sampled else ()
+        found += [bias for bias in own if bias != UNCORRECTED]
+    else:
+        # a correction that switches the inner clip off leaves the loss nothing to clip
+        clips = not any(spec.inner_clip_off for spec in case.specs)
+        found += [*(loss_class(objective.loss).biases if clips else ()), *own]
+        found += advantage_class(objective.advantage).biases if case.pairs else ()
+    return [bias for bias in found if not _holds(bias, objective)]
 
 
 def _holds(bias: Bias, objective: ObjectiveSpec) -> bool:
     """Whether its settings are open already."""
-    return bool(bias.opened) and all(getattr(objective, k) == v for k, v in bias.opened.items())
+    names = type(objective).model_fields
+    return bool(bias.opened) and all(
+        key in names and getattr(objective, key) == value for key, value in bias.opened.items()
+    )
 
 
 def opened(case: Case, which: Collection[Bias]) -> Case:
     """The case with some of its biases gone."""
     loss: dict[str, Any] = {}
-    for bias in (*loss_class(case.objective.loss).biases, *ObjectiveSpec.kl_biases):
+    declared = loss_class(case.objective.loss).biases + ObjectiveSpec.kl_biases
+    declared += ObjectiveSpec.biases + advantage_class(case.objective.advantage).biases
+    for bias in declared:
         loss |= bias.opened if bias in which else {}
     changed = {
         key: {name: _opened(spec, case, which) for name, spec in own.items()}
@@ -244,12 +275,16 @@ def _policies(case: Case, where: set[str]) -> Policies:
 
 def error(case: Case, **layout: int) -> float:
     """How far the policy's expected gradient is from its reference, relative to that; with a KL
-    term, how far the KL's own part is."""
-    with_kl = case.objective.kl_coef > 0
-    bare = replace(case, objective=case.objective.model_copy(update={"kl_coef": 0.0}))
+    term or an entropy bonus, how far this term's own part is."""
+    objective = case.objective
+    if objective.kl_in_reward:
+        return distance(gradient(case, **layout)[0], reference(case, expected_advantages(case)))
+    off = {"kl_coef": 0.0, "entropy_coef": 0.0}
+    bare = replace(case, objective=objective.model_copy(update=off))
     alone, advantages = _gradient(bare, **layout)
-    if not with_kl:
-        return distance(alone, reference(case, advantages))
+    if not (objective.kl_coef or objective.entropy_coef):
+        given = expected_advantages(case) if case.pairs else advantages
+        return distance(alone, reference(case, given))
     both, _ = _gradient(case, **layout)
     return distance((both - alone) / KL_COEF, kl_reference(case))
 
@@ -265,10 +300,11 @@ _found: dict[str, tuple[Tensor, Tensor]] = {}
 
 def _gradient(case: Case, **layout: int) -> tuple[Tensor, Tensor]:
     """Once for each case: cells of the KL share the policy's part."""
-    if case.objective.kl_coef or layout:
+    if case.objective.kl_coef or case.objective.entropy_coef or layout:
         return gradient(case, **layout)
     policies = case.policies
     key = repr((case.lists, case.objective, case.later, policies.one_token, policies.actors))
+    key += str(case.pairs)
     key += str([t.tolist() for t in (case.policies.ref, case.policies.new)])
     if key not in _found:
         _found[key] = gradient(case)

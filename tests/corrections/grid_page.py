@@ -41,7 +41,7 @@ are those of the whole distribution, so this is the limit of large batches. The 
 - with `dvp`: the same policies, each constrained to its safe set;
 - the KL: at the states that the actor visits, the token from p_new (`k1`, `k2`: the reverse KL,
   `k3`: the forward KL, `full`: a sum over the vocabulary, at the states of the tokens that a
-  rejection keeps).
+  rejection keeps), and the entropy bonus as `full`.
 
 An entry is the length of the difference relative to the reference's. 0: below {exact:g}. Any other
 entry has its causes among those named beside it, which are declared on the methods (`biases`, and
@@ -50,10 +50,13 @@ weights lead to, or sequences of one token) the entry is 0, and the test checks 
 this bandit's, on which the settings below make thresholds bind, and say nothing of a real run.
 One or two ranks, one or more micro-batches, and the other order of a pair give no other outcome.
 Several corrections are shown beside four losses; gmpo, sapo and the dual clip are ppo to them.
+The test also holds a KL in the reward, `ratio_to=p_inf`, the overlong filter and advantages of
+groups that hold their own rewards to what is declared of them.
 
 Settings: {settings}. Columns: the first step of a phase, where p_new is p_ref, and a later one, for
 each aggregation.
 """
+OWN_TERMS = [term for term in ESTIMATORS if term not in ("none", "reward")]
 COLUMNS = [f"{step}, {mean}" for step, mean in product(("first", "later"), AGGREGATIONS)]
 Row = tuple[str, ...]
 
@@ -70,9 +73,10 @@ def page() -> str:
         head,
         "## Policy gradient\n",
         table(["corrections", "loss", *COLUMNS, "causes"], policy_rows()),
-        "\n## KL term\n\nIts own part of the gradient; the policy's part is above. Of the loss it "
-        "depends on whether that\ncarries p_new/p_ref alone: ppo stands for those that do.\n",
-        table(["corrections", "KL", "loss", *COLUMNS, "causes"], kl_rows()),
+        "\n## KL and entropy\n\nThe term's own part of the gradient; the policy's part is above. "
+        "Of the loss it depends on\nwhether that carries p_new/p_ref alone: ppo stands for those "
+        "that do.\n",
+        table(["corrections", "term", "loss", *COLUMNS, "causes"], kl_rows()),
         "\n## Refused by validation\n",
         table(["corrections", "loss", "sentence"], refused_rows()),
     ]
@@ -104,7 +108,7 @@ def kl_rows() -> list[Row]:
             found = merged(("ppo", "reinforce"), lambda loss: entries_of(chosen, loss, kl))
             return tuple((", ".join(losses), *entries) for losses, entries in found)  # type: ignore
 
-        for kls, rows_of_losses in merged(ESTIMATORS[1:], of_estimator):
+        for kls, rows_of_losses in merged(OWN_TERMS, of_estimator):
             rows += [(title(chosen), ", ".join(kls), *row) for row in rows_of_losses]
     return rows
 
@@ -123,8 +127,8 @@ def refused_rows() -> list[Row]:
 
 
 def reason_of(chosen: Chosen, loss: str) -> str:
-    """Every reason among the cells of a list and a loss."""
-    found = [refusal(cell) for cell in cells_of(chosen, loss, ESTIMATORS)]
+    """Every reason among the cells of a list and a loss, whatever term is beside it."""
+    found = [refusal(cell) for cell in cells_of(chosen, loss, ("none",))]
     return " ".join(dict.fromkeys(reason for reason in found if reason))
 
 

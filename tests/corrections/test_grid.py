@@ -6,13 +6,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import grid_page
 import pytest
 import torch
-from grid_bandit import gradient
+from grid_bandit import INF, KL_COEF, Policies, gradient
 from grid_cells import (
     AGGREGATIONS,
     ESTIMATORS,
@@ -36,7 +37,13 @@ from rlcore.corrections import pipeline
 from rlcore.corrections.pipeline import Pipeline
 from rlcore.corrections.specs import CORRECTIONS
 from rlcore.objectives.protocols import UNCORRECTED, Bias
-from rlcore.objectives.specs import LOSSES, ObjectiveSpec, loss_class
+from rlcore.objectives.specs import (
+    ADVANTAGES,
+    LOSSES,
+    ObjectiveSpec,
+    advantage_class,
+    loss_class,
+)
 from rlcore.registry import load_object
 
 
@@ -57,11 +64,11 @@ def accepted(loss: str, kls: tuple[str, ...], *, reverse: bool = False) -> Itera
     return (c for c in chosen if not refusal(c))
 
 
-def spread(loss: str) -> Iterator[Cell]:
-    """One cell of every list, which between them go through all means, steps and estimators."""
+def spread(loss: str, **also: Any) -> Iterator[Cell]:
+    """One cell of every list, which between them go through all means, steps and terms."""
     for i, chosen in enumerate(chosen for chosen in lists() if loss in losses_of(chosen)):
-        mean, kl = AGGREGATIONS[i % 3], ESTIMATORS[i % 5]
-        cell = Cell(chosen, loss, mean, i % 2 == 1, kl)
+        mean, kl = AGGREGATIONS[i % 3], ESTIMATORS[i % len(ESTIMATORS)]
+        cell = Cell(chosen, loss, mean, i % 2 == 1, kl, also=tuple(also.items()))
         if not refusal(cell):
             yield cell
 
@@ -95,6 +102,63 @@ def test_the_policy_gradient_is_exact_or_biased_as_declared(loss: str) -> None:
 def test_a_kl_term_is_exact_or_biased_as_declared(loss: str) -> None:
     for cell in spread(loss):
         judge(cell)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+def test_rejection_leaves_the_entropy_bonus_of_every_state(loss: str) -> None:
+    """A state of which fewer tokens are accepted would count less without their weights."""
+    for chosen in lists():
+        if dict(chosen).keys() == {"jackpot"}:
+            cell = Cell(chosen, loss, "seq-mean-token-mean", loss == "ppo", "entropy")
+            if not refusal(cell):
+                judge(cell)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "reinforce"])
+def test_the_overlong_filter_is_a_bias_of_every_term(loss: str) -> None:
+    for cell in spread(loss, overlong_filter=True):
+        judge(cell)
+        assert ObjectiveSpec.biases[0] in biases(cell.case()) and error(cell.case()) > EXACT
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+def test_a_ratio_to_p_inf_corrects_the_mismatch_itself(loss: str) -> None:
+    also = (("ratio_to", "p_inf"),)
+    for chosen in lists():
+        if any(load_object(CORRECTIONS[name]).weighs for name, _ in chosen):
+            continue
+        for kl, later, mean in product(("none", "k3"), (False, True), AGGREGATIONS):
+            cell = Cell(chosen, loss, mean, later, kl, also=also)
+            assert not refusal(cell) and UNCORRECTED not in biases(cell.case())
+            judge(cell)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_of_samples_that_are_among_the_compared(name: str) -> None:
+    """Beside corrections that reject nothing, over every two samples of a prompt."""
+    declared = advantage_class(name).biases
+    for chosen, later in (((), False), ((("tis", ()),), True), ((("dvp", ()),), False)):
+        for loss, mean in (("ppo", AGGREGATIONS[0]), ("reinforce", AGGREGATIONS[2])):
+            cell = Cell(chosen, loss, mean, later, "none", also=(("advantage", name),))
+            judge(cell)
+            case = cell.case()
+            own = [bias for bias in biases(case) if bias in declared]
+            wide = opened(case, [bias for bias in biases(case) if bias not in own])
+            assert not own or error(wide) > EXACT, (cell, own)
+
+
+def test_a_kl_in_the_reward_descends_that_of_whole_sequences() -> None:
+    """On policy; one in the loss descends those of the states that were visited."""
+    cell = Cell((), "reinforce", "seq-mean-token-sum-norm", False, "reward")
+    case = replace(cell.case(), policies=Policies(ref=INF))
+    without = replace(case, objective=case.objective.model_copy(update={"kl_coef": 0.0}))
+    found, batch = gradient(case)[0] - gradient(without)[0], case.batch
+    z = INF.log().requires_grad_()
+    logp = (z.log_softmax(-1)[batch.states, batch.tokens] * batch.mask).sum(1)
+    base = batch.at(case.policies.base).log().sum(1)
+    kl = ((logp - logp.detach()).exp() * (logp - base)).mean()
+    expected = -KL_COEF / 2 * torch.autograd.grad(kl, z)[0]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSS_SETTINGS)
@@ -178,7 +242,12 @@ DECLARED: dict[str, Any] = {
         name: (load_object(CORRECTIONS[name]), [b for s in specs_of(name) for b in s.biases])
         for name in CORRECTIONS
     },
+    **{
+        f"advantage={name}": (advantage_class(name), advantage_class(name).biases)
+        for name in ADVANTAGES
+    },
     "kl": (ObjectiveSpec, ObjectiveSpec.kl_biases),
+    "every term": (ObjectiveSpec, ObjectiveSpec.biases),
     "none": (Pipeline, (UNCORRECTED,)),
 }
 
@@ -190,7 +259,10 @@ def test_docstrings_name_the_biases(name: str) -> None:
     assert all(bias.name in text for bias in declared), (text, declared)
 
 
-@pytest.mark.parametrize("name", DECLARED)
+ABOVE = ("advantage=", "every term")  # of these the tests above say so
+
+
+@pytest.mark.parametrize("name", [name for name in DECLARED if not name.startswith(ABOVE)])
 def test_a_declared_bias_is_real(name: str) -> None:
     """In some cell the gradient changes as it is opened."""
     unseen = set(map(str, DECLARED[name][1]))
