@@ -137,6 +137,9 @@ REASONS: Mapping[str, str] = {
     "train.num_episodes": "a run has optimizer steps: schedule.steps",
     "actor.lr_warmup_ratio": "give learner.lr_warmup_steps, in optimizer steps",
     "warmup_ratio": "give learner.lr_warmup_steps, in optimizer steps",
+    "algorithm.use_kl_in_reward": "algorithm.kl_in=reward with algorithm.kl_coef has it",
+    "algorithm.kl_ctrl.target_kl": "is of a token there, algorithm.kl_target of an answer",
+    "kl_target": "is of a token there, algorithm.kl_target of an answer",
     "data.max_samples": "give a file of so many rows",
     "algo.dynamic_filtering_range": "only groups of equal rewards are left out",
 }

@@ -320,9 +320,13 @@ class ReinforcePpBaseline(ReinforcePp):
 
 class Opo(Advantage):
     """`r - b`, b the mean of the group's rewards weighted by tokens (OPO, Hao et al. 2025, arXiv
-    2505.23585): the baseline of least variance where every token's gradient has one size."""
+    2505.23585): the baseline of least variance where every token's gradient has one size.
+
+    Biased by its own reward, which the mean holds: by its tokens' share of the group's.
+    """
 
     compares_group = True
+    biases = (OWN_REWARD,)
 
     def __call__(self, rewards: Rewards) -> Tensor:
         centred, tokens = rewards.group_centred, rewards.tokens
@@ -335,10 +339,12 @@ class Gpg(Advantage):
     (GPG, Chu et al. 2025, arXiv 2504.02546, F_norm = 1).
 
     Such groups have no gradient, and the factor makes up for their share of the denominator. verl's
-    code counts rewards of 0 in the place of M; this is the text's.
+    code counts rewards of 0 in the place of M; this is the text's. Biased in size alone: by its own
+    reward, which the mean holds, and by the factor.
     """
 
     compares_group = True
+    biases = (OWN_REWARD, Bias("factor", {"advantage": "rloo"}))
 
     def __call__(self, rewards: Rewards) -> Tensor:
         centred = rewards.group_centred
@@ -353,13 +359,15 @@ class PassK(Advantage):
     (PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with its baseline over k - 1).
 
     `A_i = k mean_S [max over S of r - max over S less i of r]`, S the sets of k of the group's n
-    samples that hold i: what i adds to the best of k. Unbiased for every k <= n:
-    the baseline does not depend on i. With k = n only the best sample has one, its lead over the
-    second (arXiv 2503.19595). A smaller group, after failed scores, counts with its own size as k.
+    samples that hold i: what i adds to the best of k. Unbiased for every k <= n as to that: the
+    baseline does not depend on i. As to the expected reward, biased towards the best of k. With
+    k = n only the best sample has one, its lead over the second (arXiv 2503.19595). A smaller
+    group, after failed scores, counts with its own size as k.
     """
 
     compares_group = True
     own_settings = ("pass_k",)
+    biases = (Bias("best of k", {"advantage": "rloo"}),)
 
     def __init__(self, spec: ObjectiveSpec) -> None:
         self._k = spec.pass_k
