@@ -1,4 +1,4 @@
-"""Studies E1 to E7, registered before their first run: hypotheses, gates and stopping rules.
+"""Studies E1 to E9, registered before their first run: hypotheses, gates and stopping rules.
 
     python benchmarks/evidence.py floor_64 --background --minutes 600
 
@@ -220,6 +220,34 @@ _REAL_STUDY = Study(
 
 _OTHERS = (UNCORRECTED, "tis", "mis")
 _TOKEN_WEIGHTS = ("token IS", "tis adjusted", "jackpot new", "jackpot averaged")
+_AIS_BOTH = ("correction=[ais]", "actor.fp8.correction=[ais]")
+_STRATA_STUDY = Study(
+    experiment="mixed_fleet",
+    knob="rounding of half of the groups",
+    matched=("none", ("actor=[bf16]", "correction=[tis]")),
+    sizes={kind: (f"actor.fp8.rounding={kind}",) for kind in ("int4", "int3")},
+    arms={
+        "by kind": _AIS_BOTH,
+        "pooled": (*_AIS_BOTH, "correction.strata=none"),
+        "own lists": (),
+        UNCORRECTED: ("correction=none", "actor.fp8.correction=[none]"),
+    },
+    swept=False,
+    figure=("matched", UNCORRECTED, "by kind", "pooled"),
+    watched=("mismatch/kl_k3@bf16", "mismatch/kl_k3@fp8", "mismatch/ess@fp8"),
+)
+# admitted staleness: bounds that stay, and a set-point under the largest of them
+_SET_POINT_STUDY = Study(
+    experiment="quickstart",
+    knob="schedule.max_staleness",
+    matched=("1", ("schedule.max_staleness=1", "correction=none")),
+    sizes={eta: (f"schedule.max_staleness={eta}",) for eta in ("8", "32")},
+    arms={"set-point": ("actor.bf16.target={value: 0.86}",), "tis": ("correction=[tis]",)},
+    swept=False,
+    figure=("matched", "set-point", "tis"),
+    watched=("mismatch/agreement_p5", "control/bf16/staleness", "staleness/mean"),
+)
+
 PROGRAMME: dict[str, Registered] = {
     "floor_64": Registered(
         "E1",
@@ -278,5 +306,20 @@ PROGRAMME: dict[str, Registered] = {
             Hypothesis("tis C=5", ("ais",), "int4", within=0.05),
         ),
         "the uncorrected arm ends at least 0.05 below the matched one",
+    ),
+    "strata": Registered(
+        "E8",
+        _STRATA_STUDY,
+        (Hypothesis("by kind", ("pooled",), "int3", at_least=-0.03),),
+        "the INT3 half's mismatch/ess is at least 0.1 below the other's",
+    ),
+    "set_point": Registered(
+        "E9",
+        _SET_POINT_STUDY,
+        (
+            Hypothesis("set-point", ("matched",), "32", at_least=-0.03),
+            Hypothesis("set-point", ("tis",), "32", at_least=0.10),
+        ),
+        "agreement_p5 is within 0.02 of 0.86 over the second half of the set-point's runs",
     ),
 }

@@ -416,11 +416,23 @@ def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Pat
                 _delete(cfg, override)
             else:
                 key, value = override.key_or_group, override.value()
-                OmegaConf.update(cfg, key, value, merge=True, force_add=True)
+                named = _named_corrections(key, value)  # which take the place of others
+                value = value if named is None else named
+                OmegaConf.update(cfg, key, value, merge=named is None, force_add=True)
         except (OmegaConfBaseException, ValueError, TypeError, AssertionError) as e:
             raise UserError(f"{word} does not fit: {one_line(e)}.") from e
         # now, since the next word may set one of its keys
         name_environments(cfg, environments)
+
+
+def _named_corrections(key: str, value: Any) -> dict[str, Any] | None:
+    """The labels of `actor.LABEL.correction=[tis,veto]` without settings, so that further words
+    may set some; None for another key or value."""
+    group, *rest = key.split(".")
+    names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if not names or (group, *rest[1:]) != ("actor", "correction"):
+        return None
+    return {name: {} for name in value}
 
 
 def _require_label(override: Override, labels: dict[str, list[str]]) -> None:

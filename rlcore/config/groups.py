@@ -66,10 +66,6 @@ COMMAND_LINES = {
         f"{_QUICK} actor.bf16.temperature_scale=1.3 {_WRONG}",
         "a mismatch on purpose: the actor samples at another temperature than it reports",
     ),
-    "mixed_fleet": (
-        f"{_QUICK} actor=[bf16,fp8]",
-        "a full-precision and an FP8 actor feed one learner",
-    ),
     "paper/rapid_h2": (
         "experiment=paper/rapid_h8 schedule.steps_per_publish=2",
         "RAPID's table 3, H=2: the least off-policy (N_inference is 64, section 4.1)",

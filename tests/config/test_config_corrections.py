@@ -112,6 +112,9 @@ def test_kinds_of_actors_have_strata_and_lists_of_their_own():
     parted = run(*KINDS, "correction.strata=none", "actor.fp8.correction.tis.cap=3")
     assert [s.kinds for s in parted.strata] == [("bf16",), ("fp8",)]
     assert run(*KINDS, "actor.fp8.correction=[none]").strata[1].corrections == {}
+    words = ["actor.fp8.correction.ais.cap=3", "actor.fp8.correction=[tis]"]
+    replaced = run(*KINDS, *words, "actor.fp8.correction.tis.cap=4").strata[1].corrections
+    assert replaced == {"tis": TisSpec(cap=4)}
 
 
 def test_they_are_saved_and_resumed(tmp_path):
