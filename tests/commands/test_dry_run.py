@@ -47,7 +47,7 @@ def test_what_would_be_started_is_printed_and_nothing_is_written(tmp_path, capsy
         "fresh, 1.6 M parameters, after 60 supervised steps",
         "actor.bf16: the policy in float32; 2 x vllm, 1 CPU and 0 GPUs each",
         "actor.fp8: fp8 emulated",
-        "tis: cap=2 level=token adjusted=false",
+        "tis: cap=2 floor=0 level=token normalised=false adjusted=false",
         "150 steps of 64 prompts x 8 samples, weights published every 1 step",
         "at most 1 step behind",
         "1 rank of deepspeed, ZeRO-0, float32 on cpu",

@@ -93,7 +93,7 @@ def test_rows_of_livecodebench_are_read_as_published(tmp_path):
     built = task(tmp_path, [], row=row, **columns)
     method = "class Solution:\n    def add(self, a, b): return {}"
     assert rewards(built, *map(method.format, ("a + b", "3", "4"))) == [1.0, 0.0, 0.0]
-    for bad, why in ((packed(TypeError), "neither JSON nor"), (packed(3), "content is no text")):
+    for bad, why in ((packed(TypeError), "neither JSON nor"), (packed(3), "neither JSON nor")):
         with pytest.raises(UserError, match=f"row 1: field public, private .*{why}"):
             task(tmp_path, [], row={**row, "private": bad}, **columns)
 
