@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -136,3 +137,26 @@ def _member(value: Any) -> str:
         texts = (value[i : i + CHARACTERS] for i in range(0, len(value), CHARACTERS))
         return '"' + "".join(_encode(text)[1:-1] for text in texts) + '"'
     return _encode(value)
+
+
+# -- the local cache of Hugging Face ---------------------------------------------------------------
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
+
+
+def hub_folders(kind: str, name: str) -> tuple[Path, Path]:
+    """(the repository's folder in the local cache, that of its newest downloaded files), which may
+    not exist. `kind`: models or datasets."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    folder = folder / f"{kind}--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    revision = main.read_text().strip() if main.is_file() else "none"
+    return folder, folder / "snapshots" / revision
+
+
+def prepared_set(name: str) -> Path:
+    """The folder of a set that `datasets` has prepared, which may not exist."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    datasets = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    return datasets / name.replace("/", "___")

@@ -48,6 +48,7 @@ from rlcore.config.schema import (
 from rlcore.config.sentences import closest, one_line, validate
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
+from rlcore.files import HUB_NAME, hub_folders, prepared_set
 from rlcore.spec import refuse
 from rlcore.tasks.rewards.specs import RewardSpec
 from rlcore.tasks.row_files import CACHED
@@ -68,7 +69,7 @@ def absolute(config: RunConfig) -> RunConfig:
     names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
     update: dict[str, Any] = {
         "run_dir": os.path.abspath(config.run_dir),
-        "model": model.model_copy(update={"path": _path(model.path), "warmup": warmup}),
+        "model": model.model_copy(update={"path": _model(model.path), "warmup": warmup}),
         "actor": {label: _actor(actor) for label, actor in config.actor.items()},
         "correction": _corrections(config.correction),
         "algorithm": algorithm.model_copy(update=names),
@@ -120,7 +121,7 @@ def _task(task: AnyTask) -> AnyTask:
     args = dict(task.args)
     for name in FILES:
         if isinstance(args.get(name), str) and not args[name].startswith(CACHED):
-            args[name] = os.path.abspath(args[name])
+            args[name] = _data(args[name])
     grader = args.get("grader")
     if isinstance(grader, str):
         args["grader"] = _code(grader)
@@ -142,6 +143,23 @@ def _reward(reward: RewardSpec) -> RewardSpec:
     if own is not None:
         own = own.model_copy(update={"name": _code(own.name)})
     return reward.model_copy(update={"classifier": classifier, "own": own})
+
+
+def _model(path: str | None) -> str | None:
+    """A folder; OWNER/NAME of the Hugging Face hub is that of its files in the local cache."""
+    if path is None or os.path.exists(path) or not HUB_NAME.fullmatch(path):
+        return _path(path)
+    snapshot = hub_folders("models", path)[1]
+    return str(snapshot) if snapshot.is_dir() else _path(path)
+
+
+def _data(path: str) -> str:
+    """A file or folder; OWNER/NAME of a set in the local cache is `hf:OWNER/NAME`."""
+    name = "/".join(path.split("/")[:2])
+    if os.path.exists(path) or not HUB_NAME.fullmatch(name):
+        return os.path.abspath(path)
+    cached = prepared_set(name).is_dir() or hub_folders("datasets", name)[1].is_dir()
+    return CACHED + path if cached else os.path.abspath(path)
 
 
 def _path(path: str | None) -> str | None:

@@ -138,7 +138,8 @@ def load_causal_lm(
     disable_progress_bar()
     if not Path(path).is_dir():
         raise UserError(
-            f"model.path={path} is not a folder: give a local Hugging Face model folder."
+            f"model.path={path} is not a folder: give a local Hugging Face model folder, or "
+            "OWNER/NAME of a model in the local cache (hf download OWNER/NAME puts it there)."
         )
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True)

@@ -24,7 +24,10 @@ def load_tokenizer(path: str | Path, *, key: str = "model.path") -> PreTrainedTo
     from transformers import AutoTokenizer
 
     if not Path(path).is_dir():
-        raise UserError(f"{key}={path} is not a folder: give a local Hugging Face model folder.")
+        raise UserError(
+            f"{key}={path} is not a folder: give a local Hugging Face model folder, or OWNER/NAME "
+            "of a model in the local cache (hf download OWNER/NAME puts it there)."
+        )
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError) as e:

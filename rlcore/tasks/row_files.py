@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from rlcore.files import hub_folders, prepared_set
 from rlcore.tasks.arguments import ArgumentError
 
 Row = dict[str, Any]
@@ -327,11 +327,8 @@ def _cached(argument: str, given: str, split: str | None) -> list[Path]:
     was downloaded. Nothing is downloaded."""
     owner, _, rest = given.removeprefix(CACHED).partition("/")
     name, _, configuration = rest.partition("/")
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets")) / f"{owner}___{name}"
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"datasets--{owner}--{name}"
-    revision = hub / "refs" / "main"
-    snapshot = hub / "snapshots" / (revision.read_text().strip() if revision.is_file() else "none")
+    prepared = prepared_set(f"{owner}/{name}")
+    hub, snapshot = hub_folders("datasets", f"{owner}/{name}")
     for folder in (prepared, snapshot):
         files = [f for f in sorted(folder.rglob("*")) if f.is_file() and _reader(f) is not None]
         files = [f for f in files if not f.name.startswith("dataset_info")]

@@ -255,6 +255,33 @@ def test_sets_in_the_local_cache_are_read_by_name(tmp_path, monkeypatch):
     assert list(rows("train_path", "hf:openai/gsm8k")) == list(enumerate(ROWS, 1))
 
 
+def test_names_of_the_hub_are_those_of_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["run_dir=r", "task=gsm8k", "model=path", "model.path=Qwen/Qwen3-0.6B"]
+    words += ["task.args.train_path=openai/gsm8k/main"]
+
+    def paths():
+        config = load(words)
+        return config.model.path, config.task.args["train_path"]
+
+    def cached(kind, name):
+        folder = tmp_path / "home" / "hub" / f"{kind}--{name}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("abc")
+        (folder / "snapshots" / "abc").mkdir(parents=True)
+        return str(folder / "snapshots" / "abc")
+
+    assert paths() == (str(tmp_path / "Qwen/Qwen3-0.6B"), str(tmp_path / "openai/gsm8k/main"))
+    model = cached("models", "Qwen--Qwen3-0.6B")
+    cached("datasets", "openai--gsm8k")
+    assert paths() == (model, "hf:openai/gsm8k/main")
+    (tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)  # a folder comes first
+    assert paths()[0] == str(tmp_path / "Qwen/Qwen3-0.6B")
+
+
 def test_the_name_of_a_cached_set_is_no_path(tmp_path):
     words = [
         "task=gsm8k",
