@@ -75,9 +75,14 @@ class Registered:
     stopping: str = "none"
 
 
+#: The same start on every machine, so that runs of several can be paired.
+_COMMON: Words = ("model.warmup.precision=float64",)
+
+
 def _floor_study(digits: int) -> Study:
     """T*m is the number of new tokens times V e: at 64 digits 0.5 and 1.6, at 32 half of that."""
     task = (
+        *_COMMON,
         *(f"task.args.min_digits={digits}", f"task.args.max_digits={digits}"),
         *("task.args.credit=digits", f"rollout.max_new_tokens={digits + 2}", "model.max_len=160"),
         *("model.fresh.vocab_size=16384", "actor.bf16.logit_noise=0"),
@@ -104,6 +109,7 @@ def _floor_study(digits: int) -> Study:
 
 
 _PHASES = (
+    *_COMMON,
     *("schedule.steps_per_publish=64", "schedule.steps=768", "schedule.groups_per_step=4"),
     "learner.lr_decay_steps=768",
 )
@@ -141,6 +147,7 @@ _ERRORS: Mapping[str, Words] = {
 
 def _batch(groups: int, steps: int) -> Words:
     return (
+        *_COMMON,
         *(f"schedule.groups_per_step={groups}", f"schedule.steps={steps}"),
         *(f"learner.lr_decay_steps={steps}", f"evaluation.every={steps // 6}"),
     )
@@ -168,8 +175,8 @@ _BATCH_STUDY = Study(
 _RAPID_STUDY = Study(
     experiment="evidence/rapid",
     knob="H",
-    matched=("1", ("schedule.steps_per_publish=1", "correction=[rapid]")),
-    sizes={"8": ("schedule.steps_per_publish=8",)},
+    matched=("1", (*_COMMON, "schedule.steps_per_publish=1", "correction=[rapid]")),
+    sizes={"8": (*_COMMON, "schedule.steps_per_publish=8")},
     arms={"rapid": ("correction=[rapid]",)},
     seeds=tuple(range(5, 15)),
     swept=False,
@@ -180,6 +187,7 @@ _RAPID_STUDY = Study(
     against="p_new",
 )
 _LONG = (
+    *_COMMON,
     *("task.name=digits", "task.args={min_digits: 64, max_digits: 64, credit: digits}"),
     *("rollout.max_new_tokens=130", "model.max_len=256", "model.fresh.layers=4"),
 )

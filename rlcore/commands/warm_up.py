@@ -26,6 +26,7 @@ from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
+from rlcore.learner.specs import RateSchedule
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.masked_folder import mask_token_id
@@ -54,7 +55,8 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
         made = fresh_model(config, prepared, Path(own) / "fresh")
         if warmup is not None:
             start, made = made, Path(own) / "made"
-            supervise(config, warmup, prepared, start=str(start), out=made, note=note)
+            train = supervise_exactly if warmup.precision == "float64" else supervise
+            train(config, warmup, prepared, start=str(start), out=made, note=note)
         keep(made, kept)
     return str(kept)
 
@@ -155,6 +157,37 @@ def supervise(
         prepared.tokenizer.save_pretrained(out)
     finally:
         learner.kill()
+
+
+def supervise_exactly(
+    config: RunConfig, warmup: WarmUpSpec, prepared: Prepared, *, start: str, out: Path, note: Note
+) -> None:
+    """As `supervise`, in float64 in this process; the fresh model's weights are drawn anew."""
+    from rlcore.models.exact_warmup import ExactWarmUp
+
+    spec = _supervised(config, warmup).learner
+    model = ExactWarmUp(
+        Path(start),
+        seed=derive_seed(config.seed, "fresh-model"),
+        betas=spec.betas,
+        eps=spec.eps,
+        weight_decay=spec.weight_decay,
+    )
+    source = prepared.prompts.another_walk(
+        run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
+    )
+    another, rate = _examples(config, source, prepared.tokenizer), RateSchedule(spec, warmup.steps)
+    began = time.monotonic()
+    note(f"warm-up: {warmup.steps} steps of {warmup.batch_size} worked answers in float64")
+    for step in range(warmup.steps):
+        batch = [another() for _ in range(warmup.batch_size)]
+        pairs = [(one.token_ids, one.sampled) for one in batch if isinstance(one, TokenSequence)]
+        loss = model.step(pairs, rate(step), spec.grad_clip)
+        if (step + 1) % NOTED_EVERY == 0 or step + 1 == warmup.steps:
+            taken = time.monotonic() - began
+            note(f"warm-up step {step + 1}/{warmup.steps}  loss {loss:.4f}  {taken:.0f} s")
+    model.save(out)
+    prepared.tokenizer.save_pretrained(out)
 
 
 def _examples(
@@ -271,7 +304,7 @@ def _fingerprint(config: RunConfig) -> str:
     settings = {
         "model": model.fresh.model_dump(),
         "max_len": model.max_len,
-        "warmup": warmup.model_dump(exclude={"cache_dir"}) if warmup else None,
+        "warmup": _warmed(warmup) if warmup else None,
         "task": _tasks(config),
         **_played(config),
         **_denoised(config),
@@ -280,6 +313,12 @@ def _fingerprint(config: RunConfig) -> str:
     }
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _warmed(warmup: WarmUpSpec) -> dict[str, Any]:
+    # models of before there was a choice of precision stay usable
+    default = {"precision"} if warmup.precision == "float32" else set()
+    return warmup.model_dump(exclude={"cache_dir", *default})
 
 
 def _tasks(config: RunConfig) -> list[Any]:

@@ -30,6 +30,7 @@ FIXED = {
     "model.warmup.steps": _MODEL,
     "model.warmup.batch_size": _MODEL,
     "model.warmup.lr": _MODEL,
+    "model.warmup.precision": _MODEL,
     "model.warmup.lr_warmup_steps": _MODEL,
     "model.warmup.lr_schedule": _MODEL,
     "model.chat_template": _ASKED,

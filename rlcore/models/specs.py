@@ -39,6 +39,11 @@ class WarmUpSpec(Spec):
     lr: float = setting(1e-3, "peak learning rate", gt=0)
     lr_warmup_steps: int = setting(20, "steps of linear warm-up", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "after the warm-up")
+    precision: Literal["float32", "float64"] = setting(
+        "float32",
+        "float64: computed in float64 and rounded at its end, to the same model on every machine; "
+        "in one process, on CPU",
+    )
     cache_dir: str = setting("cache/warmup", "folder where warmed-up models are kept and reused")
 
 
@@ -86,6 +91,12 @@ class ModelSpec(TemplateSpec):
                 f"{key}.path=null needs {key}.fresh: choose model=tiny or give {key}.path=FOLDER."
             )
         fresh = self.fresh if self.path is None and self.diffusion is not None else None
+        warmed = self.warmup if fresh is not None else None
+        refuse(
+            warmed is not None and warmed.precision == "float64",
+            f"{key}.warmup.precision=float64 cannot be combined with {key}.diffusion: only causal "
+            "models are warmed up in float64, so use float32.",
+        )
         refuse(
             fresh is not None and fresh.heads * fresh.head_dim != fresh.hidden_size,
             f"{key}.fresh.hidden_size={fresh and fresh.hidden_size} is not {key}.fresh.heads * "

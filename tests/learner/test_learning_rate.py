@@ -2,8 +2,7 @@
 
 import pytest
 
-from rlcore.learner.engines.deepspeed import RateSchedule
-from rlcore.learner.specs import OptimizerSpec
+from rlcore.learner.specs import OptimizerSpec, RateSchedule
 
 
 def _rates(steps, total, **settings):

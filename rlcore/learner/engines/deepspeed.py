@@ -17,7 +17,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy, Policy
 from rlcore.learner.protocols import Schedule, TrainEngine
 from rlcore.learner.ranks import Shards
-from rlcore.learner.specs import LearnerSpec, OptimizerSpec
+from rlcore.learner.specs import LearnerSpec, RateSchedule
 from rlcore.learner.split_loading import Split
 from rlcore.learner.state_files import Part, Source
 from rlcore.types import TokenScores
@@ -92,29 +91,6 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
     return config
-
-
-class RateSchedule:
-    """Linear warm-up, then constant, or down to `lr_final` * lr at the end.
-
-    The end is `lr_decay_steps`, or `total_steps` (of the run) where that is not given.
-    """
-
-    def __init__(self, spec: OptimizerSpec, total_steps: int) -> None:
-        self._spec = spec
-        self._end = spec.lr_decay_steps or total_steps
-
-    def __call__(self, step: int) -> float:
-        """Rate of optimizer step `step`, from 0."""
-        lr, warmup = self._spec.lr, self._spec.lr_warmup_steps
-        if step < warmup:
-            return lr * (step + 1) / warmup
-        if self._spec.lr_schedule == "constant":
-            return lr
-        done = min(1.0, (step - warmup) / max(1, self._end - warmup))
-        linear = self._spec.lr_schedule == "linear"
-        remaining = 1.0 - done if linear else 0.5 * (1.0 + cos(pi * done))
-        return lr * (self._spec.lr_final + (1.0 - self._spec.lr_final) * remaining)
 
 
 def parameter_groups(policy: nn.Module, spec: LearnerSpec) -> list[dict[str, Any]]:
