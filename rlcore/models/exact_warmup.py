@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Example = tuple[Sequence[int], Sequence[bool]]  # token ids, and which of them are scored
+# token ids, and which of them are scored
+Example = tuple[np.ndarray | Sequence[int], np.ndarray | Sequence[bool]]
 GRID = 2.0**-16
 SPREAD = 0.02  # standard deviation of fresh matrices, as of transformers' Qwen3
 
@@ -41,7 +42,7 @@ class ExactWarmUp:
         """`folder`: a Qwen3 model, whose weights are drawn anew from `seed`."""
         from transformers import Qwen3ForCausalLM
 
-        self.model = Qwen3ForCausalLM.from_pretrained(
+        self.model: Any = Qwen3ForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="sdpa"
         )
         _draw(self.model, seed)
