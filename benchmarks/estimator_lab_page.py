@@ -13,7 +13,7 @@ from harness import table
 
 Found = Mapping[str, Any]
 PAGE = PAGES / "estimator-lab.md"
-SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot": "jackpot", "jackpot, drawn": "jackpot, drawn"}
+SHOWN = {"tis C=10": "tis", "ais": "ais", "jackpot, drawn": "jackpot, drawn"}
 PANELS = (("fixed", 0.3, 8), ("fixed", 0.3, 64), ("fresh", 0.3, 8))
 
 
