@@ -173,3 +173,4 @@ def test_a_script_trains_stops_and_exports(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "steps 2 of 5" in done.stdout
     assert (tmp_path / "run-model" / "config.json").is_file()
+    assert "2 optimizer steps" in (tmp_path / "run-model" / "README.md").read_text()

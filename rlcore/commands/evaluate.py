@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlcore.commands.card import model_card
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.owner import own
@@ -139,8 +141,9 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
         raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
     refuse(Path(out).exists(), f"out={out} exists: choose another folder.")
     prepared = prepare(config, trains=False, evaluates=False)
+    state = checkpoint.state_of(folder)
     with connected(config, actors=False):
-        model_path = str(checkpoint.state_of(folder)["model_path"])
+        model_path = str(state["model_path"])
         if config.learner.draft is not None:
             config = with_drafts(config, prepared, note)
         pad_id = prepared.pad_id
@@ -159,5 +162,7 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
         from rlcore.learner.state_files import join_state
 
         join_state(folder / "learner", Path(out) / "learner")
-    note(f"{folder.name} written to {out}")
+    card = model_card(config, model_path, int(state["progress"]["step"]))
+    (Path(out) / "README.md").write_text(card, encoding="utf-8")
+    note(f"{folder.name} written to {out}; to serve it: vllm serve {shlex.quote(out)}")
     return 0
