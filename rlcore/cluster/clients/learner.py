@@ -203,18 +203,16 @@ class RayLearner(LearnerClient):
         """Have the ranks take batches from the recordings of a run: step -> the step that its batch
         was recorded at."""
         for group in self._groups:
-            await group.call(
-                lambda rank: rank.fetch_recorded.remote(dict(batches), run_dir),
-                "reading recordings",
-            )
+            refs = group.ask("fetch_recorded", dict(batches), run_dir)
+            await group.answers(refs, "reading recordings")
 
     async def traced_step(
         self, step: int
     ) -> tuple[dict[str, float], dict[SampleKey, dict[str, list[float]]]]:
         """The optimizer step of the policy alone: metrics, and the part of every token in its loss
         (`LearnerRank.traced_step`)."""
-        what = f"optimizer step {step + 1}"
-        answers = await self.policy.call_all(lambda rank: rank.traced_step.remote(step), what)
+        refs = self.policy.ask("traced_step", step)
+        answers = await self.policy.answers(refs, f"optimizer step {step + 1}")
         tokens = {key: values for _, found in answers for key, values in found.items()}
         return dict(answers[0][0]), tokens
 
