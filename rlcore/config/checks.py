@@ -15,6 +15,7 @@ from rlcore.config.names import check_names, load_objectives
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
+from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
@@ -304,6 +305,11 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
             c.algorithm.ratio_to == "p_inf" and spec.weighs,
             f"algorithm.ratio_to=p_inf has the ratio to p_inf in the loss, and {key}={label} would "
             "weigh by it again: leave the correction out, or use ratio_to=p_ref.",
+        )
+        refuse(
+            c.algorithm.ratio_to == "p_inf" and isinstance(spec, KlCovSpec),
+            f"algorithm.ratio_to=p_inf holds no p_ref, around which {key}={label} penalises: leave "
+            "the correction out, or use ratio_to=p_ref.",
         )
         refuse(
             bool(spec.inner_clip_off) and not loss.inner_clip,

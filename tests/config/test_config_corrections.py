@@ -81,7 +81,7 @@ def test_a_shipped_correction_under_another_label():
     assert corrections.chosen() == {"gentle": TisSpec(cap=1.5)}
 
 
-@pytest.mark.parametrize("pair", itertools.permutations(CORRECTIONS, 2), ids="-".join)
+@pytest.mark.parametrize("pair", itertools.combinations(CORRECTIONS, 2), ids="-".join)
 def test_pairs_that_the_door_accepts_build_and_no_others(pair):
     """The pipeline itself refuses what the configuration refuses."""
     from rlcore.corrections.pipeline import build

@@ -104,6 +104,22 @@ REFUSED = [  # words; parts that the sentence must hold
         ["algorithm.ratio_to=p_inf", "correction=tis", "ratio_to=p_ref"],
     ),
     (
+        ["correction=[kl_cov]", "algorithm.ratio_to=p_inf"],
+        ["algorithm.ratio_to=p_inf", "correction=kl_cov", "ratio_to=p_ref"],
+    ),
+    (
+        ["algorithm=passk", "algorithm.pass_k=9", "rollout.samples_per_prompt=8"],
+        ["algorithm.pass_k=9", "rollout.samples_per_prompt=8", "at most 8"],
+    ),
+    (
+        ["algorithm=sapo", "algorithm.sapo_tau_neg=0"],
+        ["algorithm.sapo_tau_neg=0", "greater than 0"],
+    ),
+    (
+        ["correction=[clip_cov]", "correction.clip_cov.low=6"],
+        ["correction.clip_cov.low=6", "correction.clip_cov.high=5"],
+    ),
+    (
         ["algorithm=rloo", "correction=none", "algorithm.ratio_to=p_inf"],
         ["algorithm.ratio_to=p_inf", "algorithm.loss=reinforce", "algorithm.loss=ppo"],
     ),

@@ -119,7 +119,8 @@ def refusal(name, loss, credit):
 @pytest.mark.parametrize("name", ["none", *CORRECTIONS])
 def test_every_accepted_cell_has_the_gradient_by_hand(model, name, credit):
     accepted = []
-    for loss in LOSSES:
+    # to a correction sapo and gmpo are as ppo
+    for loss in [each for each in LOSSES if name == "none" or each not in ("sapo", "gmpo")]:
         why = refusal(name, loss, credit)
         if why:
             assert why.endswith(".") and ("algorithm.loss" in why or "turn_share" in why), why
