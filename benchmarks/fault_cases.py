@@ -75,6 +75,19 @@ def rank_of_two_killed(folder: Path) -> tuple[Job, Outcome]:
     return job, recovers(job, kill(job, "LearnerActor"), "recovery 1")
 
 
+@fault("both of two ZeRO-2 learner ranks stopped (SIGSTOP)")
+def both_ranks_stopped(folder: Path) -> tuple[Job, Outcome]:
+    job = Job(folder, "learner.ranks=2", "learner.zero_stage=2", "cluster.num_cpus=3")
+
+    def stop() -> None:
+        ranks = job.find("LearnerActor")
+        assert len(ranks) == 2, ranks
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+
+    return job, recovers(job, stop, "recovery 1")
+
+
 @fault("learner rank stopped (SIGSTOP)")
 def learner_stopped(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
@@ -97,6 +110,46 @@ def scorer_killed(folder: Path) -> tuple[Job, Outcome]:
 def head_killed(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder)
     return job, recovers(job, kill(job, "gcs_server"), "recovery 1")
+
+
+def _stopped_for(job: Job, word: str, seconds: float) -> float:
+    """Stop a process for so long; the seconds until five more steps were done after that."""
+    job.wait(lambda: job.steps() >= 6, "six steps")
+    stopped = job.process if word == "driver" else job.find(word)[-1]
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    stopped.send_signal(signal.SIGCONT)
+    at = job.steps()
+    return job.wait(lambda: job.steps() >= at + 5, "further steps")
+
+
+@fault("Ray's head (GCS) stopped (SIGSTOP) for five seconds")
+def head_stopped(folder: Path) -> tuple[Job, Outcome]:
+    job = Job(folder)
+    seconds = _stopped_for(job, "gcs_server", 5.0)
+    assert "recovery" not in job.text(), job.text()[-2000:]
+    return job, Outcome("nothing", seconds)
+
+
+@fault("driver stopped (SIGSTOP) for thirty seconds, as where run_dir hangs")
+def driver_stopped(folder: Path) -> tuple[Job, Outcome]:
+    job = Job(folder)
+    seconds = _stopped_for(job, "driver", 30.0)
+    row = read_rows(job.run_dir)[-1]
+    assert row["rollout/replacements"] == 0 and "recovery" not in job.text(), job.text()[-2000:]
+    return job, Outcome("nothing", seconds)
+
+
+@fault("driver killed between a publication and the next commit, then resumed")
+def driver_killed_at_commit(folder: Path) -> tuple[Job, Outcome]:
+    job = Job(folder, fault="killed_at_commit")
+    job.wait(lambda: job.steps() >= 7, "seven steps")
+    job.family()
+    job.mark.touch()
+    assert job.end() == -signal.SIGKILL
+    others = [name for name in job.left() if "Agent" not in name]
+    assert not others, others
+    return resumed(folder)
 
 
 @fault("everything killed (kill -9), then resumed")
@@ -208,13 +261,15 @@ def slow_actor(folder: Path) -> tuple[Job, Outcome]:
     return job, Outcome(f"nothing; shares of the samples trained on: {shares}")
 
 
-@fault("wall clock jumps ahead by a day (in the Python processes)")
+@fault("wall clock jumps ahead by ten minutes, then back by twenty (in the Python processes)")
 def clock_jump(folder: Path) -> tuple[Job, Outcome]:
     job = Job(folder, fault="clock_jump")
     job.wait(lambda: job.steps() >= 6, "six steps")
-    job.mark.touch()
-    at = job.steps()
-    seconds = job.wait(lambda: job.steps() >= at + 5, "further steps")
+    seconds = 0.0
+    for offset_s in (600, -600):
+        job.mark.write_text(str(offset_s))
+        at = job.steps()
+        seconds += job.wait(lambda at=at: job.steps() >= at + 5, "further steps")
     row = read_rows(job.run_dir)[-1]
     assert row["time/step_s"] < 60 and row["rollout/replacements"] == 0, row
     return job, Outcome("nothing", seconds)

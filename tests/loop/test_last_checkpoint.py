@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from loop_audit import audit_uses
 
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.loop import checkpoint
@@ -131,6 +132,37 @@ def test_rows_that_were_lost_come_back_from_the_checkpoint(tmp_path, left):
     after = read_rows(path)
     assert [row["step"] for row in after] == list(range(1, 9))
     assert after[: len(before)] == before
+
+
+class Killed(BaseException):
+    """As the end of the process: nothing catches it, so nothing is saved."""
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_controller_killed_between_publish_and_commit_trains_nothing_twice(
+    tmp_path, schedule, at
+):
+    """The step is trained and the weights before it are published; the buffer knows nothing yet."""
+
+    async def kill(run):
+        commit = run.buffer.commit
+
+        async def killed(step):
+            if step == at:
+                raise Killed
+            await commit(step)
+
+        run.buffer.commit = killed
+        await asyncio.sleep(1e6)
+
+    with pytest.raises(Killed):
+        _run(SCHEDULES[schedule], tmp_path, kill)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")][-1] == at
+    again, error = _run(SCHEDULES[schedule], tmp_path, resume=True)
+    assert error is None and again.progress.step == 8
+    audit_uses(again)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
 def _kill_the_dispatcher(run, error):
