@@ -35,7 +35,11 @@ done
 CASES = [
     ("rlcore expo", "", {"export"}),
     ("rlcore train experiment=agent", "experiment=", {"agent_quickstart"}),
-    ("rlcore train algorithm.loss=", "algorithm.loss=", {"ppo", "gspo", "cispo", "reinforce"}),
+    (
+        "rlcore train algorithm.loss=",
+        "algorithm.loss=",
+        {"ppo", "gspo", "gmpo", "sapo", "cispo", "reinforce"},
+    ),
     ("rlcore export optimizer=", "optimizer=", {"true", "false"}),
     ("rlcore export opt", "", {"optimizer="}),
     ("rlcore sft learner.lr_fin", "", {"learner.lr_final="}),
