@@ -158,7 +158,7 @@ def test_a_nodes_graders_give_training_scores_to_its_shard(two_nodes):
     assert asyncio.run(shards.watch()) == []
     home = buffer_class().options(name="home").remote()
     scorer = actor_class(scorer_class(), num_cpus=0, scheduling_strategy=on_node(there))
-    process = scorer.remote("buffer-test", None, "home")
+    process = scorer.remote("buffer-test", (), "", "home")
     answer, score = make_answer(), make_score(make_trajectory(0, 0))
     ray.get(process.submit_scored.remote([(answer, score)]))
     wait_until(lambda: ray.get(buffer.scored.remote()) == [score], 120)

@@ -28,7 +28,7 @@ def block(language, holding=""):
 
 def example(port):
     """Words of the documented run, at another port."""
-    line = block("bash").replace("\\\n", " ").splitlines()[-1]
+    line = block("bash", "grader.py").replace("\\\n", " ").splitlines()[-1]
     words = shlex.split(line.replace("8900", str(port)))
     assert words[:2] == ["rlcore", "train"]
     return [w for w in words[2:] if not w.startswith(("run_dir=", "experiment="))]
