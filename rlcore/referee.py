@@ -17,7 +17,7 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -258,10 +258,19 @@ class _Table:
             group_ids=group_ids,
             weights=None if weigh is None else weigh(ref, inf, mask),
         )
-        value = _scalar(loss(batch))
+        value = _scalar(self._called(loss, batch))
         if not value.requires_grad:
             return torch.zeros(mask.shape, dtype=torch.float64)  # such as a batch without a signal
         return torch.autograd.grad(value, new)[0].double()
+
+    def _called(self, loss: Callable[[LossBatch], Any], batch: LossBatch) -> Any:
+        try:
+            return loss(batch)
+        except Exception as error:  # whatever a user's function raises
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"the loss function failed with {self.world}: {why[:300].rstrip('.')}."
+            ) from error
 
     def _advantages(self, rewards: Tensor) -> Tensor:
         if self.world.advantage == "reward":
@@ -296,40 +305,30 @@ def _scalar(found: Any) -> Tensor:
 # ----- the forms of others -----
 
 
-@dataclass(frozen=True)
-class LossForm:
-    """A loss by its signature."""
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The parameters of a loss that is called by them. `weights`: "" where it weighs by itself."""
 
-    name: str
-    call: Callable[[Loss, LossBatch, str], Any]
-    loss: Loss
-    takes_weights: bool
-    aggregations: tuple[str, ...] = ("",)
-
-    def adapted(self, aggregation: str) -> Callable[[LossBatch], Any]:
-        return lambda batch: self.call(self.loss, batch, aggregation)
+    new: str
+    ref: str
+    mask: str
+    inf: str = ""
+    weights: str = ""
+    aggregation: str = ""
 
 
-def form_of(loss: Loss) -> LossForm:
-    """The form of a loss function, by the names of its parameters. Raises UserError."""
-    taken = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
-    free = {n for n, p in taken.parameters.items() if p.kind is not p.VAR_KEYWORD}
-    for name, (needed, call, weights) in FORMS.items():
-        if needed <= free:
-            modes = VERL_AGGREGATIONS if "loss_agg_mode" in _open(taken) else ("",)
-            return LossForm(name, call, loss, weights is None or weights in free, modes)
-    listed = "; ".join(f"{name}: {', '.join(sorted(f[0]))}" for name, f in FORMS.items())
-    raise UserError(
-        f"the loss function is not accepted: its parameters are {', '.join(sorted(free))}, and the "
-        f"known forms are {listed}."
-    )
-
-
-def _open(taken: inspect.Signature) -> set[str]:
-    """Parameters that functools.partial has not fixed by their name."""
-    return {n for n, p in taken.parameters.items() if p.kind is not p.KEYWORD_ONLY}
-
-
+# The names that verl 0.9, OpenRLHF 0.11 and SkyRL 0.3 document; advantages are "advantages" in all.
+FORMS: Mapping[str, Names] = {
+    "verl": Names(
+        "log_prob",
+        "old_log_prob",
+        "response_mask",
+        weights="rollout_is_weights",
+        aggregation="loss_agg_mode",
+    ),
+    "OpenRLHF": Names("log_probs", "old_log_probs", "action_mask", "rollout_log_probs"),
+    "SkyRL": Names("log_probs", "old_log_probs", "loss_mask", "rollout_logprobs"),
+}
 VERL_AGGREGATIONS = (
     "token-mean",
     "seq-mean-token-sum",
@@ -338,46 +337,66 @@ VERL_AGGREGATIONS = (
 )
 
 
-def _own(loss: Loss, batch: LossBatch, _: str) -> Any:
-    return loss(batch)
+@dataclass(frozen=True)
+class LossForm:
+    """A loss by its signature."""
+
+    name: str
+    call: Callable[[LossBatch, str], Any]
+    takes_weights: bool
+    aggregations: tuple[str, ...] = ("",)
+
+    def adapted(self, aggregation: str) -> Callable[[LossBatch], Any]:
+        return lambda batch: self.call(batch, aggregation)
 
 
-def _verl(loss: Loss, batch: LossBatch, aggregation: str) -> Any:
-    further: dict[str, Any] = {"loss_agg_mode": aggregation} if aggregation else {}
-    if batch.weights is not None:
-        further["rollout_is_weights"] = batch.weights
-    return loss(
-        old_log_prob=batch.logp_ref,
-        log_prob=batch.logp_new,
-        advantages=batch.advantages,
-        response_mask=batch.mask.double(),
-        **further,
+def form_of(loss: Loss) -> LossForm:
+    """The form of a loss function, by the names of its parameters. Raises UserError."""
+    try:
+        taken = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the loss function is not accepted: {error}.") from error
+    parameters = taken.parameters
+    if "batch" in parameters:
+        return LossForm("rlcore", lambda batch, _: loss(batch), takes_weights=True)
+    if {"model", "inputs"} <= set(parameters):
+        return LossForm("TRL", lambda batch, _: _trl(loss, batch), takes_weights=True)
+    for form, names in FORMS.items():
+        if {names.new, names.ref, names.mask, "advantages"} <= set(parameters):
+            given = parameters.get(names.aggregation)
+            # functools.partial makes what it fixes by name a keyword-only parameter
+            asked = given is not None and given.kind is not given.KEYWORD_ONLY
+            return LossForm(
+                form,
+                partial(_named, loss, names, set(parameters)),
+                names.weights in parameters,
+                VERL_AGGREGATIONS if asked else ("",),
+            )
+    known = {"rlcore": "batch", "TRL": "model, inputs"}
+    known |= {form: ", ".join((n.new, n.ref, "advantages", n.mask)) for form, n in FORMS.items()}
+    raise UserError(
+        f"the loss function is not accepted: its parameters are {', '.join(parameters)}, and the "
+        f"known forms are {'; '.join(f'{form}: {names}' for form, names in known.items())}."
     )
 
 
-def _openrlhf(loss: Loss, batch: LossBatch, _: str) -> Any:
-    return loss(
-        log_probs=batch.logp_new,
-        old_log_probs=batch.logp_ref,
-        advantages=batch.advantages,
-        action_mask=batch.mask.double(),
-        rollout_log_probs=batch.logp_inf,
-    )
+def _named(
+    loss: Loss, names: Names, parameters: set[str], batch: LossBatch, aggregation: str
+) -> Any:
+    further = {names.inf: batch.logp_inf, names.weights: batch.weights}
+    words: dict[str, Any] = {
+        name: value for name, value in further.items() if name in parameters and value is not None
+    }
+    if aggregation:
+        words[names.aggregation] = aggregation
+    words |= {names.new: batch.logp_new, names.ref: batch.logp_ref}
+    return loss(advantages=batch.advantages, **words, **{names.mask: batch.mask.double()})
 
 
-def _skyrl(loss: Loss, batch: LossBatch, _: str) -> Any:
-    return loss(
-        log_probs=batch.logp_new,
-        old_log_probs=batch.logp_ref,
-        advantages=batch.advantages,
-        loss_mask=batch.mask.double(),
-        rollout_logprobs=batch.logp_inf,
-    )
-
-
-def _trl(loss: Loss, batch: LossBatch, _: str) -> Any:
+def _trl(loss: Loss, batch: LossBatch) -> Any:
     """`GRPOTrainer._compute_loss(self, model, inputs)`, bound to what stands for its trainer."""
     no_prompt = torch.zeros(len(batch.mask), 0, dtype=torch.int64)
+    ones = torch.ones_like(batch.logp_ref)
     inputs = {
         "prompt_ids": no_prompt,
         "prompt_mask": no_prompt,
@@ -386,31 +405,11 @@ def _trl(loss: Loss, batch: LossBatch, _: str) -> Any:
         "advantages": batch.advantages[:, 0],
         "old_per_token_logps": batch.logp_ref,
         "sampling_per_token_logps": batch.logp_inf,
+        "importance_sampling_ratio": ones if batch.weights is None else batch.weights,
         "num_items_in_batch": batch.mask.sum(),
-        "logp_new": batch.logp_new,
+        "logp_new": batch.logp_new,  # of the bandit: see TrlTrainer
     }
-    ones = torch.ones_like(batch.logp_ref)
-    inputs["importance_sampling_ratio"] = ones if batch.weights is None else batch.weights
     return loss(model=inputs, inputs=inputs)
-
-
-# name: parameters that the form is known by, how it is called, and which parameter has the weights
-# (None: the batch has them)
-FORMS: Mapping[str, tuple[frozenset[str], Callable[[Loss, LossBatch, str], Any], str | None]] = {
-    "verl": (
-        frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"}),
-        _verl,
-        "rollout_is_weights",
-    ),
-    "OpenRLHF": (
-        frozenset({"log_probs", "old_log_probs", "advantages", "action_mask"}),
-        _openrlhf,
-        "",
-    ),
-    "SkyRL": (frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"}), _skyrl, ""),
-    "TRL": (frozenset({"model", "inputs"}), _trl, None),
-    "rlcore": (frozenset({"batch"}), _own, None),
-}
 
 
 class TrlTrainer:

@@ -109,8 +109,14 @@ def test_a_form_is_known_by_its_parameters(loss, name, columns):
 
 
 def test_what_is_no_loss_is_refused_in_a_sentence():
-    with pytest.raises(UserError, match=r"parameters are a, b, and the known forms are .*batch"):
+    with pytest.raises(
+        UserError, match=r"parameters are a, b, and .* are rlcore: batch; TRL"
+    ):
         form_of(lambda a, b: a)
+    with pytest.raises(UserError, match="not a callable object"):
+        form_of(3.5)
+    with pytest.raises(UserError, match=r"failed with actor matched: AttributeError: .*nothing"):
+        list(judge(lambda batch: batch.nothing, [World()]))
     with pytest.raises(UserError, match="no finite scalar"):
         list(judge(lambda batch: batch.logp_new, [World()]))
     with pytest.raises(UserError, match="no finite scalar"):

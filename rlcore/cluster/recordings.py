@@ -12,14 +12,15 @@ A file holds the length of its head (8 bytes, little-endian), the head as JSON, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from rlcore.errors import StageError
+from rlcore.errors import UserError
 from rlcore.files import new_file
 from rlcore.serialization import StoredEpisode, StoredGroup, dump_scores, load_scores
 
@@ -29,7 +30,7 @@ DIGEST = 16  # bytes
 FOLDER = "recorder"  # of a run directory
 
 
-class RecordingError(StageError):
+class RecordingError(UserError):
     """A recording is missing, damaged or of another version."""
 
 
@@ -91,11 +92,8 @@ def read_recording(path: Path) -> list[StoredGroup]:
     try:
         data = path.read_bytes()
         size = int.from_bytes(data[:8], "little")
-        head, digest, body = (
-            data[8 : 8 + size],
-            data[8 + size :][:DIGEST],
-            data[8 + size + DIGEST :],
-        )
+        head, rest = data[8 : 8 + size], data[8 + size :]
+        digest, body = rest[:DIGEST], rest[DIGEST:]
         if digest != _digest(head):
             raise ValueError("its head does not match its checksum")
         document = json.loads(head)
@@ -103,8 +101,12 @@ def read_recording(path: Path) -> list[StoredGroup]:
             raise ValueError(f"it is of version {document['version']}, and {VERSION} is read")
         if _digest(body).hex() != document["checksum"]:
             raise ValueError("its records do not match their checksum")
+        return _groups(document, body)
     except (OSError, ValueError, KeyError) as error:
-        raise RecordingError(f"the recording {path} cannot be read: {error}") from error
+        raise RecordingError(f"the recording {path} cannot be read: {error}.") from error
+
+
+def _groups(document: Mapping[str, Any], body: bytes) -> list[StoredGroup]:
     scores = iter(load_scores(document["scores"]))
     groups, at = [], 0
     for fields in document["groups"]:
@@ -133,6 +135,7 @@ class Recorder:
         self._steps = steps
         self._most = most_bytes
         self._off = False
+        self._sizes: dict[int, int] | None = None  # bytes by step; None: not looked at yet
 
     def keep(self, step: int, groups: Sequence[StoredGroup]) -> None:
         """Write the batch of `step`, and remove those that are not needed or do not fit. A disk
@@ -140,41 +143,39 @@ class Recorder:
         if self._off:
             return
         try:
-            write_recording(folder_of(self._run_dir, step) / self._share, groups)
-            self._prune(step)
+            if self._sizes is None:  # of earlier attempts; those after `step` are written again
+                found = steps_in(self._run_dir / FOLDER)
+                own = {s: self._file(s) for s in found if s < step}
+                self._sizes = {s: f.stat().st_size for s, f in own.items() if f.is_file()}
+            self._sizes[step] = write_recording(self._file(step), groups)
+            self._prune(self._sizes, step)
         except OSError as error:
             self._off = True
             _say(f"the recorder is off (logging.recorder): {error}")
 
-    def _prune(self, newest: int) -> None:
-        kept = {s: self._file(s).stat().st_size for s in self._recorded() if s <= newest}
+    def _prune(self, sizes: dict[int, int], newest: int) -> None:
         checkpoints = steps_in(self._run_dir / "checkpoints")
         first = max((s for s in checkpoints if s <= newest + 1 - self._steps), default=0)
-        for step in [s for s in kept if s < first]:
-            self._remove(step)
-            del kept[step]
+        for step in [s for s in sizes if s < first]:
+            self._remove(sizes, step)
         dropped = []
-        while sum(kept.values()) > self._most and len(kept) > 1:
-            dropped.append(min(kept))
-            self._remove(dropped[-1])
-            del kept[dropped[-1]]
+        while sum(sizes.values()) > self._most and len(sizes) > 1:
+            dropped.append(min(sizes))
+            self._remove(sizes, dropped[-1])
         if dropped:
             _say(
                 f"the recorder dropped steps {dropped[0] + 1} to {dropped[-1] + 1} of {self._share}"
-                ": its bytes are those of logging.recorder.max_gib"
+                ": more do not fit logging.recorder.max_gib"
             )
-
-    def _recorded(self) -> list[int]:
-        return [s for s in steps_in(self._run_dir / FOLDER) if self._file(s).is_file()]
 
     def _file(self, step: int) -> Path:
         return folder_of(self._run_dir, step) / self._share
 
-    def _remove(self, step: int) -> None:
+    def _remove(self, sizes: dict[int, int], step: int) -> None:
+        del sizes[step]
         self._file(step).unlink(missing_ok=True)
-        folder = folder_of(self._run_dir, step)
-        if not any(folder.iterdir()):
-            shutil.rmtree(folder, ignore_errors=True)  # another share may have been faster
+        with contextlib.suppress(OSError):  # other shares may be there, or the folder gone
+            folder_of(self._run_dir, step).rmdir()
 
 
 def _say(sentence: str) -> None:

@@ -40,7 +40,6 @@ class Hosting:
     supervision: SupervisionSpec
     transport: TransportSpec
     evaluation: EvaluationSpec
-    weights_folder: str  # that transport=disk writes to
+    run_dir: str  # that transport=disk writes weights to, and the recorder batches
     own_nodes: bool  # the learner has nodes of its own: cluster.launch.learner_nodes
-    run_dir: str = ""  # that batches are recorded in
     recorder: RecorderSpec | None = None

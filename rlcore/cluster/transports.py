@@ -34,7 +34,7 @@ def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
     ends = TransportEnds(
         put=put,
         get=get,
-        folder=Path(hosting.weights_folder) / sent,
+        folder=Path(hosting.run_dir) / "weights" / sent,
         bucket_bytes=spec.bucket_mib << 20,
         full_weights_every=spec.full_weights_every,
     )

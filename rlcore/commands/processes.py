@@ -202,9 +202,8 @@ def hosting(config: RunConfig) -> Hosting:
         supervision=config.cluster,
         transport=config.cluster,
         evaluation=config.evaluation,
-        weights_folder=str(Path(config.run_dir) / "weights"),
-        own_nodes=config.cluster.launch.learner_nodes > 0,
         run_dir=config.run_dir,
+        own_nodes=config.cluster.launch.learner_nodes > 0,
         recorder=config.logging.recorder,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.recordings import FOLDER, folder_of, read_recording, steps_in
 from rlcore.commands import derived
 from rlcore.commands.preflight import note, prepare
@@ -59,6 +60,8 @@ def replay(
     `tokens`: how many with the largest slope are shown. Raises UserError for a step that is not
     recorded, RecordingError for a damaged recording.
     """
+    if changed is not None:
+        _require_comparable(config, changed)
     config = _unrecorded(config)
     row = _row(config, step)
     plan = derived.plan(config)
@@ -76,6 +79,24 @@ def replay(
     else:
         _print(step, found)
     return 0
+
+
+def _require_comparable(config: RunConfig, changed: RunConfig) -> None:
+    """Raise UserError unless only the update differs: batch and weights are as recorded."""
+    one, other = config.model_dump(mode="json"), changed.model_dump(mode="json")
+    sections = [name for name in other if one[name] != other[name]]
+    for name in sections:
+        if name not in ("correction", "algorithm"):
+            raise UserError(
+                f"{name} differs from the run's: rlcore replay executes a recorded step with other "
+                "correction and algorithm settings alone."
+            )
+    for name in SelectionSpec.model_fields:
+        if one["algorithm"][name] != other["algorithm"][name]:
+            raise UserError(
+                f"algorithm.{name}={other['algorithm'][name]} is not accepted by rlcore replay: it "
+                "decides which samples a batch has, and the batch is recorded."
+            )
 
 
 def _unrecorded(config: RunConfig) -> RunConfig:

@@ -43,6 +43,10 @@ class WarningsSpec(Spec):
 class RecorderSpec(Spec):
     """The batches that are kept on disk for `rlcore replay`."""
 
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("max_gib",), lambda spec: not spec.steps, "steps=0 keeps no batches"),
+    )
+
     steps: int = setting(
         4, "re-execute any of at least so many last steps; 0: keep no batches", unit="steps", ge=0
     )

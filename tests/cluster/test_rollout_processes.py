@@ -88,7 +88,7 @@ class World:
             ),
             transport=TransportSpec(),
             evaluation=EvaluationSpec(),
-            weights_folder="",
+            run_dir="",
             own_nodes=False,
         )
         self.fleet = Fleet(

@@ -22,7 +22,7 @@ def hosting(**settings):
         supervision=SupervisionSpec(),
         transport=TransportSpec(),
         evaluation=EvaluationSpec(),
-        weights_folder="",
+        run_dir="",
         **made,
     )
 

@@ -39,7 +39,7 @@ class Rank:
 @pytest.fixture
 def learner():
     specs = (RaySpec(), ScheduleSpec(), SupervisionSpec(), TransportSpec(), EvaluationSpec())
-    actor = LearnerActor(None, Hosting(*specs, weights_folder="", own_nodes=False))
+    actor = LearnerActor(None, Hosting(*specs, run_dir="", own_nodes=False))
     actor.rank = Rank()
     yield actor
     actor.rank.free.set()

@@ -1,9 +1,12 @@
 """`rlcore replay`: a recorded step again, to the bit, and with another correction."""
 
 import json
+import shutil
 
 import pytest
 from conftest import rows
+
+from rlcore.cli import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -41,3 +44,55 @@ def test_another_correction_is_compared_with_the_executed_one(command, run_dir):
     figures = found["figures"]["grad_norm"]
     assert figures["changed"] < figures["again"]
     assert 0 < found["cosine"] < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("step=99", "has no such step; its last is 8"),
+        ("step=7 learner.lr=1e-5", "learner differs from the run's"),
+        ("step=7 schedule=async", "schedule differs from the run's"),
+        ("step=7 algorithm.dynamic_sampling=true", "decides which samples a batch has"),
+    ],
+)
+def test_what_cannot_be_executed_again_is_refused(run_dir, capsys, words, sentence):
+    assert main(["replay", f"run_dir={run_dir}", *words.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_damaged_recording_costs_its_steps_and_is_named(run_dir, command, tmp_path):
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    file = copy / "recorder" / "step_000005" / "policy-0.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    again = command("replay", f"run_dir={copy}", "step=7")
+    assert again.wait() == 2
+    assert "step_000005/policy-0.bin cannot be read: its records do not match" in again.text
+
+
+def test_a_step_without_its_batches_is_refused(run_dir, tmp_path, capsys):
+    copy = shutil.copytree(run_dir, tmp_path / "copy", ignore=shutil.ignore_patterns("step_000005"))
+    assert main(["replay", f"run_dir={copy}", "step=7"]) == 2
+    assert "is not recorded" in capsys.readouterr().err
+
+
+KINDS = {
+    "two ranks, ZeRO-3": ("learner.ranks=2", "learner.zero_stage=3"),
+    "LoRA": ("learner=lora", "learner.lora.rank=4", "learner.dtype=float32"),
+    "two tasks": (
+        *("task=[digits,arithmetic]", "task.digits.args.credit=digits"),
+        *("task.digits.args.min_digits=2", "task.digits.args.max_digits=3"),
+    ),
+    "Jackpot, micro-batches": ("correction=[jackpot]", "learner.micro_batch_tokens=256"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_learner_executes_a_step_again(command, small, tmp_path, kind):
+    own = [w for w in small if not (kind == "two tasks" and w.startswith("task.args"))]
+    words = (*own, *KINDS[kind], "schedule=on_policy", "checkpoint.every=2")
+    run = command("train", *words, f"run_dir={tmp_path}/run", "schedule.steps=4")
+    assert run.wait() == 0, run.text[-3000:]
+    found = replayed(command, tmp_path / "run", "step=4")
+    assert found["differing"] == []
+    assert found["figures"]["grad_norm"]["again"] > 0

@@ -123,6 +123,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     },
     "logging.project": [("mine", "logging.wandb=disabled", "logging.wandb=offline")],
     "logging.prometheus_host": [("0.0.0.0", "", "logging.prometheus_port=9090")],
+    "logging.recorder.max_gib": [("9", "logging.recorder.steps=0", "logging.recorder.steps=4")],
     **{
         f"environment.{name}": [(value, "", "environment=higher_lower task=higher_lower")]
         for name, value in [

@@ -50,8 +50,9 @@ def _check_same(one, ranks):
             reference, expected, its_moments, after = one[name]
             largest = max(float(np.abs(g).max()) for g in reference.values())
             assert largest > 1e-3, name
-            # parts are added in another order: bfloat16 keeps eight bits of each
-            within = max(1e-6, 2**-8 * largest) if "bfloat16" in name else 1e-6
+            # parts are added in another order: sums in bfloat16 may differ by their last bit, which
+            # is at most 2^-7 of them
+            within = max(1e-6, 2**-7 * largest) if "bfloat16" in name else 1e-6
             assert _difference(gradients, reference) < within, name
             assert _difference(moments, its_moments) < within, name
             if weights:  # the first rank publishes

@@ -122,6 +122,8 @@ class QuickSteps:
             and scheduler.aux_output_connector is None
             and not scheduler.needs_kv_cache_zeroing
             and not scheduler.defer_block_free
+            # steps scheduled ahead have placeholders in the place of tokens
+            and not scheduler.scheduler_config.async_scheduling
         )
         return cls(scheduler, runner, decoder) if plain and decoder else None
 
