@@ -81,8 +81,8 @@ def named(name):
 
 def run():
     found = {}
-    plain = actor_class(Plain, num_cpus=0, name="one", concurrency_groups={"side": 1})
-    one, two = plain.remote("x"), actor_class(Plain, num_cpus=0).options(name="two").remote("y")
+    plain = actor_class(Plain, num_cpus=0, concurrency_groups={"side": 1})
+    one, two = (plain.options(name=n).remote(v) for n, v in (("one", "x"), ("two", "y")))
     refs = [one.add.remote(i) for i in range(100)]
     found["order"] = ray.get(one.listed.remote()) == ["x", *range(100)]
     found["threads"] = ray.get(refs[-1])

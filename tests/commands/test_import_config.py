@@ -337,6 +337,7 @@ def test_the_result_passes_a_dry_run(name, tmp_path, capsys):
     [
         ("a: 1\n", "holds no settings of verl"),
         ("a: [\n", "cannot be read"),
+        ("[" * 3000, "cannot be read"),
         ("", "holds no settings of verl"),
     ],
 )
