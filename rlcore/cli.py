@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.files import refusal
+from rlcore.registry import load_object
 
 if TYPE_CHECKING:
     from rlcore.config.schema import RunConfig
@@ -200,9 +201,8 @@ def _fetch(given: Given) -> int:
 
 
 def _import_config(given: Given) -> int:
-    from rlcore.extras.foreign import import_config
-
-    return import_config(given.operands[0], given.text("out") or "imported")
+    translate = load_object("rlcore.extras.foreign:import_config")
+    return int(translate(given.operands[0], given.text("out") or "imported"))
 
 
 def _plan(given: Given) -> int:

@@ -186,14 +186,11 @@ def record_bytes(length: int, sampled: int, k: int, topk_dtype: TopkDtype = "flo
     return 1200 + 5 * length + sampled * (8 + k * (4 + np.dtype(topk_dtype).itemsize))
 
 
-def load_episode(stored: StoredEpisode) -> Episode:
-    """Decode one sample. Raises ValueError on malformed bytes."""
-    return Episode([load_trajectory(record) for record in stored.records], stored.score)
-
-
 def load_group(stored: StoredGroup) -> Group:
     """Decode one group. Raises ValueError on malformed bytes."""
-    episodes = [load_episode(e) for e in stored.episodes]
+    episodes = [
+        Episode([load_trajectory(record) for record in e.records], e.score) for e in stored.episodes
+    ]
     return Group(
         stored.group_id, stored.prompt_id, stored.admitted_version, episodes, stored.arrival_version
     )

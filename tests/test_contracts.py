@@ -16,8 +16,9 @@ from rlcore.environments.renderers import ChatRenderer, PlainRenderer
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.interfaces import Correction, RolloutEngine, Task, TransportEnds, WeightTransport
-from rlcore.learner.protocols import Companion, TrainEngine
+from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.specs import ENGINES as LEARNER_ENGINES
+from rlcore.learner.specs import ESTIMATORS
 from rlcore.metrics.logger import open_logger, own_sink
 from rlcore.metrics.sinks import Sink
 from rlcore.metrics.specs import LoggingSpec
@@ -38,6 +39,7 @@ REGISTRIES = {
     Environment: ENVIRONMENTS,
     RolloutEngine: ROLLOUT_ENGINES,
     TrainEngine: LEARNER_ENGINES,
+    LogProbEstimator: ESTIMATORS,
     Advantage: ADVANTAGES,
     PolicyLoss: LOSSES,
     WeightTransport: TRANSPORTS,

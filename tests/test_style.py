@@ -54,15 +54,18 @@ def test_the_lists_of_exceptions_hold_what_is_true_and_only_shrink():
     assert gone == [], "run python tests/structure.py --write"
 
 
-def test_small_files_and_repeated_names_are_found(tmp_path):
+def test_small_files_circles_and_repeated_names_are_found(tmp_path):
     package = tmp_path / "pack"
     package.mkdir()
     (package / "small.py").write_text("class A:\n    pass\n")
     (package / "user.py").write_text("from pack import small\n\n\nclass A:\n    pass\n")
+    (package / "one.py").write_text("def f():\n    from pack.two import g\n")
+    (package / "two.py").write_text("from pack import one, small\n\n\ndef g():\n    pass\n")
     (package / "long.py").write_text("def f():\n" + "    pass\n" * 600)
     assert list(structure.exceptions(package).values()) == [
         ["long.py"],
-        ["small.py"],
+        ["one.py", "two.py"],
+        ["pack.one, pack.two"],
         ["A"],
         ["long.py: f"],
     ]

@@ -50,14 +50,11 @@ class Due:
             if not self._order or group_id > self._order[-1]:
                 self._order.append(group_id)
             else:  # it comes back
-                self._reorder()
+                self._order = sorted(self.ids)
+                self._at = 0
+                self._before = 0
         if finished:
             self.finished.add(group_id)
-
-    def _reorder(self) -> None:
-        self._order = sorted(self.ids)
-        self._at = 0
-        self._before = 0
 
     def remove(self, group_id: int) -> None:
         """A group that has left."""

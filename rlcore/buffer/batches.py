@@ -84,7 +84,10 @@ class Sampler:
             return None
         if self._order == "by_task":
             return self._by_task(waiting)
-        return self._uniform([c for c in waiting.candidates() if c.finished], step)
+        pool = [c for c in waiting.candidates() if c.finished]
+        generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_draw", step))
+        picked = generator.choice(len(pool), self._bound.groups_per_step, replace=False)
+        return sorted(pool[i].group_id for i in picked.tolist())
 
     def confirm(self, tasks: Sequence[str], sign: int = 1) -> None:
         """Count a taken batch towards the shares of its tasks; sign -1 takes it back."""
@@ -97,11 +100,6 @@ class Sampler:
         counted anew: else a task would first make up for what it had not been due."""
         self._lacked = None
         self.drawn = Counter(drawn if weights == self.weights else {})
-
-    def _uniform(self, pool: Sequence[Candidate], step: int) -> list[int]:
-        generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_draw", step))
-        picked = generator.choice(len(pool), self._bound.groups_per_step, replace=False)
-        return sorted(pool[i].group_id for i in picked.tolist())
 
     def _by_task(self, waiting: WaitingGroups) -> list[int] | None:
         """Each place goes to the task furthest behind its share; a task without waiting groups is
@@ -181,7 +179,10 @@ class Batches:
         room = max(0, capacity - waiting.uses_left) // self._max_uses
         if capacity:  # a batch needs G different groups, however often each may be used
             room = max(room, self.bound.groups_per_step - len(waiting))
-        missing = max(0, self._phase_lacks() - len(waiting))
+        # groups of the phase that takes the next new batch, less those taken
+        phases, step = self.bound.phases, self._horizon
+        batches = phases.batches_before(phases.end(step)) - phases.batches_before(step)
+        missing = max(0, batches * self.bound.groups_per_step - len(waiting))
         if live.bytes >= self._max_bytes and missing and self._stuck():
             raise UserError(
                 f"{KEY}={self._max_bytes / MIB:g} is too small: {len(live.entries)} groups fill "
@@ -368,12 +369,6 @@ class Batches:
         while step in self.pinned:
             step += 1
         return step
-
-    def _phase_lacks(self) -> int:
-        """Groups that are not taken yet of the phase that takes the next new batch."""
-        phases, step = self.bound.phases, self._horizon
-        batches = phases.batches_before(phases.end(step)) - phases.batches_before(step)
-        return batches * self.bound.groups_per_step
 
     def _stuck(self) -> bool:
         """Return whether no commit will free bytes until the phase that takes the next new batch

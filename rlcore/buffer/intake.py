@@ -186,7 +186,9 @@ class Intake:
     def add_read(self, read: Sequence[tuple[RecordHeader, Record]]) -> None:
         """The same with headers that were read before."""
         for header, _ in read:
-            self._check_record(header)
+            entry = self._live.entries.get(header.group_id)
+            if why := self._wrong(header, entry):
+                raise ValueError(f"buffer: record {header.request_id} {why}")
         for header, record in read:
             self._add_record(header, record)
 
@@ -197,11 +199,6 @@ class Intake:
             self._check_score(score)
         for score in scores:
             self._add_score(score.checked())
-
-    def _check_record(self, header: RecordHeader) -> None:
-        entry = self._live.entries.get(header.group_id)
-        if why := self._wrong(header, entry):
-            raise ValueError(f"buffer: record {header.request_id} {why}")
 
     def _wrong(self, header: RecordHeader, entry: LiveGroup | None) -> str:
         """Why a record is not taken."""

@@ -248,7 +248,11 @@ def _check_reachable(address: str) -> None:
 def _start_local(**settings: Any) -> None:
     """Start a cluster of this process. Ray gives its node half a minute, which a busy machine may
     exceed once."""
-    _stay_on_loopback()
+    # Have every port of a local cluster bound to loopback. Ray turns 127.0.0.1 into the machine's
+    # outside address and then listens on all interfaces, unless clusters of several machines are
+    # switched off; the variable says so to the processes it starts, the constant to this one.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ONLY_LOOPBACK.replace(False)
     # Ray's processes inherit them; the user's own choice stays
     for name, value in wanted(Processor.here()).items():
         os.environ.setdefault(name, value)
@@ -264,16 +268,6 @@ def _start_local(**settings: Any) -> None:
             ray.shutdown()
             if last or "timed out during startup" not in str(e):
                 raise StageError(f"Ray did not start on this machine: {last_line(str(e))}") from e
-
-
-def _stay_on_loopback() -> None:
-    """Have every port of a local cluster bound to loopback.
-
-    Ray turns 127.0.0.1 into the machine's outside address and then listens on all interfaces,
-    unless clusters of several machines are switched off; the variable says so to the processes it
-    starts, the constant to this one."""
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ONLY_LOOPBACK.replace(False)
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -143,7 +143,12 @@ def probe(config: RunConfig, *, fresh: bool = False) -> Probe:
     with tempfile.TemporaryDirectory(prefix="rlcore-doctor-") as folder:
         config = shortened(config, str(Path(folder) / "run"))
         if fresh:
-            config = _with_fresh_model(config, Path(folder))
+            # random weights: nothing is trained first and nothing kept in a cache
+            path = fresh_model(config, prepare(config), Path(folder) / "model")
+            model = config.model.model_copy(
+                update={"path": str(path), "fresh": None, "warmup": None}
+            )
+            config = config.model_copy(update={"model": model})
         run = Path(config.run_dir)
         error = ""
         with _quiet():
@@ -193,13 +198,6 @@ def shortened(config: RunConfig, run_dir: str) -> RunConfig:
     plain = {n: a.model_copy(update={"correction": None}) for n, a in config.actor.items()}
     update["actor"] = plain
     return config.model_copy(update=update | {"run_dir": run_dir, "resume": "never"})
-
-
-def _with_fresh_model(config: RunConfig, folder: Path) -> RunConfig:
-    """Its weights are random, so that nothing is trained first and nothing kept in a cache."""
-    path = fresh_model(config, prepare(config), folder / "model")
-    model = config.model.model_copy(update={"path": str(path), "fresh": None, "warmup": None})
-    return config.model_copy(update={"model": model})
 
 
 @contextlib.contextmanager

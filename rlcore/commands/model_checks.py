@@ -12,16 +12,18 @@ from typing import Any
 from rlcore.attention.specs import SparseSpec
 from rlcore.commands.derived import evaluation_actor
 from rlcore.config.schema import RunConfig
-from rlcore.models.folder import ATTENTION_FILE, read_config, weight_files
-from rlcore.models.masked_folder import check_masked, is_masked
+from rlcore.models.folder import ATTENTION_FILE, is_masked, read_config, weight_files
 from rlcore.models.routes import route_bytes
 from rlcore.models.specs import FreshModelSpec
 from rlcore.models.text import load_tokenizer
+from rlcore.registry import load_object
 from rlcore.rollout.checks import attention_heads, check_heads, check_length
 from rlcore.rollout.specs import ActorSpec
 from rlcore.spec import refuse
 from rlcore.weights.experts import FAMILIES
 
+# (config.json, whose=): raises UserError for a masked-diffusion model that is not supported
+MASKED_FOLDER = "rlcore.extras.diffusion.folder:check_masked"
 # num_experts, num_local_experts, n_routed_experts, moe_num_experts: of all model families
 EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
 
@@ -107,7 +109,7 @@ def check_kind(config: RunConfig, model: Mapping[str, Any]) -> None:
     config.json."""
     whose = f"model.path={config.model.path}"
     if config.model.diffusion is not None:
-        check_masked(model, whose=whose)
+        load_object(MASKED_FOLDER)(model, whose=whose)
     refuse(
         config.model.diffusion is None and is_masked(model),
         f"{whose} is a masked-diffusion model (model_type={model.get('model_type')}): set "

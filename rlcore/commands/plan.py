@@ -185,9 +185,11 @@ def planned(
     """The run with these actors at these rates, of at least `steps` optimizer steps and those
     during which it fills and drains."""
     around = 2 * config.schedule.max_staleness
+    # whole phases and publications, at least six of them
+    period = max(config.schedule.publish_period, config.schedule.phases.steps)
     schedule = config.schedule.model_copy(
         update={
-            "steps": _whole(steps + around, config),
+            "steps": period * max(6, -(-(steps + around) // period)),
             "wait_data_timeout_s": 1e9,
             "step_timeout_s": 1e9,
             "publish_timeout_s": 1e9,
@@ -216,12 +218,6 @@ def _nodes(config: RunConfig, actors: Mapping[str, int]) -> int:
         return 1
     gpus = {label: a.tensor_parallel * (a.num_gpus or 1) for label, a in config.actor.items()}
     return math.ceil(sum(count * gpus[label] for label, count in actors.items()) / each)
-
-
-def _whole(steps: int, config: RunConfig) -> int:
-    """At least `steps`, and whole phases and publications of them, at least six."""
-    period = max(config.schedule.publish_period, config.schedule.phases.steps)
-    return period * max(6, -(-steps // period))
 
 
 def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, ActorRates], Rates]:

@@ -80,7 +80,8 @@ def jobs(words: Sequence[str], config_dir: str | None = None) -> list[Job]:
     found = []
     for combination in product(*choices):
         varied = [word for word, values in zip(combination, choices) if len(values) > 1]
-        name = _name(varied)
+        # A folder's name, such as "seed-1_learner.lr-0.0001": run_dir takes no "=" unquoted.
+        name = "_".join(re.sub(r"[^\w.+]+", "-", word).strip("-") for word in varied)
         given = (*combination, f"run_dir={Path(parent) / name}")
         found.append(Job(name, given, load(given, config_dir)))
     names = [job.name for job in found]
@@ -181,11 +182,6 @@ def _report(found: Sequence[Job]) -> None:
     begun = [str(job.folder) for job in found if (job.folder / "metrics.jsonl").exists()]
     if begun:
         report(begun, str(found[0].folder.parent / "report.html"))
-
-
-def _name(varied: Sequence[str]) -> str:
-    """A folder's name, such as "seed-1_learner.lr-0.0001": run_dir takes no "=" unquoted."""
-    return "_".join(re.sub(r"[^\w.+]+", "-", word).strip("-") for word in varied)
 
 
 def _shown(job: Job) -> str:

@@ -30,8 +30,9 @@ from rlcore.files import replace_file
 from rlcore.interfaces import Callback
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
+from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.evaluation import Evaluator
-from rlcore.loop.plan import LoopParts, Progress
+from rlcore.loop.plan import Progress
 from rlcore.loop.saver import Saver
 from rlcore.metrics.log import NAME as LOG
 from rlcore.metrics.logger import MetricsLogger, RunReporter, open_logger

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlcore.cluster.start import start_learners, wait_started
 from rlcore.commands.model_checks import require_end
 from rlcore.commands.preflight import Prepared, note, open_run_dir, prepare
@@ -25,19 +23,20 @@ from rlcore.environments import environment_maker
 from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.files import replace_file
-from rlcore.learner.sequences import MaskedSequence, ScoredSequence, TokenSequence
+from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import RateSchedule
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
-from rlcore.models.masked_folder import mask_token_id
-from rlcore.models.masking import masked_answer
 from rlcore.models.specs import WarmUpSpec
 from rlcore.models.text import encode_text
+from rlcore.registry import load_object
 from rlcore.seeding import derive_seed
 from rlcore.spec import refuse
 from rlcore.types import POLICY, Item
 
 NOTED_EVERY = 20  # steps
+# (config, model_path, end) -> what makes worked answers examples of a masked-diffusion model
+MASKED_ANSWERS = "rlcore.extras.diffusion.estimates:MaskedAnswers"
 Note = Callable[[str], None]
 
 
@@ -141,8 +140,7 @@ def supervise(
         source = prepared.prompts.another_walk(
             run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
         )
-        mask_id = None if config.model.diffusion is None else mask_token_id(start)
-        another = _examples(config, source, prepared.tokenizer, mask_id)
+        another = _examples(config, source, prepared.tokenizer, start)
         began = time.monotonic()
         note(f"warm-up: {warmup.steps} supervised steps of {warmup.batch_size} worked answers")
         for step in range(warmup.steps):
@@ -176,7 +174,8 @@ def supervise_exactly(
     source = prepared.prompts.another_walk(
         run_seed=derive_seed(config.seed, "warm-up"), max_prompt_tokens=config.model.max_len
     )
-    another, rate = _examples(config, source, prepared.tokenizer), RateSchedule(spec, warmup.steps)
+    another = _examples(config, source, prepared.tokenizer, start)
+    rate = RateSchedule(spec, warmup.steps)
     began = time.monotonic()
     note(f"warm-up: {warmup.steps} steps of {warmup.batch_size} worked answers in float64")
     for step in range(warmup.steps):
@@ -191,13 +190,14 @@ def supervise_exactly(
 
 
 def _examples(
-    config: RunConfig, prompts: Prompts, tokenizer: Any, mask_id: int | None = None
+    config: RunConfig, prompts: Prompts, tokenizer: Any, start: str
 ) -> Callable[[], ScoredSequence]:
-    """A function that gives the next worked answer, or the next worked episode. `mask_id`: of a
-    masked-diffusion model."""
+    """A function that gives the next worked answer, or the next worked episode. `start`: the folder
+    of the model that learns from them."""
     jobs, makers = environment_jobs(config), {}
     end = int(tokenizer.eos_token_id)
-    masks = None if mask_id is None else MaskedAnswers(config, mask_id, end)
+    causal = config.model.diffusion is None
+    masks = None if causal else load_object(MASKED_ANSWERS)(config, start, end)
 
     def another() -> ScoredSequence:
         item = prompts.next()
@@ -231,33 +231,6 @@ def example(
         )
     ids = encode_text(tokenizer, answer, control_tokens)
     return TokenSequence.of_answer(source.encode(item).tolist(), [*ids, tokenizer.eos_token_id])
-
-
-class MaskedAnswers:
-    """Makes worked answers what a masked-diffusion model learns from: on a whole canvas, partly
-    hidden (`models/masking.py`)."""
-
-    def __init__(self, config: RunConfig, mask_id: int, end: int) -> None:
-        """`end`: the end of sequence."""
-        assert config.model.diffusion is not None
-        self._config = config
-        self._share = config.model.diffusion.prompt_masking
-        self._mask_id = mask_id
-        self._end = end
-        self._rng = np.random.default_rng(derive_seed(config.seed, "warm-up/masks"))
-
-    def __call__(self, one: TokenSequence, label: str) -> MaskedSequence:
-        """A worked answer of a task, under the next draw of masks.
-
-        Every second prompt is hidden as in the estimate of log-probs: a response is denoised behind
-        a whole prompt and scored behind a hidden one.
-        """
-        prompt = one.token_ids[: one.prompt_len]
-        share = self._share if self._rng.random() < 0.5 else 0.0
-        read = np.where(self._rng.random(len(prompt)) < share, self._mask_id, prompt)
-        canvas = self._config.rollout_of(label).max_new_tokens
-        tokens, masked = masked_answer(one.targets[:-1].tolist(), self._end, canvas, self._rng)
-        return MaskedSequence.of_answer(read, masked, tokens, self._mask_id)
 
 
 def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
@@ -301,11 +274,12 @@ def _fingerprint(config: RunConfig) -> str:
     """Of everything that the starting model depends on."""
     model, warmup = config.model, config.model.warmup
     assert model.fresh is not None
+    tasks = [[label, spec.name, spec.args, spec.weight] for label, spec in mixed(config).items()]
     settings = {
         "model": model.fresh.model_dump(),
         "max_len": model.max_len,
         "warmup": _warmed(warmup) if warmup else None,
-        "task": _tasks(config),
+        "task": tasks or [part for s in config.tasks.values() for part in (s.name, s.args)],
         **_played(config),
         **_denoised(config),
         "seed": config.seed,
@@ -319,11 +293,6 @@ def _warmed(warmup: WarmUpSpec) -> dict[str, Any]:
     # models of before there was a choice of precision stay usable
     default = {"precision"} if warmup.precision == "float32" else set()
     return warmup.model_dump(exclude={"cache_dir", *default})
-
-
-def _tasks(config: RunConfig) -> list[Any]:
-    tasks = [[label, spec.name, spec.args, spec.weight] for label, spec in mixed(config).items()]
-    return tasks or [part for s in config.tasks.values() for part in (s.name, s.args)]
 
 
 def sft(config: RunConfig) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
-from rlcore.config.diffusion import check_diffusion
 from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
@@ -20,10 +19,13 @@ from rlcore.corrections.dvp import DvpSpec
 from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
+from rlcore.registry import load_object
 from rlcore.rollout.specs import CPU_HEADS, ActorSpec
 from rlcore.spec import refuse
 
 KEY = "schedule.colocated=true"
+# rules of runs with a masked-diffusion model or engine
+DIFFUSION = "rlcore.extras.diffusion.checks:check_diffusion"
 
 
 def check_colocated(c: RunConfig) -> None:
@@ -525,6 +527,11 @@ def _sparse_learning(c: RunConfig) -> None:
     )
 
 
+def _diffusion(c: RunConfig) -> None:
+    if c.model.diffusion is not None or any(a.engine == "diffusion" for a in c.actor.values()):
+        load_object(DIFFUSION)(c)
+
+
 def _dvp(c: RunConfig) -> DvpSpec | None:
     found = (spec for spec in c.correction.chosen().values() if isinstance(spec, DvpSpec))
     return next(found, None)
@@ -534,7 +541,7 @@ RULES = (
     check_names,
     load_objectives,
     *TASK_RULES,
-    check_diffusion,
+    _diffusion,
     _step_sizes,
     _truncation,
     _corrections,

@@ -155,7 +155,13 @@ class Pipeline:
         found = self._weighed(step, reduce)
         metrics |= found.metrics | _totals(found, step, reduce)
         if self._overlong_filter:
-            metrics |= _filtered(step, reduce)
+            sequences = step.mask.any(-1)
+            cut = (
+                torch.zeros_like(sequences)
+                if step.truncated is None
+                else step.truncated & sequences
+            )
+            metrics |= {"train/overlong_filtered": total([cut], reduce)[0]}
         return replace(found, metrics=metrics)
 
     def _measured(self, step: StepTensors, reduce: Reduce) -> dict[str, float]:
@@ -252,12 +258,6 @@ def _totals(found: Corrected, step: StepTensors, reduce: Reduce) -> dict[str, fl
         "correction/weight_mean": weight_sum / kept if kept else 1.0,
         "correction/zero_weight_share": zeros / max(kept, 1.0),
     }
-
-
-def _filtered(step: StepTensors, reduce: Reduce) -> dict[str, float]:
-    sequences = step.mask.any(-1)
-    cut = torch.zeros_like(sequences) if step.truncated is None else step.truncated & sequences
-    return {"train/overlong_filtered": total([cut], reduce)[0]}
 
 
 def _union(needs: Sequence[Needs]) -> Needs:

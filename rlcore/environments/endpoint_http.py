@@ -316,7 +316,8 @@ class _EndpointHandler(BaseHTTPRequestHandler):
         self.close_connection = False
         completion, stream, usage = self.server.complete(body, self._waits)
         if stream:
-            self._stream([*chunks(completion, usage=usage)])
+            lines = [*map(json.dumps, chunks(completion, usage=usage)), "[DONE]"]
+            self._reply("".join(f"data: {line}\n\n" for line in lines).encode(), STREAMED, 200)
         else:
             self._send(completion)
 
@@ -351,10 +352,6 @@ class _EndpointHandler(BaseHTTPRequestHandler):
 
     def _send(self, answer: dict[str, Any], status: int = 200) -> None:
         self._reply(json.dumps(answer).encode(), "application/json", status)
-
-    def _stream(self, events: list[dict[str, Any]]) -> None:
-        lines = [*(json.dumps(event) for event in events), "[DONE]"]
-        self._reply("".join(f"data: {line}\n\n" for line in lines).encode(), STREAMED, 200)
 
     def _reply(self, data: bytes, kind: str, status: int) -> None:
         self.send_response(status)

@@ -128,7 +128,9 @@ class ChatRenderer(Renderer):
         return Action(_CALL.sub("", text).strip() if calls else text, calls, error)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        said, closed = self._answer, self._closed()
+        said, last = self._answer, int(self._answer[-1])
+        # the special token that the last turn ended with; None: it was cut off
+        closed = last if last in control_ids(self._tokenizer).values() else None
         if closed is not None:
             said = said[:-1]
         # as it was sampled: tool calls stay in the text
@@ -144,11 +146,6 @@ class ChatRenderer(Renderer):
             return None
         self._text = now
         return [*ids, *(suffix if closed is None else suffix[1:])]
-
-    def _closed(self) -> int | None:
-        """The special token that the last turn ended with; None: it was cut off."""
-        last = int(self._answer[-1])
-        return last if last in control_ids(self._tokenizer).values() else None
 
 
 def written_call(name: str, arguments: Any) -> str:

@@ -169,19 +169,15 @@ class ForkServer:
             limit = {"max_tokens": opening.max_tokens, "hosts_program": hosts}
             return {**_opening(opening), **limit}
         if call["call"] == "step":
-            return _reply(environment.step(_action(call)))
+            calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
+            told = {"finish_reason": call["finish_reason"], "tokens": tuple(call["tokens"])}
+            return _reply(environment.step(Action(call["text"], calls, **told)))
         if "limit" in call and hasattr(environment, "limited"):
             environment.limited(call["limit"])
         grade = as_grade(environment.grade(), by_turn=True)
         if hasattr(environment, "close"):
             environment.close()
         return asdict(grade)
-
-
-def _action(call: dict[str, Any]) -> Action:
-    calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
-    told = {"finish_reason": call["finish_reason"], "tokens": tuple(call["tokens"])}
-    return Action(call["text"], calls, **told)
 
 
 def _opening(opening: Opening) -> dict[str, Any]:

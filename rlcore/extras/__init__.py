@@ -1,2 +1,2 @@
-"""Parts that the main path never imports: formal proofs, the engine of masked-diffusion models, and
-readers of other trainers' configurations. They are found by the names of registries."""
+"""Parts that the main path never imports: formal proofs, masked-diffusion models, and readers of
+other trainers' configurations. They are found by the names of registries."""

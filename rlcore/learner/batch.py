@@ -127,8 +127,8 @@ class StepBatch:
     base: PolicyScores | None = None  # under the frozen starting policy
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
     unstored: int = 0  # tokens whose kept set is not in their record (`KEPT_MASS`)
-    # masked diffusion: some of its records under two draws of their estimate (`rank.variance`)
-    twice: tuple[list[ScoredSequence], list[ScoredSequence]] = ([], [])
+    # where log-probs are estimates: some of its records under two draws (`LogProbEstimator.twice`)
+    twice: tuple[Sequence[ScoredSequence], Sequence[ScoredSequence]] = ((), ())
 
     @property
     def tokens(self) -> int:

@@ -25,19 +25,24 @@ from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
 from rlcore.learner.policy import Attention, Policy, Replay, load_causal_lm
-from rlcore.learner.protocols import Companion, TrainEngine
+from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
 from rlcore.learner.sequences import (
     Reader,
     TokenSequence,
-    masked_reader,
     read_next_tokens,
     read_with_routes,
 )
 from rlcore.learner.sparse_copy import SparseCopy
-from rlcore.learner.specs import ENGINES, LearnerJob, LearnerSpec, LoraSpec, RankPlace
+from rlcore.learner.specs import (
+    ENGINES,
+    ESTIMATORS,
+    LearnerJob,
+    LearnerSpec,
+    LoraSpec,
+    RankPlace,
+)
 from rlcore.learner.update import Update
-from rlcore.models.masked_folder import mask_token_id
 from rlcore.registry import resolve
 from rlcore.seeding import derive_seed
 
@@ -185,6 +190,7 @@ class RankParts:
     tight: PassCosts | None  # of the policy, where micro-batches are divided by cost
     most: int  # positions of a micro-batch
     read: Reader  # how the models read a record
+    estimator: LogProbEstimator | None  # of their log-probs; None: these are exact
 
 
 def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
@@ -199,6 +205,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     # what can be refused is built before anything is loaded
     engine_class = resolve(ENGINES, spec.engine, key="learner.engine", like=TrainEngine)
     pipeline = build_pipeline(job.corrections, job.run_seed, job.objective, job.strata)
+    estimator = _estimator(job)
     for name in ("tensor_parallel", "expert_parallel"):
         if (count := getattr(spec, name)) > 1 and not engine_class.divides_layers:
             raise UserError.choice(f"learner.{name}", count, ("1",), _UNDIVIDED)
@@ -228,17 +235,22 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
         models.costs,
         models.tight,
         models.most,
-        reader_of(job),
+        reader_of(job) if estimator is None else estimator.read,
+        estimator,
     )
 
 
 def reader_of(job: LearnerJob) -> Reader:
-    """How the job's models read a record. Raises UserError for a folder without a mask token."""
-    if job.learner.router_replay:
-        return read_with_routes
+    """How the job's causal models read a record."""
+    return read_with_routes if job.learner.router_replay else read_next_tokens
+
+
+def _estimator(job: LearnerJob) -> LogProbEstimator | None:
+    """Raises UserError for a folder without a mask token."""
     if job.diffusion is None:
-        return read_next_tokens
-    return masked_reader(mask_token_id(job.model_path))
+        return None
+    made = resolve(ESTIMATORS, "diffusion", key="model", like=LogProbEstimator)
+    return made(job.model_path, job.diffusion)
 
 
 class _Models:

@@ -23,6 +23,7 @@ from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.ranks import Shards
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
+from rlcore.models.folder import register_architecture
 from rlcore.types import TokenScores
 
 NONE = -1  # in place of experts: the token's are chosen by the learner itself
@@ -122,8 +123,7 @@ def load_causal_lm(
     split: Split | None = None,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """A local Hugging Face causal LM in `dtype`, able to attend sparsely too if `sparse`, or a
-    masked-diffusion model of LLaDA's form.
+    """A local Hugging Face LM in `dtype`, able to attend sparsely too if `sparse`.
 
     `split`: each of its parameters is divided among the ranks as it is read, on `device`, where the
     folder names them as transformers does. Dropout of its configuration is set to 0, in exports as
@@ -133,9 +133,8 @@ def load_causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    import rlcore.models.llada  # noqa: F401  # registers its architecture
-
     disable_progress_bar()
+    register_architecture(path)
     if not Path(path).is_dir():
         raise UserError(
             f"model.path={path} is not a folder: give a local Hugging Face model folder, or "

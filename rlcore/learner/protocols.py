@@ -7,28 +7,28 @@ Implementations inherit these base classes. A method with a body is optional.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rlcore.errors import UserError
-from rlcore.types import TokenScores
+from rlcore.types import Group, TokenScores, Trajectory
 
 if TYPE_CHECKING:
+    from rlcore.interfaces import Reduce
     from rlcore.learner.batch import StepBatch
     from rlcore.learner.lm_head import HeadSpec, KlTarget
     from rlcore.learner.packing import MicroBatch
     from rlcore.learner.policy import FrozenPolicy, Policy
     from rlcore.learner.ranks import Shards
+    from rlcore.learner.sequences import ScoredSequence
     from rlcore.learner.specs import LearnerSpec
     from rlcore.learner.split_loading import Split
-    from rlcore.learner.state_files import Part, Source
-
-Write = Callable[[], object]  # one job of writing state to disk
-Schedule = Callable[[Write], object]  # runs such a job, now or behind training
+    from rlcore.learner.state_files import Part, Schedule, Source
 
 
 class TrainEngine(ABC):
@@ -210,3 +210,27 @@ class Companion(ABC):
     @abstractmethod
     def export(self, folder: Path, *, policy_folder: Path) -> None:
         """Write `folder`, a Hugging Face folder of its own; the policy's was written already."""
+
+
+class LogProbEstimator(ABC):
+    """How the learner reads records of a model whose log-probs are estimates.
+
+    Built as Estimator(model_path, spec). Registered in `learner/specs.py: ESTIMATORS`.
+    """
+
+    @abstractmethod
+    def read(self, t: Trajectory, sharper: float = 1.0) -> ScoredSequence:
+        """The inputs of the estimate that the record's actor made. Raises ValueError for a record
+        of another kind of model."""
+
+    @abstractmethod
+    def twice(
+        self, groups: Sequence[Group]
+    ) -> tuple[Sequence[ScoredSequence], Sequence[ScoredSequence]]:
+        """Some records of this rank, under two draws of their estimate."""
+
+    @abstractmethod
+    def metrics(
+        self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], reduce: Reduce
+    ) -> dict[str, float]:
+        """Metrics of pairs of log-probs [S] of `twice`. Collective."""

@@ -36,47 +36,15 @@ from rlcore.learner.build import build_parts
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Sums, take_step
 from rlcore.learner.packing import EpisodeTokens, MicroBatch, dummy, pack
-from rlcore.learner.protocols import Schedule, TrainEngine
-from rlcore.learner.sequences import Reader, ScoredSequence
+from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.sequences import ScoredSequence
 from rlcore.learner.specs import LearnerJob, RankPlace
 from rlcore.learner.state import RankState
-from rlcore.models.masking import Estimate
+from rlcore.learner.state_files import Schedule
 from rlcore.seeding import derive_seed
 from rlcore.types import POLICY, Group
 
 KL_FILE = "kl.json"  # of a saved state: the coefficient of the KL in the reward
-SEQUENCES = 4  # of a rank: two short passes a step
-
-
-def read_twice(
-    groups: Sequence[Group], read: Reader, share: float
-) -> tuple[list[ScoredSequence], list[ScoredSequence]]:
-    """The first response of some groups as its record has it, and with the tokens of its prompt
-    hidden anew, each with probability `share`."""
-    records = [t for group in groups for episode in group.episodes[:1] for t in episode.parts]
-    chosen = [t for t in records if len(t.logp_inf)][:SEQUENCES]
-    anew = [replace(t, extras=Estimate.of_record(t).again(share).extras()) for t in chosen]
-    return [read(t, 1.0) for t in chosen], [read(t, 1.0) for t in anew]
-
-
-def variance(pairs: Sequence[tuple[Tensor, Tensor]], reduce: Reduce) -> dict[str, float]:
-    """Metrics of pairs of log-probs [S] of the same tokens under two draws.
-
-    Half the squared difference of two draws estimates their variance without bias. Collective.
-    """
-    tokens = torch.zeros(4, dtype=torch.float64)
-    for one, two in pairs:
-        gap = (one - two).double().cpu()
-        tokens += torch.stack([gap.square().sum() / 2, gap.sum().square() / 2, *_counts(gap)])
-    of_tokens, of_sequences, n, sequences = reduce(tokens).tolist()
-    return {
-        "estimate/token_variance": of_tokens / max(n, 1.0),
-        "estimate/sequence_variance": of_sequences / max(sequences, 1.0),
-    }
-
-
-def _counts(gap: Tensor) -> list[Tensor]:
-    return [torch.tensor(float(n), dtype=torch.float64) for n in (len(gap), 1)]
 
 
 # Plain cross-entropy is the log-likelihood of the untempered model.
@@ -172,6 +140,7 @@ class LearnerRank(RankState):
         self._costs, self._tight = parts.costs, parts.tight
         self._most = parts.most
         self._read = parts.read
+        self._estimator = parts.estimator
         #: which share of each batch is this rank's; others may hold parts of the same
         self._share = place.rank // job.learner.parts
         self._sharper = {
@@ -221,9 +190,8 @@ class LearnerRank(RankState):
         )
         batch = built(groups)
         batch.micro = self._micro_batches(batch.episodes)
-        diffusion = self.job.diffusion
-        if diffusion is not None:
-            batch.twice = read_twice(groups, self._read, diffusion.prompt_masking)
+        if self._estimator is not None:
+            batch.twice = self._estimator.twice(groups)
         if self.job.keep_by_acceptance is None:
             return batch
         ref = self._update.score_ref(batch)
@@ -381,13 +349,11 @@ class LearnerRank(RankState):
         return out
 
     def _estimate_variance(self, batch: StepBatch) -> dict[str, float]:
-        """Return the `estimate/*` metrics (see `variance`); none for a causal model, whose
-        log-probs are exact. Collective."""
-        if self.job.diffusion is None:
+        """Return the `estimate/*` metrics; none where log-probs are exact. Collective."""
+        if self._estimator is None:
             return {}
-        scored = [self.score(sequences) for sequences in batch.twice]
-        pairs = [(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(*scored)]
-        return variance(pairs, self._reduce)
+        one, two = (self.score(sequences) for sequences in batch.twice)
+        return self._estimator.metrics(list(zip(one, two)), self._reduce)
 
     def _seed(self, step: int) -> None:
         """A step's randomness depends on its number, so there is no state to save."""

@@ -3,18 +3,18 @@ NumPy alone.
 
 How the log-probs of a response are computed is decided here and nowhere else in the learner: a
 `Reader` makes a sequence of each record, and packing, passes, losses and corrections ask only what
-it reads, which of its positions predict, and what.
+it reads, which of its positions predict, and what. Models without exact log-probs have a reader of
+their own (`learner/protocols.py: LogProbEstimator`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from rlcore.models.masking import Estimate
 from rlcore.models.routes import ROUTES
 from rlcore.types import Episode, Trajectory
 
@@ -82,52 +82,39 @@ class TokenSequence:
         return self.token_ids[: len(self)]
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedSequence:
-    """One sequence of a masked-diffusion model: some positions are hidden, and each predicts the
-    token at its own place. Every position attends to every other.
+class ScoredSequence(Protocol):
+    """One sequence of any model, as passes use it."""
 
-    Example, a prompt of two tokens and a response of two on a canvas of three:
-    MaskedSequence(inputs=[5, 9, m, m, m], predicting=[2, 3], targets=[4, 7], prompt_len=2)
-    """
-
-    inputs: np.ndarray  # [W] int64, what the model reads
-    predicting: np.ndarray  # [S] int64: the positions that are scored, in order
-    targets: np.ndarray  # [S]: their tokens
-    prompt_len: int
-    sharper: float = 1.0  # as of `TokenSequence`
-
-    bidirectional: ClassVar[bool] = True
-
-    @classmethod
-    def of_record(
-        cls, t: Trajectory, sharper: float, estimate: Estimate, mask_id: int
-    ) -> MaskedSequence:
-        """A record as its log-probs are estimated (`models/masking.py`)."""
-        prompt, targets = t.prompt_ids, t.sampled_ids
-        predicting = len(prompt) + np.arange(len(targets))
-        return cls(estimate.inputs(prompt, mask_id), predicting, targets, len(prompt), sharper)
-
-    @classmethod
-    def of_answer(
-        cls, inputs: np.ndarray, masked: np.ndarray, tokens: np.ndarray, mask_id: int
-    ) -> MaskedSequence:
-        """A prompt as it is read, and an answer [n] whose `masked` tokens [n] bool are scored."""
-        read = np.concatenate([inputs, np.where(masked, mask_id, tokens)]).astype(np.int64)
-        places = np.flatnonzero(masked)
-        return cls(read, len(inputs) + places, tokens[places], len(inputs))
-
-    @property
-    def scored(self) -> int:
-        """Tokens that are predicted."""
-        return len(self.targets)
+    bidirectional: ClassVar[bool]
 
     def __len__(self) -> int:
         """Positions to compute."""
-        return len(self.inputs)
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """[len] integers, what the model reads."""
+
+    @property
+    def predicting(self) -> np.ndarray:
+        """[S] int64: the positions that are scored, in order."""
+
+    @property
+    def targets(self) -> np.ndarray:
+        """[S]: their tokens."""
+
+    @property
+    def scored(self) -> int:
+        """S."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first scored one."""
+
+    @property
+    def sharper(self) -> float:
+        """As of `TokenSequence`."""
 
 
-ScoredSequence = TokenSequence | MaskedSequence
 Reader = Callable[[Trajectory, float], ScoredSequence]  # of a record and its `sharper`
 
 
@@ -146,18 +133,6 @@ def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
             "sampled without learner.router_replay=true"
         )
     return TokenSequence(t.token_ids, t.sampled, sharper, routes)
-
-
-def masked_reader(mask_id: int) -> Reader:
-    """As a masked-diffusion model reads a record: by the very estimate that its actor made.
-
-    The reader raises ValueError for a record without one.
-    """
-
-    def read(t: Trajectory, sharper: float = 1.0) -> MaskedSequence:
-        return MaskedSequence.of_record(t, sharper, Estimate.of_record(t), mask_id)
-
-    return read
 
 
 def of_episode(

@@ -539,4 +539,6 @@ class RankPlace:
     timeout_s: float  # of a collective
 
 
+# of log-probs that are not exact, by the section of `model` that such a model has
+ESTIMATORS: dict[str, str] = {"diffusion": "rlcore.extras.diffusion.estimates:MaskedEstimator"}
 ENGINES: dict[str, str] = {"deepspeed": "rlcore.learner.engines.deepspeed:ZeroEngine"}

@@ -14,10 +14,10 @@ from torch import Tensor
 from rlcore.files import follow_umask
 from rlcore.learner.lora import save_adapter
 from rlcore.learner.policy import DTYPES
-from rlcore.learner.protocols import Companion, Schedule, TrainEngine
+from rlcore.learner.protocols import Companion, TrainEngine
 from rlcore.learner.ranks import is_first_rank
 from rlcore.learner.specs import LearnerJob, LoraSpec
-from rlcore.learner.state_files import Part, Source
+from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.types import POLICY
 
 TOKENIZER_FILES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,12 @@ from torch import Tensor
 
 from rlcore.errors import StageError
 from rlcore.files import follow_umask, replace_file
-from rlcore.learner.protocols import Schedule, Write
 from rlcore.learner.ranks import gather_objects, is_first_rank
 
 INDEX = "learner.json"
 SHARD_BYTES = 2**31
+Write = Callable[[], object]  # one job of writing state to disk
+Schedule = Callable[[Write], object]  # runs such a job, now or behind training
 
 
 class Part(NamedTuple):
@@ -59,10 +60,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
     follow_umask(path)
 
 
-def _now(write: Write) -> None:
-    write()
-
-
 class StateWriter:
     """Collects one rank's parts and flushes a file whenever `SHARD_BYTES` are held.
 
@@ -71,7 +68,9 @@ class StateWriter:
     until it is on disk.
     """
 
-    def __init__(self, folder: Path, run: Schedule = _now, *, rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, run: Schedule = lambda write: write(), *, rank: int = 0
+    ) -> None:
         self.folder = folder
         self._run = run
         self._rank = rank

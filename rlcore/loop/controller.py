@@ -26,9 +26,9 @@ from typing import Any
 
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost
 from rlcore.interfaces import Reporter
-from rlcore.loop.dispatcher import Dispatcher
+from rlcore.loop.dispatcher import Dispatcher, LoopParts
 from rlcore.loop.fleet import Fleet
-from rlcore.loop.plan import LoopParts, Plan, Progress
+from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.publisher import Colocation, Publisher
 from rlcore.loop.role_protocols import Batch, BufferClient, Clients
 from rlcore.loop.saver import CheckpointPace, CheckpointRequest

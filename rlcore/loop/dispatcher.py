@@ -4,18 +4,42 @@ groups through losses and deadlines, and resizes the fleet on request."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rlcore.errors import UserError
+from rlcore.interfaces import Reporter
 from rlcore.loop.members import Held
-from rlcore.loop.plan import LoopParts, Plan, Progress
+from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.role_protocols import BufferClient, Missing
 from rlcore.loop.shares import KindShares
 from rlcore.loop.timing import in_turns, now
 from rlcore.types import request_id
 
+if TYPE_CHECKING:
+    from rlcore.loop.evaluation import Evaluator
+    from rlcore.loop.fleet import Fleet
+    from rlcore.loop.prompts import RequestMaker
+    from rlcore.loop.saver import Saver
+
 ADMITTED = 512  # prompts that are admitted in one call of the buffer
 LOSSES = 3  # losses of one group (dead, hung or late actors) after which it fails
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """The controller's parts. `scale_requests`: the actor counts requested by `rlcore scale`
+    since the last call, by label; None: no request; UserError: one that cannot be read.
+    `scale_answer` is given the reason why it was refused, or ""."""
+
+    fleet: Fleet
+    requests: RequestMaker
+    evaluator: Evaluator
+    saver: Saver
+    reporter: Reporter
+    scale_requests: Callable[[], dict[str, int] | None] = lambda: None
+    scale_answer: Callable[[str], None] = lambda refused: None
 
 
 class GroupsInFlight:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlcore.errors import UserError
-from rlcore.interfaces import Reporter
 from rlcore.loop.specs import (
     CheckpointSpec,
     Phases,
@@ -16,12 +15,6 @@ from rlcore.loop.specs import (
     SupervisionSpec,
     TargetSpec,
 )
-
-if TYPE_CHECKING:
-    from rlcore.loop.evaluation import Evaluator
-    from rlcore.loop.fleet import Fleet
-    from rlcore.loop.prompts import RequestMaker
-    from rlcore.loop.saver import Saver
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,26 +116,3 @@ class Progress:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)  # `KindShares.state`
     targets: dict[str, Any] = field(default_factory=dict)  # `AdmittedStaleness.state`
-
-
-def _never() -> None:
-    return None
-
-
-def _to_nobody(refused: str) -> None:
-    """Nobody has asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """The controller's parts. `scale_requests`: the actor counts requested by `rlcore scale`
-    since the last call, by label; None: no request; UserError: one that cannot be read.
-    `scale_answer` is given the reason why it was refused, or ""."""
-
-    fleet: Fleet
-    requests: RequestMaker
-    evaluator: Evaluator
-    saver: Saver
-    reporter: Reporter
-    scale_requests: Callable[[], dict[str, int] | None] = _never
-    scale_answer: Callable[[str], None] = _to_nobody

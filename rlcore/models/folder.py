@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rlcore.errors import UserError
+from rlcore.registry import load_object
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +17,23 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"  # names the files of a model that has several
 ATTENTION_FILE = "rlcore.json"  # of an exported folder: the sparse attention it was trained with
 
+# Architectures that transformers lacks, by the model_type of config.json. The module of each
+# registers it there. All are masked-diffusion models.
+ARCHITECTURES = {"llada": "rlcore.extras.diffusion.llada:LladaForMaskedDiffusion"}
+
 _T = TypeVar("_T")
+
+
+def is_masked(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a masked-diffusion model."""
+    return config.get("model_type") in ARCHITECTURES or "mask_token_id" in config
+
+
+def register_architecture(model_path: str | Path) -> None:
+    """Make a folder's architecture known to transformers, where it is one of `ARCHITECTURES`."""
+    path = Path(model_path) / "config.json"
+    if path.is_file() and (known := ARCHITECTURES.get(read_config(model_path).get("model_type"))):
+        load_object(known)
 
 
 def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str, Any]:

@@ -12,11 +12,13 @@ from rlcore.errors import UserError
 from rlcore.files import follow_umask, new_folder
 from rlcore.models.folder import INDEX_FILE, read_config, read_weights, weight_files
 from rlcore.models.specs import FreshModelSpec
+from rlcore.registry import load_object
 from rlcore.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MASKED = "rlcore.extras.diffusion.llada:fresh_llada"  # (spec, tokenizer, max_len) -> model
 PAD, EOS, UNK, MASK = "<pad>", "<eos>", "<unk>", "<mask>"
 
 
@@ -68,7 +70,7 @@ def build_fresh_model(
 
     tokenizer = build_char_tokenizer(alphabet, masked=masked)
     check_vocabulary(spec, len(tokenizer))
-    make = _masked if masked else _causal
+    make = load_object(MASKED) if masked else _causal
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it is
         torch.manual_seed(seed % 2**31)
         model = make(spec, tokenizer, max_len)
@@ -99,26 +101,6 @@ def _causal(spec: FreshModelSpec, tokenizer: Any, max_len: int) -> Any:
         dtype="float32",
     )
     return Qwen3ForCausalLM(config)
-
-
-def _masked(spec: FreshModelSpec, tokenizer: Any, max_len: int) -> Any:
-    from rlcore.models.llada import LladaConfig, LladaForMaskedDiffusion
-
-    config = LladaConfig(
-        vocab_size=spec.vocab_size or len(tokenizer),
-        d_model=spec.hidden_size,
-        n_layers=spec.layers,
-        n_heads=spec.heads,
-        n_kv_heads=spec.kv_heads,
-        mlp_hidden_size=spec.intermediate_size,
-        max_sequence_length=max_len,
-        weight_tying=spec.tie_embeddings,
-        mask_token_id=tokenizer.mask_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-    )
-    return LladaForMaskedDiffusion(config)
 
 
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")

@@ -205,7 +205,10 @@ class RatedActor(FakeActor):
         self._fill()
         tokens = self._held() - before
         if tokens:
-            await self._spend(tokens / self.rates.prefill_tokens_per_s)
+            seconds = tokens / self.rates.prefill_tokens_per_s
+            await asyncio.sleep(seconds)
+            self._busy_s += seconds
+            self._stepped_at = self._now()
 
     def _fill(self) -> None:
         while self._waiting and not self._draining and len(self._running) < self.speed.max_running:
@@ -309,11 +312,6 @@ class RatedActor(FakeActor):
         await self._work.wait()
         timer.cancel()
         return not over
-
-    async def _spend(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._busy_s += seconds
-        self._stepped_at = self._now()
 
     async def _stop(self, on_publish: OnPublish) -> None:
         await super()._stop(on_publish)

@@ -341,15 +341,11 @@ class FakeActor(ActorClient):
                 "pid": self.pid,
                 "busy_s": self._busy_s,
                 "steps": self._steps,
-                "decoding_s": self._decoding_s(),
+                "decoding_s": {name: d.decoding_s for name, d in self._running.items()},
                 "version": self.version,
             }
 
         return await self._call(work, "its heartbeat")
-
-    def _decoding_s(self) -> dict[str, float]:
-        """Seconds so far of the running requests, by name."""
-        return {name: d.decoding_s for name, d in self._running.items()}
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
         limit = self._supervision.hang_timeout_s

@@ -14,10 +14,11 @@ from rlcore.errors import RoleLost
 from rlcore.interfaces import Reporter, Span, Split, Task
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
+from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.evaluation import Evaluator
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.members import ActorPool
-from rlcore.loop.plan import LoopParts, Plan, Progress
+from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.prompts import (
     Difficulty,
     HeldOutRequests,

@@ -217,12 +217,8 @@ def _factorial(value: Number) -> Number:
     if isinstance(value, Fraction) and value.denominator == 1:
         if value < 0:
             raise Undefined
-        return Fraction(_exact_factorial(value.numerator))
+        return Fraction(reduce(lambda product, k: product * k, range(2, value.numerator + 1), 1))
     return mpmath.gamma(inexact(value) + 1)
-
-
-def _exact_factorial(n: int) -> int:
-    return reduce(lambda product, k: product * k, range(2, n + 1), 1)
 
 
 def _binomial(n: Number, k: Number) -> Number:

@@ -93,11 +93,6 @@ def make_answer(group_id: int = 0, sample_index: int = 0, text: str = "", **fiel
     return Answer(group_id=group_id, sample_index=sample_index, text=text, **{**defaults, **fields})
 
 
-def make_episode(trajectory: Trajectory, reward: float = 1.0) -> Episode:
-    """An episode of one record."""
-    return Episode([trajectory], make_score(trajectory, reward))
-
-
 def make_group(
     trajectories: Sequence[Trajectory],
     rewards: Sequence[float],
@@ -109,5 +104,5 @@ def make_group(
     if not trajectories:
         raise ValueError("a group needs at least one trajectory")
     first = trajectories[0]
-    episodes = [make_episode(t, r) for t, r in zip(trajectories, rewards, strict=True)]
+    episodes = [Episode([t], make_score(t, r)) for t, r in zip(trajectories, rewards, strict=True)]
     return Group(first.group_id, first.prompt_id, admitted_version, episodes, arrival_version)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.learner.lm_head import HeadSpec, KlTarget, TopkTarget
 from rlcore.learner.packing import MicroBatch
-from rlcore.learner.protocols import Schedule, TrainEngine
-from rlcore.learner.state_files import Part, Source
+from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.objectives.kl import entropy, full_kl
 from rlcore.types import TokenScores
 

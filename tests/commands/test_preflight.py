@@ -78,8 +78,8 @@ def test_nobody_asks_the_tokenizer_for_its_pad_token_directly():
     """It may be None, which only shows in the first micro-batch."""
     sources = Path(rlcore.__file__).parent.rglob("*.py")
     users = {p.name for p in sources if "tokenizer.pad_token_id" in p.read_text()}
-    # what replaces a missing one, and what makes one
-    assert users == {"text.py", "fresh.py", "experts.py"}
+    # what replaces a missing one, and what makes models of one
+    assert users == {"text.py", "fresh.py", "llada.py", "experts.py"}
 
 
 def _file(tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
+from rlcore.extras.diffusion.llada import LladaConfig
 from rlcore.learner.build import layer_sizes
 from rlcore.learner.limits import ROOM, LayerSizes, most_positions
 from rlcore.learner.lm_head import HeadSpec
@@ -20,7 +21,6 @@ from rlcore.learner.packing import PassCosts, dummy, pack
 from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
 from rlcore.learner.sequences import TokenSequence
 from rlcore.learner.specs import LearnerSpec
-from rlcore.models.llada import LladaConfig
 from rlcore.types import TokenScores
 
 TURN = st.tuples(st.integers(1, 9), st.integers(0, 12))  # tokens observed, tokens sampled

@@ -8,14 +8,13 @@ from learner_helpers import PlainEngine, make_job
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
+from rlcore.extras.diffusion.estimates import Estimate, MaskedEstimator, MaskedSequence
+from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.learner.batch import build_batch
 from rlcore.learner.packing import pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
-from rlcore.learner.rank import read_twice, variance
-from rlcore.learner.sequences import MaskedSequence, masked_reader
 from rlcore.learner.update import Update
-from rlcore.models.masking import Estimate
-from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
+from rlcore.models.specs import DiffusionSpec
 from rlcore.testing.records import make_group
 
 MASK, CPU = 14, torch.device("cpu")
@@ -37,8 +36,12 @@ def groups(model):
     return [make_group(done[i : i + 4], rewards) for i in (0, 4)]
 
 
-def masked_batch(groups, tokens=10_000, layout="sorted"):
-    batch = build_batch(groups, with_topk=False, device=CPU, read=masked_reader(MASK))
+def estimator(model):
+    return MaskedEstimator(model, DiffusionSpec(prompt_masking=0.4))
+
+
+def masked_batch(model, groups, tokens=10_000, layout="sorted"):
+    batch = build_batch(groups, with_topk=False, device=CPU, read=estimator(model).read)
     batch.micro = pack(batch.episodes, tokens, layout)
     return batch
 
@@ -60,7 +63,7 @@ def gradients(update, batch):
 @pytest.mark.parametrize(("tokens", "layout"), [(10_000, "sorted"), (40, "sorted"), (60, "packed")])
 def test_the_learner_replays_the_estimate_of_its_actors(model, groups, tokens, layout):
     update = masked_update(model)
-    batch = masked_batch(groups, tokens, layout)
+    batch = masked_batch(model, groups, tokens, layout)
     ref = update.score_ref(batch)
     mask = batch.sent.mask
     assert mask.sum() == sum(g.tokens for g in groups)
@@ -69,8 +72,8 @@ def test_the_learner_replays_the_estimate_of_its_actors(model, groups, tokens, l
 
 @pytest.mark.parametrize("corrections", CORRECTIONS, ids=str)
 def test_matched_weights_leave_every_token_at_weight_one(model, groups, corrections):
-    plain, _ = gradients(masked_update(model), masked_batch(groups))
-    found, out = gradients(masked_update(model, corrections), masked_batch(groups))
+    plain, _ = gradients(masked_update(model), masked_batch(model, groups))
+    found, out = gradients(masked_update(model, corrections), masked_batch(model, groups))
     assert out.metrics["correction/kept_share"] == 1.0
     assert out.metrics["correction/weight_mean"] == pytest.approx(1.0, abs=2e-5)
     assert out.metrics["mismatch/abs_dlogp_max"] < 2e-5
@@ -81,7 +84,9 @@ def test_matched_weights_leave_every_token_at_weight_one(model, groups, correcti
 @pytest.mark.parametrize(("tokens", "layout"), [(10_000, "sorted"), (40, "sorted"), (60, "packed")])
 def test_the_gradient_is_that_of_the_estimate_in_every_layout(model, groups, tokens, layout):
     settings = {"advantage": "group_mean", "entropy_coef": 0.0}
-    found, _ = gradients(masked_update(model, **settings), masked_batch(groups, tokens, layout))
+    found, _ = gradients(
+        masked_update(model, **settings), masked_batch(model, groups, tokens, layout)
+    )
     lm = load_causal_lm(model, "float32", "sdpa")
     total, loss = sum(g.tokens for g in groups), torch.zeros(())
     for group in groups:
@@ -100,7 +105,7 @@ def test_the_gradient_is_that_of_the_estimate_in_every_layout(model, groups, tok
 def test_kl_to_the_starting_policy_is_of_the_same_estimate(model, groups):
     for estimator in ("k3", "full"):
         _, out = gradients(
-            masked_update(model, kl_coef=0.1, kl_estimator=estimator), masked_batch(groups)
+            masked_update(model, kl_coef=0.1, kl_estimator=estimator), masked_batch(model, groups)
         )
         assert out.sums.losses(out.sums.over_ranks(ONE_RANK, CPU))["loss/kl"] == pytest.approx(
             0.0, abs=1e-6
@@ -114,14 +119,14 @@ def test_the_variance_is_of_the_masks_alone(model, groups):
         out = []
         for mb in pack([(s,) for s in sequences], 1000, "sorted"):
             values = update.engine.forward(mb, None, update.head).logp.detach()
-            out += [(int(i), values[mb.row == r]) for r, i in enumerate(mb.episodes)]
+            out += [(int(i), values[mb.row == r].numpy()) for r, i in enumerate(mb.episodes)]
         return [values for _, values in sorted(out, key=lambda pair: pair[0])]
 
-    read = masked_reader(MASK)
-    same = read_twice(groups, read, 0.4)[0]
+    of = estimator(model)
+    same = of.twice(groups)[0]
     assert all(isinstance(s, MaskedSequence) for s in same)
-    none = variance(list(zip(scores(same), scores(same))), ONE_RANK)
+    none = of.metrics(list(zip(scores(same), scores(same))), ONE_RANK)
     assert none == {"estimate/token_variance": 0.0, "estimate/sequence_variance": 0.0}
-    one, two = read_twice(groups, read, 0.4)
-    some = variance(list(zip(scores(one), scores(two))), ONE_RANK)
+    one, two = of.twice(groups)
+    some = of.metrics(list(zip(scores(one), scores(two))), ONE_RANK)
     assert some["estimate/token_variance"] > 0 and some["estimate/sequence_variance"] > 0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from learner_helpers import on_ranks
 
-from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
+from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_group
 
 pytestmark = pytest.mark.ranks

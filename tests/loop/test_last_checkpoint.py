@@ -12,7 +12,7 @@ from loop_audit import audit_uses
 from rlcore.errors import DeadlineExceeded, NoSpace, OwnershipLost, RoleLost, StageError, UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.controller import Controller
-from rlcore.loop.plan import LoopParts
+from rlcore.loop.dispatcher import LoopParts
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec
 from rlcore.metrics.health import Course
 from rlcore.metrics.log import read_log

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.errors import UserError
-from rlcore.models.folder import read_config, read_shapes
+from rlcore.extras.diffusion.folder import check_masked, mask_token_id
+from rlcore.extras.diffusion.llada import LladaConfig, LladaForMaskedDiffusion
+from rlcore.models.folder import is_masked, read_config, read_shapes
 from rlcore.models.fresh import build_fresh_model
-from rlcore.models.llada import LladaConfig, LladaForMaskedDiffusion
-from rlcore.models.masked_folder import check_masked, is_masked, mask_token_id
 from rlcore.models.specs import DiffusionSpec, FreshModelSpec, ModelSpec
 from rlcore.models.text import load_tokenizer
 
@@ -109,7 +109,7 @@ def test_code_in_a_folder_is_not_run(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": names}))
     (tmp_path / "modeling_llada.py").write_text("raise SystemExit('run')\n")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded).__module__ == "rlcore.models.llada"
+    assert type(loaded).__module__ == "rlcore.extras.diffusion.llada"
 
 
 def test_llada_8b_s_own_configuration_is_supported():

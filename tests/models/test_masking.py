@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlcore.models.masking import Estimate, masked_answer
+from rlcore.extras.diffusion.estimates import Estimate, masked_answer
 from rlcore.serialization import dump_trajectory, load_trajectory
 from rlcore.testing.records import make_trajectory
 

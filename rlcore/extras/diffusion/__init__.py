@@ -1,1 +1,2 @@
-"""Masked-diffusion models as a rollout engine, on torch alone."""
+"""Masked-diffusion models: architecture, folders, engine, estimates of log-probs, and the rules of
+their configuration."""

@@ -8,10 +8,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from rlcore.extras.diffusion.estimates import Estimate
+from rlcore.extras.diffusion.folder import mask_token_id
 from rlcore.extras.diffusion.model import DiffusionWeights, MaskedModel
 from rlcore.interfaces import WeightStream
-from rlcore.models.masked_folder import mask_token_id
-from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.checks import check_model

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlcore.extras.diffusion.folder import NAMES
 from rlcore.interfaces import WeightStream
-from rlcore.models.masked_folder import NAMES
 from rlcore.rollout.specs import ActorSpec
 from rlcore.weights.manifest import check_shapes, tensor_checksum
 from rlcore.weights.rounding import round_weights
@@ -27,7 +27,7 @@ class MaskedModel:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
-        import rlcore.models.llada  # noqa: F401  # registers its architecture
+        import rlcore.extras.diffusion.llada  # noqa: F401  # registers its architecture
 
         disable_progress_bar()
         self.device = torch.device("cpu" if actor.on_cpu else "cuda")

@@ -47,11 +47,11 @@ from rlcore.learner.lora import (
 )
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy, Policy
-from rlcore.learner.protocols import Schedule, TrainEngine
+from rlcore.learner.protocols import TrainEngine
 from rlcore.learner.ranks import Shards
 from rlcore.learner.specs import LearnerSpec, RateSchedule
 from rlcore.learner.split_loading import Split
-from rlcore.learner.state_files import Part, Source
+from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.types import TokenScores
 from rlcore.weights.experts import single_shapes, singles
 

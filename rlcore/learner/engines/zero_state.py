@@ -23,9 +23,16 @@ from torch import Tensor, nn
 from rlcore.errors import StageError, UserError
 from rlcore.learner.engines.model_parallel import ModelParts, whole_shape
 from rlcore.learner.engines.patches import MOMENTS_LINKED
-from rlcore.learner.protocols import Schedule
 from rlcore.learner.specs import LearnerSpec
-from rlcore.learner.state_files import HeldTensor, Part, Source, open_state, read_index, write_parts
+from rlcore.learner.state_files import (
+    HeldTensor,
+    Part,
+    Schedule,
+    Source,
+    open_state,
+    read_index,
+    write_parts,
+)
 from rlcore.weights.storages import EmptiedStorages
 
 # what they are called at stages 1 and 2 (both data types) and 3

@@ -120,7 +120,10 @@ class ClassifierReward(Reward):
         deadline = started + self._spec.timeout_s
         judged = 0
         try:
-            process.ask([_texts(entry.asked) for entry in batch], self._spec.timeout_s)
+            process.ask(
+                [(entry.asked.question, entry.asked.response) for entry in batch],
+                self._spec.timeout_s,
+            )
             for entry in batch:
                 said = process.receive(max(deadline - time.monotonic(), 1e-3))
                 seconds = time.monotonic() - started
@@ -151,10 +154,6 @@ class ClassifierReward(Reward):
     def _requeue(self, entries: Sequence[_PendingText]) -> None:
         with self._state:
             self._pending.extendleft(reversed(entries))
-
-
-def _texts(asked: RewardQuery) -> tuple[str, str]:
-    return asked.question, asked.response
 
 
 def _since(start: float) -> float:

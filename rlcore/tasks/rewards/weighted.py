@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from rlcore.errors import DeadlineExceeded, StageError, UserError
-from rlcore.interfaces import Task
 from rlcore.registry import resolve
 from rlcore.tasks import make_task, parse_prompt_id
 from rlcore.tasks.rewards.protocols import MAX_ERROR, Reward, RewardQuery, RewardVerdict
@@ -52,7 +51,7 @@ class WeightedScorer:
         keys: Mapping[str, str] | None = None,
     ) -> None:
         self._specs = dict(tasks)
-        self._tasks = _built(tasks)
+        self._tasks = {label: make_task(t.name, t.args, label=label) for label, t in tasks.items()}
         self._on_scored = on_scored
         self.scored = 0  # answers with a reward
         self.errors = 0
@@ -319,7 +318,3 @@ def _by_token(
     own = [spec.grade_weight * r for r in verdicts[OWN].token_rewards]
     own[-1] += reward - math.fsum(own)
     return tuple(own)
-
-
-def _built(tasks: Mapping[str, EvalTaskSpec]) -> dict[str, Task]:
-    return {label: make_task(t.name, t.args, label=label) for label, t in tasks.items()}

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlcore.extras.diffusion.engine import Denoising
+from rlcore.extras.diffusion.estimates import Estimate
+from rlcore.extras.diffusion.testing import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.models.folder import read_weights
-from rlcore.models.masking import Estimate
 from rlcore.models.specs import DiffusionSpec
 from rlcore.rollout.request_book import CoreRequest
-from rlcore.testing.masked import drawn, masked_engine, masked_requests, sharp_folder
 from rlcore.testing.records import make_sampling
 from rlcore.weights.manifest import tensor_checksum
 from rlcore.weights.rounding import round_tensor

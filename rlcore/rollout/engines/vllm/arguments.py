@@ -38,11 +38,6 @@ def quantization_options(actor: ActorSpec) -> dict[str, Any]:
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def buffer_rank(rank: int) -> int:
-    """The smallest of vLLM's ranks that holds an adapter of this one."""
-    return min(r for r in RANKS if r >= rank)
-
-
 @contextmanager
 def adapter_folder(tensors: Mapping[str, torch.Tensor], rank: int) -> Iterator[str]:
     """A PEFT folder with these factors (`weights/adapters.py`), for processes on this machine."""
@@ -117,7 +112,8 @@ def _adapter_options(job: EngineJob) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": buffer_rank(job.adapter.rank),
+        # the smallest of vLLM's ranks that holds this adapter
+        "max_lora_rank": min(r for r in RANKS if r >= job.adapter.rank),
         "lora_target_modules": [t.rpartition(".")[2] for t in job.adapter.targets],
     }
 

@@ -188,7 +188,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         md = attn_metadata
         if isinstance(md, SparseCPUMetadata) and md.plan is not None:
-            self._summarise(kv_cache, md.block_table, md.plan)
+            # the summaries of the pages that this step completes
+            if len(md.plan.done_requests):
+                blocks = md.block_table[md.plan.done_requests, md.plan.done_pages].long()
+                self.summaries[blocks] = page_summaries(_keys(kv_cache, blocks))
             if md.plan.sparse is not None:
                 if md.plan.dense is not None:
                     self._dense(layer, query, kv_cache, md, md.plan.dense, output)
@@ -197,12 +200,6 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         return super().forward(
             layer, query, key, value, kv_cache, md, output, output_scale, output_block_scale
         )
-
-    def _summarise(self, kv_cache: torch.Tensor, table: torch.Tensor, plan: StepPlan) -> None:
-        """Write the summaries of the pages that this step completes."""
-        if len(plan.done_requests):
-            blocks = table[plan.done_requests, plan.done_pages].long()
-            self.summaries[blocks] = page_summaries(_keys(kv_cache, blocks))
 
     def _dense(
         self,

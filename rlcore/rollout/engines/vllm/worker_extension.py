@@ -68,11 +68,6 @@ class WeightExtension:
         given = ((n, t) for n, t in tensors.items() if n not in second_names(model))
         self.rl_loaded |= {as_held(n.replace(_BASE, ".")) for n in model.load_weights(given)}
 
-    def _adapted(self) -> Mapping[str, Any]:
-        """vLLM's adapted layers by name; none in an engine without adapters."""
-        manager = getattr(self.model_runner, "lora_manager", None)
-        return {} if manager is None else manager._adapter_manager.modules
-
     @torch.no_grad()
     def rl_end_load(self, names: list[str]) -> None:
         """The set of these names is complete. Raises RuntimeError if the model did not take each
@@ -131,7 +126,10 @@ class WeightExtension:
     def rl_adapter_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
         """The same of an adapter's factors (`weights/adapters.py`), read from the buffers that the
         layers compute with."""
-        model, layers = self.model_runner.model, self._adapted()
+        model = self.model_runner.model
+        manager = getattr(self.model_runner, "lora_manager", None)
+        # vLLM's adapted layers by name; none in an engine without adapters
+        layers = {} if manager is None else manager._adapter_manager.modules
         parts = ((n, _Held(_factor(model, layers, n, shapes[n]), False)) for n in names)
         return _checksums((n, _whole(part, n, shapes[n])) for n, part in parts)
 

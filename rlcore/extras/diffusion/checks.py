@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from rlcore.config.schema import RunConfig
 from rlcore.corrections.dvp import DvpSpec
+from rlcore.extras.diffusion.folder import LAYERS
 from rlcore.learner.specs import PARTS
-from rlcore.models.masked_folder import LAYERS
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
 from rlcore.spec import refuse
 

@@ -12,7 +12,7 @@ from rlcore.spec import refuse
 MODEL_TYPE = "llada"
 # LLaDA's names of the weights that other models call by these
 NAMES = {"lm_head": "transformer.ff_out", "embed_tokens": "transformer.wte"}
-# What of LLaDA's configuration the architecture here computes (models/llada.py); a missing key has
+# What of LLaDA's configuration the architecture here computes (`llada.py`); a missing key has
 # the first of its values.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "block_type": ("llama",),
@@ -32,11 +32,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 # Linear layers of its blocks. The last one's name is that of the head too.
 LAYERS = ("q_proj", "k_proj", "v_proj", "attn_out", "ff_proj", "up_proj", "ff_out")
 _SIZES = ("d_model", "n_heads", "n_layers", "mlp_hidden_size", "max_sequence_length")
-
-
-def is_masked(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a masked-diffusion model."""
-    return config.get("model_type") == MODEL_TYPE or "mask_token_id" in config
 
 
 def check_masked(config: Mapping[str, Any], *, whose: str) -> None:

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
-from rlcore.models.masked_folder import MODEL_TYPE
+from rlcore.extras.diffusion.folder import MODEL_TYPE
+from rlcore.models.specs import FreshModelSpec
 
 
 class LladaConfig(PreTrainedConfig):
-    """LLaDA's config.json under its own keys; `masked_folder.py` says which values are
+    """LLaDA's config.json under its own keys; `folder.py` says which values are
     supported."""
 
     model_type = MODEL_TYPE
@@ -163,6 +164,25 @@ class LladaForMaskedDiffusion(PreTrainedModel):
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         head: Any = self.get_output_embeddings()
         return MaskedLMOutput(logits=hidden @ head.weight.t())
+
+
+def fresh_llada(spec: FreshModelSpec, tokenizer: Any, max_len: int) -> LladaForMaskedDiffusion:
+    """Random weights of the sizes of `spec`; `max_len`: positions."""
+    config = LladaConfig(
+        vocab_size=spec.vocab_size or len(tokenizer),
+        d_model=spec.hidden_size,
+        n_layers=spec.layers,
+        n_heads=spec.heads,
+        n_kv_heads=spec.kv_heads,
+        mlp_hidden_size=spec.intermediate_size,
+        max_sequence_length=max_len,
+        weight_tying=spec.tie_embeddings,
+        mask_token_id=tokenizer.mask_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    return LladaForMaskedDiffusion(config)
 
 
 AutoConfig.register(MODEL_TYPE, LladaConfig, exist_ok=True)

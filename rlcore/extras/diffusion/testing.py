@@ -25,7 +25,7 @@ def sharp_folder(folder: Path, seed: int = 0, *, tie: bool = False) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    import rlcore.models.llada  # noqa: F401  # registers the architecture
+    import rlcore.extras.diffusion.llada  # noqa: F401  # registers the architecture
 
     spec = SHAPE.model_copy(update={"tie_embeddings": tie})
     build_fresh_model(folder, ALPHABET, spec, seed=seed, max_len=64, masked=True)
