@@ -37,24 +37,33 @@ def smollm2() -> Path:
 
 
 @pytest.fixture
-def under_interpreter() -> Callable[[str], None]:
-    """Runs a program whose Triton kernels are interpreted, in a process of its own: vLLM's CPU
-    build, imported by other tests of this one, puts a placeholder in triton's place. The program
-    prints "equal" at its end."""
+def with_triton(tmp_path) -> Callable[..., str]:
+    """Runs a program that imports triton, in a process of its own: vLLM's CPU build, imported by
+    other tests of this one, puts a placeholder in triton's place. Returns what it printed."""
     try:
         importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("triton is not installed: `make venv` installs it from requirements/dev.lock")
 
-    def run(program: str) -> None:
+    def run(program: str, **variables: str) -> str:
         done = subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "TRITON_INTERPRET": "1"},
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton"), **variables},
             capture_output=True,
             text=True,
             timeout=deadline(120),
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.strip() == "equal"
+        return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture
+def under_interpreter(with_triton) -> Callable[[str], None]:
+    """Runs a program whose Triton kernels are interpreted. It prints "equal" at its end."""
+
+    def run(program: str) -> None:
+        assert with_triton(program, TRITON_INTERPRET="1") == "equal"
 
     return run
