@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -100,6 +100,33 @@ class SamplingSpec:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+PAGE_RULE = "page_rule"  # of a record's extras: [2 + n] int32, `PageRule` in order
+
+
+class PageRule(NamedTuple):
+    """The pages that sparse attention keeps by position, of one request and its record.
+
+    Example, 4 pages up to position 1023 and 8 from there on: PageRule(3, 1024, (4, 8))
+    """
+
+    version: int  # of the actors' rule in this run: a set-point moves it
+    length_step: int  # positions that share an entry of `blocks`
+    blocks: tuple[int, ...]  # [n], never falling; the last holds from its first position on
+
+    def array(self) -> np.ndarray:
+        """[2 + n] int32, as a record carries it."""
+        return np.array([self.version, self.length_step, *self.blocks], np.int32)
+
+    @classmethod
+    def of_record(cls, extras: Mapping[str, np.ndarray]) -> PageRule | None:
+        """The rule that sampled a record; None: that of its actor's configuration."""
+        found = extras.get(PAGE_RULE)
+        if found is None:
+            return None
+        version, length_step, *blocks = found.tolist()
+        return cls(version, length_step, tuple(blocks))
+
+
 @dataclass(frozen=True, slots=True)
 class Request(ByFields):
     """One sample to draw. Everything an actor needs; nothing about it depends on timing.
@@ -115,6 +142,7 @@ class Request(ByFields):
     seed: int  # derive_seed(run seed, "sample", group_id, sample_index)
     purpose: str = "train"  # "train", or "eval/<version>/<task>/<mode>"
     asked: str | tuple[Message, ...] | None = None  # text that the actor makes `prompt_ids` of
+    page_rule: PageRule | None = None  # of a sparse actor; None: that of its configuration
 
     @property
     def request_id(self) -> str:
@@ -360,6 +388,9 @@ class StepTensors:
     # [B] int64: the kind of actor that sampled each sequence, counted as the learner lists them;
     # None: all are of one
     kinds: torch.Tensor | None = None
+    # [B, T] int64: the entry of its page rule that each token was sampled by, -1 for none; None:
+    # no actor has pages by position
+    stretch: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> StepTensors:
         """The same tensors for some of the sequences: their numbers [b], or a mask [B] bool."""

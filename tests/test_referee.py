@@ -109,9 +109,7 @@ def test_a_form_is_known_by_its_parameters(loss, name, columns):
 
 
 def test_what_is_no_loss_is_refused_in_a_sentence():
-    with pytest.raises(
-        UserError, match=r"parameters are a, b, and .* are rlcore: batch; TRL"
-    ):
+    with pytest.raises(UserError, match=r"parameters are a, b, and .* are rlcore: batch; TRL"):
         form_of(lambda a, b: a)
     with pytest.raises(UserError, match="not a callable object"):
         form_of(3.5)

@@ -61,7 +61,7 @@ def mask_ms(s: Setting, inputs: list[torch.Tensor]) -> float:
 
     query, key, _ = inputs
     bounds = [0, query.shape[2]]
-    return median_ms(lambda: make_block_mask(query, key, s.rule, bounds, None))
+    return median_ms(lambda: make_block_mask(query, key, [s.rule], bounds, None))
 
 
 def tensors(shape: dict[str, int], length: int) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ to about 1e-6 (relative) may be swapped, for that token and head."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,10 @@ def page_budget(rule: SparseSpec, pages: torch.Tensor) -> torch.Tensor:
     """Pages attended by queries that see `pages` pages: any shape, int64, own page included."""
     if rule.blocks is not None:
         return pages.clamp(max=rule.blocks)
+    if rule.blocks_by_length is not None:
+        budgets = torch.tensor(rule.blocks_by_length, dtype=pages.dtype, device=pages.device)
+        stretch = (pages - 1) * rule.block_size // rule.length_step
+        return torch.minimum(pages, budgets[stretch.clamp(min=0, max=len(budgets) - 1)])
     # in float64, as `SparseSpec.max_budget` computes it
     wanted = torch.ceil(pages.double() * rule.page_share - ROUNDING_SLACK).to(pages.dtype)
     return torch.minimum(pages, wanted.clamp(min=2))
@@ -145,19 +150,22 @@ def plan_step(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
     prompt_lens: torch.Tensor | None = None,
+    rules: Sequence[SparseSpec] | None = None,
 ) -> StepPlan:
     """Plan a step in which request r computes positions `seq_lens[r] - q_r .. seq_lens[r] - 1`.
 
     query_start [R+1], seq_lens [R] on the CPU: as the engine gives them, mixed prefill and decode.
     prompt_lens [R]: the prompts' true lengths, since a position may be computed again after a
-    preemption or a weight update. Raises RuntimeError where the rule leaves prompts dense and they
+    preemption or a weight update. rules [R]: `rule` with the budgets of each request, where these
+    have their own. Raises RuntimeError where the rule leaves prompts dense and they
     are missing.
     """
     start = query_start.long()
     seq = seq_lens.long()
     count = start[1:] - start[:-1]
     computed = seq - count
-    dense_until = torch.full_like(seq, rule.dense_positions)
+    its_rules = [rule] * len(seq) if rules is None else rules
+    dense_until = torch.tensor([r.dense_positions for r in its_rules], dtype=torch.int64)
     if not rule.sparse_prompt:
         if prompt_lens is None:
             raise RuntimeError("sparse_prompt=false needs every request's prompt length")
@@ -166,7 +174,7 @@ def plan_step(
     bs = rule.block_size
     done = _ragged(computed // bs, seq // bs - computed // bs)
     dense = _dense_spans(start, computed, count, dense_count)
-    return StepPlan(dense, _sparse_rows(rule, start, computed, count, dense_count), *done)
+    return StepPlan(dense, _sparse_rows(its_rules, start, computed, count, dense_count), *done)
 
 
 def _ragged(first: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +199,7 @@ def _dense_spans(
 
 
 def _sparse_rows(
-    rule: SparseSpec,
+    rules: Sequence[SparseSpec],
     start: torch.Tensor,
     computed: torch.Tensor,
     count: torch.Tensor,
@@ -202,11 +210,12 @@ def _sparse_rows(
         return None
     requests, tokens = _ragged(start[:-1] + dense_count, rows)
     position = tokens - start[requests] + computed[requests]
-    pages = position // rule.block_size + 1
-    budget = page_budget(rule, pages)
-    kept = (budget - 1) * rule.block_size + position % rule.block_size + 1
+    size = rules[0].block_size
+    pages = position // size + 1
+    budget = _budgets(rules, requests, pages)
+    kept = (budget - 1) * size + position % size + 1
     end = torch.cumsum(rows, 0).tolist()
-    last_pages = ((computed + count - 1) // rule.block_size + 1).tolist()
+    last_pages = ((computed + count - 1) // size + 1).tolist()
     spans = [
         (r, e - n, e, p) for r, (n, e, p) in enumerate(zip(rows.tolist(), end, last_pages)) if n
     ]
@@ -221,3 +230,15 @@ def _sparse_rows(
         int(pages.max()),
         int(budget.max()),
     )
+
+
+def _budgets(
+    rules: Sequence[SparseSpec], requests: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    """The budget of each row [n], by the rule of its request: rules [R], requests and pages [n]."""
+    numbers = {rule: number for number, rule in enumerate(dict.fromkeys(rules))}
+    if len(numbers) == 1:
+        return page_budget(rules[0], pages)
+    found = torch.stack([page_budget(rule, pages) for rule in numbers])
+    of_row = torch.tensor([numbers[rule] for rule in rules])[requests]
+    return found.gather(0, of_row[None])[0]

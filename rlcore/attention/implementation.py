@@ -135,7 +135,7 @@ def attend_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: SparseSpec,
+    rules: Sequence[SparseSpec],
     bounds: Sequence[int],
     dense_until: Tensor | None,
     scaling: float | None,
@@ -143,10 +143,10 @@ def attend_blocks(
     """Causal block top-k attention, differentiable on GPUs.
 
     query [B, H, T, D], key and value [B, Hk, T, D] -> [B, H, T, D]. bounds: where the sequences of
-    every row begin and end, [0, T] for padded rows; dense_until [B, sequences]: positions below it
-    see everything before them.
+    every row begin and end, [0, T] for padded rows; rules: that of each of them; dense_until [B,
+    sequences]: positions below it see everything before them.
     """
-    mask = make_block_mask(query, key, rule, bounds, dense_until)
+    mask = make_block_mask(query, key, rules, bounds, dense_until)
     out = _kernel(query.device.type)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1]
     )
@@ -164,20 +164,20 @@ def _kernel(device: str) -> Any:
 def make_block_mask(
     query: Tensor,
     key: Tensor,
-    rule: SparseSpec,
+    rules: Sequence[SparseSpec],
     bounds: Sequence[int],
     dense_until: Tensor | None,
 ) -> BlockMask:
     """Build the rule's selection as a mask for FlexAttention; the arguments are those of
     `attend_blocks`."""
     b, heads, t, _ = query.shape
-    kv_heads, size = key.shape[1], rule.block_size
+    kv_heads, size = key.shape[1], rules[0].block_size
     count = -(-t // BLOCK)
     pages = -(-max(z - a for a, z in pairwise(bounds)) // size)
     # as many rows as the blocks have: kernels may look beyond the last query
     seen = query.new_zeros(b, kv_heads, count * BLOCK, pages, dtype=torch.bool)
     blocks = query.new_zeros(b, kv_heads, count, count, dtype=torch.bool)
-    for i, (a, z) in enumerate(pairwise(bounds)):
+    for i, (rule, (a, z)) in enumerate(zip(rules, pairwise(bounds), strict=True)):
         summaries = summaries_of(key[:, :, a:z], size)
         until = None if dense_until is None else dense_until[:, i]
         for start in range(0, z - a, FLEX_QUERY_CHUNK):
@@ -251,7 +251,8 @@ class SparseRows:
     Rows start at position 0 in column 0 and are right-padded, or one row holds several packed
     sequences. prompt_lens: prompt tokens of each sequence, in order; required when
     `rule.sparse_prompt` is False. cu_seqlens: for one packed row, the S+1 boundaries of its S
-    sequences, from 0 to the row's length; None for right-padded rows.
+    sequences, from 0 to the row's length; None for right-padded rows. rules: that of each sequence,
+    in order, with the page size and `sparse_prompt` of `rule`; None: `rule` for all.
 
     Example, two sequences of 5 and 3 tokens packed: SparseRows(rule, cu_seqlens=[0, 5, 8])
     """
@@ -259,6 +260,12 @@ class SparseRows:
     rule: SparseSpec
     prompt_lens: Sequence[int] | None = None
     cu_seqlens: Sequence[int] | None = None
+    rules: Sequence[SparseSpec] | None = None
+
+    def of_sequence(self, i: int) -> SparseRows:
+        """One of the sequences alone, as a row of its own."""
+        prompt = None if self.prompt_lens is None else self.prompt_lens[i : i + 1]
+        return SparseRows(self.rule if self.rules is None else self.rules[i], prompt)
 
     def __post_init__(self) -> None:
         if not self.rule.sparse_prompt and self.prompt_lens is None:
@@ -319,13 +326,16 @@ def attend_rows(
     token yield meaningless values and reach no other column.
     """
     bounds = _bounds(query, key, rows)
-    if rows.cu_seqlens is None:
+    if rows.cu_seqlens is None and rows.rules is None:
         return _attend(query, key, value, rows, scaling)
+    if rows.cu_seqlens is None:
+        each = zip(query.split(1), key.split(1), value.split(1))
+        parts = [_attend(*one, rows.of_sequence(i), scaling) for i, one in enumerate(each)]
+        return torch.cat(parts)
     parts = []
     for i, (a, b) in enumerate(pairwise(bounds)):
-        prompt = None if rows.prompt_lens is None else rows.prompt_lens[i : i + 1]
         one = (query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
-        parts.append(_attend(*one, SparseRows(rows.rule, prompt), scaling))
+        parts.append(_attend(*one, rows.of_sequence(i), scaling))
     return torch.cat(parts, dim=2)
 
 
@@ -334,6 +344,12 @@ def attend_rows_by_blocks(
 ) -> Tensor:
     """`attend_rows` by FlexAttention, whose backward pass needs a GPU."""
     bounds = _bounds(query, key, rows)
+    if rows.rules is not None and rows.cu_seqlens is None:
+        each = zip(query.split(1), key.split(1), value.split(1))
+        own = [
+            attend_rows_by_blocks(*one, rows.of_sequence(i), scaling) for i, one in enumerate(each)
+        ]
+        return torch.cat(own)
     shape = (query.shape[0], len(bounds) - 1)
     until = None
     if not rows.rule.sparse_prompt:
@@ -341,7 +357,8 @@ def attend_rows_by_blocks(
         if prompts is None or len(prompts) != shape[0] * shape[1]:
             raise ValueError(f"{shape[0] * shape[1]} sequences need as many prompt lengths")
         until = torch.as_tensor(list(prompts), device=query.device).view(shape)
-    return attend_blocks(query, key, value, rows.rule, bounds, until, scaling)
+    rules = [rows.rule] * shape[1] if rows.rules is None else rows.rules
+    return attend_blocks(query, key, value, rules, bounds, until, scaling)
 
 
 def _bounds(query: Tensor, key: Tensor, rows: SparseRows) -> list[int]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from math import ceil
+from typing import ClassVar
 
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
+from rlcore.types import PageRule
 
 _EVERYWHERE = 2**40  # a position beyond any context
+STRETCHES = 32  # most entries of `blocks_by_length`
 #: subtracted before rounding a share up, so that 0.1 * 30 gives 3 pages on every device
 ROUNDING_SLACK = 1e-9
 
@@ -14,8 +19,17 @@ ROUNDING_SLACK = 1e-9
 class SparseSpec(Spec):
     """The selection of pages of keys that each query attends to (METHODS.md, DistillSparse).
 
-    Example: SparseSpec(block_size=16, blocks=24)
+    Examples: SparseSpec(block_size=16, blocks=24),
+    SparseSpec(blocks_by_length=(29, 61, 93), length_step=2048), as Sparrow's (arXiv 2606.08446)
     """
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("length_step",),
+            lambda spec: spec.blocks_by_length is None,
+            "blocks_by_length is null: the budget does not go by position",
+        ),
+    )
 
     block_size: int = setting(16, "size of a page", unit="tokens", gt=0)
     blocks: int | None = setting(
@@ -24,13 +38,38 @@ class SparseSpec(Spec):
     share: float | None = setting(
         None, "instead of blocks: share of the context's pages, rounded up", gt=0, le=1
     )
+    blocks_by_length: tuple[int, ...] | None = setting(
+        None,
+        "instead of blocks: pages by position, an entry for each length_step tokens of the "
+        "context, the last from there on; never falling",
+        min_length=1,
+        max_length=STRETCHES,
+    )
+    length_step: int = setting(
+        1024, "positions that share an entry of blocks_by_length", unit="tokens", gt=0
+    )
     sparse_prompt: bool = setting(True, "false: prompt positions attend densely")
 
     def check(self, key: str) -> None:
+        given = [self.blocks, self.share, self.blocks_by_length]
         refuse(
-            (self.blocks is None) == (self.share is None),
-            f"{key}.blocks={self.blocks} and {key}.share={self.share}: give exactly one of the "
-            "two, the budget in pages or as a share of the context.",
+            sum(budget is not None for budget in given) != 1,
+            f"{key}.blocks={self.blocks}, {key}.share={self.share} and {key}.blocks_by_length="
+            f"{_shown(self.blocks_by_length)}: give exactly one of them, the budget in pages, as a "
+            "share of the context or in pages by position.",
+        )
+        if self.blocks_by_length is None:
+            return
+        falls = any(a > b for a, b in pairwise(self.blocks_by_length))
+        refuse(
+            falls or self.blocks_by_length[0] < 2,
+            f"{key}.blocks_by_length={_shown(self.blocks_by_length)} must not fall and must be at "
+            "least 2: the first page and the own one are always kept.",
+        )
+        refuse(
+            self.length_step % self.block_size != 0,
+            f"{key}.length_step={self.length_step} must be a multiple of {key}.block_size="
+            f"{self.block_size}, so that a page has one budget.",
         )
 
     @property
@@ -44,6 +83,9 @@ class SparseSpec(Spec):
         """The largest budget, in pages, of any query that sees at most `pages` pages."""
         if self.blocks is not None:
             return min(pages, self.blocks)
+        if self.blocks_by_length is not None:
+            stretch = (pages - 1) * self.block_size // self.length_step
+            return min(pages, self.blocks_by_length[min(stretch, len(self.blocks_by_length) - 1)])
         return min(pages, max(2, ceil(pages * self.page_share - ROUNDING_SLACK)))
 
     @property
@@ -52,9 +94,36 @@ class SparseSpec(Spec):
         attention."""
         if self.blocks is not None:
             return self.blocks * self.block_size
+        if self.blocks_by_length is not None:
+            return self._dense_by_length(self.blocks_by_length) * self.block_size
         if self.page_share == 1.0:
             return _EVERYWHERE
         pages = 2
         while self.max_budget(pages + 1) > pages:
             pages += 1
         return pages * self.block_size
+
+    def _dense_by_length(self, blocks: tuple[int, ...]) -> int:
+        """Pages from the start that a budget by position covers."""
+        size = self.length_step // self.block_size
+        before = 0
+        for budget in blocks[:-1]:
+            if budget < before + size:
+                return max(budget, before)
+            before += size
+        return max(blocks[-1], before)
+
+    def under(self, rule: PageRule | None) -> SparseSpec:
+        """These settings with the pages that a request was sampled by; None: as they are."""
+        return self if rule is None else _under(self, rule)
+
+
+@lru_cache(maxsize=256)
+def _under(spec: SparseSpec, rule: PageRule) -> SparseSpec:
+    budget = {"blocks_by_length": rule.blocks, "length_step": rule.length_step}
+    return spec.model_copy(update={"blocks": None, "share": None, **budget})
+
+
+def _shown(blocks: tuple[int, ...] | None) -> str:
+    """As a user writes it."""
+    return "null" if blocks is None else f"[{','.join(map(str, blocks))}]"

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlcore.attention.specs import SparseSpec
 from rlcore.config.schema import RunConfig
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
+from rlcore.loop.targets import PageRange
 from rlcore.objectives.specs import loss_class
 from rlcore.rollout.specs import ActorSpec
 from rlcore.rollout.text import StopStrings
 from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
-from rlcore.types import POLICY
+from rlcore.types import POLICY, PageRule
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 
@@ -50,7 +52,23 @@ def plan(config: RunConfig) -> Plan:
         targets={label: a.target for label, a in config.actor.items() if a.target is not None},
         prices={label: a.price for label, a in config.actor.items() if a.price is not None},
         mixed_groups=config.rollout.group_kinds == "mixed",
+        pages=page_ranges(config),
     )
+
+
+def page_ranges(config: RunConfig) -> dict[str, PageRange]:
+    """The pages by position of sparse actors, by label, and how many there are at most."""
+    found = {}
+    for label, actor in config.actor.items():
+        sparse = actor.sparse
+        if sparse is None or sparse.blocks_by_length is None:
+            continue
+        n, step = len(sparse.blocks_by_length), sparse.length_step
+        ends = [min((i + 1) * step, config.model.max_len) for i in range(n - 1)]
+        most = tuple(-(-end // sparse.block_size) for end in [*ends, config.model.max_len])
+        rule = PageRule(0, step, sparse.blocks_by_length)
+        found[label] = PageRange(rule, tuple(max(2, pages) for pages in most))
+    return found
 
 
 def idle_clip(config: RunConfig) -> str | None:
@@ -150,6 +168,13 @@ def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
     return f"actor.{label}: {what}"
 
 
+def _budget(sparse: SparseSpec) -> str:
+    if sparse.blocks_by_length is not None:
+        first, last = sparse.blocks_by_length[0], sparse.blocks_by_length[-1]
+        return f"{first} to {last} pages by position"
+    return f"{sparse.blocks} pages" if sparse.blocks else f"{sparse.share:g} of the pages"
+
+
 def _described(actor: ActorSpec) -> str:
     dtype, rounding, sparse = actor.compute_dtype, actor.rounding, actor.sparse
     if rounding != "none":
@@ -160,10 +185,9 @@ def _described(actor: ActorSpec) -> str:
     if actor.kind == "fp8":
         return f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"
     if sparse is not None:
-        budget = f"{sparse.blocks} pages" if sparse.blocks else f"{sparse.share:g} of the pages"
         prompts = "" if sparse.sparse_prompt else ", prompts dense"
         size = sparse.block_size
-        return f"block top-k attention, {budget} of {size} tokens{prompts}, {dtype}"
+        return f"block top-k attention, {_budget(sparse)} of {size} tokens{prompts}, {dtype}"
     if actor.kind == "draft":
         return f"a draft model, {dtype}"
     return f"the policy in {dtype}"

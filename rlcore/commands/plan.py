@@ -251,9 +251,11 @@ def engine_of(actor: ActorSpec, context: float) -> EngineShape:
     """How an engine of this kind runs the model, with requests of `context` tokens."""
     budget = None
     if actor.sparse is not None:
-        pages = actor.sparse.blocks
-        share = context if pages is None else pages * actor.sparse.block_size
+        pages, size = actor.sparse.blocks, actor.sparse.block_size
+        share = context if pages is None else pages * size
         budget = math.ceil(share * (actor.sparse.share or 1.0))
+        if actor.sparse.blocks_by_length is not None:
+            budget = size * actor.sparse.max_budget(max(1, math.ceil(context / size)))
     return EngineShape(
         gpus=actor.tensor_parallel,
         fp8=actor.kind == "fp8",

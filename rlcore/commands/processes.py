@@ -322,6 +322,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
         strata=config.strata,
+        by_position=bool(derived.page_ranges(config)),
     )
 
 

@@ -6,6 +6,7 @@ from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.dvp import DvpSpec
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.loop.shares import most_shares
+from rlcore.loop.specs import TargetSpec
 from rlcore.spec import refuse
 
 
@@ -53,13 +54,54 @@ def check_shares(c: RunConfig) -> None:
 def check_targets(c: RunConfig) -> None:
     """Set-points: there must be something to move."""
     for label, actor in c.actor.items():
-        target, eta = actor.target, c.schedule.max_staleness
-        refuse(
-            target is not None and eta <= target.least,
-            f"actor.{label}.target moves the admitted staleness between actor.{label}.target.least="
-            f"{target and target.least} and schedule.max_staleness={eta}, which is no room: raise "
-            "schedule.max_staleness.",
-        )
+        if actor.target is not None:
+            _CHECKED[actor.target.moves](c, label, actor.target)
+
+
+def _staleness(c: RunConfig, label: str, target: TargetSpec) -> None:
+    least, eta = 1.0 if target.least is None else target.least, c.schedule.max_staleness
+    refuse(
+        eta <= least,
+        f"actor.{label}.target moves the admitted staleness between actor.{label}.target.least="
+        f"{least:g} and schedule.max_staleness={eta}, which is no room: raise "
+        "schedule.max_staleness.",
+    )
+
+
+def _pages(c: RunConfig, label: str, target: TargetSpec) -> None:
+    sparse = c.actor[label].sparse
+    refuse(
+        sparse is None or sparse.blocks_by_length is None,
+        f"actor.{label}.target.moves=pages moves actor.{label}.sparse.blocks_by_length, which is "
+        "not set: use a sparse actor and give the pages to begin with.",
+    )
+    refuse(
+        target.least is not None and target.least < 2,
+        f"actor.{label}.target.least={target.least} must be at least 2 with moves=pages: the "
+        "first page and the own one are always kept.",
+    )
+    refuse(
+        c.learner.train_sparse,
+        f"actor.{label}.target.moves=pages cannot be combined with learner.train_sparse=true: the "
+        "learner then attends to the same pages and sees no mismatch of them, so leave one out.",
+    )
+
+
+def _share(c: RunConfig, label: str, target: TargetSpec) -> None:
+    alone = all(actor.share is not None for actor in c.actor.values())
+    refuse(
+        c.actor[label].share is None or alone,
+        f"actor.{label}.target.moves=share lowers actor.{label}.share, which must be set, for "
+        "another kind of actors without a share, which takes the rest.",
+    )
+    refuse(
+        target.least is not None and target.least >= 1,
+        f"actor.{label}.target.least={target.least} must be below 1 with moves=share: it is a "
+        f"part of actor.{label}.share.",
+    )
+
+
+_CHECKED = {"staleness": _staleness, "pages": _pages, "share": _share}
 
 
 def _of_the_run(spec: CorrectionSpec) -> bool:

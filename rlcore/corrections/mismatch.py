@@ -26,7 +26,7 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
-from rlcore.corrections.regimes import floor_tokens, mismatch_tails
+from rlcore.corrections.regimes import agreement_by_stretch, floor_tokens, mismatch_tails
 from rlcore.corrections.tis import TisSpec
 from rlcore.corrections.veto import veto
 from rlcore.interfaces import Reduce
@@ -142,6 +142,8 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         metrics["outside_share"] = 1.0 - held / usable if usable else 0.0
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
     metrics |= mismatch_tails(step.logp_ref, step.logp_inf, on, reduce)
+    if step.stretch is not None:
+        metrics |= agreement_by_stretch(step.logp_ref, step.logp_inf, on, step.stretch, reduce)
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from rlcore.attention.specs import STRETCHES
 from rlcore.corrections.numerics import (
     CLAMP,
     SumReduce,
@@ -98,13 +99,53 @@ def mismatch_tails(
     return found
 
 
-def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and those of an agreement below 0.86."""
+def agreement_by_stretch(
+    logp_ref: Tensor,
+    logp_inf: Tensor,
+    on: Tensor,
+    stretch: Tensor,
+    reduce: SumReduce | None = None,
+) -> dict[str, float]:
+    """`stretch_<n>/agreement_p5`: that of `mismatch_tails` over the tokens of stretch n - 1, for
+    each that has some.
+
+    stretch [B, T] int64, 0 .. STRETCHES - 1, or -1 for a token that belongs to none.
+    """
+    on = on & (stretch >= 0)
+    size, _ = _sizes(logp_ref, logp_inf, on)
+    width = _BINS + 2
+    counts = torch.bincount((stretch * width + size)[on], minlength=STRETCHES * width)
+    counts = counts.view(STRETCHES, width).double()
+    if reduce is not None:
+        counts = reduce(counts.flatten()).view(counts.shape)
+    found = {}
+    for number, own in enumerate(counts, start=1):
+        if own.any():
+            reached = own.cumsum(0) / own.sum()
+            at = int((reached < 0.95 - 1e-12).sum())
+            found[f"stretch_{number}/agreement_p5"] = math.exp(-float(_middles(own)[at]))
+    return found
+
+
+def _sizes(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+    """The bin of |d| of each token, and d = log p_ref - log p_inf, 0 where it is not `on`."""
     difference = (at_least_float32(logp_ref) - at_least_float32(logp_inf)).where(on, 0.0)
     edges = torch.logspace(
         math.log10(_LEAST), math.log10(CLAMP), _BINS + 1, device=on.device, dtype=difference.dtype
     )
-    size = torch.bucketize(difference.abs(), edges)
+    return torch.bucketize(difference.abs(), edges), difference
+
+
+def _middles(like: Tensor) -> Tensor:
+    """|d| of each bin, in nats [_BINS + 2] float64, on the device of `like`."""
+    step = math.log(CLAMP / _LEAST) / _BINS
+    middles = _LEAST * torch.exp(step * (torch.arange(_BINS, device=like.device) + 0.5)).double()
+    return torch.cat([middles.new_zeros(1), middles, middles.new_full((1,), CLAMP)])
+
+
+def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens by eighth and bin [8, 2 * _BINS + 3] float64, and those of an agreement below 0.86."""
+    size, difference = _sizes(logp_ref, logp_inf, on)
     place = _BINS + 1 + torch.where(difference < 0, -size, size)
     length = on.sum(-1, keepdim=True).clamp(min=1)
     eighth = (EIGHTHS * (on.cumsum(-1) - 1) // length).clamp(0, EIGHTHS - 1)
@@ -116,9 +157,7 @@ def _counted(logp_ref: Tensor, logp_inf: Tensor, on: Tensor) -> tuple[Tensor, Te
 
 def _percentiles(counts: Tensor) -> dict[str, float]:
     """Of the ratio and of |log r|, from tokens by bin."""
-    step = math.log(CLAMP / _LEAST) / _BINS
-    middles = _LEAST * torch.exp(step * (torch.arange(_BINS, device=counts.device) + 0.5)).double()
-    sizes = torch.cat([middles.new_zeros(1), middles, middles.new_full((1,), CLAMP)])
+    sizes = _middles(counts)
     ends = {"ratio": torch.cat([-sizes.flip(0), sizes[1:]]), "abs_dlogp": sizes}
     centre = _BINS + 1
     folded = counts[centre:] + counts[: centre + 1].flip(0)

@@ -23,6 +23,7 @@ from rlcore.spec import refuse
 from rlcore.types import (
     Episode,
     Group,
+    PageRule,
     SamplingSpec,
     StepTensors,
     TokenScores,
@@ -206,10 +207,12 @@ def build_batch(
     sharper: Mapping[str, float] | None = None,
     read: Reader = read_next_tokens,
     kinds: Sequence[str] = (),
+    by_position: bool = False,
 ) -> StepBatch:
     """Tensors of one rank's groups. `sharper`: of the tokens of each task (`TokenSequence`).
     `read`: how the model reads a record. `kinds`: labels of the run's actors, where it
     distinguishes them; an episode of another label is counted as the kind after the last.
+    `by_position`: some actors keep pages by position (`StepTensors.stretch`).
     `kept_sets`: sampling was truncated; a token whose kept set is not stored whole has no usable
     log-prob, since the learner cannot condition on that set.
 
@@ -244,6 +247,8 @@ def build_batch(
         numbers = {label: number for number, label in enumerate(kinds)}
         labels = [actor_label(e.parts[0].actor_id) for e in episodes]
         sent.kinds = rows.column([numbers.get(n, len(kinds)) for n in labels], torch.int64)
+    if by_position:
+        sent.stretch = rows.stretches()
     if with_topk:
         # at least one column, so that every rank has the same tensors whatever its share
         k = max([1, *(t.topk_ids.shape[1] for e in episodes for t in e.parts)])
@@ -285,6 +290,21 @@ class _EpisodeRows:
                 end = start + len(values)
                 # records of other actors may store fewer than k
                 row[(slice(start, end), *map(slice, values.shape[1:]))] = values
+                start = end
+        return torch.from_numpy(out).to(self._device)
+
+    def stretches(self) -> Tensor:
+        """[B, T] int64: the entry of its record's page rule that each token was sampled by, -1
+        without one."""
+        out = np.full((len(self._episodes), self._width), -1, np.int64)
+        for row, episode in zip(out, self._episodes):
+            start = 0
+            for part in episode.parts:
+                rule, end = PageRule.of_record(part.extras), start + len(part.logp_inf)
+                if rule is not None:
+                    # of the position that predicts it, whose query chose the pages
+                    at = (np.flatnonzero(part.sampled) - 1) // rule.length_step
+                    row[start:end] = np.minimum(at, len(rule.blocks) - 1)
                 start = end
         return torch.from_numpy(out).to(self._device)
 

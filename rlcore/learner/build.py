@@ -345,8 +345,9 @@ class _Models:
             and self._job.diffusion is None  # positions see what follows them
             # the samples of a group may have had other experts for their prompt
             and not spec.router_replay
-            # positions of the tree do not say where the prompt of their sequence ends
-            and (rule is None or rule.sparse_prompt)
+            # positions of the tree do not say where the prompt of their sequence ends, nor by which
+            # pages it was sampled
+            and (rule is None or (rule.sparse_prompt and rule.blocks_by_length is None))
         )
 
     def _share_too(self, lm: nn.Module, rule: SparseSpec | None) -> None:

@@ -27,6 +27,7 @@ from rlcore.attention.shared_prefix import SharedRows, TreeRow, blocks_of
 from rlcore.interfaces import Reduce
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
 from rlcore.learner.specs import LearnerSpec
+from rlcore.types import PageRule
 
 # Keys and values that attention reads again take less memory than the activations of a position
 _REPEATS = 4
@@ -240,6 +241,9 @@ class MicroBatch:
     # [R, W, layers, k] int16: the experts of each position, -1 where the model chooses them itself
     # (`policy.Replay`); None: everywhere
     routes: Tensor | None = None
+    # [s]: the pages that the actor of each sequence attended to, None for the learner's own rule;
+    # None: everywhere
+    page_rules: tuple[PageRule | None, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -418,7 +422,14 @@ def _micro_batch(
         shared=laid.shared,
         segments=segments,
         routes=_routes(sequences, laid, device),
+        page_rules=_page_rules(sequences),
     )
+
+
+def _page_rules(sequences: Sequence[ScoredSequence]) -> tuple[PageRule | None, ...] | None:
+    """Where no sequence has a rule of its own: None."""
+    found = tuple(s.page_rule if isinstance(s, TokenSequence) else None for s in sequences)
+    return found if any(rule is not None for rule in found) else None
 
 
 def _routes(

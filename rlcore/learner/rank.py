@@ -187,6 +187,7 @@ class LearnerRank(RankState):
             sharper=self._sharper,
             read=self._read,
             kinds=self.job.kinds,
+            by_position=self.job.by_position,
         )
         batch = built(groups)
         batch.micro = self._micro_batches(batch.episodes)

@@ -10,13 +10,13 @@ their own (`learner/protocols.py: LogProbEstimator`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from rlcore.models.routes import ROUTES
-from rlcore.types import Episode, Trajectory
+from rlcore.types import Episode, PageRule, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class TokenSequence:
     sharper: float = 1.0
     # [R, layers, k]: the experts of its first R tokens (`models/routes.py`); None: its own
     routes: np.ndarray | None = field(default=None, repr=False, compare=False)
+    # the pages that its actor attended to; None: those of the learner's rule
+    page_rule: PageRule | None = None
     #: [S] int64: the positions that predict the sampled tokens, in order
     predicting: np.ndarray = field(init=False, repr=False, compare=False)
 
@@ -120,7 +122,7 @@ Reader = Callable[[Trajectory, float], ScoredSequence]  # of a record and its `s
 
 def read_next_tokens(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
     """As a causal model reads a record: each token is predicted by what precedes it."""
-    return TokenSequence(t.token_ids, t.sampled, sharper)
+    return TokenSequence(t.token_ids, t.sampled, sharper, page_rule=PageRule.of_record(t.extras))
 
 
 def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
@@ -132,7 +134,7 @@ def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
             f"the record of {t.request_id} does not say which experts its actor chose: it was "
             "sampled without learner.router_replay=true"
         )
-    return TokenSequence(t.token_ids, t.sampled, sharper, routes)
+    return replace(read_next_tokens(t, sharper), routes=routes)
 
 
 def of_episode(

@@ -518,6 +518,8 @@ class LearnerJob:
     diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
     # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
     strata: tuple[Stratum, ...] = ()
+    # some actors keep pages by position, whose mismatch is measured by these stretches
+    by_position: bool = False
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlcore.loop.members import Held, Member, Process, Reassignments, Roster
 from rlcore.loop.shares import KindShares
 from rlcore.loop.supervision import Supervisor
 from rlcore.loop.timing import ITEMS, in_turns
-from rlcore.types import Request
+from rlcore.types import PageRule, Request
 
 Given = tuple[int, list[Request]]  # group id, its requests
 Chosen = dict[Member, list[Given]]
@@ -30,6 +31,8 @@ class Assignments:
         self._supervisor = supervisor
         self._moving: set[int] = set()
         self.kinds: KindShares | None = None  # who draws which sample; None: anybody
+        #: the pages that requests are sent with, by label of sparse actors
+        self.page_rules: Mapping[str, PageRule] = {}
 
     def assign(self, groups: Held, *, beside: bool = False) -> None:
         """Assign groups to the least loaded members of the rotation, ties by order, one message a
@@ -69,6 +72,9 @@ class Assignments:
                     wait = waiting.delayed if beside else waiting.idle
                     wait[group_id] = [*wait.get(group_id, ()), *requests]
                     continue
+                rule = self.page_rules.get(member.pool.label)
+                if rule is not None:
+                    requests = [replace(r, page_rule=rule) for r in requests]
                 work.give(member, group_id, requests)
                 self._moving.discard(group_id)
                 chosen.setdefault(member, []).append((group_id, requests))

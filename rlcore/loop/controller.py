@@ -33,7 +33,7 @@ from rlcore.loop.publisher import Colocation, Publisher
 from rlcore.loop.role_protocols import Batch, BufferClient, Clients
 from rlcore.loop.saver import CheckpointPace, CheckpointRequest
 from rlcore.loop.shares import worth
-from rlcore.loop.targets import AdmittedStaleness
+from rlcore.loop.targets import Ranges, SetPoints
 from rlcore.loop.timing import Clocks, Timeline, now
 
 Batches = dict[int, Batch]  # by step
@@ -272,9 +272,9 @@ class Controller:
             plan, clients, parts.fleet, self.progress, self._timeline, self._colocation
         )
         self._dispatcher = Dispatcher(plan, clients.buffer, parts, self.progress)
-        self._targets = AdmittedStaleness(
+        self._targets = SetPoints(
             plan.targets,
-            plan.schedule.max_staleness,
+            Ranges(plan.schedule.max_staleness, plan.pages),
             several=len(parts.fleet.training_sizes()) > 1,
             state=self.progress.targets,
         )
@@ -484,8 +484,11 @@ class Controller:
         self._dispatcher.gate.set()
 
     async def _follow_targets(self, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Have admission follow the set-points, by the metrics of a step or as they stand."""
+        """Have admission and requests follow the set-points, by the metrics of a step or as they
+        stand."""
         self._targets.observe(metrics)
+        self._parts.fleet.assignments.page_rules = self._targets.page_rules
+        self._dispatcher.groups.kinds.limit(self._targets.shares)
         if self._targets.bound is not None:
             await self._clients.buffer.limit_staleness(self._targets.bound)
 

@@ -15,6 +15,7 @@ from rlcore.loop.specs import (
     SupervisionSpec,
     TargetSpec,
 )
+from rlcore.loop.targets import PageRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class Plan:
     shares: Mapping[str, ShareSpec] = field(default_factory=dict)  # actor.LABEL.share by label
     mixed_groups: bool = False  # rollout.group_kinds is "mixed"
     targets: Mapping[str, TargetSpec] = field(default_factory=dict)  # actor.LABEL.target by label
+    # of sparse actors whose budget goes by position, by label
+    pages: Mapping[str, PageRange] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)  # actor.LABEL.price by label
 
     @property
@@ -115,4 +118,4 @@ class Progress:
     # may be resumed with another one
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     kinds: dict[str, Any] = field(default_factory=dict)  # `KindShares.state`
-    targets: dict[str, Any] = field(default_factory=dict)  # `AdmittedStaleness.state`
+    targets: dict[str, Any] = field(default_factory=dict)  # `SetPoints.state`

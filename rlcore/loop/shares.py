@@ -34,6 +34,7 @@ class KindShares:
         self._others = tuple(label for label in engines if label not in shares)
         self._mixed = mixed and len(engines) > 1
         self._on = self._mixed or bool(self._shares)
+        self._limits: dict[str, float] = {}  # parts of their shares that kinds may have
         self._now: dict[str, float] = {}
         self._owed: dict[str, float] = dict(state.get("owed", {}))
         self._admitted: dict[str, int] = dict(state.get("admitted", {}))
@@ -49,9 +50,16 @@ class KindShares:
         for label in drawn:
             self._admitted[label] = self._admitted.get(label, 0) + 1
 
+    def limit(self, parts: Mapping[str, float]) -> None:
+        """Kinds have these parts of their shares from now on."""
+        self._limits = dict(parts)
+
     def _at(self, step: int) -> dict[str, float]:
         """The share of each kind; under "" that of all kinds without one."""
-        found = {label: spec.at(step) for label, spec in self._shares.items()}
+        found = {
+            label: spec.at(step) * self._limits.get(label, 1.0)
+            for label, spec in self._shares.items()
+        }
         rest = max(0.0, 1.0 - sum(found.values()))
         if not self._mixed:
             return found | ({"": rest} if self._others else {})

@@ -50,16 +50,26 @@ class ShareSpec(Spec):
 
 
 class TargetSpec(Spec):
-    """A set-point of the mismatch of a kind of actors: the admitted staleness is moved, between
-    `least` and schedule.max_staleness, so that the statistic stays at the value.
+    """A set-point of the mismatch of a kind of actors: something that they may deviate by is moved
+    so that the statistic stays at the value.
 
-    Example: TargetSpec(statistic="p05", value=0.86)"""
+    Examples: TargetSpec(statistic="p05", value=0.86), TargetSpec(moves="pages")"""
 
     statistic: Literal["p05"] = setting(
         "p05", "5th percentile of min(r, 1/r), r = p_ref/p_inf, over the kind's tokens of a step"
     )
+    moves: Literal["staleness", "pages", "share"] = setting(
+        "staleness",
+        "staleness: that admission allows, up to schedule.max_staleness; pages: sparse."
+        "blocks_by_length of sparse actors, each by the tokens of its positions; share: of new "
+        "groups, below actor.LABEL.share, by the statistic of all tokens",
+    )
     value: float = setting(0.86, "of the statistic", gt=0, lt=1)
-    least: int = setting(1, "staleness that is always admitted", unit="optimizer steps", ge=1)
+    least: float | None = setting(
+        None,
+        "lower bound of what is moved; null: a staleness of 1, 2 pages, a twentieth of the share",
+        gt=0,
+    )
     rate: float = setting(
         0.1, "part of the range that a step moves at most, at an agreement of 1", gt=0, le=1
     )

@@ -138,6 +138,13 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         otherwise=TAILS,
     ),
     Metric(
+        "mismatch/stretch_<n>/agreement_p5",
+        "1",
+        "mismatch/agreement_p5 at the positions of an entry of sparse.blocks_by_length",
+        healthy="above 0.86",
+        otherwise=TAILS,
+    ),
+    Metric(
         "mismatch/below_086_share",
         "share",
         "tokens of which that is below 0.86",

@@ -146,6 +146,16 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         otherwise="[Mismatch](mismatch.md#control)",
     ),
     Metric("control/<label>/staleness", "steps", "that the set-point admits", "last"),
+    Metric(
+        "control/<label>/share", "share", "of its share that the set-point gives a kind", "last"
+    ),
+    Metric(
+        "control/<label>/pages_<n>",
+        "pages",
+        "that a query of the n-th stretch of positions attends to, by the set-point",
+        "last",
+    ),
+    Metric("control/<label>/rule_version", "count", "of the pages, which records name", "last"),
     Metric("engine/<label>/share", "share", "of new groups that these actors are to have", "last"),
     Metric("engine/<label>/request_s", "s", "more for each request in the step", "last"),
     Metric("engine/<label>/context_s", "s", "more for each token of their contexts", "last"),

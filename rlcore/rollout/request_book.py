@@ -20,7 +20,7 @@ from rlcore.rollout.segments import Draw
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import StopWatcher
 from rlcore.seeding import derive_seed
-from rlcore.types import FinishReason, Request, SamplingSpec, Trajectory
+from rlcore.types import FinishReason, PageRule, Request, SamplingSpec, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,7 @@ class CoreRequest:
     seed: int
     cache_salt: str | None = None  # requests share cached prefixes only within the same salt
     stop_ids: tuple[int, ...] = ()  # tokens that end the response
+    page_rule: PageRule | None = None  # of sparse attention; None: the engine's
 
 
 class Output(NamedTuple):
@@ -190,11 +191,19 @@ class RequestBook:
                 request.sampling,
                 max_tokens=draw.budget - len(draw.tokens),
                 seed=seed,
-                cache_salt=f"v{self.version}" if self._salted else None,
+                cache_salt=self._salt(request.page_rule),
                 stop_ids=tuple(sorted({*self._end_ids, *stop_ids})),
+                page_rule=request.page_rule,
             )
         )
         self.active[request.request_id] = draw
+
+    def _salt(self, rule: PageRule | None) -> str | None:
+        """Keys and values below the top layer depend on the weights and on the pages that the
+        positions before attended to."""
+        parts = [f"v{self.version}"] if self._salted else []
+        parts += [] if rule is None else [f"pages {rule.length_step} {rule.blocks}"]
+        return "; ".join(parts) or None
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Drop requests; unknown ids are ignored."""

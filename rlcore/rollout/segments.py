@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlcore.models.routes import ROUTES, RouteLog
-from rlcore.types import ActorKind, FinishReason, Request, Trajectory
+from rlcore.types import PAGE_RULE, ActorKind, FinishReason, Request, Trajectory
 
 if TYPE_CHECKING:
     from rlcore.rollout.text import StopWatcher
@@ -114,6 +114,8 @@ class Draw:
         routes = self.routes.rows()
         if routes is not None:
             self.extras[ROUTES] = routes
+        if request.page_rule is not None:
+            self.extras[PAGE_RULE] = request.page_rule.array()
         token_ids = np.empty(prompt + len(self.tokens), np.int32)
         token_ids[:prompt] = request.prompt_ids
         token_ids[prompt:] = self.tokens

@@ -17,7 +17,7 @@ from rlcore.serialization import dump_trajectory
 from rlcore.simulate.clients import FakeBuffer, FakeScorer
 from rlcore.simulate.clock import After
 from rlcore.testing.records import make_trajectory
-from rlcore.types import OnPublish, Request, Trajectory, WeightManifest
+from rlcore.types import PAGE_RULE, OnPublish, Request, Trajectory, WeightManifest
 
 PROMPT = [1]  # tokens of what is asked, whatever it is
 
@@ -50,7 +50,7 @@ class SimulatedRequest:
     def trajectory(self, actor: str, draw_id: str) -> Trajectory:
         """Return the trajectory that the actor of this name has sampled."""
         request = self.request
-        return make_trajectory(
+        sampled = make_trajectory(
             request.group_id,
             request.sample_index,
             turns=[(request.prompt_ids.tolist() or PROMPT, [7] * len(self.versions))],
@@ -60,6 +60,9 @@ class SimulatedRequest:
             actor_id=actor,
             draw_id=draw_id,
         )
+        if request.page_rule is not None:
+            sampled.extras[PAGE_RULE] = request.page_rule.array()
+        return sampled
 
 
 def spawned(actor: FakeActor, fails: str = "") -> Spawned:

@@ -39,6 +39,7 @@ from rlcore.loop.specs import (
     SupervisionSpec,
     TargetSpec,
 )
+from rlcore.loop.targets import PageRange
 from rlcore.simulate.actors import FakeActor, Speed, spawned
 from rlcore.simulate.clients import FakeBuffer, FakeLearner, FakeScorer, Reward
 from rlcore.simulate.clock import run_simulated
@@ -182,6 +183,7 @@ class Scenario:
     shares: Mapping[str, ShareSpec] = field(default_factory=dict)
     mixed_groups: bool = False
     targets: Mapping[str, TargetSpec] = field(default_factory=dict)
+    pages: Mapping[str, PageRange] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -195,6 +197,7 @@ class Scenario:
             shares=self.shares,
             mixed_groups=self.mixed_groups,
             targets=self.targets,
+            pages=self.pages,
         )
 
 

@@ -18,6 +18,7 @@ from rlcore.attention.block_topk import (
 )
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
+from rlcore.types import PAGE_RULE, PageRule
 
 
 def defined(scores: list[float], pages: int, budget: int) -> list[int]:
@@ -89,6 +90,11 @@ def test_query_groups_are_adjacent_heads():
         SparseSpec(share=0.1),
         SparseSpec(share=0.28),
         SparseSpec(share=0.75),
+        SparseSpec(blocks_by_length=(3,), length_step=64),
+        SparseSpec(blocks_by_length=(2, 7, 20), length_step=64),
+        SparseSpec(blocks_by_length=(4, 8, 9, 40), length_step=64),
+        SparseSpec(blocks_by_length=(9, 12, 12), length_step=128),
+        SparseSpec(blocks=5).under(PageRule(2, 48, (3, 4, 60))),
     ],
 )
 def test_budget_and_dense_positions_agree(rule):
@@ -98,11 +104,10 @@ def test_budget_and_dense_positions_agree(rule):
         (budget >= torch.minimum(pages, torch.tensor(2))).all()
     )
     assert budget.tolist() == [rule.max_budget(p) for p in pages.tolist()]
-    covered = int((budget == pages).sum())
-    assert (
-        bool((budget[:covered] == pages[:covered]).all())
-        and rule.dense_positions == covered * rule.block_size
-    )
+    # by length, a budget may cover a later stretch again
+    covered = int((budget == pages).cumprod(0).sum())
+    assert rule.dense_positions == covered * rule.block_size
+    assert rule.blocks_by_length is not None or covered == int((budget == pages).sum())
 
 
 def test_share_is_rounded_up_without_rounding_noise():
@@ -118,7 +123,35 @@ def test_share_is_rounded_up_without_rounding_noise():
     assert SparseSpec(share=1.0).dense_positions > 10**9
 
 
-@pytest.mark.parametrize("given", [{}, {"blocks": 4, "share": 0.5}])
+def test_a_budget_by_length_grows_where_its_positions_say():
+    """Sparrow's form (arXiv 2606.08446): an entry for each stretch of positions."""
+    rule = SparseSpec(blocks_by_length=(2, 4, 9), length_step=64)
+    assert page_budget(rule, torch.arange(1, 15)).tolist() == [1, 2, 2, 2, 4, 4, 4, 4, *[9] * 6]
+
+
+@given(st.lists(st.integers(2, 5000), min_size=1, max_size=32).map(sorted), st.integers(1, 9))
+def test_the_rule_of_a_record_is_read_as_it_was_written(blocks, version):
+    rule = PageRule(version, 16 * version, tuple(blocks))
+    assert PageRule.of_record({PAGE_RULE: rule.array()}) == rule
+    assert PageRule.of_record({}) is None
+    spec = SparseSpec(share=0.5, sparse_prompt=False)
+    assert spec.under(None) is spec and spec.under(rule) is spec.under(rule)
+    spec.under(rule).check("actor.sparse.sparse")
+    assert not spec.under(rule).sparse_prompt and spec.under(rule).blocks_by_length == rule.blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "step", "named"),
+    [((4, 3), 1024, "must not fall"), ((1, 3), 1024, "must not fall"), ((4,), 24, "multiple of")],
+)
+def test_a_budget_by_length_that_cannot_be_is_refused(blocks, step, named):
+    with pytest.raises(UserError, match=named):
+        SparseSpec(blocks_by_length=blocks, length_step=step).check("actor.sparse")
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"blocks": 4, "share": 0.5}, {"blocks": 4, "blocks_by_length": (4,)}]
+)
 def test_exactly_one_kind_of_budget_is_given(given):
     with pytest.raises(UserError, match=r"actor\.sparse\.blocks=.*exactly one"):
         SparseSpec(**given).check("actor.sparse")

@@ -21,6 +21,7 @@ from rlcore.attention.implementation import (
     tokens_seen,
 )
 from rlcore.attention.specs import SparseSpec
+from rlcore.types import PageRule
 
 PROMPTS_DENSE = SparseSpec(block_size=16, blocks=2, sparse_prompt=False)
 SHAPES = {  # rows, heads, KV heads, tokens, rule, rows' description
@@ -47,6 +48,14 @@ SHAPES = {  # rows, heads, KV heads, tokens, rule, rows' description
     "everything seen": (1, 2, 2, 60, SparseSpec(block_size=16, blocks=9), {}),
 }
 cases = pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+OWN = {
+    "prompt_lens": [3, 60, 9],
+    "rules": [PROMPTS_DENSE.under(PageRule(1, 32, b)) for b in ((2, 3, 4), (3,), (2, 2, 5))],
+}
+OWN_RULES = {
+    "packed, own rules": (1, 4, 2, 210, PROMPTS_DENSE, {"cu_seqlens": [0, 5, 118, 210], **OWN}),
+    "padded, own rules": (3, 4, 2, 90, PROMPTS_DENSE, OWN),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +72,7 @@ def tensors(case):
     return [x.requires_grad_() for x in (q, k, v)], SparseRows(rule, **how)
 
 
-@cases
+@pytest.mark.parametrize("case", (SHAPES | OWN_RULES).values(), ids=SHAPES | OWN_RULES)
 def test_outputs_and_gradients_are_those_of_masked_sdpa(case):
     inputs, rows = tensors(case)
     outputs, gradients = [], []
@@ -87,7 +96,7 @@ def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monke
     until = None
     if not rows.rule.sparse_prompt:
         until = torch.tensor(rows.prompt_lens).view(q.shape[0], -1)
-    mask = make_block_mask(q, k, rows.rule, bounds, until)
+    mask = make_block_mask(q, k, [rows.rule] * (len(bounds) - 1), bounds, until)
     seen = whole_mask(q, k, rows, bounds, until)
     n = -(-q.shape[2] // block)
     grown = torch.zeros(*seen.shape[:2], n * block, n * block, dtype=torch.bool)
@@ -111,7 +120,7 @@ def test_a_compiled_kernel_that_skips_blocks_gives_the_same(monkeypatch):
     )
     rule = SparseSpec(block_size=16, blocks=2)
     (q, k, v), rows = tensors((1, 4, 2, 900, rule, {"cu_seqlens": [0, 211, 900]}))
-    mask = make_block_mask(q, k, rule, [0, 211, 900], None)
+    mask = make_block_mask(q, k, [rule] * 2, [0, 211, 900], None)
     assert mask.to_dense().float().mean() < 0.45  # a causal mask alone: 0.56
     with torch.no_grad():
         got, want = attend_rows_by_blocks(q, k, v, rows), attend_rows(q, k, v, rows)

@@ -14,6 +14,7 @@ from rlcore.attention.block_topk import page_budget
 from rlcore.attention.implementation import SparseRows, attend_rows, register
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
+from rlcore.types import PageRule
 
 SPARSE = SparseSpec(block_size=4, blocks=3)
 
@@ -81,19 +82,23 @@ def test_gradient_is_that_of_attention_over_the_kept_pages():
     assert used.sum(-1).tolist() == [10, 10] and bool(used[:, [0, 1, 2, 3, 16, 17]].all())
 
 
-def test_packed_and_padded_rows_equal_single_ones():
+@pytest.mark.parametrize("own", [None, (None, PageRule(1, 8, (2, 3)), PageRule(2, 4, (4,)))])
+def test_packed_and_padded_rows_equal_single_ones(own):
+    """Also where every sequence was sampled by a rule of its own."""
     q, k, v = tensors(b=3, t=40)
     lens, prompts = [40, 17, 29], [6, 9, 3]
     rule = SparseSpec(block_size=4, blocks=2, sparse_prompt=False)
+    rules = None if own is None else [rule.under(o) for o in own]
     alone = [
         attend_rows(
-            q[i : i + 1, :, :n], k[i : i + 1, :, :n], v[i : i + 1, :, :n], SparseRows(rule, [p])
+            *(x[i : i + 1, :, :n] for x in (q, k, v)),
+            SparseRows(rule if rules is None else rules[i], [p]),
         )
         for i, (n, p) in enumerate(zip(lens, prompts))
     ]
-    padded = attend_rows(q, k, v, SparseRows(rule, prompts))
+    padded = attend_rows(q, k, v, SparseRows(rule, prompts, rules=rules))
     pack = [torch.cat([x[i : i + 1, :, :n] for i, n in enumerate(lens)], 2) for x in (q, k, v)]
-    packed = attend_rows(*pack, SparseRows(rule, prompts, cu_seqlens=[0, 40, 57, 86]))
+    packed = attend_rows(*pack, SparseRows(rule, prompts, [0, 40, 57, 86], rules))
     torch.testing.assert_close(packed, torch.cat(alone, 2))
     for i, n in enumerate(lens):
         torch.testing.assert_close(padded[i : i + 1, :, :n], alone[i])

@@ -90,6 +90,28 @@ def test_a_policy_trained_through_the_actors_attention_has_no_mismatch(
 
 
 @pytest.mark.slow
+def test_pages_by_position_follow_their_set_point(command, small, tmp_path):
+    """The copy attends to the pages that sampled each record, whatever the rule in force; a run
+    that was resumed moves them as one that was not."""
+    words = ("train", *small, *LONG, "actor=sparse", distilling("merged"))
+    pages = "actor.sparse.sparse={blocks:null,blocks_by_length:[2,2,2],length_step:32}"
+    target = "actor.sparse.target={moves:pages,value:0.95,rate:0.4,band:0}"
+    words = (*words, pages, target)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    _run(command, *words, f"run_dir={whole}", "schedule.steps=4")
+    _run(command, *words, f"run_dir={parts}", "schedule.steps=2")
+    _run(command, "train", f"run_dir={parts}", "resume=auto", "schedule.steps=4")
+    found = rows(whole)
+    versions = [r["control/sparse/rule_version"] for r in found]
+    assert versions == sorted(versions) and versions[-1] > versions[0] >= 0
+    assert found[-1]["control/sparse/pages_3"] > 2 and "mismatch/stretch_3/agreement_p5" in found[0]
+    assert all(r["distill/actor_abs_dlogp_mean"] < 1e-4 for r in found)
+    keys = ("loss/policy", "mismatch/kl_k1", *(k for k in found[0] if k.startswith("control/")))
+    for one, other in zip(found, rows(parts), strict=True):
+        assert [one.get(k) for k in keys] == [other.get(k) for k in keys]
+
+
+@pytest.mark.slow
 def test_distillsparse_publishes_both_and_resumes_exactly(command, small, distilled, tmp_path):
     words = ("train", *small, *SPARSE, *BEST, distilling("merged"), "cluster.transport=disk")
     parts = tmp_path / "parts"

@@ -13,6 +13,9 @@ EXPERTS = ["learner.ranks=4", "learner.expert_parallel=2"]
 ADAPTER = "learner.lora={publish: adapter}"
 FP8_ON_GPU = "+actor.q={kind: fp8, num_gpus: 1}"
 GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
+LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
+BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
+ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, smollm2, tiny"]),
@@ -201,6 +204,33 @@ REFUSED = [  # words; parts that the sentence must hold
     (["actor.bf16.kind=sparse"], ["actor.bf16.kind=sparse", "actor.bf16.sparse"]),
     (["actor.bf16.sparse={blocks:4}"], ["actor.bf16.kind=bf16", "actor.bf16.sparse"]),
     (["actor=sparse", "actor.sparse.sparse.share=0.5"], ["blocks=4", "share=0.5"]),
+    (["actor=sparse", LENGTHS.format("[4,3]")], ["blocks_by_length=[4,3]", "must not fall"]),
+    (["actor=sparse", LENGTHS.format("[4],length_step:40")], ["length_step=40", "block_size=16"]),
+    (["actor=sparse", "actor.sparse.target={moves:pages}"], ["blocks_by_length", "not set"]),
+    (
+        [*BY_LENGTH, "actor.sparse.target={moves:pages}", "learner.train_sparse=true"],
+        ["moves=pages", "learner.train_sparse=true"],
+    ),
+    (
+        [*BY_LENGTH, "actor.sparse.target={moves:pages,least:1}"],
+        ["actor.sparse.target.least=1", "at least 2"],
+    ),
+    (
+        [ROUNDED, "actor.bf16.target={moves:share}"],
+        ["actor.bf16.target.moves=share", "actor.bf16.share"],
+    ),
+    (
+        [
+            ROUNDED,
+            "actor.bf16.target={moves:share,least:1}",
+            "actor.bf16.share=0.5",
+        ],
+        ["actor.bf16.target.least=1", "below 1"],
+    ),
+    (
+        ["actor.bf16.target={least:5}", "schedule.max_staleness=4"],
+        ["actor.bf16.target.least=5", "schedule.max_staleness=4"],
+    ),
     (["actor.bf16.kind=draft"], ["actor.bf16.draft_path"]),
     (["actor.bf16.draft_path=x"], ["actor.bf16.draft_path=x", "kind=bf16"]),
     (["actor=fp8", "actor.fp8.rounding=none"], ["actor.fp8.kind=fp8", "int8"]),

@@ -39,9 +39,9 @@ FREE = {
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
         "price"
     ),
-    "actor.LABEL.target": "statistic value least rate band",
+    "actor.LABEL.target": "statistic moves value least rate band",
     "actor.LABEL.share": "shape start end steps",
-    "actor.LABEL.sparse": "block_size blocks share sparse_prompt",
+    "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step sparse_prompt",
     # how many log-probs a record stores it says itself
     "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s group_kinds",
     "correction": "none strata",

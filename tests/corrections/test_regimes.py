@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlcore.corrections.functional import InvalidArgument, batch_worth_correcting, floor_tokens
+from rlcore.corrections.regimes import agreement_by_stretch
 
 
 def gradients(parts, answers, *, bias, extra, seed=0, size=64):
@@ -53,3 +54,25 @@ def test_the_tokens_of_a_floor_are_what_the_actor_has_beyond_the_learner():
     assert abs(found.mean() / expected - 1) < 0.1
     unknown = torch.full_like(p[x], math.nan)
     assert floor_tokens(unknown, p_inf[x].log(), outside, mask).sum() == (outside & mask).sum()
+
+
+def test_agreement_by_stretch_is_the_percentile_of_its_own_tokens():
+    g = torch.Generator().manual_seed(3)
+    logp = -torch.rand(6, 400, generator=g)
+    stretch = torch.randint(-1, 4, (6, 400), generator=g)
+    spread = torch.tensor([0.0, 0.02, 0.1, 0.3, 9.0])[stretch]
+    other = logp + spread * torch.randn(6, 400, generator=g)
+    on = torch.rand(6, 400, generator=g) < 0.8
+    found = agreement_by_stretch(logp, other, on, stretch)
+    assert set(found) == {f"stretch_{n}/agreement_p5" for n in (1, 2, 3, 4)}
+    for n in range(4):
+        own = (logp - other).abs()[on & (stretch == n)]
+        want = math.exp(-float(own.quantile(0.95)))
+        assert found[f"stretch_{n + 1}/agreement_p5"] == pytest.approx(want, abs=0.02)
+    # counts add up over ranks: each of two has some of the tokens
+    halves = []
+    agreement_by_stretch(logp[:2], other[:2], on[:2], stretch[:2], lambda c: halves.append(c) or c)
+    whole = agreement_by_stretch(
+        logp[2:], other[2:], on[2:], stretch[2:], lambda counts: counts + halves[0]
+    )
+    assert whole == found

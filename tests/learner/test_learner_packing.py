@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.extras.diffusion.llada import LladaConfig
+from rlcore.learner.batch import build_batch
 from rlcore.learner.build import layer_sizes
 from rlcore.learner.limits import ROOM, LayerSizes, most_positions
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.packing import PassCosts, dummy, pack
 from rlcore.learner.policy import Policy, load_causal_lm, sparse_rows
-from rlcore.learner.sequences import TokenSequence
+from rlcore.learner.sequences import TokenSequence, read_next_tokens
 from rlcore.learner.specs import LearnerSpec
-from rlcore.types import TokenScores
+from rlcore.testing.records import make_group, make_trajectory
+from rlcore.types import PAGE_RULE, PageRule, TokenScores
 
 TURN = st.tuples(st.integers(1, 9), st.integers(0, 12))  # tokens observed, tokens sampled
 EPISODES = st.lists(
@@ -110,6 +112,30 @@ def test_sparse_attention_sees_each_sequence_and_its_first_observation(layout):
         assert list(rows.cu_seqlens) == np.cumsum([0, *lengths]).tolist()
     else:
         assert rows.cu_seqlens is None and mb.input_ids.shape == (3, max(lengths))
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed"])
+def test_each_sequence_is_computed_by_the_pages_that_sampled_it(layout):
+    rule, own = SparseSpec(blocks=2), PageRule(3, 32, (2, 5))
+    records = [make_trajectory(0, i, turns=[((3, 4), [5] * n)]) for i, n in enumerate((2, 7, 4))]
+    records[1].extras[PAGE_RULE] = own.array()
+    (mb,) = pack([(read_next_tokens(t),) for t in records], 100, layout)
+    rules = {n: rule.under(own) if n == 1 else rule for n in range(3)}
+    assert sparse_rows(mb, rule).rules == [rules[i] for i in mb.episodes.tolist()]
+    (plain,) = pack([(read_next_tokens(records[0]),)], 100, layout)
+    assert sparse_rows(plain, rule).rules is None
+
+
+def test_tokens_belong_to_the_stretch_of_the_position_that_predicts_them():
+    two = make_trajectory(0, 0, turns=[((3,) * 14, [5] * 6), ((4, 4), [5] * 30)])
+    two.extras[PAGE_RULE] = PageRule(0, 16, (2, 2, 2)).array()
+    group = make_group([two, make_trajectory(0, 1, turns=[((3,), [5] * 4)])], [0.0, 1.0])
+    sent = build_batch([group], with_topk=False, device=torch.device("cpu"), by_position=True).sent
+    # queries 13 to 18, then 21 to 50
+    assert sent.stretch[0].tolist() == [0] * 3 + [1] * 3 + [1] * 11 + [2] * 19
+    assert (sent.stretch[1] == -1).all()
+    without = build_batch([group], with_topk=False, device=torch.device("cpu")).sent
+    assert without.stretch is None
 
 
 def test_sorting_by_length_wastes_little_of_a_long_tail():

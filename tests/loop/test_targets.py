@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -9,17 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, TargetSpec
-from rlcore.loop.targets import AdmittedStaleness
+from rlcore.loop.targets import PageRange, Ranges, SetPoints
+from rlcore.serialization import load_trajectory
 from rlcore.simulate.clients import FakeLearner
 from rlcore.simulate.clock import run_simulated
 from rlcore.simulate.loop import Scenario, Simulation
+from rlcore.types import PageRule
 
 NAME = "mismatch/agreement_p5"
 
 
 def controlled(state=None, **settings):
     targets = {"bf16": TargetSpec(**settings)}
-    return AdmittedStaleness(targets, 12, several=False, state=state or {})
+    return SetPoints(targets, Ranges(12), several=False, state=state or {})
 
 
 def drive(controller, agreement, steps):
@@ -61,12 +64,85 @@ def test_it_stays_within_its_bounds_and_goes_on_from_a_checkpoint_exactly(found,
 
 
 def test_a_step_without_a_token_of_the_kind_moves_nothing():
-    controller = AdmittedStaleness({"fp8": TargetSpec()}, 8, several=True, state={})
+    controller = SetPoints({"fp8": TargetSpec()}, Ranges(8), several=True, state={})
     controller.observe({NAME: 0.1, f"{NAME}@bf16": 0.1})
-    assert controller.state() == {"fp8": [8, 8]}
+    assert controller.state() == {"fp8": {"moved": [[8, 8]]}}
     controller.observe({f"{NAME}@fp8": 0.1})
-    assert controller.state()["fp8"][0] < 8
-    assert AdmittedStaleness({}, 8, several=True, state={}).bound is None
+    assert controller.state()["fp8"]["moved"][0][0] < 8
+    assert SetPoints({}, Ranges(8), several=True, state={}).bound is None
+
+
+# four stretches of 1024 positions in pages of 16, all of a context of 4096 at most
+START = PageRange(PageRule(0, 1024, (24, 24, 24, 24)), (64, 128, 192, 256))
+STRETCH = "mismatch/stretch_{}/agreement_p5"
+
+
+def paged(state=None, **settings):
+    targets = {"sparse": TargetSpec(moves="pages", **settings)}
+    ranges = Ranges(4, {"sparse": START})
+    return SetPoints(targets, ranges, several=False, state=state or {})
+
+
+def agreement_of(share, ease=0.35):
+    """A statistic that rises with the share of a context's pages that is read."""
+    return 1.0 - 0.5 * (1.0 - share) ** 2 / (1.0 + share / ease)
+
+
+def test_pages_by_position_are_moved_to_where_each_stretch_holds_the_target():
+    controller = paged()
+    rules = [controller.page_rules["sparse"]]
+    for step in range(400):
+        blocks = controller.page_rules["sparse"].blocks
+        shares = [kept / most for kept, most in zip(blocks, START.most)]
+        noise = 0.005 * (-1) ** step
+        controller.observe(
+            {STRETCH.format(n): agreement_of(s) + noise for n, s in enumerate(shares, start=1)}
+        )
+        rules.append(controller.page_rules["sparse"])
+    blocks = rules[-1].blocks
+    assert blocks == tuple(sorted(blocks)) and blocks[0] < 24 < blocks[-1]
+    found = [agreement_of(kept / most) for kept, most in zip(blocks, START.most)]
+    assert all(abs(value - 0.86) < 0.03 for value in found), found
+    assert len(set(rules[200:])) == 1  # it does not swing
+    changed = [a != b for a, b in pairwise(rules)]
+    assert rules[-1].version == sum(changed) > 3
+    assert all(a.version + (a.blocks != b.blocks) == b.version for a, b in pairwise(rules))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.floats(0, 1)), max_size=60),
+    st.integers(0, 60),
+)
+def test_pages_stay_within_bounds_and_go_on_from_a_checkpoint_exactly(found, at):
+    whole, parts = paged(least=4), paged(least=4)
+    for place, (n, value) in enumerate(found):
+        if place == at:
+            parts = paged(json.loads(json.dumps(parts.state())), least=4)
+        whole.observe({STRETCH.format(n): value})
+        parts.observe({STRETCH.format(n): value})
+        rule = whole.page_rules["sparse"]
+        assert parts.state() == whole.state() and parts.page_rules["sparse"] == rule
+        assert all(a <= b for a, b in pairwise(rule.blocks)) and rule.length_step == 1024
+        assert 4 <= rule.blocks[0] <= 64 and rule.blocks[-1] <= 256
+
+
+def test_pages_without_a_target_stay_what_they_are():
+    controller = SetPoints({}, Ranges(4, {"sparse": START}), several=False, state={})
+    controller.observe({STRETCH.format(1): 0.1})
+    assert controller.page_rules == {"sparse": START.rule} and controller.state() == {}
+
+
+def test_a_share_follows_the_statistic_of_all_tokens():
+    targets = {"int3": TargetSpec(moves="share")}
+    controller = SetPoints(targets, Ranges(4), several=True, state={})
+    assert controller.shares == {"int3": 1.0} and controller.bound is None
+    for _ in range(60):
+        part = controller.shares["int3"]
+        controller.observe({NAME: 0.99 - 0.25 * part, f"{NAME}@int3": 0.3})
+    assert controller.metrics()["control/int3/share"] == pytest.approx(0.52, abs=0.09)
+    for _ in range(60):
+        controller.observe({NAME: 0.2})
+    assert controller.shares["int3"] == pytest.approx(0.05, abs=0.02)
 
 
 class Drifting(FakeLearner):
@@ -102,3 +178,50 @@ def test_a_run_holds_its_set_point_also_after_a_resume(tmp_path):
     assert abs(rows[0]["control/bf16/staleness"] - last) <= 1
     assert sum(row[NAME] for row in rows[-20:]) / 20 == pytest.approx(0.86, abs=0.02)
     assert max(row["staleness/max"] for row in rows) <= 12
+
+
+class Reading(FakeLearner):
+    """Sparse actors agree the less, the fewer of a context's pages their records say they read."""
+
+    def step_seconds(self, records):
+        self.rules = [PageRule.of_record(load_trajectory(r).extras) for r in records]
+        return super().step_seconds(records)
+
+    async def train_step(self, step):
+        metrics = await super().train_step(step)
+        rules, found = self.rules, {}
+        for n, most in enumerate(START.most):
+            values = [agreement_of(rule.blocks[n] / most) for rule in rules]
+            found[STRETCH.format(n + 1)] = sum(values) / len(values)
+        return metrics | found
+
+
+class Read(Simulation):
+    def make_learner(self):
+        return Reading(self.buffer, step_s=1.0)
+
+
+def test_requests_are_sent_with_the_pages_in_force_also_after_a_resume(tmp_path):
+    def run(steps, *, resume=False):
+        schedule = ScheduleSpec(steps=steps, groups_per_step=4, max_staleness=2)
+        scenario = Scenario(
+            schedule,
+            checkpoint=CheckpointSpec(every=20),
+            kinds={"sparse": 4},
+            targets={"sparse": TargetSpec(moves="pages")},
+            pages={"sparse": START},
+        )
+
+        async def main():
+            return await Read(scenario, tmp_path).run(resume=resume)
+
+        return run_simulated(main()).reporter.rows
+
+    first = run(40)[-1]
+    rows = run(120, resume=True)
+    kept = [f"control/sparse/pages_{n}" for n in range(1, 5)]
+    assert rows[0]["control/sparse/rule_version"] >= first["control/sparse/rule_version"] > 1
+    assert all(abs(rows[0][k] - first[k]) < 0.5 * first[k] for k in kept)
+    last = rows[-1]
+    for n in range(1, 5):
+        assert last[STRETCH.format(n)] == pytest.approx(0.86, abs=0.04)

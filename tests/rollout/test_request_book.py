@@ -13,7 +13,7 @@ from rlcore.interfaces import StepLoad
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.request_book import Output, RequestBook
 from rlcore.serialization import dump_trajectory, load_trajectory
-from rlcore.types import Trajectory
+from rlcore.types import PageRule, Trajectory
 
 
 @pytest.fixture
@@ -211,6 +211,20 @@ def test_salted_requests_share_prefixes_only_within_a_version(core):
     book.set_version(4)
     book.add(ask(1, group=1))
     assert [r.cache_salt for r in core.added] == ["v0", "v4"]
+
+
+def test_a_request_keeps_its_pages_and_shares_prefixes_only_with_its_like(core, book):
+    """Through a withdrawal, another engine's start and into its record."""
+    rules = [PageRule(1, 16, (2, 4)), PageRule(2, 16, (3, 4)), PageRule(7, 16, (2, 4))]
+    book.add([replace(r, page_rule=rule) for r, rule in zip(ask(3), rules)])
+    book.add(ask(1, group=1))
+    salts = [r.cache_salt for r in core.added]
+    assert salts[0] == salts[2] != salts[1] and salts[3] is None and None not in salts[:3]
+    book.decode()
+    book.resubmit(book.withdraw(started=True))
+    assert [r.page_rule for r in core.added[-4:]] == [*rules, None]
+    kept = [load_trajectory(dump_trajectory(t)) for t in drain(book)]
+    assert [PageRule.of_record(t.extras) for t in kept] == [*rules, None]
 
 
 def test_what_a_step_had_to_do_is_counted():

@@ -30,18 +30,22 @@ from rlcore.attention.specs import SparseSpec  # noqa: E402
 from rlcore.models.fresh import build_fresh_model  # noqa: E402
 from rlcore.models.specs import FreshModelSpec  # noqa: E402
 from rlcore.rollout.engines.vllm import sparse_cpu as sparse  # noqa: E402
-from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN  # noqa: E402
+from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE  # noqa: E402
+from rlcore.types import PageRule  # noqa: E402
 
 MAX_LEN = 512
 RULES = {
     "small": SparseSpec(blocks=4),
     "share": SparseSpec(share=0.3),
     "dense_prompt": SparseSpec(blocks=3, sparse_prompt=False),
+    "by_length": SparseSpec(blocks_by_length=(3, 5), length_step=64),
     # the stock backend has no pages of 16
     "covering": SparseSpec(block_size=32, blocks=MAX_LEN // 32),
     # covers what is sampled, not all that could be
     "covering_seen": SparseSpec(block_size=32, blocks=MAX_LEN // 32 - 4),
 }
+# what requests of "by_length" bring, in turn: the engine's own rule, and two others
+OWN = (None, PageRule(1, 48, (2, 3, 4, 6)), PageRule(2, 160, (4, 12)))
 
 
 def prompts() -> list[list[int]]:
@@ -88,20 +92,27 @@ def generate(
     lens: list[int],
     switch_at: int | None = None,
     weights=None,
+    rules=(None,),
 ) -> list:
     """Sample all prompts, loading `weights` between two steps once `switch_at` tokens were sampled
-    of the first."""
+    of the first. `rules`: the requests' own, in turn."""
     core, samples = llm.llm_engine, {}
     for i, ids in enumerate(texts):
+        rule = rules[i % len(rules)]
+        asked = {PROMPT_LEN: lens[i]} if lens[i] != len(ids) else {}
+        asked |= {} if rule is None else {RULE: rule}
         params = SamplingParams(
             max_tokens=new_tokens,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.CUMULATIVE,
-            extra_args={PROMPT_LEN: lens[i]} if lens[i] != len(ids) else None,
+            extra_args=asked or None,
         )
-        core.add_request(str(i), {"prompt_token_ids": ids}, params)
+        prompt = {"prompt_token_ids": ids}
+        if rule is not None:  # as `RequestBook` does
+            prompt["cache_salt"] = str(rule)
+        core.add_request(str(i), prompt, params)
         samples[str(i)] = {
             "prompt": ids,
             "prompt_len": lens[i],
@@ -149,13 +160,19 @@ def main(folder: Path) -> None:
         runs[name] = generate(llm, texts[:8], 120, lens)
         del llm
         gc.collect()
-    for name, new_tokens in (("small", 300), ("share", 150), ("dense_prompt", 300)):
+    for name, new_tokens in (
+        ("small", 300),
+        ("share", 150),
+        ("dense_prompt", 300),
+        ("by_length", 300),
+    ):
         llm = engine(folder, RULES[name])
-        runs[name] = generate(llm, texts, new_tokens, lens)
+        rules = OWN if name == "by_length" else (None,)
+        runs[name] = generate(llm, texts, new_tokens, lens, rules=rules)
         # one prompt goes on with part of its response as prompt, as after an aborted request
         longer = [s["prompt"] + s["tokens"][:90] for s in runs[name][:4]]
-        runs[name + "_resubmitted"] = generate(llm, longer, 80, lens[:4])
-        runs[name + "_in_flight"] = generate(llm, texts, 150, lens, 70, later)
+        runs[name + "_resubmitted"] = generate(llm, longer, 80, lens[:4], rules=rules)
+        runs[name + "_in_flight"] = generate(llm, texts, 150, lens, 70, later, rules)
         del llm
         gc.collect()
     (folder / "runs.json").write_text(json.dumps(runs))

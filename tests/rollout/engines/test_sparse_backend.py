@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlcore.attention.implementation import SparseRows, register
 from rlcore.attention.specs import SparseSpec
 from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.types import PageRule
 
 pytestmark = pytest.mark.engine
 
@@ -25,7 +27,10 @@ RULES = {  # as in sparse_engine_runs.py
     "small": SparseSpec(blocks=4),
     "share": SparseSpec(share=0.3),
     "dense_prompt": SparseSpec(blocks=3, sparse_prompt=False),
+    "by_length": SparseSpec(blocks_by_length=(3, 5), length_step=64),
 }
+# of the requests of "by_length", in turn
+OWN = (None, PageRule(1, 48, (2, 3, 4, 6)), PageRule(2, 160, (4, 12)))
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +75,11 @@ def learner_logp(model, samples, rule: SparseSpec | None) -> list[np.ndarray]:
         mask = torch.nn.utils.rnn.pad_sequence(
             [torch.ones_like(t) for t in texts], batch_first=True
         )
-        extra = (
-            {}
-            if rule is None
-            else {"sparse_rows": SparseRows(rule, [s["prompt_len"] for s in part])}
-        )
+        rows = None if rule is None else SparseRows(rule, [s["prompt_len"] for s in part])
+        if rule is not None and rule.blocks_by_length is not None:
+            own = [rule.under(OWN[n % len(OWN)]) for n in range(i, i + len(part))]
+            rows = replace(rows, rules=own)
+        extra = {} if rows is None else {"sparse_rows": rows}
         with torch.no_grad():
             logp = model(
                 input_ids=ids, attention_mask=mask, use_cache=False, **extra
@@ -91,6 +96,10 @@ def learner_logp(model, samples, rule: SparseSpec | None) -> list[np.ndarray]:
 
 def gaps(samples, logp) -> np.ndarray:
     return np.concatenate([np.abs(np.array(s["logp"]) - x) for s, x in zip(samples, logp)])
+
+
+def gaps_by_sample(samples, logp) -> list[float]:
+    return [float(np.abs(np.array(s["logp"]) - x).mean()) for s, x in zip(samples, logp)]
 
 
 def assert_same(gap: np.ndarray) -> None:
@@ -118,6 +127,13 @@ def test_actor_and_learner_agree_and_differ_from_dense(runs, models, name):
     assert_same(gaps(samples, learner_logp(models[0], samples, RULES[name])))
     dense = gaps(samples, learner_logp(models[0], samples, None))
     assert dense.mean() > 1e-2 and np.quantile(dense, 0.9) > 3e-2
+
+
+def test_requests_with_pages_of_their_own_follow_no_other_rule(runs, models):
+    """With the engine's rule for all, those that brought their own differ."""
+    samples = runs["by_length"]
+    found = gaps_by_sample(samples, learner_logp(models[0], samples, SparseSpec(blocks=5)))
+    assert min(found) > 1e-3
 
 
 def test_dense_prompts_are_not_sparse_ones(runs, models):

@@ -21,6 +21,7 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
     mixed_rows,
     summarise_pages,
 )
+from rlcore.types import PageRule
 
 BS, HEADS, KV, DIM, PAGES = 4, 4, 2, 8, 16
 
@@ -65,11 +66,10 @@ class Cache:
             self.kv[block, :, t % BS] = torch.cat([self.k[r, :, t], self.v[r, :, t]], -1)
         return self.q[r, :, first:end].transpose(0, 1)
 
-    def want(self, rule: SparseSpec, prompts: list[int]) -> torch.Tensor:
+    def want(self, rule: SparseSpec, prompts: list[int], rules=None) -> torch.Tensor:
         """The learner's answer for whole sequences: [requests, length, H, D]."""
-        return implementation.attend_rows(
-            self.q, self.k, self.v, implementation.SparseRows(rule, prompts)
-        ).transpose(1, 2)
+        rows = implementation.SparseRows(rule, prompts, rules=rules)
+        return implementation.attend_rows(self.q, self.k, self.v, rows).transpose(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,16 @@ class Cache:
         SparseSpec(block_size=BS, share=0.5),
         SparseSpec(block_size=BS, blocks=2, sparse_prompt=False),
         SparseSpec(block_size=BS, blocks=14),
+        SparseSpec(block_size=BS, blocks_by_length=(2, 3, 5), length_step=4 * BS),
     ],
 )
 def test_steps_of_all_kinds_equal_the_learner(rule):
     cache, prompts = Cache(3, 56), [9, 30, 22]
-    want = cache.want(rule, prompts)
+    rules = None
+    if rule.blocks_by_length is not None:  # requests bring their own
+        own = (None, PageRule(1, 2 * BS, (2, 2, 4)), PageRule(2, 4 * BS, (3,)))
+        rules = [rule.under(o) for o in own]
+    want = cache.want(rule, prompts, rules)
     at = [0, 0, 0]
     # chunked prompts beside decoding, idle requests, single tokens for all
     for counts in [
@@ -100,10 +105,11 @@ def test_steps_of_all_kinds_equal_the_learner(rule):
         seq = torch.tensor([at[r] + counts[r] for r in live], dtype=torch.int32)
         table = cache.table[live]
         dense = None
-        if rule.sparse_prompt and max(counts) == 1:
+        if rule.sparse_prompt and rules is None and max(counts) == 1:
             rows, summarise = decode_rows(rule, seq, table, PAGES)
         else:
-            plan = plan_step(rule, start, seq, torch.tensor([prompts[r] for r in live]))
+            own = None if rules is None else [rules[r] for r in live]
+            plan = plan_step(rule, start, seq, torch.tensor([prompts[r] for r in live]), own)
             rows, dense, summarise = mixed_rows(plan, table)
         summarise_pages(cache.kv, cache.summaries, summarise)
         out = torch.full_like(query, float("nan"))

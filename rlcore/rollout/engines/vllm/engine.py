@@ -24,7 +24,7 @@ from rlcore.rollout.checks import check_model
 from rlcore.rollout.engines.vllm.arguments import engine_args
 from rlcore.rollout.engines.vllm.patches import ROUTES
 from rlcore.rollout.engines.vllm.platform import check_platform, on_cpu
-from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN
+from rlcore.rollout.engines.vllm.sparse_rule import PROMPT_LEN, RULE
 from rlcore.rollout.engines.vllm.weight_loader import WeightLoader, shared_file
 from rlcore.rollout.request_book import BookedEngine, CoreRequest, DecodeCore, Output, RequestBook
 from rlcore.rollout.specs import EngineJob, RolloutSpec
@@ -98,6 +98,8 @@ class VllmCore(DecodeCore):
         params.seed = request.seed
         # Sparse attention: the tokens of a resubmitted response are no prompt.
         params.extra_args = {PROMPT_LEN: request.prompt_len}
+        if request.page_rule is not None:
+            params.extra_args[RULE] = request.page_rule
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.token_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt

@@ -18,7 +18,8 @@ several tokens a request are planned on the host and run eagerly: each token is 
 its own, also in prompts and recomputed prefixes, since the learner's forward attends by the rule
 there and a dense prefill would give other keys and values from the second layer on. With
 `sparse_prompt=False` attention is not captured: a captured decode step cannot tell the one prompt
-token that the prefix cache leaves over, which attends densely, from a response token.
+token that the prefix cache leaves over, which attends densely, from a response token. Nor is it
+with `blocks_by_length`: requests bring budgets of their own, which the host knows.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from rlcore.rollout.engines.vllm.sparse_rows_gpu import (
 )
 from rlcore.rollout.engines.vllm.sparse_rule import (
     StepPlanner,
-    bind_prompt_lengths,
+    bind_requests,
     installed_rule,
     set_rule,
 )
@@ -74,7 +75,7 @@ def install(rule: SparseSpec) -> None:
 
 def bind(model_runner: Any) -> None:
     """As `sparse_cpu.bind`."""
-    bind_prompt_lengths(model_runner, SparseGPUBuilder)
+    bind_requests(model_runner, SparseGPUBuilder)
 
 
 @dataclass
@@ -104,8 +105,9 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        captured = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return captured if installed_rule().sparse_prompt else AttentionCGSupport.NEVER
+        rule, captured = installed_rule(), AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        fixed = rule.sparse_prompt and rule.blocks_by_length is None
+        return captured if fixed else AttentionCGSupport.NEVER
 
     def build(
         self,
@@ -117,9 +119,9 @@ class SparseGPUBuilder(StepPlanner, FlashAttentionMetadataBuilder):
             **vars(super().build(common_prefix_len, common_attn_metadata, fast_build))
         )
         max_len = self.vllm_config.model_config.max_model_len
-        if self.rule.dense_positions >= max_len:
+        if self.rule.dense_positions >= max_len and not self.moves:
             return md
-        if self.rule.sparse_prompt and md.max_query_len == 1:
+        if self.rule.sparse_prompt and not self.moves and md.max_query_len == 1:
             md.rows, md.summarise = self._decode.fill(md.seq_lens, md.block_table)
         else:
             plan = self._plan_on_host(common_attn_metadata)

@@ -30,7 +30,7 @@ from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.sparse_rule import (
     StepPlanner,
-    bind_prompt_lengths,
+    bind_requests,
     installed_rule,
     set_rule,
 )
@@ -70,7 +70,8 @@ class SparseCPUBuilder(StepPlanner, CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         stock = super().build(common_prefix_len, common, fast_build)
         md = SparseCPUMetadata(**vars(stock))
-        if self.rule.dense_positions >= self.vllm_config.model_config.max_model_len:
+        max_len = self.vllm_config.model_config.max_model_len
+        if self.rule.dense_positions >= max_len and not self.moves:
             return md  # nothing is ever sparse
         md.plan = self.plan(
             common.query_start_loc, common.seq_lens, common.num_reqs, common.req_idx
@@ -351,13 +352,13 @@ def install(rule: SparseSpec) -> None:
 
 
 def bind(model_runner: Any) -> None:
-    """Let the started engine's attention see its requests' prompt lengths, which
-    `sparse_prompt=False` needs.
+    """Let the started engine's attention see its requests' prompt lengths and page rules, which
+    `sparse_prompt=False` and `blocks_by_length` need.
 
     Raises RuntimeError if the engine attends otherwise: call it always, to check that `install`
     came in time.
     """
-    bind_prompt_lengths(model_runner, SparseCPUBuilder)
+    bind_requests(model_runner, SparseCPUBuilder)
 
 
 class SparseCPUBackend(CPUAttentionBackend):

@@ -3,7 +3,7 @@ backends share. Imports no vLLM."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,12 +12,15 @@ from rlcore.attention.block_topk import StepPlan, plan_step
 from rlcore.attention.specs import SparseSpec
 from rlcore.errors import UserError
 from rlcore.rollout.engines.vllm.patches import SECOND_RUNNER_REQUESTS, is_second
+from rlcore.types import PageRule
 
-PROMPT_LEN = "prompt_len"  # key of SamplingParams.extra_args
+# keys of SamplingParams.extra_args
+PROMPT_LEN = "prompt_len"
+RULE = "page_rule"
 
 
-def bind_prompt_lengths(model_runner: Any, builder_type: type[Any]) -> None:
-    """Set `prompt_lengths` on a started engine's metadata builders of that type.
+def bind_requests(model_runner: Any, builder_type: type[Any]) -> None:
+    """Set `asked` on a started engine's metadata builders of that type.
 
     Raises RuntimeError if it has none: then another attention backend is in use.
     """
@@ -31,70 +34,83 @@ def bind_prompt_lengths(model_runner: Any, builder_type: type[Any]) -> None:
             "starts"
         )
     second = is_second(model_runner)
-    lengths = SlotPromptLengths(model_runner) if second else BatchPromptLengths(model_runner)
+    asked = SlotRequests(model_runner) if second else BatchRequests(model_runner)
     for builder in builders:
-        builder.prompt_lengths = lengths
+        builder.asked = asked
 
 
-class PromptLengths(Protocol):
-    """Prompt lengths by row of a step.
+class AskedOfRows(NamedTuple):
+    """The settings that the requests of a step's rows were sent with."""
+
+    prompt_lens: torch.Tensor  # [rows] int64 on the CPU; 0 for the padding rows of a captured graph
+    rules: list[PageRule | None]  # [rows]; None: the engine's own
+
+
+class RowRequests(Protocol):
+    """Prompt lengths and page rules by row of a step.
 
     vLLM's own count stays the prompt's through preemption and recomputation. A request that was
     resubmitted with part of its response as the prompt carries its true length:
-    `SamplingParams(extra_args={"prompt_len": P})`.
+    `SamplingParams(extra_args={"prompt_len": P})`. One with pages of its own carries its rule
+    there, so that whatever is computed again of it is computed by the same rule.
     """
 
-    def __call__(self, rows: int, slots: np.ndarray | None) -> torch.Tensor:
-        """[rows] int64 on the CPU; 0 for the padding rows of a captured graph. `slots`: the place
-        of each row's request in the second runner's state, None from the first."""
+    def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
+        """`slots`: the place of each row's request in the second runner's state, None from the
+        first."""
 
 
-class BatchPromptLengths(PromptLengths):
+class BatchRequests(RowRequests):
     """Of the first runner, whose batch is in the order of the rows."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
 
-    def __call__(self, rows: int, slots: np.ndarray | None) -> torch.Tensor:
-        lengths = [self._length(r) for r in self._runner.input_batch.req_ids[:rows]]
-        return torch.tensor(lengths + [0] * (rows - len(lengths)), dtype=torch.int64)
+    def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
+        states = [self._runner.requests[r] for r in self._runner.input_batch.req_ids[:rows]]
+        lengths, rules = [], []
+        for state in states:
+            given = _given(state.sampling_params)
+            lengths.append(int(given.get(PROMPT_LEN, state.num_prompt_tokens)))
+            rules.append(given.get(RULE))
+        padding = rows - len(states)
+        return AskedOfRows(
+            torch.tensor(lengths + [0] * padding, dtype=torch.int64), rules + [None] * padding
+        )
 
-    def _length(self, request_id: str) -> int:
-        state = self._runner.requests[request_id]
-        given = _given(state.sampling_params)
-        return int(state.num_prompt_tokens if given is None else given)
 
-
-class SlotPromptLengths(PromptLengths):
+class SlotRequests(RowRequests):
     """Of the second runner, which keeps no sampling parameters: they are noted as its sampler gets
     them, when a request enters the batch or comes back into it."""
 
     def __init__(self, model_runner: Any) -> None:
         self._states = model_runner.req_states
         self._lengths = np.zeros(model_runner.max_num_reqs, np.int64)
+        self._rules: list[PageRule | None] = [None] * model_runner.max_num_reqs
 
         def noted(slot: int, *args: Any) -> Any:
             given = _given(args[-1])
-            counted = self._states.prompt_len.np[slot]
-            self._lengths[slot] = counted if given is None else given
+            self._lengths[slot] = given.get(PROMPT_LEN, self._states.prompt_len.np[slot])
+            self._rules[slot] = given.get(RULE)
             return add_request(slot, *args)
 
         add_request = SECOND_RUNNER_REQUESTS.replace(noted, of=model_runner.sampler)
 
-    def __call__(self, rows: int, slots: np.ndarray | None) -> torch.Tensor:
+    def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
         if slots is None:
             raise RuntimeError(
-                "this vLLM does not say which requests a step has: sparse_prompt=false needs the "
-                "actor's second_runner=false"
+                "this vLLM does not say which requests a step has: sparse_prompt=false and "
+                "blocks_by_length need the actor's second_runner=false"
             )
         lengths = np.zeros(rows, np.int64)
         lengths[: len(slots)] = self._lengths[slots[:rows]]
-        return torch.from_numpy(lengths)
+        rules = [self._rules[slot] for slot in slots[:rows].tolist()]
+        return AskedOfRows(torch.from_numpy(lengths), rules + [None] * (rows - len(rules)))
 
 
-def _given(params: Any) -> int | None:
-    """The length that came with a request's sampling parameters."""
-    return (params.extra_args or {}).get(PROMPT_LEN) if params is not None else None
+def _given(params: Any) -> dict[str, Any]:
+    """The extras of a request's sampling parameters."""
+    return (params.extra_args or {}) if params is not None else {}
 
 
 _installed: SparseSpec | None = None
@@ -126,7 +142,7 @@ class StepPlanner:
     rule."""
 
     rule: SparseSpec
-    prompt_lengths: PromptLengths | None = None  # `bind_prompt_lengths` sets it
+    asked: RowRequests | None = None  # `bind_requests` sets it
 
     def take_rule(self, block_size: int) -> None:
         """Attend by the installed rule.
@@ -134,6 +150,8 @@ class StepPlanner:
         Raises UserError unless the engine's page size is the rule's.
         """
         self.rule = installed_rule()
+        #: requests may bring pages of their own
+        self.moves = self.rule.blocks_by_length is not None
         if block_size != self.rule.block_size:
             wanted = f"actor.sparse.block_size={self.rule.block_size}"
             raise UserError(f"{wanted} does not match the engine's pages of {block_size} tokens.")
@@ -148,13 +166,16 @@ class StepPlanner:
         """`plan_step` of the first `requests` rows.
 
         query_start [> requests] and seq_lens [>= requests] are on the host; `slots` as for
-        `PromptLengths`. Before `bind` has run all tokens count as prompts: vLLM warms up with
+        `RowRequests`. Before `bind` has run all tokens count as prompts: vLLM warms up with
         requests of its own.
         """
-        prompts = None
-        if not self.rule.sparse_prompt:
-            if self.prompt_lengths is None:
+        prompts, rules = None, None
+        if not self.rule.sparse_prompt or self.moves:
+            if self.asked is None:
                 prompts = seq_lens[:requests]
             else:
-                prompts = self.prompt_lengths(requests, slots)
-        return plan_step(self.rule, query_start[: requests + 1], seq_lens[:requests], prompts)
+                prompts, given = self.asked(requests, slots)
+                rules = [self.rule.under(rule) for rule in given] if self.moves else None
+        return plan_step(
+            self.rule, query_start[: requests + 1], seq_lens[:requests], prompts, rules
+        )
