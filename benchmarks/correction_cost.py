@@ -199,6 +199,28 @@ def main() -> None:
     print(f"vocabulary {args.vocab}, k={args.topk}, micro-batches of {args.micro} tokens, ")
     print(f"{args.rounds} rounds; {machine()}\n")
     print(table(rows))
+    print(f"\nMismatch metrics of such a step: {measuring(args):.4f} CPU s, of all kinds of actors")
+
+
+def measuring(args: argparse.Namespace) -> float:
+    """CPU seconds of `mismatch_metrics` on a step of the same size, the least of five."""
+    import torch
+
+    from rlcore.corrections.mismatch import mismatch_metrics
+    from rlcore.corrections.numerics import OneRank
+    from rlcore.learner.batch import build_batch
+
+    torch.set_num_threads(args.threads)
+    sent = build_batch(groups(args), with_topk=True, device=torch.device("cpu")).sent
+    sent.logp_ref = sent.logp_inf + 0.01 * torch.randn(sent.logp_inf.shape)
+    sent.ref_topk_ids, sent.ref_topk_logp = sent.topk_ids_inf, sent.topk_logp_inf
+    sent.ref_logp_at_inf_ids = sent.topk_logp_inf
+    taken = []
+    for _ in range(5):
+        begin = time.process_time()
+        mismatch_metrics(sent, OneRank(), AisSpec())
+        taken.append(time.process_time() - begin)
+    return min(taken)
 
 
 def _rounds(names: list[str], path: str, rounds: int) -> dict[str, list[float]]:

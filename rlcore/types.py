@@ -391,6 +391,7 @@ class StepTensors:
     # [B, T] int64: the entry of its page rule that each token was sampled by, -1 for none; None:
     # no actor has pages by position
     stretch: torch.Tensor | None = None
+    token_ids: torch.Tensor | None = None  # [B, T] int64, the sampled tokens; 0 where there is none
 
     def rows(self, chosen: torch.Tensor) -> StepTensors:
         """The same tensors for some of the sequences: their numbers [b], or a mask [B] bool."""

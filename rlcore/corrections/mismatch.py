@@ -26,7 +26,12 @@ from rlcore.corrections.numerics import (
     sums,
     total,
 )
-from rlcore.corrections.regimes import agreement_by_stretch, floor_tokens, mismatch_tails
+from rlcore.corrections.regimes import (
+    agreement_by_stretch,
+    floor_tokens,
+    mismatch_tails,
+    worth_of_correcting,
+)
 from rlcore.corrections.tis import TisSpec
 from rlcore.corrections.veto import veto
 from rlcore.interfaces import Reduce
@@ -141,6 +146,7 @@ def mismatch_metrics(step: StepTensors, reduce: Reduce, ais_spec: AisSpec) -> di
         metrics["coverage_mean"] = covered / usable if usable else 1.0
         metrics["outside_share"] = 1.0 - held / usable if usable else 0.0
     metrics |= _normalizer_metrics(step, on, reduce) | _unlikely(step, finite, reduce)
+    metrics |= worth_of_correcting(step, on, reduce)
     metrics |= mismatch_tails(step.logp_ref, step.logp_inf, on, reduce)
     if step.stretch is not None:
         metrics |= agreement_by_stretch(step.logp_ref, step.logp_inf, on, step.stretch, reduce)

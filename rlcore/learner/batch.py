@@ -242,6 +242,7 @@ def build_batch(
         truncated=rows.column(
             [e.parts[-1].finish_reason == "length" for e in episodes], torch.bool
         ),
+        token_ids=rows.tokens("sampled_ids", 0, np.int64),
     )
     if kinds:
         numbers = {label: number for number, label in enumerate(kinds)}

@@ -120,6 +120,16 @@ MISMATCH_METRICS: tuple[Metric, ...] = (
         "probability",
         "m: probability that actors put on what the learner finds all but impossible",
     ),
+    Metric(
+        "mismatch/n_star",
+        "answers",
+        "N*: size of a batch above which correcting pays, by this batch; mean(mismatch/"
+        "variance_added) over mean(mismatch/bias2) says it of a run",
+        healthy="above the run's answers a step: no correction is needed",
+        otherwise="[which one](corrections/index.md#which-one)",
+    ),
+    Metric("mismatch/bias2", "1", "squared bias of the uncorrected gradient of an output bias"),
+    Metric("mismatch/variance_added", "1", "variance of an answer that correcting adds to it"),
     *(
         Metric(f"mismatch/ratio_p{percent}", "1", f"percentile {percent} of p_ref/p_inf")
         for percent in PERCENTILES
