@@ -229,7 +229,10 @@ def _doctor(given: Given) -> int:
     config = config_of(given) if given.settings else None
     from rlcore.commands.doctor import doctor
 
-    return doctor(config, rates, start=given.flag("start"), as_json=given.flag("json"))
+    start, calibrate = given.flag("start"), given.flag("calibrate")
+    if calibrate and (config is None or not start):
+        raise UserError("calibrate=true starts steps of a run: name its keys, and no start=false.")
+    return doctor(config, rates, start=start, calibrate=calibrate, as_json=given.flag("json"))
 
 
 def _replay(given: Given) -> int:

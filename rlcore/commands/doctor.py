@@ -24,6 +24,7 @@ import psutil
 from rlcore.cluster.process_tuning import Processor, described
 from rlcore.cluster.specs import RaySpec
 from rlcore.commands.about import GpuMachine, lacking, this_machine
+from rlcore.commands.kinds_advice import calibrated, calibration_lines, kinds_lines, mix, ranked
 from rlcore.commands.plan import expected
 from rlcore.commands.preflight import prepare
 from rlcore.commands.train import train
@@ -34,7 +35,6 @@ from rlcore.config.schema import CorrectionList, RunConfig
 from rlcore.corrections.decisions import Regime, regimes_of, typical_n_star
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.metrics.digest import number
-from rlcore.metrics.names import split_kind
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.metrics.run_folder import records
 
@@ -132,16 +132,17 @@ class Probe:
         return not self.error
 
 
-def probe(config: RunConfig, *, fresh: bool = False) -> Probe:
+def probe(config: RunConfig, *, fresh: bool = False, whole: bool = False) -> Probe:
     """Sample a few hundred tokens of the training prompts with the run's own engines, and take one
     step on them with its own learner, without corrections. Nothing of it is kept.
 
-    `fresh`: a model of random weights in the place of one that is warmed up. Raises UserError for
-    what a run would refuse.
+    `fresh`: a model of random weights in the place of one that is warmed up. `whole`: answers are
+    as long as the run's. Raises UserError for what a run would refuse.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rlcore-doctor-") as folder:
-        config = shortened(config, str(Path(folder) / "run"))
+        longest = config.rollout.max_new_tokens if whole else NEW_TOKENS
+        config = shortened(config, str(Path(folder) / "run"), longest)
         if fresh:
             # random weights: nothing is trained first and nothing kept in a cache
             path = fresh_model(config, prepare(config), Path(folder) / "model")
@@ -162,7 +163,7 @@ def probe(config: RunConfig, *, fresh: bool = False) -> Probe:
     return Probe(seconds, error, rows[0] if rows else {}, worst_tokens(found))
 
 
-def shortened(config: RunConfig, run_dir: str) -> RunConfig:
+def shortened(config: RunConfig, run_dir: str, longest: int = NEW_TOKENS) -> RunConfig:
     """The run as it is measured: one synchronous step on a few prompts, without corrections,
     evaluations and checkpoints, which would change what is seen or take longer to see it."""
     short = {
@@ -178,7 +179,7 @@ def shortened(config: RunConfig, run_dir: str) -> RunConfig:
         },
         "rollout": {
             "samples_per_prompt": min(config.rollout.samples_per_prompt, SAMPLES),
-            "max_new_tokens": min(config.rollout.max_new_tokens, NEW_TOKENS),
+            "max_new_tokens": min(config.rollout.max_new_tokens, longest),
         },
         "algorithm": {"dynamic_sampling": False, "train_on_best": None},
         "evaluation": {"at_start": False, "prompts": 1, "samples": 1, "greedy": False, "tasks": {}},
@@ -276,6 +277,7 @@ def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[
         "tokens": found.row.get("train/tokens"),
         "mismatch": {name: figures[name] for name in FIGURES if name in figures},
         "kinds": ranked(found.row),
+        "mix": mix(found.row),
         "worst_tokens": [asdict(token) for token in found.worst],
         "advice": asdict(advice) | {"configured": judged_choice(config, advice)},
     }
@@ -294,34 +296,6 @@ def judged_choice(config: RunConfig, advice: Advice) -> str:
     return said + " and ".join(parts) + "."
 
 
-TOLERATED = 0.86  # agreement_p5 that Sparrow trained at
-
-
-def ranked(row: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """The kinds of actors of a run with several, those of most effective tokens an actor-second
-    first; kinds below the tolerated agreement come last."""
-    found = []
-    for name, value in row.items():
-        pooled, kind = split_kind(name)
-        if kind and pooled == "worth/tokens_per_actor_s" and value is not None:
-            agreement = row.get(f"mismatch/agreement_p5@{kind}") or 0.0
-            found.append({"kind": kind, "tokens_per_actor_s": value, "agreement_p5": agreement})
-    return sorted(
-        found, key=lambda k: (k["agreement_p5"] < TOLERATED, -float(k["tokens_per_actor_s"]))
-    )
-
-
-def _ranked_lines(kinds: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if not kinds:
-        return
-    yield f"kinds by effective tokens an actor-second; below agreement {TOLERATED} last:"
-    for kind in kinds:
-        worth, agreement = number(kind["tokens_per_actor_s"]), number(kind["agreement_p5"])
-        yield f"  {kind['kind']:20s} {worth:>8s} tokens/s, agreement_p5 {agreement}"
-    if kinds[0]["agreement_p5"] >= TOLERATED:
-        yield f"  most effective tokens: most of the fleet of {kinds[0]['kind']}"
-
-
 def lines(shown: Mapping[str, Any]) -> list[str]:
     """The same as text."""
     if not shown["starts"]:
@@ -331,7 +305,8 @@ def lines(shown: Mapping[str, Any]) -> list[str]:
         return said
     said += ["", f"actors against learner, {number(shown['tokens'])} fresh tokens, no correction:"]
     said += [f"  {FIGURES[k]:44s} {number(v)}" for k, v in shown["mismatch"].items()]
-    said += _ranked_lines(shown.get("kinds", ()))
+    said += kinds_lines(shown.get("kinds", ()), shown.get("mix", {}))
+    said += calibration_lines(shown.get("calibration", {}))
     if shown["worst_tokens"]:
         said += ["worst tokens (p_ref/p_inf, after what text, token):"]
     for token in shown["worst_tokens"]:
@@ -380,12 +355,18 @@ Finding = tuple[bool, str]  # whether it suffices, and what was found
 
 
 def doctor(
-    config: RunConfig | None, rates: Mapping[str, str], *, start: bool = True, as_json: bool
+    config: RunConfig | None,
+    rates: Mapping[str, str],
+    *,
+    start: bool = True,
+    calibrate: bool = False,
+    as_json: bool,
 ) -> int:
     """Print what was found. Returns 0 if a run can start, else 1.
 
     `config`: of the run that is meant; None: the machine alone, with the smallest run that there
-    is. `rates`: the words of a forecast. `start`: take a first step. Raises UserError.
+    is. `rates`: the words of a forecast. `start`: take a first step. `calibrate`: and further ones,
+    with other pages of sparse actors. Raises UserError.
     """
     machine = {name: check() for name, check in checks().items()}
     keys = dict(lacking(this_machine()))
@@ -393,6 +374,8 @@ def doctor(
     if not as_json:
         print("\n".join(_lines(machine, keys)), flush=True)
     shown = _started(config, rates) if start else None
+    if shown is not None and config is not None and calibrate and shown["starts"]:
+        shown["calibration"] = calibrated(config, lambda c: probe(c, whole=True).row)
     if shown is not None:
         healthy &= shown["starts"]
     if as_json:

@@ -240,10 +240,12 @@ VERBS: Mapping[str, Verb] = {
             "actors and learner are",
             (
                 "rlcore doctor [start=false] [json=true]",
-                "rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [json=true]",
+                "rlcore doctor model.path=FOLDER ... [rates=FILE|gpu=NAME] [calibrate=true] "
+                "[json=true]",
             ),
             (
                 Key("start", "false: start nothing, only look", "flag", "true"),
+                Key("calibrate", "measure where a set-point of pages begins", "flag", "false"),
                 JSON,
                 *FORECAST,
                 CONFIG_DIR,

@@ -4,8 +4,9 @@ whose samples are drawn by several kinds."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import permutations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlcore.loop.specs import ShareSpec
 
@@ -129,3 +130,49 @@ def worth(
         if cost.get(label, 0.0) > 0:
             found[f"worth/tokens_per_price@{label}"] = effective / cost[label]
     return found
+
+
+class KindRate(NamedTuple):
+    """What a kind of actors gives, for each actor-second or unit of money.
+
+    Example: KindRate(900.0, 0.8, 0.12, 40.0)
+    """
+
+    tokens: float
+    effective: float  # share of a token that training has: effective sample size times kept share
+    below: float  # share of its tokens whose agreement is below the tolerated one
+    length: float  # mean tokens of an answer
+
+
+class Mix(NamedTuple):
+    """A division of the work among kinds of actors."""
+
+    groups: dict[str, float]  # share of new groups by label, of kinds that have some
+    effective: float  # tokens for each actor-second or unit of money
+
+
+def best_mix(kinds: Mapping[str, KindRate], most_below: float) -> Mix | None:
+    """The mix of most effective tokens whose share of tokens below the tolerated agreement is at
+    most `most_below`; None where no kind holds that.
+
+    With shares x of the tokens, which add up to 1, it maximises sum x e / sum x/r under sum x b <=
+    most_below: a ratio of linear functions over a polytope with one such bound, so that one kind,
+    or two with the bound tight, are best. The 5th percentile of all tokens is the tolerated
+    agreement exactly where a twentieth of them is below it.
+    """
+    candidates = [{label: 1.0} for label, k in kinds.items() if k.below <= most_below]
+    for (one, a), (other, b) in permutations(kinds.items(), 2):
+        if a.below < most_below < b.below:
+            share = (most_below - a.below) / (b.below - a.below)
+            candidates.append({one: 1.0 - share, other: share})
+    if not candidates:
+        return None
+
+    def effective(tokens: Mapping[str, float]) -> float:
+        seconds = sum(x / kinds[label].tokens for label, x in tokens.items())
+        return sum(x * kinds[label].effective for label, x in tokens.items()) / seconds
+
+    best = max(candidates, key=effective)
+    answers = {label: x / kinds[label].length for label, x in best.items() if x > 0}
+    whole = sum(answers.values())
+    return Mix({label: n / whole for label, n in answers.items()}, effective(best))

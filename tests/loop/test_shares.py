@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.loop.shares import KindShares, most_shares, worth
+from rlcore.loop.shares import KindRate, KindShares, best_mix, most_shares, worth
 from rlcore.loop.specs import ScheduleSpec, ShareSpec
 from rlcore.metrics.names import declared
 from rlcore.simulate.loop import Scenario, simulate
@@ -125,3 +126,36 @@ def test_a_kind_is_worth_its_effective_tokens_by_time_and_by_money():
         "worth/tokens_per_price@fp8": 160.0,
     }
     assert all(declared(name) is not None for name in found)
+
+
+RATES = st.builds(
+    KindRate, st.floats(10, 1000), st.floats(0.05, 1.0), st.floats(0, 0.5), st.floats(5, 500)
+)
+
+
+@given(st.lists(RATES, min_size=1, max_size=3), st.integers(0, 9999))
+def test_no_other_mix_within_the_tolerated_tail_gives_more(rates, seed):
+    kinds = {f"k{i}": rate for i, rate in enumerate(rates)}
+    best, most = best_mix(kinds, 0.05), 0.05
+    rng = random.Random(seed)
+    for _ in range(60):
+        draws = [rng.expovariate(1.0) ** 3 for _ in kinds]
+        tokens = {label: d / sum(draws) for label, d in zip(kinds, draws)}
+        if sum(x * kinds[n].below for n, x in tokens.items()) > most:
+            continue
+        seconds = sum(x / kinds[n].tokens for n, x in tokens.items())
+        given = sum(x * kinds[n].effective for n, x in tokens.items()) / seconds
+        assert best is not None and given <= best.effective * (1 + 1e-9)
+    if best is None:
+        assert all(rate.below > most for rate in rates)
+    else:
+        tokens = {n: x * kinds[n].length for n, x in best.groups.items()}
+        below = sum(x * kinds[n].below for n, x in tokens.items()) / sum(tokens.values())
+        assert below <= most + 1e-9 and sum(best.groups.values()) == pytest.approx(1)
+
+
+def test_a_noisy_kind_gets_what_the_tail_allows():
+    kinds = {"bf16": KindRate(100, 1.0, 0.01, 20), "int3": KindRate(300, 0.8, 0.21, 20)}
+    best = best_mix(kinds, 0.05)
+    assert best.groups == pytest.approx({"bf16": 0.8, "int3": 0.2})
+    assert best.effective == pytest.approx((0.8 + 0.16) / (0.8 / 100 + 0.2 / 300))
