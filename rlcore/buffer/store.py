@@ -42,7 +42,7 @@ class ReplayBuffer:
     (the order of training). `reports` describes it, `journal` makes it durable.
 
     samples_per_group n: a group is complete when n samples have arrived. max_bytes: bytes of
-    records above which nothing is admitted. keep_samples: samples of a batch that `peek` can show.
+    records above which nothing is admitted. keep_samples: groups of a batch that `peek` can show.
     tasks: group sizes and shares of several tasks, by the part of a prompt id before the first "/";
     None: a run with one. kinds: labels of actors, of a run with several.
     """
@@ -72,7 +72,7 @@ class ReplayBuffer:
             run_seed=run_seed,
             tasks=tasks,
         )
-        self._peeks: dict[int, list[StoredEpisode]] = {}
+        self._peeks: dict[int, list[list[StoredEpisode]]] = {}  # by group
 
     @property
     def ledger(self) -> Ledger:
@@ -205,18 +205,19 @@ class ReplayBuffer:
         self.batches.rollback(step)
 
     def peek(self, step: int, n: int) -> list[StoredEpisode]:
-        """Up to n samples, each of another group, of the batch of `step`, if one of the newest
-        phases, or this buffer's first, begins with it."""
-        return self._peeks.get(step, [])[:n]
+        """Samples of up to n groups of the batch of `step`, if one of the newest phases, or this
+        buffer's first, begins with it: all of the first group, which is one whose rewards differ
+        where there is one, and one of each other."""
+        return [sample for group in self._peeks.get(step, [])[:n] for sample in group]
 
     def _remember(self, step: int, entries: Sequence[LiveGroup]) -> None:
-        if self._peeks and step != self.batches.bound.phases.start(step):
+        if not entries or (self._peeks and step != self.batches.bound.phases.start(step)):
             return
         generator = np.random.default_rng(derive_seed(self._run_seed, "buffer_peek", step))
         order = [entries[i] for i in generator.permutation(len(entries)).tolist()]
-        shown = _in_turn(order)[: self._keep_samples]
-        samples = [s for entry in shown for s in entry.kept()[:1]]
-        self._peeks[step] = [StoredEpisode(s.score, s.records) for s in samples]
+        whole, *others = _telling_first(_in_turn(order))[: self._keep_samples]
+        chosen = [whole.kept(), *(entry.kept()[:1] for entry in others)]
+        self._peeks[step] = [[StoredEpisode(s.score, s.records) for s in part] for part in chosen]
         for old in sorted(self._peeks)[:-PEEK_PHASES]:
             del self._peeks[old]
 
@@ -229,6 +230,13 @@ def _in_turn(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
         keyed.append((places[entry.task], entry))
         places[entry.task] += 1
     return [entry for _, entry in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _telling_first(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
+    """The first group whose rewards differ, and so teach something, then the others in order."""
+    telling = (e for e in entries if len({s.score.reward for s in e.kept()}) > 1)
+    first = next(telling, entries[0])
+    return [first, *(entry for entry in entries if entry is not first)]
 
 
 AUDITED = 256  # groups that are looked at in one call

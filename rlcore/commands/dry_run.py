@@ -322,7 +322,7 @@ def _writes(config: RunConfig) -> list[str]:
         "metrics.jsonl": "one row a step",
         "timeline.jsonl": "who worked and who waited in the last steps",
         "checkpoints/": f"{when}, {'and' if spec.at_end else 'not'} at the end; newest {spec.keep}",
-        "samples/": f"{logging.samples_per_step} of each step",
+        "samples/": f"of {logging.samples_per_step} groups of each step, of the first one all",
         "report.html": "at the end" if logging.report else "",
         "wandb/": logging.wandb if logging.wandb != "disabled" else "",
         "weights/": "publications" if config.cluster.transport == "disk" else "",

@@ -126,6 +126,7 @@ class StepBatch:
     ref: PolicyScores | None = None  # under the policy that entered the update phase
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: PolicyScores | None = None  # under the frozen starting policy
+    advantages: Tensor | None = None  # [B, T] of its last step, before corrections replace them
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
     unstored: int = 0  # tokens whose kept set is not in their record (`KEPT_MASS`)
     # where log-probs are estimates: some of its records under two draws (`LogProbEstimator.twice`)
@@ -171,13 +172,17 @@ def observed(
     )
 
 
-def sample_log_ratios(
-    sent: StepTensors, ref: PolicyScores, samples: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], list[float | None]]:
-    """log p_ref - log p_inf of the sampled tokens of some episodes (group id, sample index), those
-    that are here; None where there is none."""
+def sample_details(
+    batch: StepBatch, samples: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], dict[str, Any]]:
+    """Of those episodes (group id, sample index) that are here: "log_ratio", log p_ref - log p_inf
+    of each sampled token, None where there is none; after the batch's step also "advantage", the
+    mean over the episode's tokens. Empty before p_ref is known."""
+    sent, ref = batch.sent, batch.ref
+    if ref is None:
+        return {}
     rows = {name: row for row, name in enumerate(sent.sample_ids.tolist())}
-    found = {}
+    found: dict[tuple[int, int], dict[str, Any]] = {}
     for group_id, index in samples:
         row = rows.get(group_id * _SAMPLES + index)
         if row is None:
@@ -188,7 +193,10 @@ def sample_log_ratios(
         if ref.inside is not None:
             usable &= ref.inside[row][on]
         pairs = zip(ratios.tolist(), usable.tolist())
-        found[group_id, index] = [round(r, 4) if ok else None for r, ok in pairs]
+        details: dict[str, Any] = {"log_ratio": [round(r, 4) if ok else None for r, ok in pairs]}
+        if batch.advantages is not None and bool(on.any()):
+            details["advantage"] = round(float(batch.advantages[row][on].double().mean()), 4)
+        found[group_id, index] = details
     return found
 
 

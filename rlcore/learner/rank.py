@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from rlcore.learner.batch import (
     TokenTrace,
     build_batch,
     positions,
-    sample_log_ratios,
+    sample_details,
     sample_of,
     staleness_split,
 )
@@ -219,6 +220,7 @@ class LearnerRank(RankState):
         self._taken += 1
         estimates = self._estimate_variance(batch)
         gradient = self._update.run(batch, step, first=first)
+        batch.advantages = gradient.advantages
         what = f"optimizer step {step}"
         metrics = (
             batch.metrics
@@ -245,16 +247,14 @@ class LearnerRank(RankState):
         metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
         return metrics
 
-    def log_ratios(
+    def sample_details(
         self, samples: Sequence[tuple[int, int]]
-    ) -> dict[tuple[int, int], list[float | None]]:
-        """log p_ref - log p_inf of the tokens of those samples (group id, index) that this rank
-        trains on in the current phase, after its first step. None: a token outside the safe set, or
-        without a finite log-prob. Not collective."""
-        found: dict[tuple[int, int], list[float | None]] = {}
+    ) -> dict[tuple[int, int], dict[str, Any]]:
+        """`batch.sample_details` of those samples that this rank trains on in the current phase,
+        after its first step. Not collective."""
+        found: dict[tuple[int, int], dict[str, Any]] = {}
         for batch in self._phase:
-            if batch.ref is not None:
-                found |= sample_log_ratios(batch.sent, batch.ref, samples)
+            found |= sample_details(batch, samples)
         return found
 
     def traced_step(

@@ -197,7 +197,7 @@ VALUES_KEPT = 4096  # tokens of a sample whose ratios are written
 
 
 class ShownSamples:
-    """At most `count` samples of each update phase."""
+    """Samples of at most `count` groups of each update phase."""
 
     def __init__(self, clients: Clients, reporter: Reporter, count: int) -> None:
         self._scorer = clients.scorer
@@ -219,17 +219,17 @@ class ShownSamples:
         self._reporter.samples(first + 1, self._samples)
 
     async def complete(self) -> None:
-        """After the first step on that batch: show them again, with the ratios of their tokens."""
+        """After the first step on that batch: show them again, with ratios and advantages."""
         samples, self._samples = self._samples, []
         if not samples:
             return
         keys = [(s["group_id"], s["sample"]) for s in samples]
-        found = await self._learner.log_ratios(keys)
+        found = await self._learner.sample_details(keys)
         if not found:
             return
         for key, sample in zip(keys, samples):
             if key in found:
-                sample["log_ratio"] = found[key][:VALUES_KEPT]
+                sample.update(found[key], log_ratio=found[key]["log_ratio"][:VALUES_KEPT])
         self._reporter.samples(self._step + 1, samples)
 
 
@@ -358,7 +358,7 @@ class Controller:
             await self._publisher.cancel()  # a resumed run publishes anew
             async with asyncio.timeout(ANSWER_S):
                 await self._clients.buffer.metrics()
-                await self._clients.learner.log_ratios([])
+                await self._clients.learner.sample_details([])
             await saver.done()
             await saver.begin(self._clients, self._cut(), last=True)
             await saver.done(last=True)

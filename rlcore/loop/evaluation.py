@@ -20,7 +20,7 @@ from rlcore.loop.timing import now
 from rlcore.types import Request, SamplingSpec
 
 POLL_S = 0.05  # between two polls of a running evaluation
-SHOWN = 8  # verdicts of each task and mode that are shown
+SHOWN = 32  # verdicts of each task and mode that are shown
 
 OnSamples = Callable[[int, str, list[dict[str, Any]]], None]  # version, label, some of its verdicts
 

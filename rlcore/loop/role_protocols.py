@@ -16,7 +16,7 @@ from rlcore.types import OnPublish, Request, WeightManifest
 
 SampleKey = tuple[int, int]  # group id, sample index
 # in nats, one a token; None where there is none that is finite, as outside a safe set
-LogRatios = list[float | None]
+SampleDetails = dict[str, Any]  # of one sample, by the name that `samples/` gives it
 Missing = dict[int, tuple[str, tuple[int, ...]]]  # group id -> (prompt id, samples not arrived)
 
 
@@ -130,9 +130,12 @@ class LearnerClient(Protocol):
     async def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step of the policy and its companions; metrics."""
 
-    async def log_ratios(self, samples: Sequence[SampleKey]) -> Mapping[SampleKey, LogRatios]:
-        """log p_ref - log p_inf of the sampled tokens of some samples of the current phase, after
-        its first step. Those that it does not train on are left out."""
+    async def sample_details(
+        self, samples: Sequence[SampleKey]
+    ) -> Mapping[SampleKey, SampleDetails]:
+        """Of some samples of the current phase, after its first step: "log_ratio", log p_ref -
+        log p_inf of the sampled tokens, and "advantage". Those that it does not train on are left
+        out."""
         return {}
 
     async def release(self) -> dict[str, float]:

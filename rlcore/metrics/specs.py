@@ -88,7 +88,9 @@ class LoggingSpec(Spec):
         "further receivers of the metrics: tensorboard, mlflow, trackio, or file.py:Class of yours "
         "(rlcore.metrics.sinks.Sink)",
     )
-    samples_per_step: int = setting(4, "decoded trajectories kept each step under samples/", ge=0)
+    samples_per_step: int = setting(
+        4, "groups of each step of which samples/ has one sample, of the first one all", ge=0
+    )
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()
     recorder: RecorderSpec = RecorderSpec()

@@ -14,7 +14,7 @@ from rlcore.buffer.specs import SelectionSpec
 from rlcore.errors import DeadlineExceeded, RoleLost
 from rlcore.interfaces import Reporter, Span
 from rlcore.loop.members import ActorPool
-from rlcore.loop.role_protocols import LogRatios, SampleKey, Spawned
+from rlcore.loop.role_protocols import SampleDetails, SampleKey, Spawned
 from rlcore.loop.specs import CheckpointSpec, ScheduleSpec, SupervisionSpec
 from rlcore.planner.actor import (
     Answers,
@@ -136,7 +136,7 @@ class RatedLearner(FakeLearner):
             "time/learner_busy_s": took,
         }
 
-    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
+    async def sample_details(self, samples: Sequence[SampleKey]) -> dict[SampleKey, SampleDetails]:
         return {}
 
 

@@ -28,9 +28,9 @@ from rlcore.loop.role_protocols import (
     Batch,
     BufferClient,
     LearnerClient,
-    LogRatios,
     Missing,
     Publication,
+    SampleDetails,
     SampleKey,
     ScorerClient,
     Sent,
@@ -235,9 +235,9 @@ class FakeLearner(LearnerClient):
             "grad_norm": 1.0,
         }
 
-    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
+    async def sample_details(self, samples: Sequence[SampleKey]) -> dict[SampleKey, SampleDetails]:
         newest = self.trained[max(self.trained)]
-        return {key: [0.25] for key in samples if key in newest}
+        return {key: {"log_ratio": [0.25], "advantage": 0.5} for key in samples if key in newest}
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
         await asyncio.sleep(self.publish_s)

@@ -420,9 +420,19 @@ def test_peek_shows_samples_of_the_newest_batches_even_after_the_commit():
         buffer.commit(step)
         shown = buffer.peek(step, 5)
         assert {load_trajectory(e.records[0]).group_id for e in shown} == ids
-        assert {e.score.group_id for e in shown} == ids
-        assert len(buffer.peek(step, 1)) == 1
+        whole, *others = (e.score.group_id for e in shown)
+        assert others[0] == whole != others[1] and {whole, others[1]} == ids
+        assert [e.score.sample_index for e in buffer.peek(step, 1)] == [0, 1]
     assert buffer.peek(1, 5) and not buffer.peek(0, 5)
+
+
+def test_the_group_that_is_shown_whole_is_one_whose_rewards_differ():
+    buffer = make_buffer(3, 2, max_staleness=0)
+    buffer.admit([PROMPT] * 3)
+    for group, rewards in enumerate(([1.0, 1.0], [0.0, 1.0], [0.0, 0.0])):
+        fill(buffer, [group], 2, rewards=rewards)
+    buffer.take(0)
+    assert [e.score.group_id for e in buffer.peek(0, 1)] == [1, 1]
 
 
 def test_which_samples_are_shown_depends_on_the_run_and_the_step():

@@ -15,7 +15,7 @@ from learner_helpers import (
 )
 
 from rlcore.corrections.numerics import ONE_RANK
-from rlcore.learner.batch import PolicyScores, build_batch, sample_log_ratios
+from rlcore.learner.batch import PolicyScores, build_batch, sample_details
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec
 
@@ -241,7 +241,7 @@ def test_a_step_of_truncated_responses_alone_has_no_gradient(model):
     assert all(not g.any() for g in update.engine.gradients().values())
 
 
-def test_the_log_ratios_of_single_samples():
+def test_the_ratios_and_advantages_of_single_samples():
     groups = make_groups(3)
     batch = build_batch(groups, with_topk=False, device=torch.device("cpu"))
     shape = batch.sent.mask.shape
@@ -252,10 +252,15 @@ def test_the_log_ratios_of_single_samples():
     ref.inside[row, 1] = False
     longest = [(g.group_id, e) for g in groups for e in g.episodes][row]
     known = (longest[0], longest[1].sample_index)
-    found = sample_log_ratios(batch.sent, ref, [known, (10_000, 0)])
-    assert list(found) == [known]
-    assert found[known][:2] == [None, None]
-    assert found[known][2:] == pytest.approx([0.5] * (longest[1].tokens - 2))
+    assert sample_details(batch, [known]) == {}  # p_ref is not known yet
+    batch.ref = ref
+    found = sample_details(batch, [known, (10_000, 0)])
+    assert list(found) == [known] and "advantage" not in found[known]  # before the step
+    ratios = found[known]["log_ratio"]
+    assert ratios[:2] == [None, None]
+    assert ratios[2:] == pytest.approx([0.5] * (longest[1].tokens - 2))
+    batch.advantages = torch.where(batch.sent.mask, -1.25, torch.nan)
+    assert sample_details(batch, [known])[known]["advantage"] == -1.25
 
 
 REWARD_KL: dict[str, Any] = {"kl_coef": 0.5, "kl_in": "reward"}

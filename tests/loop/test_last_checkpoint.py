@@ -219,7 +219,7 @@ def test_without_learner_or_buffer_the_failure_is_raised_as_it_was(tmp_path, who
     async def fail(run):
         await run.until(4)
         if who == "learner":
-            run.learner.log_ratios = hang
+            run.learner.sample_details = hang
         else:
             run.buffer.metrics = hang
         _kill_the_dispatcher(run, RoleLost(f"the {who} did not answer"))

@@ -33,4 +33,5 @@ def test_samples_are_shown_again_with_the_ratios_of_their_tokens(tmp_path):
     simulation = simulate(Scenario(ScheduleSpec(steps=3, groups_per_step=4)), tmp_path)
     samples = [sample for shown in simulation.reporter.shown.values() for sample in shown]
     assert samples and all(sample["log_ratio"] == [0.25] for sample in samples)
+    assert all(sample["advantage"] == 0.5 for sample in samples)
     assert all(sample["learner_version"] >= sample["versions"][1] for sample in samples)

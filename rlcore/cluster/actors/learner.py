@@ -235,8 +235,8 @@ class LearnerActor:
     def traced_step(self, step: int) -> tuple[dict[str, float], dict[tuple[int, int], Any]]:
         return self.rank.traced_step(step)
 
-    def log_ratios(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-        return self.rank.log_ratios(samples)
+    def sample_details(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
+        return self.rank.sample_details(samples)
 
     def sft_step(self, step: int, examples: Sequence[ScoredSequence]) -> dict[str, float]:
         return self.rank.sft_step(step, examples)

@@ -20,8 +20,8 @@ from rlcore.loop.role_protocols import (
     ActorClient,
     Batch,
     LearnerClient,
-    LogRatios,
     Publication,
+    SampleDetails,
     SampleKey,
     Sent,
 )
@@ -237,8 +237,8 @@ class RayLearner(LearnerClient):
             metrics |= {f"{group.name}/{n.replace('/', '_')}": v for n, v in shown.items()}
         return dict(metrics)
 
-    async def log_ratios(self, samples: Sequence[SampleKey]) -> dict[SampleKey, LogRatios]:
-        refs = self.policy.ask("log_ratios", list(samples))
+    async def sample_details(self, samples: Sequence[SampleKey]) -> dict[SampleKey, SampleDetails]:
+        refs = self.policy.ask("sample_details", list(samples))
         answers = await self.policy.answers(refs, "log-probs of the samples that are shown")
         return {key: values for answer in answers for key, values in answer.items()}
 
