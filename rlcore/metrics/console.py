@@ -21,6 +21,8 @@ from rlcore.metrics.digest import (
     KINDS_COMPARED,
     Digest,
     by_kind,
+    change,
+    changed_first,
     duration,
     evaluations,
     number,
@@ -101,12 +103,13 @@ class ConsoleSink(Sink):
             self.console.print(shown)
 
     def _completions(self) -> list[RenderableType]:
-        """Answers before and after, greedy ones if there are any; else the newest samples."""
+        """Answers before and after, changed ones first and of greedy decoding if there is any; else
+        the newest samples."""
         modes = sorted(self.answers, key=lambda mode: not mode.endswith("greedy"))
         if modes:
             first, newest = self.answers[modes[0]]
             if first is not newest:
-                return [comparison(*pair) for pair in zip(first, newest)]
+                return [comparison(*pair) for pair in changed_first(first, newest)]
         return [completion(sample) for sample in self.decoded]
 
     def close(self) -> None:
@@ -207,7 +210,7 @@ def comparison(before: Decoded, after: Decoded) -> RenderableType:
     for name, sample in (("before", before), ("after", after)):
         table.add_row(f"[dim]{name}", escape(str(sample.get("response", ""))), _judged(sample))
     prompt = f"[dim]{escape(str(after.get('prompt', '')))}[/dim]"
-    title = escape(str(after.get("prompt_id", "")))
+    title = escape(f"{after.get('prompt_id', '')}  {change(before, after)}")
     return Panel(Group(prompt, table), title=title, title_align="left", expand=False)
 
 

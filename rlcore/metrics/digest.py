@@ -1,11 +1,13 @@
 """The digest of a run's rows that a summary is made of: the first and the newest, the last steps,
-and the evaluations. The console, `rlcore watch` and `rlcore compare` share it."""
+and the evaluations with the answers that changed. Console, report, `rlcore watch` and `rlcore
+compare` share it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlcore.metrics.names import combine, declared, is_accuracy, split_kind
 from rlcore.metrics.rows import Row
@@ -261,3 +263,28 @@ class Digest:
             share = means["time/wait_data_s"] / means["time/step_s"]
             found.append(Figure("learner waits", share, percent=True, recent=size))
         return found
+
+
+Record = Mapping[str, Any]  # one line of samples/
+
+# How an answer changed, the most telling first.
+RIGHT, WRONG, OTHER, SAME = CHANGES = ("turned right", "turned wrong", "other answer", "same")
+
+
+def changed_first(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """The answers of two evaluations to the problems that both have, changed ones first."""
+    earlier = {_key(record): record for record in before}
+    pairs = [(earlier[_key(r)], r) for r in after if _key(r) in earlier]
+    return sorted(pairs, key=lambda pair: CHANGES.index(change(*pair)))
+
+
+def _key(record: Record) -> tuple[Any, Any]:
+    return record.get("prompt_id"), record.get("sample", 0)
+
+
+def change(before: Record, after: Record) -> str:
+    """One of `CHANGES`. By reward where both have one, else by the text alone."""
+    was, now = before.get("reward"), after.get("reward")
+    if was is not None and now is not None and was != now:
+        return RIGHT if now > was else WRONG
+    return SAME if before.get("response") == after.get("response") else OTHER

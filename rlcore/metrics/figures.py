@@ -1,5 +1,5 @@
 """The charts of a report by the question that they answer, and the timeline of its processes, as
-plotly figures in plain data."""
+plain data that `assets/charts.js` draws."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlcore.metrics.digest import number
 from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import declared, split_kind
 from rlcore.metrics.rows import Row
@@ -18,23 +19,25 @@ LEARNER, PUBLICATIONS = "learner", "publications"
 STEPS = 16  # at most
 BARS = 600  # at most: an older step is left out before there are more
 LEAST_S = 0.002  # shorter spans are not seen
+# What a lane does, and the number of the colour that it has.
 LANE_COLORS = {
-    "training": "#3b7ddd",
-    "p_ref": "#8ab4f8",
-    "gathering weights": "#8a5cf0",
-    "waiting for a batch": "#e0a030",
-    "waiting for actors to load": "#c93a80",
-    "waiting for an evaluation": "#9a8f80",
-    "checkpoint": "#7a5230",
-    "between steps": "#9aa4b1",
-    "publication": "#8a5cf0",
-    "decoding": "#0f9d6b",
+    "training": 0,
+    "p_ref": 5,
+    "gathering weights": 4,
+    "waiting for a batch": 3,
+    "waiting for actors to load": 6,
+    "waiting for an evaluation": 7,
+    "checkpoint": 2,
+    "between steps": 8,
+    "publication": 9,
+    "decoding": 1,
 }
 Bar = tuple[str, str, str, float, float, float]  # lane, kind, what it is, start, end, share
 
 
 def swimlanes(run: Run) -> dict[str, Any] | None:
-    """A plotly figure of horizontal bars over seconds of training time; None without a record."""
+    """Bars [lane, kind, text, start, end, share] over seconds of training time, lanes and kinds by
+    their places; None without a record."""
     bars, steps = _last(run.timeline)
     if not bars:
         return None
@@ -43,26 +46,27 @@ def swimlanes(run: Run) -> dict[str, Any] | None:
     # an actor's heartbeats begin before the first of these steps
     start = min(b[3] for b in bars if b[0] == LEARNER or lanes[0] != LEARNER)
     end = max(b[4] for b in bars)
+    said = _summary(bars, lanes, end - start)
+    title = f"Who worked and who waited: {run.name}, {steps}"
     return {
         "question": TIME,
-        "wide": True,
-        "below": _summary(bars, lanes, end - start),
-        "data": [_lane_trace(kind, [bar for bar in bars if bar[1] == kind]) for kind in kinds],
-        "layout": {
-            "title": {"text": f"Who worked and who waited: {run.name}, {steps}"},
-            "barmode": "overlay",
-            "bargap": 0.25,
-            "xaxis": {"title": {"text": "seconds of training"}, "range": [start, end]},
-            "yaxis": {
-                "title": {"text": ""},
-                "type": "category",
-                "categoryorder": "array",
-                "categoryarray": lanes[::-1],
-                "fixedrange": True,
-            },
-            "hovermode": "closest",
-        },
+        "title": title,
+        "unit": "seconds of training",
+        "lanes": lanes,
+        "kinds": [[kind, LANE_COLORS[kind]] for kind in kinds],
+        "bars": [_drawn(bar, lanes, kinds) for bar in bars],
+        "range": [round(start, 3), round(end, 3)],
+        "notes": said,
+        "text": f"{title}. {'. '.join(said)}.",
     }
+
+
+def _drawn(bar: Bar, lanes: Sequence[str], kinds: Sequence[str]) -> list[Any]:
+    lane, kind, what, start, end, share = bar
+    worked = f", {share:.0%} of it" if kind == "decoding" else ""
+    said = f"{what}, {end - start:.2f} s{worked}"
+    spans = (round(start, 3), round(end, 3), round(share, 3))
+    return [lanes.index(lane), kinds.index(kind), said, *spans]
 
 
 def _last(lines: Sequence[dict[str, Any]]) -> tuple[list[Bar], str]:
@@ -97,32 +101,6 @@ def _place(lane: str) -> tuple[int, str]:
     return (fixed.index(lane) if lane in fixed else len(fixed), lane)
 
 
-def _lane_trace(kind: str, bars: Sequence[Bar]) -> dict[str, Any]:
-    hover = [
-        f"{what}, {end - start:.2f} s" + (f", {share:.0%} of it" if kind == "decoding" else "")
-        for _, _, what, start, end, share in bars
-    ]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": kind,
-        "legendgroup": kind,
-        "color": LANE_COLORS[kind],
-        "y": [lane for lane, *_ in bars],
-        "base": [round(bar[3], 3) for bar in bars],
-        "x": [round(bar[4] - bar[3], 3) for bar in bars],
-        "text": hover,
-        "textposition": "none",
-        "hovertemplate": "%{y}: %{text}<extra></extra>",
-        "marker": {
-            "color": LANE_COLORS[kind],
-            # how much of a heartbeat's interval the engine worked
-            "opacity": [round(0.12 + 0.88 * bar[5], 3) for bar in bars],
-            "line": {"width": 0},
-        },
-    }
-
-
 def _summary(bars: Sequence[Bar], lanes: Sequence[str], seconds: float) -> list[str]:
     """One sentence a lane: what its time went to."""
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -141,11 +119,10 @@ def _summary(bars: Sequence[Bar], lanes: Sequence[str], seconds: float) -> list[
     return said
 
 
-COLORS = ("#3b7ddd", "#dc4040", "#0f9d6b", "#d98a1f", "#8a5cf0", "#1596ad", "#c93a80", "#6a8f1f")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 # Not charted: the x axis, or shown in the table above the charts.
 NOT_CHARTED = {"step", "policy_version", "eval/policy_version", "metrics/nonfinite", "time/step_s"}
 DIGITS = 5  # that a curve's values have
+COLOURS = 10  # that the page has
 LEARNS, FRESH, AGREE, TIME, ELSE = QUESTIONS = (
     "Does it learn?",
     "Is it fresh?",
@@ -254,7 +231,7 @@ CHARTS = (
 
 def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
     """Every chart that has data, and those of all other metrics, so that nothing logged is hidden
-    but most percentiles of eighths of answers."""
+    but most percentiles of eighths of answers. What repeats an earlier chart is a note there."""
     names = {n for f in families for run in f.runs for r in run.rows for n in r} - NOT_CHARTED
     names -= {n for n in names if "/eighth_" in n and "/ratio_p5" not in n}  # eight of each
     rest = sorted(n for n in names if not any(c.shows(n) for c in CHARTS))
@@ -263,41 +240,102 @@ def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
         Chart(ELSE, f"Also logged: {group}", tuple(n for n in rest if n.partition("/")[0] == group))
         for group in groups
     ]
-    return [made for chart in (*CHARTS, *others) if (made := figure(chart, families))["data"]]
+    made = [figure(chart, families) for chart in (*CHARTS, *others)]
+    return without_repeats([found for found in made if found["curves"] or found["notes"]])
+
+
+def without_repeats(made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out each figure of which every curve that changes was drawn before, all in one other
+    figure, which says so."""
+    kept: list[dict[str, Any]] = []
+    drawn: dict[str, tuple[str, dict[str, Any]]] = {}  # points -> first name and figure
+    for found in made:
+        varied = [] if found["stacked"] else [c for c in found["curves"] if not _flat(c["y"])]
+        before = [drawn.get(_points_of(curve)) for curve in varied]
+        earlier = {id(b[1]): b[1] for b in before if b is not None}
+        if varied and None not in before and len(earlier) == 1:
+            same = [f"{c['name']} is {b[0]}" for c, b in zip(varied, before) if b is not None]
+            (where,) = earlier.values()
+            where["notes"].append(f"{found['title']} would show the same: {', '.join(same)}.")
+            continue
+        kept.append(found)
+        for curve in varied:
+            drawn.setdefault(_points_of(curve), (curve["name"], found))
+    return kept
+
+
+def _points_of(curve: dict[str, Any]) -> str:
+    return f"{curve['x']} {curve['y']}"
+
+
+def _flat(values: Sequence[float]) -> bool:
+    return min(values) == max(values)
 
 
 def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
-    """A plotly figure: colour distinguishes the metrics of one run, and runs where there are
-    several; curves of a kind of actors have the colour of the pooled one and a dash. Runs of one
-    family are a band from least to greatest, around their mean."""
-    traces: list[dict[str, Any]] = []
+    """One chart: colour distinguishes the metrics of one run, and runs where there are several;
+    curves of a kind of actors have the colour of the pooled one and a dash. Runs of one family are
+    a band from least to greatest, around their mean. A value that never changes is a note, in a
+    chart of such values and among what is only logged."""
+    curves: list[dict[str, Any]] = []
     unit, several = "", len(families) > 1
     found = [dict(_curves(chart, family)) for family in families]
     names = sorted({name for its in found for name in its}, key=_shortest_first)
     pooled = list(dict.fromkeys(split_kind(name)[0] for name in names))
     kinds = ["", *sorted({split_kind(name)[1] for name in names} - {""})]
     for place, (family, its) in enumerate(zip(families, found)):
-        for name, curves in its.items():
-            i = names.index(name)  # the same dash in every run
+        for name, points in its.items():
             whole, kind = split_kind(name)
             metric = declared(name)
             unit = unit or (metric.unit if metric and metric.unit != "1" else "")
             label = f"{family.name}: {name}" if several else name
-            color = COLORS[(place if several else pooled.index(whole)) % len(COLORS)]
-            dash = DASHES[(i if several else kinds.index(kind)) % len(DASHES)]
-            traces += _band(label, curves, color) if len(curves) > 1 else []
-            stack = {"stackgroup": "all"} if chart.stacked and not several else {}
-            traces.append(_trace(label, _mean(curves), {"color": color, "dash": dash}) | stack)
+            color = place if several else pooled.index(whole)
+            # the same in every run; of one run another one where the colours begin anew
+            again = len(kinds) * (color // COLOURS)
+            dash = names.index(name) if several else kinds.index(kind) + again
+            curves.append(_curve(label, points, color, dash))
+    stacked = chart.stacked and not several
+    notes = []
+    flat = [c for c in curves if len(c["y"]) > 1 and _flat(c["y"]) and not chart.stacked]
+    if chart.question == ELSE or (chart.question != LEARNS and len(flat) == len(curves)):
+        notes = [f"{c['name']} = {number(c['y'][0])} throughout" for c in flat]
+        curves = [c for c in curves if c not in flat]
     return {
         "question": chart.question,
-        "data": traces,
-        "layout": {
-            "title": {"text": chart.title},
-            "xaxis": {"title": {"text": "step"}},
-            "yaxis": {"title": {"text": unit}, **_scale(chart, traces)},
-            "hovermode": "x unified",
-        },
+        "title": chart.title,
+        "unit": unit,
+        "stacked": stacked,
+        "log": chart.log and all(y > 0 for c in curves for y in c["y"]),
+        "curves": curves if stacked else _once(curves),
+        "notes": notes,
+        "text": _said(chart.title, unit, curves),
     }
+
+
+def _once(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Curves that are the same as one line with the names of all."""
+    kept: dict[str, dict[str, Any]] = {}
+    for curve in curves:
+        first = kept.setdefault(_points_of(curve), curve)
+        if first is not curve:
+            first["also"] = [*first.get("also", []), curve["name"]]
+    return list(kept.values())
+
+
+SAID = 8  # curves that the words for a chart describe
+
+
+def _said(title: str, unit: str, curves: Sequence[dict[str, Any]]) -> str:
+    """A chart in words, for who does not see it."""
+    said = [
+        f"{c['name']} from {number(c['y'][0])} to {number(c['y'][-1])}, "
+        f"least {number(min(c['y']))}, most {number(max(c['y']))}"
+        for c in curves[:SAID]
+    ]
+    said += [f"and {len(curves) - SAID} more curves"] if len(curves) > SAID else []
+    steps = [x for c in curves for x in c["x"]]
+    over = f", steps {min(steps)} to {max(steps)}" if steps else ""
+    return f"{title}{f' in {unit}' if unit else ''}{over}. {'; '.join(said)}."
 
 
 Points = dict[float | int, float]  # step -> value
@@ -333,48 +371,25 @@ def _at(curves: Sequence[Points], x: float | int) -> list[float]:
     return [points[x] for points in curves if x in points]
 
 
-def _band(label: str, curves: Sequence[Points], color: str) -> list[dict[str, Any]]:
-    """Two lines without width, and the colour between them, where at least two runs are."""
-    steps = [x for x in sorted({x for p in curves for x in p}) if len(_at(curves, x)) > 1]
-    common = {
-        "type": "scatter",
-        "mode": "lines",
-        "band": True,
-        "legendgroup": label,
-        "hoverinfo": "skip",
-        "x": steps,
-        "line": {"color": color, "width": 0},
-    }
-    low = {**common, "name": f"{label}, least", "y": [_short(min(_at(curves, x))) for x in steps]}
-    high = {**common, "name": f"{label}, most", "y": [_short(max(_at(curves, x))) for x in steps]}
-    return [low, {**high, "fill": "tonexty", "fillcolor": f"{color}33"}]
-
-
-def _trace(label: str, points: Points, style: dict[str, str]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(points) < 40 else "lines",
+def _curve(label: str, runs: Sequence[Points], color: int, dash: int) -> dict[str, Any]:
+    """The mean of the runs, and where at least two of them are, "band": steps, least, most."""
+    points = _mean(runs)
+    made = {
         "name": label,
-        "legendgroup": label,
+        "color": color,
+        "dash": dash,
         "x": list(points),
         "y": [_short(y) for y in points.values()],
-        "line": {**style, "width": 1.6},
-        "marker": {"size": 4},
     }
+    if len(runs) > 1:
+        steps = [x for x in points if len(_at(runs, x)) > 1]
+        least = [_short(min(_at(runs, x))) for x in steps]
+        made["band"] = [steps, least, [_short(max(_at(runs, x))) for x in steps]]
+    return made
 
 
 def _short(value: float | int) -> float | int:
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
-
-
-def _scale(chart: Chart, traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A logarithmic axis where one is asked for and every value has a logarithm."""
-    values = [y for trace in traces for y in trace["y"]]
-    if not chart.log or not values or min(values) <= 0:
-        return {"type": "linear"}
-    # over many decades, labels of minor ticks would lie over each other
-    ticks = {"dtick": 1} if max(values) > 30 * min(values) else {}
-    return {"type": "log", "exponentformat": "e", **ticks}
 
 
 def _x(name: str, row: Row) -> float | int:

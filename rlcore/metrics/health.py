@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -235,3 +235,31 @@ RULES: dict[str, Rule] = {
     ),
     "failed_scores": _failed_scores,
 }
+
+# What a run without warnings is known to have held, in words, by the bound.
+HELD = {
+    "ess": "samples spoke for the learner's policy (mismatch/ess {} or more)",
+    "acceptance": "actors stayed close to the learner (mismatch/acceptance {} or more)",
+    "clip_share": "the loss clipped at most {} of the tokens",
+    "staleness_share": "samples stayed fresher than {} of what the schedule allows",
+    "learner_idle": "the learner waited for data at most {} of the time",
+    "engine_idle": "engines did not decode at most {} of the time",
+    "flat_steps": "rewards rose within {} steps",
+    "entropy": "the policy kept exploring (entropy {} nats or more)",
+    "failed_scores": "at most {} of the scores failed",
+}
+OFF = {"ess": 0, "acceptance": 0, "flat_steps": 0, "entropy": 0}  # the others: 1
+
+
+def held(bounds: Mapping[str, float], steps: int) -> list[str]:
+    """In words, what a run of so many steps without a warning has held. `bounds`: of
+    logging.warnings; those that are off, or need more steps, say nothing."""
+    if steps < bounds.get("window", 0):
+        return []
+    return [
+        words.format(number(bounds[name]))
+        for name, words in HELD.items()
+        if name in bounds
+        and bounds[name] != OFF.get(name, 1)
+        and (name != "flat_steps" or bounds[name] <= steps)
+    ]

@@ -7,114 +7,93 @@ in `assets/`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from rlcore.files import replace_file
+from rlcore.metrics.answers import changes, samples
 from rlcore.metrics.digest import Digest, duration, number
 from rlcore.metrics.digest import tasks as tasks_of
 from rlcore.metrics.figures import ELSE, QUESTIONS, TIME, Family, figures, swimlanes
+from rlcore.metrics.health import held
 from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import MAX_POINTS, Judge, Run, read_run, thin
-
-SHOWN = (
-    "prompt_id",
-    "prompt",
-    "response",
-    "turns",
-    "reward",
-    "reward_parts",
-    "score_status",
-    "finish_reason",
-    "actor",
-    "actor_kind",
-    "tokens",
-    "pieces",
-    "token_versions",
-    "learner_version",
-    "log_ratio",
-    "kind",
-    "source",
-    "at",
-)
-TOKENS = 1000  # of a sample that are shown one by one; the rest is plain text
-CHARS = 12_000  # of a text
-
-
-def samples(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
-    """Those with the worst mismatch first, then the newest, as many as fit into `budget` bytes."""
-    found = [shown(sample, run.name, len(runs) > 1) for run in runs for sample in run.samples]
-    found.sort(key=lambda s: (-abs(s["worst"] or 0.0), -s["at"]))
-    kept = []
-    for sample in found:
-        budget -= len(json.dumps(sample))
-        if budget < 0:
-            break
-        kept.append(sample)
-    return kept
-
-
-def shown(record: Mapping[str, Any], run: str, several: bool) -> dict[str, Any]:
-    """One sample: texts and tokens cut to what a page can hold. "worst": the log-ratio that is the
-    furthest from 0, None where the sample has none."""
-    sample = {key: record[key] for key in SHOWN if key in record}
-    sample.setdefault("reward", None)
-    sample.setdefault("at", 0)
-    for key in ("prompt", "response"):
-        sample[key] = _cut(str(sample.get(key) or ""))
-    if "turns" in sample:
-        texts = ("observed", "said")
-        sample["turns"] = [t | {k: _cut(t[k]) for k in texts} for t in sample["turns"]]
-        del sample["response"]  # the turns have it
-    ratios = [r for r in sample.get("log_ratio") or () if r is not None and math.isfinite(r)]
-    sample["worst"] = max(ratios, key=abs) if ratios else None
-    if "pieces" in sample:
-        sample["pieces"] = _first(sample["pieces"], TOKENS)
-    if several:
-        sample["source"] = f"{run}, {sample.get('source', '')}"
-    return sample
-
-
-def _first(pieces: Sequence[Sequence[str]], left: int) -> list[list[str]]:
-    kept = []
-    for turn in pieces:
-        kept.append(list(turn[: max(left, 0)]))
-        left -= len(turn)
-    return kept
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= CHARS else f"{text[:CHARS]} ... ({len(text) - CHARS} more)"
-
 
 NOT_JUDGED = "not judged"  # how a judge begins what it says of a run that it cannot judge
 
 
 def header(run: Run) -> str:
-    """A card: the verdict, the warnings, and the facts of one run."""
+    """The verdict, what it is made of, the figures that tell most, and the facts of one run."""
     kind, said = verdict(run)
     listed = [w for w in run.warnings or () if kind != "unsure"]
     warned = "".join(f"<li>{escape(text)}</li>" for text in listed)
     facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in described(run).items())
     return (
         f'<article class="run"><h2>{escape(run.name)}</h2>'
-        f'<p class="verdict {kind}">{escape(said)}</p>'
-        f"{f'<ul>{warned}</ul>' if warned else ''}<dl>{facts}</dl></article>"
+        f'<p class="verdict {kind}">{escape(said)}</p>{_held(run) if kind == "well" else ""}'
+        f"{f'<ul>{warned}</ul>' if warned else ''}{_tiles(run)}"
+        f'<details class="facts"><summary>How it was run</summary><dl>{facts}</dl></details>'
+        f"</article>"
     )
 
 
+def _held(run: Run) -> str:
+    bounds = run.settings.get("logging")
+    bounds = bounds.get("warnings") if isinstance(bounds, Mapping) else None
+    found = held(bounds, len(run.rows)) if isinstance(bounds, Mapping) else []
+    listed = "".join(f"<li>{escape(text)}</li>" for text in found)
+    summary = f"<summary>The {len(found)} things that were watched</summary>"
+    return f'<details class="held">{summary}<ul>{listed}</ul></details>' if found else ""
+
+
+TILES = ("reward/mean", "response_length/mean", "mismatch/kl_k3", "mismatch/ess", "staleness/mean")
+
+
+def _tiles(run: Run) -> str:
+    """A figure each: its newest value, its first one, and its course."""
+    accuracies = sorted({n for row in run.rows for n in row if is_accuracy(n) and "@" not in n})
+    names = [*accuracies[:2], *TILES]
+    return f'<div class="tiles">{"".join(_tile(run, name) for name in names)}</div>'
+
+
+def _tile(run: Run, name: str) -> str:
+    values = [v for row in run.rows if (v := row.get(name)) is not None]
+    if not values:
+        return ""
+    label = name.removeprefix("eval/")
+    first = f"<small>from {number(values[0])}</small>" if len(values) > 1 else ""
+    return (
+        f'<div class="tile"><span class="name">{escape(label)}</span>'
+        f'<span class="value">{number(values[-1])}</span>{first}{_spark(values)}</div>'
+    )
+
+
+SPARK_POINTS, SPARK_WIDTH, SPARK_HEIGHT = 60, 120, 28
+
+
+def _spark(values: Sequence[float]) -> str:
+    """A line without axes; what it shows stands beside it in words."""
+    if len(values) < 2:
+        return ""
+    stride = -(-len(values) // SPARK_POINTS)
+    parts = [values[i : i + stride] for i in range(0, len(values), stride)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    across, up = SPARK_WIDTH / max(len(means) - 1, 1), (SPARK_HEIGHT - 4) / ((high - low) or 1.0)
+    points = " ".join(f"{i * across:.1f},{2 + (high - v) * up:.1f}" for i, v in enumerate(means))
+    size = f'viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}" preserveAspectRatio="none"'
+    return f'<svg class="spark" aria-hidden="true" {size}><polyline points="{points}"/></svg>'
+
+
 def verdict(run: Run) -> tuple[str, str]:
-    """("well" | "ill" | "unsure", a sentence)."""
+    """("well" | "ill" | "unsure" | "failed", a sentence)."""
     warnings, steps = run.warnings, len(run.rows)
     failed = run.status.get("phase") == "failed"
     if failed:
-        return "ill", f"The run failed after step {run.status.get('step', steps)}."
+        return "failed", f"The run failed after step {run.status.get('step', steps)}."
     if not steps:
         return "unsure", "No learner step is finished yet."
     if warnings is None:
@@ -122,7 +101,7 @@ def verdict(run: Run) -> tuple[str, str]:
     if warnings and warnings[0].startswith(NOT_JUDGED):
         return "unsure", f"{steps} steps, {warnings[0]}"
     if not warnings:
-        return "well", f"Healthy: no bound of logging.warnings was passed in {steps} steps."
+        return "well", f"Healthy: nothing to warn of in {steps} steps."
     count = len(warnings)
     return "ill", f"{count} warning{'s' if count > 1 else ''} in {steps} steps:"
 
@@ -263,9 +242,10 @@ def _progress(run: Run) -> str:
 
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-# Of the page, besides plotly's 4.8 MB: together they stay under 6 MB.
-FIGURE_BYTES = 550_000
-SAMPLE_BYTES = 350_000
+# Bytes of the page: with style, program and configuration they stay far below 5 MB.
+FIGURE_BYTES = 1_200_000
+SAMPLE_BYTES = 600_000
+CHANGE_BYTES = 400_000
 LEAST_POINTS = 50
 TIMELINES = 4  # runs whose timeline is shown
 CONFIG_CHARS = 40_000
@@ -303,21 +283,23 @@ def write_report(
 def render(runs: Sequence[Run]) -> str:
     """The whole page."""
     title = escape(", ".join(r.name for r in runs))
-    shown = _within_budget(runs)
-    style, program = ((ASSETS / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
-    found = samples(runs, SAMPLE_BYTES)
+    shown, found = _within_budget(runs), samples(runs, SAMPLE_BYTES)
+    changed = changes(runs, CHANGE_BYTES)
+    style = (ASSETS / "report.css").read_text("utf-8")
+    program = "".join((ASSETS / f"{name}.js").read_text("utf-8") for name in ("charts", "report"))
+    table = _headline(runs) if len(runs) > 1 else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         # A page without an icon asks for /favicon.ico.
         f'<link rel="icon" href="data:,"><title>{title}</title>'
         # Inlined, so that the page opens years later and without a network.
-        f"<style>{style}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body><h1>{title}</h1>{_navigation(bool(found))}"
-        f'<section class="runs">{"".join(header(run) for run in runs)}</section>'
-        f"{_headline(runs)}{_charts(shown)}{_browser(found)}{_details(runs)}"
-        f"{_data('figures', shown)}{_data('records', found)}"
-        f"<script>{program}</script></body></html>\n"
+        f"<style>{style}</style></head>"
+        f"<body>{_navigation(bool(changed), bool(found))}<main><h1>{title}</h1>"
+        f'<section class="runs">{"".join(header(run) for run in runs)}</section>{table}'
+        f"{_changed(changed)}{_charts(shown)}{_browser(found)}{_details(runs)}</main>"
+        f'<div id="tip" hidden></div>{_data("figures", shown)}{_data("records", found)}'
+        f"{_data('changes', changed)}<script>{program}</script></body></html>\n"
     )
 
 
@@ -365,17 +347,29 @@ def _distinct(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _navigation(with_samples: bool) -> str:
-    links = [f'<a href="#{_anchor(q)}">{escape(q)}</a>' for q in QUESTIONS]
-    links += ['<a href="#samples">Samples</a>'] if with_samples else []
-    smooth = (
-        '<label>Smoothing <select id="smooth"><option value="0">off</option>'
-        '<option value="0.7">light</option><option value="0.95">strong</option></select></label>'
+def _navigation(with_changes: bool, with_samples: bool) -> str:
+    links = [_link("changed", "Answers")] if with_changes else []
+    links += [_link(_anchor(question), short) for question, short in SHORT.items()]
+    links += [_link("samples", "Samples")] if with_samples else []
+    levels = {"0": "off", "0.6": "light", "0.9": "strong"}
+    smooth = "".join(
+        f'<option value="{weight}"{" selected" if weight == "0.6" else ""}>{name}</option>'
+        for weight, name in levels.items()
     )
     return (
-        f'<nav>{"".join(links)}<span class="grow"></span>{smooth}'
-        '<button id="theme" type="button">Dark</button></nav>'
+        f'<header class="bar"><nav aria-label="Sections">{"".join(links)}</nav>'
+        f'<label>Smoothing <select id="smooth">{smooth}</select></label>'
+        '<button id="whole" type="button" hidden>Whole run</button>'
+        '<button id="theme" type="button">Dark</button></header>'
     )
+
+
+# Names of the questions in the bar at the top.
+SHORT = dict(zip(QUESTIONS, ("Learning", "Freshness", "Agreement", "Time", "All metrics")))
+
+
+def _link(target: str, text: str) -> str:
+    return f'<a href="#{target}">{escape(text)}</a>'
 
 
 def _anchor(question: str) -> str:
@@ -387,9 +381,9 @@ def _charts(shown: Sequence[dict[str, Any]]) -> str:
     sections = []
     for question in QUESTIONS:
         mine = [(i, f) for i, f in enumerate(shown) if f["question"] == question]
-        wide = "".join(_chart(i, f) for i, f in mine if f.get("wide"))
-        rest = "".join(_chart(i, f) for i, f in mine if not f.get("wide"))
-        empty = "<p>Nothing was recorded.</p>"
+        wide = "".join(_chart(i, f) for i, f in mine if "lanes" in f)
+        rest = "".join(_chart(i, f) for i, f in mine if "lanes" not in f)
+        empty = '<p class="soft">Nothing was recorded.</p>'
         body = f'{wide}<div class="charts">{rest}</div>' if mine else empty
         if question == ELSE:
             body = f"<details><summary>{len(mine)} more charts</summary>{body}</details>"
@@ -399,15 +393,19 @@ def _charts(shown: Sequence[dict[str, Any]]) -> str:
     return "</section>".join(sections) + "</section>"
 
 
-def _chart(place: int, figure: dict[str, Any]) -> str:
-    layout = figure["layout"]
-    unit, title = layout["yaxis"]["title"]["text"], layout["title"]["text"]
-    below = "".join(f"<div>{escape(line)}</div>" for line in figure.get("below", ()))
-    wide = " wide" if figure.get("wide") else ""
+def _chart(place: int, found: dict[str, Any]) -> str:
+    """The frame of a figure; the page's program draws into it."""
+    notes = "".join(f"<div>{escape(line)}</div>" for line in found["notes"])
+    below = f'<div class="soft below">{notes}</div>' if notes else ""
+    drawn = (
+        f'<div class="plot" id="chart{place}" role="img" tabindex="0" '
+        f'aria-label="{escape(found["text"])}"></div><div class="legend"></div>'
+    )
+    kind = " wide" if "lanes" in found else "" if found["curves"] else " words"
     return (
-        f'<figure class="chart{wide}"><figcaption>{escape(title)} <small>{escape(unit)}</small>'
-        f'</figcaption><div class="plot" id="chart{place}"></div><div class="legend"></div>'
-        f'<div class="soft below">{below}</div></figure>'
+        f'<figure class="chart{kind}"><figcaption>'
+        f"{escape(found['title'])} <small>{escape(found['unit'])}</small></figcaption>"
+        f"{'' if kind == ' words' else drawn}{below}</figure>"
     )
 
 
@@ -429,19 +427,34 @@ def _last(rows: Sequence[Row], name: str) -> str:
     return f"{values[-1]:.4g}" if values else ""
 
 
+def _changed(found: Sequence[dict[str, Any]]) -> str:
+    """The frame of the answers before and after; the page's program fills it."""
+    if not found:
+        return ""
+    labels = {str(i): each["label"] for i, each in enumerate(found)}
+    return (
+        '<section id="changed"><h2>What changed</h2><div class="controls">'
+        f'<label>answers to {_select("which", labels)}</label><div id="kinds" role="group" '
+        'aria-label="Kinds of changes"></div></div><p id="between" class="soft"></p>'
+        '<div id="pairs"></div><button id="morepairs" type="button">More answers</button></section>'
+    )
+
+
 def _browser(found: Sequence[dict[str, Any]]) -> str:
     """The controls of the sample browser; the page's program fills the rest."""
     if not found:
         return ""
     orders = {
-        "worst": "worst mismatch first",
         "newest": "newest first",
+        "worst": "worst mismatch first",
         "best": "highest reward first",
         "poorest": "lowest reward first",
     }
     colours = {"ratio": "ratio p_ref/p_inf", "age": "staleness", "none": "nothing"}
+    views = {"groups": "groups of one prompt", "single": "single samples"}
     return (
         '<section id="samples"><h2>Samples</h2><div class="controls">'
+        f"<label>show {_select('view', views)}</label>"
         '<label>of <select id="kind"><option value="all">all</option></select></label>'
         f"<label>order {_select('order', orders)}</label>"
         f"<label>colour by {_select('colour', colours)}</label>"
@@ -464,7 +477,8 @@ def _details(runs: Sequence[Run]) -> str:
     for run in runs:
         config = escape(run.config[:CONFIG_CHARS])
         fold = f"<details><summary>Configuration</summary><pre>{config}</pre></details>"
-        shown.append(f"<h2>{escape(run.name)}</h2>{_task_table(run)}{fold}")
+        heading = run.name if len(runs) > 1 else "Run"
+        shown.append(f"<section><h2>{escape(heading)}</h2>{_task_table(run)}{fold}</section>")
     return "".join(shown)
 
 

@@ -16,8 +16,21 @@ from rlcore.metrics.names import combine, declared
 from rlcore.metrics.rows import Row, read_rows
 
 MAX_POINTS = 1000  # points a curve at most
-MAX_SAMPLES = 12  # of one evaluation
+MAX_SAMPLES = 64  # of one step, or one evaluation
+MAX_EVALUATED = 12  # of the newest evaluation, among the samples of training
 MAX_STEPS = 20  # newest steps whose samples are shown
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The answers of the first and the newest evaluation of one task and mode. Example:
+    Evaluated("digits_greedy", 0, 150, [...], [...])"""
+
+    label: str
+    first: int  # the version that was evaluated
+    last: int
+    before: list[dict[str, Any]]
+    after: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -29,6 +42,7 @@ class Run:
     rows: list[Row]
     config: str
     samples: list[dict[str, Any]] = field(default_factory=list)  # with "kind", "source" and "at"
+    answers: list[Evaluated] = field(default_factory=list)  # of what was evaluated twice
     warnings: list[str] | None = None  # None: not judged
     about: dict[str, Any] = field(default_factory=dict)  # machine, commit, versions
     status: dict[str, Any] = field(default_factory=dict)  # what it did when that was written
@@ -59,6 +73,7 @@ def read_run(folder: Path, judge: Judge | None = None) -> Run:
         rows=rows,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         samples=_samples(folder / "samples"),
+        answers=_answers(folder / "samples"),
         warnings=judge(folder, rows) if judge is not None else None,
         about=_object(folder / "about.json"),
         status=_object(folder / "status.json"),
@@ -90,20 +105,44 @@ def _as_one(rows: list[Row]) -> Row:
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
     """Those of the newest training steps, and of the newest of each evaluation."""
-    # Names sort by step.
-    files = [*sorted(folder.glob("step_*.jsonl"))[-MAX_STEPS:]]
-    newest: dict[str, Path] = {}
-    for file in sorted(folder.glob("eval_*.jsonl")):
-        newest[file.stem.split("_", 2)[-1]] = file
     found = []
-    for file in (*files, *newest.values()):
-        name, at, *label = file.stem.split("_", 2)
-        kind = "training" if name == "step" else f"evaluation {label[0] if label else ''}".strip()
-        said = f"{'step' if name == 'step' else 'version'} {int(at)}" if at.isdigit() else at
-        for record in records(file)[:MAX_SAMPLES]:
-            place = {"kind": kind, "source": said, "at": int(at) if at.isdigit() else 0}
-            found.append({**record, **place})
+    # Names sort by step.
+    for file in sorted(folder.glob("step_*.jsonl"))[-MAX_STEPS:]:
+        at = int(file.stem.removeprefix("step_"))
+        place = {"kind": "training", "source": f"step {at}", "at": at}
+        found += [{**record, **place} for record in records(file)[:MAX_SAMPLES]]
+    for label, files in _evaluations(folder).items():
+        at = _version(files[-1])
+        place = {"kind": f"evaluation {label}", "source": f"version {at}", "at": at}
+        found += [{**record, **place} for record in records(files[-1])[:MAX_EVALUATED]]
     return found
+
+
+def _answers(folder: Path) -> list[Evaluated]:
+    evaluated = _evaluations(folder).items()
+    ends = [(label, files[0], files[-1]) for label, files in evaluated if len(files) > 1]
+    return [
+        Evaluated(
+            label,
+            _version(first),
+            _version(last),
+            records(first)[:MAX_SAMPLES],
+            records(last)[:MAX_SAMPLES],
+        )
+        for label, first, last in ends
+    ]
+
+
+def _evaluations(folder: Path) -> dict[str, list[Path]]:
+    """Files eval_<version>_<task>_<mode>.jsonl, oldest first, by task and mode."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("eval_*.jsonl")):
+        found.setdefault(file.stem.split("_", 2)[-1], []).append(file)
+    return found
+
+
+def _version(file: Path) -> int:
+    return int(file.stem.split("_")[1])
 
 
 def _object(file: Path) -> dict[str, Any]:

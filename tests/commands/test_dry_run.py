@@ -255,3 +255,19 @@ def test_the_held_out_prompts_that_an_evaluation_uses_are_counted(tmp_path, caps
     shown = printed(capsys, "run_dir=runs/x", "evaluation.prompts=50", more[:-1] + short)
     assert said in shown
     assert "few: 1 of 4 heldout prompts have more than 5 tokens and are left out" in shown
+
+
+# With a model of their own; `test_config_compose.py` has the settings of all.
+FRESH = (
+    "agent_quickstart diffusion diffusion_sudoku distill_sparse draft_cotrain draft_frozen "
+    "dvp_mis_veto large_batch_jackpot mixed_fleet quickstart rapid sparse_training_free"
+)
+
+
+@pytest.mark.parametrize("experiment", FRESH.split())
+def test_a_shipped_experiment_s_dry_run_warns_of_nothing(experiment, capfd, recwarn):
+    code = main(["train", f"experiment={experiment}", "run_dir=x", "dry_run=true"])
+    shown, errors = capfd.readouterr()
+    assert code == 0, errors
+    assert not re.search("warn(?!-up)|not read|clip.* never", shown + errors, re.I)
+    assert not recwarn.list

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -284,14 +285,14 @@ def test_a_lost_service_of_wandb_costs_its_curves_and_nothing_else(tmp_path, num
 
 
 @pytest.mark.processes
-def test_disabled_loads_neither_wandb_nor_plotly_nor_torch(tmp_path):
+def test_disabled_loads_neither_wandb_nor_torch(tmp_path):
     code = (
         "import sys; from rlcore.metrics.logger import open_logger\n"
         "from rlcore.metrics.specs import LoggingSpec\n"
         "spec = LoggingSpec(console='plain', wandb='disabled')\n"
         "with open_logger(sys.argv[1], spec, config={}, total_steps=1) as log:\n"
         "    log.log({'step': 1}); log.finish({})\n"
-        "sys.exit(str({'wandb', 'torch', 'plotly', 'ray'} & set(sys.modules) or ''))"
+        "sys.exit(str({'wandb', 'torch', 'ray'} & set(sys.modules) or ''))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
@@ -402,6 +403,17 @@ def test_the_end_shows_greedy_answers_before_and_after(tmp_path):
     assert "before" in end and "[wrong] greedy" in end and "reward 0" in end
     assert "after" in end and "[right] greedy" in end and "reward 1" in end
     assert "between" not in end and "sampled" not in end
+
+
+def test_four_boxes_of_answers_show_the_changed_ones(tmp_path):
+    sink, out = console_sink(tmp_path, terminal=True)
+    for version, changed in ((0, ()), (8, (2, 4, 6, 7))):
+        answers = [(f"digits/heldout/{i}", str(i in changed)) for i in range(8)]
+        verdicts = [{**SAMPLE, "prompt_id": name, "response": said} for name, said in answers]
+        sink.samples(f"eval_{version:06d}_digits_greedy", verdicts)
+    sink.finish({})
+    shown = re.findall(r"heldout/(\d)  ([a-z ]+[a-z])", out.getvalue())
+    assert shown == [(str(i), "other answer") for i in (2, 4, 6, 7)]
 
 
 @pytest.mark.parametrize("reward, shown", [(0.5, True), (0.25, False)])

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import UserError
+from rlcore.metrics.answers import samples, shown
 from rlcore.metrics.figures import swimlanes
 from rlcore.metrics.logger import open_logger
-from rlcore.metrics.report import samples, shown, write_report
+from rlcore.metrics.report import write_report
 from rlcore.metrics.rows import sanitize
 from rlcore.metrics.run_folder import MAX_POINTS, Run, thin
 from rlcore.metrics.specs import LoggingSpec
@@ -32,8 +33,8 @@ def make_run(folder, steps=6, slope=0.1):
                     "step": step,
                     "policy_version": step,
                     "reward/mean": slope * step,
-                    "mismatch/kl_k3": float("nan") if step == 3 else 1e-3,
-                    "correction/tis/truncated_share": 0.01,
+                    "mismatch/kl_k3": float("nan") if step == 3 else 1e-3 * step,
+                    "correction/tis/truncated_share": 0.01 * step,
                     "time/step_s": 2.0,
                     "time/wait_data_s": 0.5,
                     "time/learn_s": 1.0,
@@ -72,7 +73,12 @@ class Page(HTMLParser):
 
 def figures(text):
     data = re.search(r'<script id="figures" type="application/json">(.*?)</script>', text, re.S)[1]
-    return {f["layout"]["title"]["text"]: f["data"] for f in json.loads(data)}
+    return {f["title"]: f["curves"] for f in json.loads(data) if "curves" in f}
+
+
+def notes(text):
+    data = re.search(r'<script id="figures" type="application/json">(.*?)</script>', text, re.S)[1]
+    return {f["title"]: f["notes"] for f in json.loads(data)}
 
 
 def records(text):
@@ -83,14 +89,13 @@ def records(text):
 def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
     target = write_report(make_run(tmp_path / "run"))
     assert target == tmp_path / "run" / "report.html"
-    assert target.stat().st_size < 6_000_000
+    assert target.stat().st_size < 200_000
     text = target.read_text()
     page = Page(text)
     assert [s for s in page.sources if not s.startswith("#")] == ["data:,"]  # nothing is fetched
     shown = figures(text)
-    assert sorted(i for i in page.ids if i.startswith("chart")) == sorted(
-        f"chart{i}" for i in range(len(shown))
-    )
+    drawn = [i for i, curves in enumerate(shown.values()) if curves]
+    assert [i for i in page.ids if i.startswith("chart")] == [f"chart{i}" for i in drawn]
     reward = shown["Reward"][0]
     assert reward["x"] == [1, 2, 3, 4, 5, 6] and reward["y"] == pytest.approx(
         [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
@@ -106,6 +111,78 @@ def test_the_page_is_self_contained_and_holds_the_curves(tmp_path):
         "rest_s": pytest.approx(0.4),
     }
     assert {"Corrections: their own figures", "Ledger", "Also logged: weird"} <= set(shown)
+    assert notes(text)["Also logged: weird"] == ["weird/thing = 3 throughout"]
+    assert 'aria-label="Reward in reward, steps 1 to 6. reward/mean from 0.1 to 0.6' in text
+
+
+def test_what_repeats_an_earlier_chart_is_a_note_there(tmp_path):
+    quiet = LoggingSpec(console="off", wandb="disabled")
+    with open_logger(tmp_path, quiet, config={}, total_steps=3) as logger:
+        for step in (1, 2, 3):
+            row = {"step": step, "policy_version": step, "reward/mean": 0.1 * step}
+            row |= {"reward/selected_mean": 0.1 * step, "reward_parts/correct": 0.1 * step}
+            logger.log({**row, "mismatch/ess": 1.0, "entropy": 1.0 / step})
+    text = write_report(tmp_path).read_text()
+    shown = figures(text)
+    (reward,) = shown["Reward"]
+    assert reward["also"] == ["reward/selected_mean"]
+    assert "Parts of the reward" not in shown and shown["Entropy"]
+    assert notes(text)["Reward"] == [
+        "Parts of the reward would show the same: reward_parts/correct is reward/mean."
+    ]
+    assert shown["Effective sample size"] == []
+    assert notes(text)["Effective sample size"] == ["mismatch/ess = 1 throughout"]
+
+
+def test_answers_before_and_after_show_changed_ones_first(tmp_path):
+    folder = make_run(tmp_path / "run")
+    told = {0: ["1", "2", "3", "4"], 4: ["1", "20", "30", "4"], 8: ["10", "2", "30", "4", "5"]}
+    for version, answers in told.items():
+        lines = [
+            {"prompt_id": f"p{i}", "sample": 0, "prompt": EVIL, "response": a,
+             "reward": {"30": 1.0, "10": 0.5}.get(a, 0.5)}
+            for i, a in enumerate(answers)
+        ]  # fmt: skip
+        file = folder / "samples" / f"eval_{version:06d}_digits_greedy.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_report(folder).read_text()
+    assert "<script>alert(1)" not in text
+    (found,) = json.loads(
+        re.search(r'<script id="changes" type="application/json">(.*?)</script>', text, re.S)[1]
+    )
+    assert (found["label"], found["from"], found["to"]) == ("digits_greedy", 0, 8)
+    assert [(i["prompt_id"], i["change"]) for i in found["items"]] == [
+        ("p2", "turned right"),
+        ("p0", "other answer"),
+        ("p1", "same"),
+        ("p3", "same"),
+    ]
+    assert found["counts"] == {
+        "turned right": 1, "turned wrong": 0, "other answer": 1, "same": 2
+    }  # fmt: skip
+    (first, *_) = found["items"]
+    assert (first["before"]["text"], first["after"]["text"]) == ("3", "30")
+
+
+def test_a_group_stays_together_within_the_budget():
+    def sample(group, ratio):
+        return {"response": "x" * 200, "group_id": group, "log_ratio": [ratio], "source": "step 1"}
+
+    made = [sample(1, 0.1), sample(2, -2.0), sample(1, 0.2), sample(2, 0.0)]
+    run = Run("a", Path("a"), [], "", samples=made)
+    assert [s["group_id"] for s in samples([run], 10_000)] == [2, 2, 1, 1]
+    assert [s["group_id"] for s in samples([run], 1_000)] == [2, 2]
+
+
+def test_a_healthy_run_says_in_words_what_it_held(tmp_path):
+    folder = make_run(tmp_path / "run", steps=6)
+    bounds = {"window": 4, "ess": 0.5, "learner_idle": 0.75, "entropy": 0.0, "flat_steps": 200}
+    (folder / "config.yaml").write_text(json.dumps({"logging": {"warnings": bounds}}))
+    page = Page(write_report(folder, judge=lambda folder, rows: []).read_text()).text
+    assert "Healthy: nothing to warn of in 6 steps." in page
+    assert "samples spoke for the learner's policy (mismatch/ess 0.5 or more)" in page
+    assert "the learner waited for data at most 0.75 of the time" in page
+    assert "rewards rose" not in page and "exploring" not in page  # not judged yet, and off
 
 
 def test_texts_are_escaped_and_the_newest_samples_and_the_configuration_are_there(tmp_path):
@@ -216,10 +293,10 @@ def test_kinds_of_actors_are_overlaid_on_the_pooled_curve(tmp_path):
     with open_logger(tmp_path, quiet, config={}, total_steps=2) as logger:
         logger.log({"step": 1, "policy_version": 1, **kinds, **ages})
     shown = figures(write_report(tmp_path).read_text())
-    curves = {curve["name"]: curve["line"] for curve in shown["KL(p_inf || p_ref)"]}
+    curves = {curve["name"]: curve for curve in shown["KL(p_inf || p_ref)"]}
     assert set(curves) == set(kinds)
-    assert len({line["color"] for line in curves.values()}) == 1
-    assert len({line["dash"] for line in curves.values()}) == 3
+    assert len({curve["color"] for curve in curves.values()}) == 1
+    assert len({curve["dash"] for curve in curves.values()}) == 3
     assert [curve["name"] for curve in shown["Age of trained tokens"]] == ["staleness/share_0"]
 
 
@@ -228,12 +305,13 @@ def test_runs_that_differ_by_their_seed_are_a_band_around_their_mean(tmp_path):
     for i, run in enumerate(runs):
         (run / "config.yaml").write_text(f"seed: {i}\nrun_dir: {run}\nlearner: {{lr: 0.1}}\n")
     reward = figures(write_report(runs, tmp_path / "r.html").read_text())["Reward"]
-    low, high, mean = reward
-    assert (low["y"][-1], mean["y"][-1], high["y"][-1]) == pytest.approx((0.6, 1.2, 1.8))
-    assert high["fill"] == "tonexty" and mean["name"] == "reward/mean"
+    (mean,) = reward
+    steps, low, high = mean["band"]
+    assert (low[-1], mean["y"][-1], high[-1]) == pytest.approx((0.6, 1.2, 1.8))
+    assert steps == mean["x"] and mean["name"] == "reward/mean"
     (runs[2] / "config.yaml").write_text("seed: 0\nlearner: {lr: 0.2}\n")
     reward = figures(write_report(runs, tmp_path / "r.html").read_text())["Reward"]
-    assert [t["name"] for t in reward if "band" not in t] == [
+    assert [t["name"] for t in reward] == [
         "seed0 and 1 more: reward/mean",
         "seed2: reward/mean",
     ]
@@ -289,8 +367,9 @@ def test_the_timeline_has_a_lane_for_each_and_says_where_the_time_went():
     ]
     run = Run("a", Path("a"), [], "", timeline=[{"step": 7, "spans": spans}])
     made = swimlanes(run)
-    assert made["layout"]["yaxis"]["categoryarray"] == ["bf16-0", "publications", "learner"]
-    assert made["below"] == [
+    assert made["lanes"] == ["learner", "publications", "bf16-0"]
+    assert made["bars"][0] == [0, 1, "waiting for a batch, 3.00 s", 0.0, 3.0, 1.0]
+    assert made["notes"] == [
         "learner: waiting for a batch 75%, training 25%",
         "publications: publication 12%",
         "bf16-0: decoding 75%, idle 25%",

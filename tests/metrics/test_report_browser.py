@@ -22,27 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
 ]
 
-# What the page looks like, in numbers. A legend must lie below its plot, and within its card.
-LOOK = """(() => {
-  const box = (e) => e.getBoundingClientRect();
-  const charts = [...document.querySelectorAll('.chart')]
-    .filter((c) => !c.closest('details:not([open])'));
-  return JSON.stringify({
-    ready: document.documentElement.dataset.ready,
-    theme: document.documentElement.dataset.theme,
-    page: getComputedStyle(document.body).backgroundColor,
-    overflow: document.documentElement.scrollWidth - window.innerWidth,
-    sections: [...document.querySelectorAll('h2')].map((h) => h.textContent),
-    drawn: charts.filter((c) => c.querySelector('.plot svg.main-svg')).length,
-    charts: charts.length,
-    covered: charts.filter((c) => box(c.querySelector('.legend')).top
-      < box(c.querySelector('.plot')).bottom - 1).length,
-    outside: charts.filter((c) => box(c.querySelector('.legend')).right > box(c).right + 1).length,
-    samples: document.querySelectorAll('.sample').length,
-    coloured: [...document.querySelectorAll('.t')].filter((t) => t.style.background).length,
-    counted: document.getElementById('count').textContent,
-  });
-})()"""
+LOOK = (Path(__file__).parent / "report_look.js").read_text()
 
 
 class Page:
@@ -149,29 +129,85 @@ async def use(page):
         while await page.run("window.unsaid.size"):
             await asyncio.sleep(0.1)
     await page.run(
-        "const s = document.getElementById('smooth'); s.value = '0.95'; s.onchange();"
+        "const s = document.getElementById('smooth'); s.value = '0.9'; s.oninput();"
         "const a = document.getElementById('colour'); a.value = 'age'; a.oninput();"
+        "const v = document.getElementById('view'); v.value = 'single'; v.oninput();"
         "const l = document.getElementById('least'); l.value = '1'; l.oninput();"
         "document.querySelector('.legend button').click();"
         "document.querySelector('.t').click();"
+        "const c = document.querySelector('.chart:not(.wide) .plot');"
+        "const clientX = c.getBoundingClientRect().right - 12;"
+        "c.dispatchEvent(new PointerEvent('pointermove', {clientX, clientY: 99}));"
     )
 
 
-def test_a_report_in_a_browser(tmp_path):
-    file = write_report([RECORDED], tmp_path / "report.html", lambda folder, rows: [])
-    assert file.stat().st_size < 6_000_000
-    looks = [("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)]
-    found = asyncio.run(visit(file, looks))
-    for (theme, size), (look, used, errors) in zip(looks, found):
+LOOKS = [("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)]
+
+
+def make_fleet(folder):
+    """A run with two kinds of actors, a whole group of each step, and two evaluations."""
+    shutil.copytree(RECORDED, folder)
+    for file in (folder / "samples").iterdir():
+        file.unlink()
+    recorded = [json.loads(line) for line in (RECORDED / "metrics.jsonl").read_text().splitlines()]
+    rows = [dict(recorded[i % len(recorded)], step=i + 1, policy_version=i + 1) for i in range(60)]
+    for row in rows:
+        for kind, factor in (("bf16", 0.9), ("fp8", 1.1)):
+            row |= {f"{name}@{kind}": row[name] * factor for name in KINDS}
+    write_lines(folder / "metrics.jsonl", rows)
+    for version in (0, 60):
+        answers = ["8" if version and i % 3 == 0 else f"{i} is wrong" for i in range(9)]
+        lines = [
+            {"prompt_id": f"digits/heldout/{i}", "response": said, "reward": float(said == "8")}
+            for i, said in enumerate(answers)
+        ]
+        write_lines(folder / "samples" / f"eval_{version:06d}_digits_greedy.jsonl", lines)
+    for step in (59, 60):
+        drawn = {
+            **{"prompt_id": "digits/train/1", "group_id": step, "prompt": "1 + 1 = "},
+            **{"response": "2 or 3", "pieces": [["2", " or", " 3"]], "tokens": 3},
+            **{"token_versions": [[step - 2, 3]], "learner_version": step, "actor": "bf16-0"},
+            **{"log_ratio": [0.1, -0.4, None], "score_status": "ok"},
+        }
+        judged = [{"sample": i, "reward": i / 3, "advantage": i - 1.5} for i in range(4)]
+        write_lines(folder / "samples" / f"step_{step:06d}.jsonl", [drawn | own for own in judged])
+    return folder
+
+
+KINDS = ("reward/mean", "mismatch/kl_k3", "mismatch/ess", "staleness/mean")
+
+
+def write_lines(file, lines):
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", ("turns", "fleet"))
+def test_a_report_in_a_browser(tmp_path, name):
+    """Of a run with several turns, and of one with two kinds of actors, groups and evaluations."""
+    run = make_fleet(tmp_path / name) if name == "fleet" else RECORDED
+    file = write_report([run], tmp_path / "report.html", lambda folder, rows: [])
+    assert file.stat().st_size < 5_000_000
+    found = asyncio.run(visit(file, LOOKS))
+    for (theme, size), (look, used, errors) in zip(LOOKS, found):
         assert errors == [], (theme, size)
         assert look["ready"] == "yes" and look["theme"] == theme
         questions = {"Does it learn?", "Is it fresh?", "Do actor and learner agree?"}
         assert questions | {"Where does the time go?", "Samples"} <= set(look["sections"])
         for state in (look, used):
-            assert state["overflow"] <= 0, (theme, size)
+            assert state["overflow"] <= 0 and state["sticking"] == [], (theme, size)
             assert state["charts"] == state["drawn"] > 10
-            assert state["covered"] == state["outside"] == 0
+            assert state["covered"] == state["outside"] == state["unsaid"] == 0
+            assert state["red"] == state["alike"] == 0
         assert used["charts"] > look["charts"]  # those that were folded away
         assert look["samples"] > 0 and look["coloured"] > 0
         assert used["counted"] != look["counted"]  # the filter by reward
+        # the newest evaluation, under the pointer, with the whole name of each curve
+        assert "step" in used["tip"] and "eval/" in used["tip"]
     assert found[0][0]["page"] != found[1][0]["page"]
+    if name == "fleet":
+        look = found[0][0]
+        assert look["raw"] > 0  # smoothed as the page opens
+        assert look["advantages"] > 1
+        order = ["turned right", "turned wrong", "other answer", "same"]
+        assert look["pairs"] and look["pairs"] == sorted(look["pairs"], key=order.index)
+        assert look["pairs"][0] != "same"

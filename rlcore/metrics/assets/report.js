@@ -1,18 +1,4 @@
-'use strict';
-const $ = (id) => document.getElementById(id);
-const read = (id) => JSON.parse($(id).textContent);
-const figures = read('figures');
-const state = { smooth: 0 };
-
-function el(tag, props, ...children) {
-  const made = Object.assign(document.createElement(tag), props || {});
-  made.append(...children);
-  return made;
-}
-
 // ---- theme ----------------------------------------------------------------------------------
-
-const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function wantedTheme() {
   const asked = location.hash.match(/theme=(dark|light)/);
@@ -23,94 +9,58 @@ function wantedTheme() {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   $('theme').textContent = theme === 'dark' ? 'Light' : 'Dark';
-  figures.forEach((_, i) => draw(i));
 }
 
-// ---- charts ---------------------------------------------------------------------------------
+// ---- answers before and after ---------------------------------------------------------------
 
-// An exponential average whose first values are not pulled towards zero.
-function smoothed(values, weight) {
-  let sum = 0, norm = 0;
-  return values.map((v) => {
-    if (v === null) return null;
-    sum = weight * sum + (1 - weight) * v;
-    norm = weight * norm + (1 - weight);
-    return sum / norm;
-  });
+const changed = read('changes');
+const KINDS = ['turned right', 'turned wrong', 'other answer', 'same'];
+const PAIRS = 6;
+const pairs = { shown: PAIRS, kind: null };
+
+const verdictOf = (answer) => {
+  if (answer.reward === null || answer.reward === undefined) return `not scored: ${answer.status || 'no reward'}`;
+  return `reward ${short(answer.reward)}${answer.cut ? ', cut off' : ''}`;
+};
+
+function side(when, version, answer) {
+  const head = el('header', {}, el('span', { className: 'when' }, when), el('span', { className: 'soft' }, `version ${version}`), el('b', {}, verdictOf(answer)));
+  return el('div', { className: 'side' }, head, el('div', { className: 'text' }, answer.text || '(empty)'));
 }
 
-function shownTraces(figure, hidden) {
-  const traces = [];
-  for (const trace of figure.data) {
-    const visible = !hidden.has(trace.legendgroup || trace.name);
-    if (trace.type !== 'scatter' || trace.stackgroup || trace.band || !state.smooth) {
-      traces.push({ ...trace, visible });
-      continue;
-    }
-    traces.push({ ...trace, visible, opacity: 0.25, mode: 'lines', hoverinfo: 'skip' });
-    traces.push({ ...trace, visible, mode: 'lines', y: smoothed(trace.y, state.smooth) });
-  }
-  return traces;
+function pairCard(set, item) {
+  const mark = el('span', { className: `mark ${item.change.split(' ').pop()}` }, item.change);
+  const head = el('header', {}, mark, el('span', { className: 'soft' }, item.prompt_id));
+  const both = el('div', { className: 'both' }, side('before', set.from, item.before), side('after', set.to, item.after));
+  return el('article', { className: 'pair' }, head, el('div', { className: 'observed text' }, item.prompt), both);
 }
 
-function layoutOf(figure) {
-  const axis = { gridcolor: css('--grid'), zerolinecolor: css('--grid'), linecolor: css('--line'), automargin: true };
-  const given = figure.layout;
-  return {
-    ...given,
-    title: undefined,
-    showlegend: false,
-    dragmode: matchMedia('(hover: hover)').matches ? 'zoom' : false,
-    margin: { l: 10, r: 12, t: 8, b: 10 },
-    paper_bgcolor: 'rgba(0,0,0,0)',
-    plot_bgcolor: 'rgba(0,0,0,0)',
-    font: { color: css('--soft'), size: 11 },
-    hoverlabel: { font: { size: 11 } },
-    xaxis: { ...axis, ...given.xaxis },
-    yaxis: { ...axis, ...given.yaxis },
-  };
+function showPairs() {
+  const set = changed[Number($('which').value)];
+  const total = KINDS.reduce((sum, kind) => sum + set.counts[kind], 0);
+  $('between').textContent = `The same ${total} held-out problems, answered by version ${set.from} and by version ${set.to}.`;
+  $('kinds').replaceChildren(...KINDS.map((kind) => {
+    const button = el('button', { type: 'button', className: kind.split(' ').pop() }, el('b', {}, String(set.counts[kind])), ` ${kind}`);
+    button.setAttribute('aria-pressed', String(pairs.kind === kind));
+    button.onclick = () => { pairs.kind = pairs.kind === kind ? null : kind; pairs.shown = PAIRS; showPairs(); };
+    return button;
+  }));
+  const items = set.items.filter((item) => pairs.kind === null || item.change === pairs.kind);
+  $('pairs').replaceChildren(...items.slice(0, pairs.shown).map((item) => pairCard(set, item)));
+  $('morepairs').hidden = items.length <= pairs.shown;
 }
 
-const hiddenOf = figures.map(() => new Set());
-
-function draw(i) {
-  const plot = $('chart' + i);
-  if (!plot || plot.closest('details:not([open])')) return; // drawn when that is opened
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ['select2d', 'lasso2d'] };
-  Plotly.react(plot, shownTraces(figures[i], hiddenOf[i]), layoutOf(figures[i]), config);
-}
-
-function legend(i) {
-  const box = $('chart' + i).parentElement.querySelector('.legend');
-  const seen = new Set();
-  for (const trace of figures[i].data) {
-    const name = trace.legendgroup || trace.name;
-    if (trace.band || seen.has(name)) continue;
-    seen.add(name);
-    const mark = el('i');
-    const line = trace.line || {};
-    if (line.color) {
-      mark.style.borderTopColor = line.color;
-      mark.style.borderTopStyle = { solid: 'solid', dash: 'dashed', longdash: 'dashed' }[line.dash] || 'dotted';
-    } else {
-      mark.className = 'block';
-      mark.style.background = trace.color;
-    }
-    const button = el('button', { type: 'button' }, mark, name);
-    button.onclick = () => {
-      const off = hiddenOf[i].has(name);
-      if (off) hiddenOf[i].delete(name); else hiddenOf[i].add(name);
-      button.classList.toggle('off', !off);
-      draw(i);
-    };
-    box.append(button);
-  }
+function startPairs() {
+  if (!$('pairs')) return;
+  $('which').oninput = () => { pairs.shown = PAIRS; pairs.kind = null; showPairs(); };
+  $('morepairs').onclick = () => { pairs.shown += PAIRS; showPairs(); };
+  showPairs();
 }
 
 // ---- samples --------------------------------------------------------------------------------
 
 const samples = read('records');
-const PAGE = 8;
+const PAGE = 6;
 const view = { shown: PAGE };
 
 const fixed = (v, digits = 3) => (v === null || v === undefined ? 'n/a' : Number(v.toPrecision(digits)).toString());
@@ -119,7 +69,7 @@ function colour(token, how, oldest) {
   if (how === 'ratio') {
     if (token.ratio === null || token.ratio === undefined) return '';
     const strength = Math.min(1, Math.abs(token.ratio) / Math.LN2);
-    return `rgba(var(${token.ratio < 0 ? '--red' : '--blue'}), ${(0.7 * strength).toFixed(3)})`;
+    return `rgba(var(${token.ratio < 0 ? '--orange' : '--blue'}), ${(0.6 * strength).toFixed(3)})`;
   }
   if (how === 'age' && token.age) return `rgba(var(--amber), ${(0.15 + (0.6 * token.age) / oldest).toFixed(3)})`;
   return '';
@@ -162,23 +112,24 @@ function saidBox(text, tokens, how, oldest, info) {
   return box;
 }
 
-function card(sample) {
-  const how = $('colour').value;
-  const turns = tokensOf(sample);
-  const oldest = Math.max(1, ...turns.flat().map((t) => t.age || 0));
-  const info = el('div', { className: 'token' }, turns.length ? 'Choose a token to see its ratio and version.' : '');
-  const head = el('header', {}, el('b', {}, sample.reward === null ? `reward: ${sample.score_status}` : `reward ${fixed(sample.reward)}`));
-  const facts = [
-    sample.prompt_id, sample.source,
+function facts(sample) {
+  return [
     ...Object.entries(sample.reward_parts || {}).map(([k, v]) => `${k} ${fixed(v)}`),
     sample.actor_kind ? `${sample.actor} (${sample.actor_kind})` : sample.actor,
     sample.tokens === undefined ? null : `${sample.tokens} tokens`,
     sample.worst === null ? null : `worst ratio ${fixed(Math.exp(sample.worst))}`,
     sample.finish_reason === 'length' ? 'cut off' : null,
-  ];
-  facts.filter(Boolean).forEach((fact) => head.append(el('span', { className: 'soft' }, fact)));
-  const body = [head];
-  if (sample.prompt) body.push(el('div', { className: 'observed text' }, sample.prompt));
+  ].filter(Boolean).map((fact) => el('span', { className: 'soft' }, fact));
+}
+
+const rewardOf = (sample) => (sample.reward === null ? `not scored: ${sample.score_status}` : `reward ${fixed(sample.reward)}`);
+
+// What was sampled, token by token; of several turns, with what was observed between them.
+function answer(sample) {
+  const how = $('colour').value, turns = tokensOf(sample);
+  const oldest = Math.max(1, ...turns.flat().map((t) => t.age || 0));
+  const info = el('div', { className: 'token' });
+  const body = [];
   if (sample.turns) {
     sample.turns.forEach((turn, i) => {
       const reward = turn.reward === undefined ? '' : `, reward ${fixed(turn.reward)}`;
@@ -188,7 +139,47 @@ function card(sample) {
       body.push(saidBox(turn.said, turns[i], how, oldest, info));
     });
   } else body.push(saidBox(sample.response, turns[0], how, oldest, info));
-  return el('article', { className: 'sample' }, ...body, info);
+  return [...body, info];
+}
+
+function card(sample) {
+  const head = el('header', {}, el('b', {}, rewardOf(sample)));
+  head.append(...[sample.prompt_id, sample.source].filter(Boolean).map((t) => el('span', { className: 'soft' }, t)), ...facts(sample));
+  const prompt = sample.prompt ? [el('div', { className: 'observed text' }, sample.prompt)] : [];
+  return el('article', { className: 'sample' }, head, ...prompt, ...answer(sample));
+}
+
+// A bar to the right of the middle for an advantage above 0, to its left for one below.
+function advantage(value, most) {
+  if (value === undefined) return el('span', { className: 'advantage soft' }, 'not trained on');
+  const bar = el('i', { className: value < 0 ? 'less' : 'more' });
+  bar.style.width = `${(50 * Math.abs(value)) / (most || 1)}%`;
+  return el('span', { className: 'advantage', title: `advantage ${value}` }, el('span', { className: 'track' }, bar), el('b', {}, `${value > 0 ? '+' : ''}${fixed(value)}`));
+}
+
+// The samples of one prompt, the highest reward first.
+function groupCard(group) {
+  const first = group[0], rewards = group.map((s) => s.reward).filter((r) => r !== null);
+  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  const head = el('header', {}, el('b', {}, `${group.length} samples, mean reward ${fixed(mean)}`));
+  head.append(...[first.prompt_id, first.source].filter(Boolean).map((t) => el('span', { className: 'soft' }, t)));
+  const most = Math.max(...group.map((s) => Math.abs(s.advantage || 0)));
+  const rows = [...group].sort(ORDERS.best).map((sample) => {
+    const line = el('div', { className: 'about' }, el('b', {}, rewardOf(sample)), advantage(sample.advantage, most), ...facts(sample));
+    return el('li', {}, line, ...answer(sample));
+  });
+  const prompt = first.prompt ? [el('div', { className: 'observed text' }, first.prompt)] : [];
+  return el('article', { className: 'sample group' }, head, ...prompt, el('ol', {}, ...rows));
+}
+
+function groupsOf(found) {
+  const groups = new Map();
+  for (const sample of found) {
+    if (sample.group_id === undefined) continue;
+    const key = `${sample.source} ${sample.group_id}`;
+    groups.set(key, [...(groups.get(key) || []), sample]);
+  }
+  return [...groups.values()].filter((group) => group.length > 1);
 }
 
 const ORDERS = {
@@ -209,16 +200,17 @@ function chosen() {
 }
 
 function showSamples() {
-  const found = chosen();
-  $('count').textContent = `${found.length} of ${samples.length} samples`;
-  $('cards').replaceChildren(...found.slice(0, view.shown).map(card));
+  const grouped = $('view').value === 'groups';
+  const found = grouped ? groupsOf(chosen()) : chosen();
+  $('count').textContent = grouped ? `${found.length} groups` : `${found.length} of ${samples.length} samples`;
+  $('cards').replaceChildren(...found.slice(0, view.shown).map(grouped ? groupCard : card));
   $('more').hidden = found.length <= view.shown;
   const how = $('colour').value;
   $('key').hidden = how === 'none';
-  const red = 'rgba(var(--red), 0.7)', blue = 'rgba(var(--blue), 0.7)', amber = 'rgba(var(--amber), 0.75)';
+  const orange = 'rgba(var(--orange), 0.6)', blue = 'rgba(var(--blue), 0.6)', amber = 'rgba(var(--amber), 0.75)';
   $('key').querySelector('.scale').style.background = how === 'age'
     ? `linear-gradient(90deg, transparent, ${amber})`
-    : `linear-gradient(90deg, ${red}, transparent, ${blue})`;
+    : `linear-gradient(90deg, ${orange}, transparent, ${blue})`;
   $('low').textContent = how === 'age' ? 'fresh' : '½ or less';
   $('high').textContent = how === 'age' ? 'oldest of the sample' : '2 or more';
 }
@@ -226,7 +218,8 @@ function showSamples() {
 function startSamples() {
   if (!$('cards')) return;
   for (const kind of new Set(samples.map((s) => s.kind))) $('kind').append(el('option', { value: kind }, kind));
-  for (const id of ['kind', 'order', 'colour', 'least', 'most']) {
+  if (!groupsOf(samples).length) $('view').value = 'single';
+  for (const id of ['view', 'kind', 'order', 'colour', 'least', 'most']) {
     $(id).oninput = () => { view.shown = PAGE; showSamples(); };
   }
   $('more').onclick = () => { view.shown += PAGE; showSamples(); };
@@ -235,14 +228,20 @@ function startSamples() {
 
 // ---- start ----------------------------------------------------------------------------------
 
-figures.forEach((_, i) => legend(i));
-document.querySelectorAll('details').forEach((fold) => {
-  fold.addEventListener('toggle', () => {
-    if (fold.open) fold.querySelectorAll('.plot').forEach((plot) => draw(Number(plot.id.slice(5))));
-  });
-});
-$('theme').onclick = () => setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark');
-$('smooth').onchange = () => { state.smooth = Number($('smooth').value); figures.forEach((_, i) => draw(i)); };
 setTheme(wantedTheme());
+figures.forEach((_, i) => { legend(i); listen(i); });
+drawAll();
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const drawn = target.querySelector('svg');
+    if (target.clientWidth && (!drawn || Number(drawn.getAttribute('width')) !== target.clientWidth)) draw(Number(target.id.slice(5)));
+  }
+});
+document.querySelectorAll('.plot').forEach((plot) => sizes.observe(plot));
+$('theme').onclick = () => setTheme(document.documentElement.dataset.theme === 'dark' ? 'light' : 'dark');
+$('smooth').oninput = () => { state.smooth = Number($('smooth').value); drawAll(); };
+$('whole').onclick = () => zoom(null);
+addEventListener('scroll', quiet, { passive: true });
+startPairs();
 startSamples();
 document.documentElement.dataset.ready = 'yes';
