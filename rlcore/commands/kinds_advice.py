@@ -38,7 +38,7 @@ def ranked(row: Row) -> list[dict[str, Any]]:
 
 
 def rates_of(row: Row, per: str = "actor_s") -> dict[str, KindRate]:
-    """What the kinds of a row give; `per`: actor_s, or price where the kinds have one."""
+    """The worth of each kind of a row; `per`: actor_s, or price where the kinds have one."""
     found = {}
     for name, worth in row.items():
         pooled, kind = split_kind(name)

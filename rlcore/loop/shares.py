@@ -133,7 +133,7 @@ def worth(
 
 
 class KindRate(NamedTuple):
-    """What a kind of actors gives, for each actor-second or unit of money.
+    """The worth of a kind of actors, for each actor-second or unit of money.
 
     Example: KindRate(900.0, 0.8, 0.12, 40.0)
     """
