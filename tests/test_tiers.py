@@ -85,6 +85,21 @@ def test_children_count_for_a_budget(suite):
 
 
 @pytest.mark.processes
+def test_a_file_without_a_test_of_the_part_is_not_imported(suite):
+    head = "import pytest\npytestmark = [pytest.mark.ranks]\n"
+    files = {**SUITE, "test_d.py": f"{head}def test_four(): pass\n"}
+    names = {"fast": ["a", "b", "c"], "started": ["b", "d"], "processes": []}
+    for part, wanted in names.items():
+        broken = {
+            name: text if name[5] in wanted else f"{text}raise ImportError\n"
+            for name, text in files.items()
+        }
+        code, output = suite("-m", tiers.PARTS[part].marks, files=broken)
+        assert code == (0 if wanted else 5), output
+        assert sorted({test[5] for test in order(output)}) == wanted
+
+
+@pytest.mark.processes
 def test_nothing_starts_after_the_time_and_what_did_not_is_printed(suite):
     code, output = suite("--until", "0")
     assert code == 0 and order(output) == []
