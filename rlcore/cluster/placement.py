@@ -21,6 +21,7 @@ from rlcore.launch.specs import ACTOR_RESOURCE
 
 CALL_THREADS = 8  # of actors whose calls only queue work or read state
 SLIVER = 0.001  # of a node's custom resource: binds a role to such nodes without counting them
+ANY = -1  # bundle of a placement group, in Ray's words
 HALF = 0.5  # of a GPU: Ray then shows one and the same to both processes of a bundle
 PORTS = range(20000, 32768)  # below those that outgoing connections draw theirs from
 
@@ -61,8 +62,8 @@ def other_actor_nodes(*, own_nodes: bool) -> Mapping[str, Mapping[str, float]]:
 
 
 class SharedPlaces:
-    """Where engines and learner ranks are that have their GPUs in turns: engine i and rank i in
-    bundle i of a placement group, whose GPU is theirs alone."""
+    """Where engines and learner ranks are that have a GPU together, in turns or each a share:
+    engine i and rank i in bundle i of a placement group, whose GPU is theirs alone."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], *, start_timeout_s: float) -> None:
         """Block until the cluster has resources for all bundles. Raises DeadlineExceeded."""
@@ -79,12 +80,15 @@ class SharedPlaces:
         return self._in_bundle(rank)
 
     def of_next_engine(self) -> dict[str, Any]:
-        """Options of the next engine's process."""
-        return self._in_bundle(next(self._engines))
+        """Options of the next engine's process. Beyond the first of each bundle it is another one
+        in the place of an engine that was lost: Ray finds the bundle with room."""
+        index = next(self._engines)
+        return self._in_bundle(index if index < len(self._group.bundle_specs) else ANY)
 
     def _in_bundle(self, index: int) -> dict[str, Any]:
+        gpu = "GPU" in self._group.bundle_specs[max(index, 0)]
         return {
-            "num_gpus": HALF if "GPU" in self._group.bundle_specs[index] else 0,
+            "num_gpus": HALF if gpu else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
             ),

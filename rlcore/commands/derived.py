@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlcore.attention.specs import SparseSpec
+from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
@@ -28,8 +29,10 @@ def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> t
     # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
     cpus = sum(a.count * a.num_cpus for a in engines) + count * spec.num_cpus
     gpus = sum(a.count * a.num_gpus * a.tensor_parallel for a in engines)
-    if not (actors and config.schedule.colocated):  # there engines and ranks are on the same ones
+    if not (actors and tied_by(config)):
         gpus += count * spec.num_gpus
+    elif learner:  # an engine and a rank have a GPU together
+        gpus = sum(a.count for a in engines if a.num_gpus)
     return cpus, gpus
 
 

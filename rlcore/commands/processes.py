@@ -26,6 +26,7 @@ from rlcore.cluster.start import (
     wait_started,
 )
 from rlcore.commands import derived
+from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
 from rlcore.corrections.tis import TisSpec
@@ -72,9 +73,9 @@ def connected(
 
 
 def shared_places(config: RunConfig) -> SharedPlaces | None:
-    """Of engines and the learner ranks that have their GPUs in turns with them, where a run has
-    such; there may be more engines than ranks."""
-    if not config.schedule.colocated:
+    """Of engines and the learner ranks that have a GPU with them, in turns or each a share, where a
+    run has such; in turns there may be more engines than ranks."""
+    if tied_by(config) is None:
         return None
     bundles: list[dict[str, float]] = []
     for actor in (a for a in config.actor.values() for _ in range(a.count)):
@@ -117,7 +118,8 @@ class Session:
             if with_learner:  # else nothing watches them
                 self.beside = RayNodeScorers(self._hosting, *graders, note)
             self.fleet = self._start_fleet(self.scorer, model_path)
-        if self._places is not None:  # ranks have memory once the engines on their GPUs sleep
+        if self._places is not None and config.schedule.colocated:
+            # ranks have memory once the engines on their GPUs sleep
             wait_started(self._hosting, self._actors())
         if with_learner:
             jobs = learner_jobs(config, model_path, pad_id)
@@ -142,7 +144,7 @@ class Session:
         text, environments = text_settings(config, model_path), environment_jobs(config)
         pools = []
         for label, (actor, given) in kinds.items():
-            sleeps = self._places is not None
+            sleeps = self._places is not None and config.schedule.colocated
             spawn = rollout_spawner(
                 self._hosting,
                 self.buffer,
@@ -155,7 +157,14 @@ class Session:
             weights = derived.actor_weights(config, actor)
             pools.append(ActorPool(label, spawn, actor.count, given, weights))
         joined = config.cluster.joined
-        return Fleet(pools, config.schedule, config.cluster, joined=joined, note=self._note)
+        return Fleet(
+            pools,
+            config.schedule,
+            config.cluster,
+            joined=joined,
+            tied=tied_by(config),
+            note=self._note,
+        )
 
     def _actors(self) -> list[RayRolloutActor]:
         """The fleet's processes as they are now; this session's spawners made all of them."""

@@ -11,98 +11,20 @@ from typing import Literal
 
 from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
+from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
 from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.dvp import DvpSpec
-from rlcore.learner.specs import PARTS
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
 from rlcore.registry import load_object
 from rlcore.rollout.specs import CPU_HEADS, ActorSpec
 from rlcore.spec import refuse
 
-KEY = "schedule.colocated=true"
 # rules of runs with a masked-diffusion model or engine
 DIFFUSION = "rlcore.extras.diffusion.checks:check_diffusion"
-
-
-def check_colocated(c: RunConfig) -> None:
-    """Check which roles may take turns on a GPU, and how many of each."""
-    if not c.schedule.colocated:
-        refuse(
-            c.learner.offload_while_sampling,
-            "learner.offload_while_sampling=true frees memory for engines on the learner's GPUs, "
-            "which schedule.colocated=false gives it alone: leave it false.",
-        )
-        return
-    for label, actor in c.actor.items():
-        _engine(label, actor)
-    for name in PARTS:
-        refuse(
-            getattr(c.learner, name) > 1,
-            f"{KEY} is not proven with learner.{name}={getattr(c.learner, name)}: use 1, or GPUs "
-            "of the learner's own.",
-        )
-    _no_further_engine(c)
-    _places(c)
-
-
-def _engine(label: str, actor: ActorSpec) -> None:
-    key = f"actor.{label}"
-    refuse(
-        actor.engine != "vllm",
-        f"{KEY} needs an engine that frees its memory, which {key}.engine={actor.engine} does not: "
-        "use engine=vllm.",
-    )
-    refuse(
-        actor.tensor_parallel > 1,
-        f"{KEY} pairs an engine with the learner rank of one GPU, and {key}.tensor_parallel="
-        f"{actor.tensor_parallel} spans several: use 1, or GPUs of its own.",
-    )
-
-
-def _no_further_engine(c: RunConfig) -> None:
-    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
-    refuse(
-        bool(drafts),
-        f"{KEY} cannot be combined with actor.{''.join(drafts[:1])}.kind=draft, whose run has a "
-        "further engine for evaluations (and learner.draft further ranks) without a GPU to take "
-        "turns on.",
-    )
-    refuse(
-        bool(c.evaluation.dense_actor),
-        f"{KEY} cannot be combined with evaluation.dense_actor=true, an engine without a GPU to "
-        "take turns on: leave it null.",
-    )
-
-
-def _places(c: RunConfig) -> None:
-    gpus = {"learner": c.learner.num_gpus} | {f"actor.{n}": a.num_gpus for n, a in c.actor.items()}
-    refuse(
-        set(gpus.values()) not in ({0}, {1}),
-        f"{KEY} gives every role the whole of its GPU in turn, so each num_gpus must be 1, or each "
-        f"0 on a CPU: it has {', '.join(f'{role}.num_gpus={n:g}' for role, n in gpus.items())}.",
-    )
-    engines, ranks = sum(a.count for a in c.actor.values()), c.learner.ranks
-    refuse(
-        engines < ranks,
-        f"{KEY} pairs every learner rank with an engine, and learner.ranks={ranks} is more than "
-        f"actor.*.count={engines} in all: give both the same number.",
-    )
-    refuse(
-        c.cluster.transport == "ipc" and engines > ranks,
-        f"cluster.transport=ipc reads a learner rank's memory on each engine's GPU, and actor.*."
-        f"count={engines} in all is more than learner.ranks={ranks}: use object_store, or as many.",
-    )
-    nodes = c.cluster.launch.learner_nodes
-    refuse(
-        nodes > 0,
-        f"{KEY} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
-        "learner nodes of its own: leave it 0.",
-    )
-
 
 def check_adapters(c: RunConfig) -> None:
     """Adapters that are published by themselves (publish=adapter)."""
@@ -559,6 +481,7 @@ RULES = (
     check_adapters,
     check_colocated,
     check_transport,
+    check_gpu_shares,
     check_rewards,
     check_environment,
 )

@@ -29,12 +29,15 @@ class Fleet:
         supervision: SupervisionSpec,
         *,
         joined: bool,
+        tied: str | None = None,
         note: Callable[[str], None],
     ) -> None:
         """Starts the processes of all members and returns at once.
 
-        `joined`: weights are sent to all members at once.
+        `joined`: weights are sent to all members at once. `tied`: the setting that ties members to
+        GPUs of learner ranks, so that none can be added or removed.
         """
+        self._tied = "schedule.colocated=true" if schedule.colocated else tied
         self.joined = joined
         self.colocated = schedule.colocated  # engines sleep while the learner trains
         self._note = note
@@ -149,9 +152,9 @@ class Fleet:
         members.
         """
         self._check_counts(counts)
-        if self.colocated and any(len(self._roster.of(n)) != c for n, c in counts.items()):
+        if self._tied is not None and any(len(self._roster.of(n)) != c for n, c in counts.items()):
             raise UserError(
-                "schedule.colocated=true ties every rollout actor to a learner rank's GPU: stop "
+                f"{self._tied} ties every rollout actor to a learner rank's GPU: stop "
                 "the run and resume it with other actor.*.count."
             )
         for label, count in counts.items():

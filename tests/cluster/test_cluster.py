@@ -10,7 +10,13 @@ import ray
 from timing import deadline
 
 from rlcore.cluster import placement
-from rlcore.cluster.placement import actor_class, beside_driver, free_port, rendezvous
+from rlcore.cluster.placement import (
+    SharedPlaces,
+    actor_class,
+    beside_driver,
+    free_port,
+    rendezvous,
+)
 from rlcore.cluster.ray_cluster import cluster, head_answers, joined_address
 from rlcore.cluster.specs import RaySpec
 from rlcore.errors import DeadlineExceeded, UserError
@@ -115,3 +121,34 @@ def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
         cluster(spec(), needed_cpus=1, needed_gpus=0),
     ):
         pass
+
+
+class Place:
+    """A process that says which GPUs Ray gave it."""
+
+    def gpus(self):
+        return ray.get_gpu_ids()
+
+
+@pytest.mark.cluster
+def test_every_engine_has_the_gpu_of_its_rank_also_one_in_the_place_of_another():
+    """Two GPUs that Ray is told of. Fractions alone would put both ranks on one of them."""
+    memory = 100 << 20
+    ray.init("local", num_cpus=4, num_gpus=2, object_store_memory=memory, include_dashboard=False)
+    try:
+        bundles = [{"CPU": 2.0, "GPU": 1.0}] * 2
+        places = SharedPlaces(bundles, start_timeout_s=deadline(30))
+        place = actor_class(Place, num_cpus=1)
+        engines = [place.options(**places.of_next_engine()).remote() for _ in bundles]
+        ranks = [place.options(**places.of_rank(i)).remote() for i in range(len(bundles))]
+
+        def gpus(processes):
+            return ray.get([p.gpus.remote() for p in processes], timeout=deadline(60))
+
+        found = gpus(ranks)
+        assert gpus(engines) == found and len({tuple(gpu) for gpu in found}) == 2
+        ray.kill(engines[1])
+        engines[1] = place.options(**places.of_next_engine()).remote()
+        assert gpus(engines) == found
+    finally:
+        ray.shutdown()

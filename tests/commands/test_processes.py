@@ -81,6 +81,10 @@ def test_what_a_run_needs_counts_every_role():
     gpus = run("actor.bf16.num_gpus=1", "actor.bf16.tensor_parallel=2", "learner=gpu")
     assert derived.needed(gpus) == (2.0, 3.0)
     assert derived.needed(gpus, learner=False) == (1.0, 2.0)
+    shares = ("learner=gpu", "learner.num_gpus=0.4", "actor.bf16.num_gpus=0.4")
+    pairs = run(*shares, "learner.ranks=2", "actor.bf16.count=2", "cluster.transport=ipc")
+    assert derived.needed(pairs) == (4.0, 2.0)  # each pair has a GPU of its own
+    assert derived.needed(pairs, learner=False) == (2.0, 0.8)
 
 
 def test_who_loads_which_weights():

@@ -16,6 +16,7 @@ GPUS = ["learner.num_gpus=1", "learner.zero_stage=1", "actor.bf16.num_gpus=1"]
 LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
+SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, smollm2, tiny"]),
@@ -357,6 +358,19 @@ REFUSED = [  # words; parts that the sentence must hold
     (["cluster.transport=ipc"], ["cluster.transport=ipc", "learner and actor.bf16"]),
     ([*GPUS, "learner.num_gpus=0.5", "cluster.transport=nccl"], ["one GPU", "learner", "use ipc"]),
     ([*GPUS, "cluster.transport=ipc"], ["shares of one", "use nccl"]),
+    (
+        [*GPUS, "actor.bf16.num_gpus=0.5"],
+        ["actor.bf16.num_gpus=0.5", "learner.num_gpus=1", "0.5 each"],
+    ),
+    (["learner=gpu", "learner.num_gpus=0.5"], ["learner.num_gpus=0.5", "actor.bf16.num_gpus=0 "]),
+    (
+        [*SHARES, "actor.bf16.num_gpus=0.6"],
+        ["learner.num_gpus=0.5", "bf16.num_gpus=0.6", "1 at most"],
+    ),
+    ([*SHARES, "learner.ranks=2"], ["learner.num_gpus=0.5", "count=1", "learner.ranks=2"]),
+    ([*SHARES, "actor.bf16.count=2"], ["learner.num_gpus=0.5", "count=2", "learner.ranks=1"]),
+    ([*SHARES, "evaluation.dense_actor=true"], ["learner.num_gpus=0.5", "dense_actor=true"]),
+    ([*SHARES, "cluster.launch.learner_nodes=1"], ["num_gpus=0.5", "learner_nodes=1"]),
     (
         [*GPUS, "cluster.transport=nccl", "actor.bf16.engine=mine.py:Engine"],
         ["actor.bf16.engine", "object_store"],

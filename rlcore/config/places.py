@@ -1,0 +1,136 @@
+"""Rules on engines and learner ranks that have a GPU together: in turns (schedule.colocated), or
+each a share of it (num_gpus below 1)."""
+
+from __future__ import annotations
+
+from rlcore.config.schema import RunConfig
+from rlcore.learner.specs import PARTS
+from rlcore.rollout.specs import ActorSpec
+from rlcore.spec import refuse
+
+KEY = "schedule.colocated=true"
+
+
+def check_colocated(c: RunConfig) -> None:
+    """Check which roles may take turns on a GPU, and how many of each."""
+    if not c.schedule.colocated:
+        refuse(
+            c.learner.offload_while_sampling,
+            "learner.offload_while_sampling=true frees memory for engines on the learner's GPUs, "
+            "which schedule.colocated=false gives it alone: leave it false.",
+        )
+        return
+    for label, actor in c.actor.items():
+        _engine(label, actor)
+    for name in PARTS:
+        refuse(
+            getattr(c.learner, name) > 1,
+            f"{KEY} is not proven with learner.{name}={getattr(c.learner, name)}: use 1, or GPUs "
+            "of the learner's own.",
+        )
+    _no_further_engine(c)
+    _places(c)
+
+
+def _engine(label: str, actor: ActorSpec) -> None:
+    key = f"actor.{label}"
+    refuse(
+        actor.engine != "vllm",
+        f"{KEY} needs an engine that frees its memory, which {key}.engine={actor.engine} does not: "
+        "use engine=vllm.",
+    )
+    refuse(
+        actor.tensor_parallel > 1,
+        f"{KEY} pairs an engine with the learner rank of one GPU, and {key}.tensor_parallel="
+        f"{actor.tensor_parallel} spans several: use 1, or GPUs of its own.",
+    )
+
+
+def _no_further_engine(c: RunConfig) -> None:
+    drafts = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    refuse(
+        bool(drafts),
+        f"{KEY} cannot be combined with actor.{''.join(drafts[:1])}.kind=draft, whose run has a "
+        "further engine for evaluations (and learner.draft further ranks) without a GPU to take "
+        "turns on.",
+    )
+    refuse(
+        bool(c.evaluation.dense_actor),
+        f"{KEY} cannot be combined with evaluation.dense_actor=true, an engine without a GPU to "
+        "take turns on: leave it null.",
+    )
+
+
+def _places(c: RunConfig) -> None:
+    gpus = _gpus(c)
+    refuse(
+        set(gpus.values()) not in ({0}, {1}),
+        f"{KEY} gives every role the whole of its GPU in turn, so each num_gpus must be 1, or each "
+        f"0 on a CPU: it has {', '.join(f'{role}.num_gpus={n:g}' for role, n in gpus.items())}.",
+    )
+    engines, ranks = sum(a.count for a in c.actor.values()), c.learner.ranks
+    refuse(
+        engines < ranks,
+        f"{KEY} pairs every learner rank with an engine, and learner.ranks={ranks} is more than "
+        f"actor.*.count={engines} in all: give both the same number.",
+    )
+    refuse(
+        c.cluster.transport == "ipc" and engines > ranks,
+        f"cluster.transport=ipc reads a learner rank's memory on each engine's GPU, and actor.*."
+        f"count={engines} in all is more than learner.ranks={ranks}: use object_store, or as many.",
+    )
+    nodes = c.cluster.launch.learner_nodes
+    refuse(
+        nodes > 0,
+        f"{KEY} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
+        "learner nodes of its own: leave it 0.",
+    )
+
+
+def check_gpu_shares(c: RunConfig) -> None:
+    """Check that shares of GPUs come in pairs: Ray alone would put two ranks on one GPU and the
+    engines that read their memory on another."""
+    gpus = _gpus(c)
+    share = next((f"{role}.num_gpus={n:g}" for role, n in gpus.items() if 0 < n < 1), None)
+    if share is None or c.schedule.colocated:
+        return
+    for label, actor in c.actor.items():
+        together = actor.num_gpus + c.learner.num_gpus
+        refuse(
+            not (0 < actor.num_gpus < 1 and 0 < c.learner.num_gpus < 1 and together <= 1),
+            f"{share} is a share of a GPU, which one engine and one learner rank have together: "
+            f"learner.num_gpus={c.learner.num_gpus:g} and actor.{label}.num_gpus="
+            f"{actor.num_gpus:g} must be such shares too, of 1 at most, as 0.5 each is.",
+        )
+    engines, ranks = sum(a.count for a in c.actor.values()), c.learner.ranks
+    refuse(
+        engines != ranks,
+        f"{share} pairs every engine with a learner rank on one GPU, and actor.*.count={engines} "
+        f"in all is not learner.ranks={ranks}: give both the same number, or whole GPUs.",
+    )
+    further = [label for label, actor in c.actor.items() if actor.kind == "draft"]
+    more = "evaluation.dense_actor=true" if c.evaluation.dense_actor else None
+    more = f"actor.{further[0]}.kind=draft" if further else more
+    refuse(
+        more is not None,
+        f"{share} leaves no share to the further engine that {more} brings: use whole GPUs.",
+    )
+    nodes = c.cluster.launch.learner_nodes
+    refuse(
+        nodes > 0,
+        f"{share} cannot be combined with cluster.launch.learner_nodes={nodes}, which gives the "
+        "learner nodes of its own: leave it 0.",
+    )
+
+
+def tied_by(c: RunConfig) -> str | None:
+    """The setting that ties every engine to the GPU of a learner rank, or None."""
+    if c.schedule.colocated:
+        return KEY
+    shares = (f"{role}.num_gpus={n:g}" for role, n in _gpus(c).items() if 0 < n < 1)
+    return next(shares, None)
+
+
+def _gpus(c: RunConfig) -> dict[str, float]:
+    actors = {f"actor.{label}": actor.num_gpus for label, actor in c.actor.items()}
+    return {"learner": c.learner.num_gpus} | actors
