@@ -6,6 +6,7 @@ Whatever has started when one of them fails is taken down by the end of the clus
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,12 +37,14 @@ from rlcore.cluster.ray_cluster import joined_address
 from rlcore.cluster.specs import Hosting
 from rlcore.environments.specs import EnvironmentJob
 from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE
-from rlcore.learner.specs import LearnerJob, RankPlace
+from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
 from rlcore.loop.role_protocols import Spawn, Spawned
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import TextSettings
 from rlcore.tasks.graders import GraderPool
 from rlcore.types import POLICY
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's variables, the newer first
 
 
 class Starting(Protocol):
@@ -119,6 +122,16 @@ def start_learners(
     return RayLearner(groups, started, hosting, wire_dtype=wire_dtype)
 
 
+def _allocator(learner: LearnerSpec, transport: str) -> dict[str, Any]:
+    """Options of ranks on GPUs: torch's memory then grows where it is, so that micro-batches of
+    changing sizes leave no unusable pieces. With ipc it stays as it is: engines open that memory by
+    handles of whole allocations. UNPROVEN on GPUs."""
+    named = any(os.environ.get(name) for name in ALLOCATOR)  # the user's own choice stays
+    if learner.device == "cpu" or transport == "ipc" or named:
+        return {}
+    return {"runtime_env": {"env_vars": {ALLOCATOR[0]: "expandable_segments:True"}}}
+
+
 def _spawn_ranks(
     hosting: Hosting,
     buffer: RayBuffer | None,
@@ -132,6 +145,7 @@ def _spawn_ranks(
         num_gpus=job.learner.num_gpus,
         resources=bound_to(LEARNER_RESOURCE, own_nodes=hosting.own_nodes),
         concurrency_groups=LEARNER_THREADS,
+        **_allocator(job.learner, hosting.transport.transport),
     )
     handle = None if buffer is None else buffer.handle
     options = [{} if places is None else places.of_rank(i) for i in range(job.learner.ranks)]

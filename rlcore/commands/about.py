@@ -38,8 +38,11 @@ def this_machine() -> GpuMachine:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     capability = min((torch.cuda.get_device_capability(i) for i in range(count)), default=(0, 0))
-    found = {name for name in ("flash_attn", "triton") if importlib.util.find_spec(name)}
+    found = {"triton"} if importlib.util.find_spec("triton") else set()
     installed = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    # by the name of its distribution: flash-attn-4 has a package flash_attn too
+    if {"flash-attn", "flash_attn"} & installed:
+        found.add("flash_attn")
     return GpuMachine(count, capability, frozenset(found | ({"vllm"} & installed)))
 
 

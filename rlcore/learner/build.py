@@ -4,7 +4,6 @@ probe that decides whether models may share the positions of common prefixes."""
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -413,7 +412,10 @@ def _attention(spec: LearnerSpec) -> Attention:
         return "sdpa"
     if spec.sequence_parallel > 1:  # transformers would import a package for its name
         return "varlen"
-    return "varlen" if importlib.util.find_spec("flash_attn") is None else "flash_attention_2"
+    from transformers.utils import is_flash_attn_2_available
+
+    # it looks at the distribution: the package of flash-attn-4 has the same name
+    return "flash_attention_2" if is_flash_attn_2_available() else "varlen"
 
 
 def _layout(spec: LearnerSpec, attention: Attention) -> Layout:

@@ -9,6 +9,7 @@ tests/weights/test_vllm_transfer.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,14 +58,15 @@ class VllmSender(GroupSender):
         self._source.manifest = manifest
         self._source.read = read
         self.client.receivers = receivers
-        if not self.reaches(receivers):
-            self.close()
-            # vLLM's constructor starts the receivers' joining first, then joins, and ends with a
-            # one-element all-reduce of the new group
-            self._trainer = self._form(manifest, receivers)
-            self._members = tuple(receivers.members)
-        assert self._trainer is not None
-        self._trainer.send_weights()
+        with _own_stream():
+            if not self.reaches(receivers):
+                self.close()
+                # vLLM's constructor starts the receivers' joining first, then joins, and ends with
+                # a one-element all-reduce of the new group
+                self._trainer = self._form(manifest, receivers)
+                self._members = tuple(receivers.members)
+            assert self._trainer is not None
+            self._trainer.send_weights()
 
     def reaches(self, receivers: Receivers) -> bool:
         """Return whether the current group consists of exactly these receivers."""
@@ -110,6 +112,22 @@ class VllmSender(GroupSender):
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.shutdown()
+
+
+@contextlib.contextmanager
+def _own_stream() -> Iterator[None]:
+    """The caller's CUDA stream, kept. vLLM's communicator leaves the thread that forms it on a
+    stream of its own, on which the next training step would run; and the packed sender reads the
+    weights on further streams, which do not wait for the optimizer's."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.current_stream()
+    before.synchronize()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 class _Source(WeightSource):

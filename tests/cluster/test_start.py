@@ -16,11 +16,10 @@ from rlcore.weights.specs import TransportSpec
 
 
 def hosting(**settings):
-    made = {"ray": RaySpec(), "own_nodes": False, **settings}
+    made = {"ray": RaySpec(), "own_nodes": False, "transport": TransportSpec(), **settings}
     return Hosting(
         schedule=ScheduleSpec(step_timeout_s=77),
         supervision=SupervisionSpec(),
-        transport=TransportSpec(),
         evaluation=EvaluationSpec(),
         run_dir="",
         **made,
@@ -83,6 +82,31 @@ def test_a_learner_with_nodes_of_its_own_is_bound_to_them(started):
     start.start_learners(hosting(own_nodes=True), None, {POLICY: job(1)}, wire_dtype="float32")
     start.start_learners(hosting(), None, {POLICY: job(1)}, wire_dtype="float32")
     assert [bool(settings["resources"]) for _, settings, _ in started] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "transport", "environment", "grows"),
+    [
+        (1, "nccl", {}, True),
+        (1, "object_store", {}, True),
+        (1, "ipc", {}, False),  # its handles are of whole allocations
+        (0, "object_store", {}, False),
+        (1, "nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+    ],
+)
+def test_memory_of_ranks_on_gpus_grows_in_place(
+    started, monkeypatch, gpus, transport, environment, grows
+):
+    for name in start.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    where = hosting(transport=TransportSpec(transport=transport))
+    jobs = {POLICY: job(1, num_gpus=gpus, zero_stage=1)}
+    start.start_learners(where, None, jobs, wire_dtype="bfloat16")
+    ((_, settings, _),) = started
+    wanted = {"env_vars": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+    assert settings.get("runtime_env") == (wanted if grows else None)
 
 
 def test_a_port_that_is_taken_is_refused_by_its_key(started):

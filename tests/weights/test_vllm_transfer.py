@@ -47,6 +47,36 @@ def test_every_rank_of_every_engine_receives_in_buckets(monkeypatch, cpu):
     assert [g.meeting.parties for g in cpu.values()] == [4, 2, 4]
 
 
+def test_the_senders_thread_is_on_its_own_stream_afterwards(monkeypatch):
+    """Streams are stood in for: vLLM's warm-up leaves a new one, also where it fails."""
+    calls = []
+    own = SimpleNamespace(synchronize=lambda: calls.append("synchronised"))
+    now = [own]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", now.append)
+    sender = VllmSender("nccl", 0, ports(), bucket_bytes=128)
+
+    def form(manifest, receivers):
+        now.append(SimpleNamespace())
+        return SimpleNamespace(send_weights=send)
+
+    def send():
+        calls.append("sent")
+        if len(calls) > 2:
+            raise RuntimeError("a receiver died")
+
+    monkeypatch.setattr(sender, "_form", form)
+    manifest = make_manifest(1, weights(1), full=True, seed=0)
+    receivers = SimpleNamespace(members=["a"], ranks=[1])
+    sender.send(manifest, receivers, dict)
+    assert calls == ["synchronised", "sent"] and now[-1] is own
+    now.append(own)
+    with pytest.raises(RuntimeError):
+        sender.send(manifest, receivers, dict)
+    assert now[-1] is own
+
+
 def test_other_ranks_of_the_learner_gather_and_call_nobody(monkeypatch):
     gathered = []
     sender = VllmSender("nccl", 1, ports(), bucket_bytes=128)
