@@ -33,8 +33,10 @@ class HeadSpec:
     # on them; on everything where a row has none
     kept_sets: bool = False
     entropy_grad: bool = False  # whether gradients flow through the entropy
-    # products in float32 on both passes, from a float32 copy of the weight: a bfloat16 model's
-    # logits and their gradient are then not rounded
+    # a bfloat16 model's logits are not rounded. On CPUs both passes are products in float32, of a
+    # float32 copy of the weight. On GPUs tensor cores sum in float32 anyway and give that sum
+    # (UNPROVEN there); the gradient at the logits is rounded to bfloat16 there, as that of every
+    # other layer is
     fp32: bool = False
 
     def slices(self, n: int) -> list[slice]:
@@ -123,8 +125,15 @@ def _log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 # holds two `[chunk, V]` float32 buffers, and a chunk is an eighth of the positions at most, so that
 # this is no [N, V] for a short micro-batch either.
 #
-# Liger's fused kernels cannot take its place: they give no entropy, which every step reports, or no
-# log-probs at all (benchmarks/results/head_memory_cpu.md, with the measured size of a chunk).
+# Liger's fused kernels cannot take its place: `fused_linear_scaled_cross_entropy` (0.8.5) gives
+# log-probs and entropy, but no top k, no log-probs of other ids and no safe set
+# (benchmarks/results/head_memory_cpu.md, with the measured size of a chunk).
+
+
+def _sums_in_float32(weight: Tensor) -> bool:
+    """True where a product in the weight's dtype can give its float32 sums (`torch.mm(out_dtype=)`,
+    which CPUs lack)."""
+    return weight.is_cuda and weight.dtype != torch.float32
 
 
 class _Buffers:
@@ -133,12 +142,13 @@ class _Buffers:
 
     def __init__(self, rows: int, weight: Tensor, *, both: bool, fp32: bool) -> None:
         shape, device = (rows, weight.shape[0]), weight.device
-        self.weight = weight = weight.float() if fp32 else weight
+        self.sums = fp32 and _sums_in_float32(weight)
+        self.weight = weight = weight.float() if fp32 and not self.sums else weight
         self.z = torch.empty(shape, dtype=torch.float32, device=device)
         self.e = torch.empty_like(self.z) if both else self.z
         self.low = (
             None
-            if weight.dtype == torch.float32
+            if weight.dtype == torch.float32 or self.sums
             else torch.empty(shape, dtype=weight.dtype, device=device)
         )
 
@@ -147,6 +157,8 @@ class _Buffers:
         float32."""
         z, w = self.z[: hidden.shape[0]], self.weight.t()
         hidden = hidden.to(w.dtype)
+        if self.sums:
+            return torch.mm(hidden, w, out_dtype=torch.float32, out=z).mul_(1.0 / temperature)
         if self.low is None:
             return torch.addmm(z, hidden, w, beta=0.0, alpha=1.0 / temperature, out=z)
         low = torch.mm(hidden, w, out=self.low[: hidden.shape[0]])

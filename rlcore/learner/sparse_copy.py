@@ -84,7 +84,7 @@ class SparseCopy(Companion):
         self._head = HeadSpec(
             job.sampling.temperature,
             job.learner.head_chunk_tokens,
-            fp32=job.learner.fp32_head,
+            fp32=job.learner.exact_head,
         )
         self.weights_changed()
 

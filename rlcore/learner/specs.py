@@ -305,6 +305,11 @@ class LearnerSpec(OptimizerSpec):
             lambda spec: spec.compute_dtype == "float32",
             "dtype is float32, of the head as well",
         ),
+        Unread(
+            ("overlap_comm",),
+            lambda spec: spec.zero_stage != 3,
+            "zero_stage is not 3, which alone has such a stream",
+        ),
     )
 
     engine: str = setting("deepspeed", "training engine, or file.py:Class")
@@ -370,8 +375,14 @@ class LearnerSpec(OptimizerSpec):
     head_chunk_tokens: int = setting(
         1024, "most positions per chunk of the LM-head pass", unit="tokens", gt=0
     )
-    fp32_head: bool = setting(
-        False, "logits from float32 products where the model is bfloat16 (see actor.*.fp32_head)"
+    fp32_head: bool | None = setting(
+        None,
+        "logits from float32 sums where the model is bfloat16 (see actor.*.fp32_head); null: on "
+        "GPUs, whose tensor cores have them at no cost",
+    )
+    overlap_comm: bool | None = setting(
+        None,
+        "ZeRO-3: gradients are reduced on a stream beside the backward pass; null: on GPUs",
     )
     ref_pass: Literal["auto", "always"] = setting(
         "auto", "auto: p_ref is p_new detached when both coincide"
@@ -423,6 +434,17 @@ class LearnerSpec(OptimizerSpec):
         if self.dtype != "auto":
             return self.dtype
         return "bfloat16" if self.num_gpus else "float32"
+
+    @property
+    def exact_head(self) -> bool:
+        """`fp32_head` with null resolved."""
+        return self.num_gpus > 0 if self.fp32_head is None else self.fp32_head
+
+    @property
+    def overlaps(self) -> bool:
+        """`overlap_comm` with null resolved, at the stage that has it."""
+        wanted = self.num_gpus > 0 if self.overlap_comm is None else self.overlap_comm
+        return wanted and self.zero_stage == 3
 
     def check(self, key: str) -> None:
         refuse(

@@ -260,7 +260,7 @@ class Update:
             # DVP's min-p has the learner's own safe set beside it
             kept_sets=job.sampling.truncates and pipeline.needs.safe_set_rho is None,
             entropy_grad=job.objective.entropy_coef != 0.0,
-            fp32=job.learner.fp32_head,
+            fp32=job.learner.exact_head,
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)

@@ -67,8 +67,8 @@ FREE = {
         "lr lr_warmup_steps lr_schedule lr_decay_steps lr_final betas eps weight_decay grad_clip "
         "ranks sequence_parallel tensor_parallel expert_parallel num_cpus num_gpus zero_stage "
         "dtype micro_batch_tokens layout share_prefix attention gradient_checkpointing "
-        "head_chunk_tokens fp32_head ref_pass activation_cache_mib port offload_while_sampling "
-        "max_threads train_sparse"
+        "head_chunk_tokens fp32_head overlap_comm ref_pass activation_cache_mib port "
+        "offload_while_sampling max_threads train_sparse"
     ),
     "learner.offload": "optimizer parameters nvme_path pin_memory",
     "learner.lora": "publish",

@@ -138,6 +138,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     },
     "learner.distill.kl": [("k1", f"{DISTILL} learner.distill.kl_coef=0", DISTILL)],
     "learner.fp32_head": [("true", "", "learner.dtype=bfloat16 learner.zero_stage=1")],
+    "learner.overlap_comm": [("true", "", "learner=zero3")],
     "checkpoint.best_is": [("min", "", "checkpoint.keep_best=eval/digits/accuracy")],
     "learner.lr_decay_steps": [("9", "", "learner.lr_schedule=linear")],
     "learner.lr_final": [("0.1", "", "learner.lr_schedule=linear")],

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.corrections.dvp import OUTSIDE_LOGP, safe_set_logprobs
+from rlcore.learner import lm_head
 from rlcore.learner.lm_head import HeadSpec, TopkTarget, full_kl_pass, head_pass, topk_kl_pass
+from rlcore.learner.specs import LearnerSpec
 
 
 def _spec(**over):
@@ -282,6 +284,47 @@ def test_an_fp32_head_is_the_float32_product_of_bfloat16_inputs(rho):
     for a, b in zip(ours, theirs):
         assert a.dtype == torch.bfloat16
         torch.testing.assert_close(a, b.bfloat16())
+
+
+def test_on_a_gpu_the_sums_of_a_bfloat16_product_are_not_rounded(monkeypatch):
+    """The GPU's product is stood in for: bfloat16 inputs, float32 sums. torch's own signature is
+    checked without a device."""
+    real = torch.mm
+    wide = real(*_without_device(), out_dtype=torch.float32, out=torch.empty(4, 16, device="meta"))
+    assert wide.dtype == torch.float32
+
+    def product(a, b, *, out_dtype=None, out=None):
+        if out_dtype is None:
+            return real(a, b) if out is None else real(a, b, out=out)
+        assert a.dtype == b.dtype == torch.bfloat16
+        return real(a.float(), b.float(), out=out)
+
+    monkeypatch.setattr(lm_head, "_sums_in_float32", lambda weight: True)
+    monkeypatch.setattr(torch, "mm", product)
+    hidden, weight, targets = _inputs(dtype=torch.bfloat16)
+    exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    options = {"topk": 20, "temperature": 0.7, "entropy_grad": True}
+    found = head_pass(hidden, weight, targets, _spec(**options, fp32=True))
+    monkeypatch.undo()
+    expected = head_pass(*exact, targets, _spec(**options))
+    for name in ("logp", "entropy", "topk_logp"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    ours = _gradients(found.logp.sum(), hidden, weight)
+    theirs = _gradients(expected.logp.sum(), *exact)
+    for a, b in zip(ours, theirs):  # of bfloat16's accuracy
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - b).norm() < 0.01 * b.norm()
+
+
+def _without_device():
+    """Operands of a product [4, 8] @ [8, 16] in bfloat16, without values."""
+    shapes = ((4, 8), (8, 16))
+    return (torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes)
+
+
+def test_by_default_a_learner_on_a_gpu_has_exact_logits():
+    assert LearnerSpec(num_gpus=1).exact_head and not LearnerSpec().exact_head
+    assert not LearnerSpec(num_gpus=1, fp32_head=False).exact_head
 
 
 def test_an_fp32_head_of_a_float32_model_is_the_same_to_the_bit():

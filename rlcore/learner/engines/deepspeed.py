@@ -80,7 +80,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         },
         "zero_optimization": {
             "stage": spec.zero_stage,
-            "overlap_comm": False,
+            "overlap_comm": spec.overlaps,
             "contiguous_gradients": True,
             **offload_config(spec),
         },
