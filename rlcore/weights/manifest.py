@@ -12,6 +12,7 @@ from rlcore.seeding import derive_seed
 from rlcore.types import WeightManifest
 
 CHUNK = 1 << 18  # elements: the int64 temporaries stay in cache
+GPU_CHUNKS = 32  # at one time on a GPU: fewer kernels, and temporaries of 64 MiB
 _MASK = (1 << 64) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,6 +38,10 @@ def _weights(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(x.view(np.int64)).to(device)
 
 
+def _at_once(device: torch.device) -> int:
+    return 1 if device.type == "cpu" else GPU_CHUNKS
+
+
 @torch.no_grad()
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """A 63-bit checksum of a tensor's bits, order, shape and dtype.
@@ -49,12 +54,17 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
     weights = _weights(bits.device)
     parts = []
-    for start in range(0, bits.numel(), CHUNK):
-        chunk = bits[start : start + CHUNK].to(torch.int64)
-        parts.append((chunk * weights[: chunk.numel()]).sum())
+    whole = bits.numel() - bits.numel() % CHUNK
+    size = CHUNK * _at_once(bits.device)
+    for start in range(0, whole, size):
+        chunks = bits[start : min(start + size, whole)].view(-1, CHUNK).to(torch.int64)
+        parts.append((chunks * weights).sum(dim=1))
+    if whole < bits.numel():
+        rest = bits[whole:].to(torch.int64)
+        parts.append((rest * weights[: len(rest)]).sum().view(1))
     # Chunks enter by their position too, so exchanging two of them counts.
     total = 0
-    for n, part in enumerate(torch.stack(parts).tolist() if parts else []):
+    for n, part in enumerate(torch.cat(parts).tolist() if parts else []):
         total = (total + _mix(part & _MASK) * (_mix(n) | 1)) & _MASK
     # Mixed in last, so that a reshape or another dtype of the same bits counts too.
     for extent in tensor.shape:

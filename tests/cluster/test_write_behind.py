@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,25 @@ def test_a_hung_disk_costs_its_checkpoint_and_not_the_rank(learner, tmp_path):
         assert {n: t.whole().tolist() for n, t in state.items()} == {
             "weight:w": [[0, 1], [2, 3], [4, 5]]
         }
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_group_s_publication_is_announced_from_weights_where_they_are_sent_from(
+    learner, on_device
+):
+    """A checksum of weights on a GPU needs no copy of all of them on the host."""
+    asked = []
+
+    def published_weights(name, dtype, only=None, *, on_device=False):
+        asked.append(on_device)
+        return iter([("w", torch.ones(2))])
+
+    learner._joined, learner._run_seed = True, 0
+    learner.group = SimpleNamespace(on_device=on_device)
+    learner.rank.published_weights = published_weights
+    learner.rank.published_shapes = lambda name: {"w": (2,)}
+    manifest, handle = learner.publish(1, "policy", "float32", True, None)
+    assert asked == [on_device] and handle is None and set(manifest.checksums) == {"w"}
 
 
 def test_the_first_error_is_raised_and_what_follows_it_is_dropped(tmp_path):

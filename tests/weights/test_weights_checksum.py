@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlcore.weights import manifest
 from rlcore.weights.manifest import (
     CHUNK,
     ArrivalError,
@@ -64,6 +65,15 @@ def test_shape_dtype_sign_of_zero_and_chunk_order_count():
 
 def test_the_checksum_is_the_same_in_every_process_and_release():
     assert tensor_checksum(torch.arange(1000, dtype=torch.float32)) == 3445085296600647003
+
+
+@pytest.mark.parametrize("size", [5, CHUNK, 3 * CHUNK, 7 * CHUNK + 5])
+def test_chunks_that_are_summed_together_as_on_gpus_give_that_checksum_too(monkeypatch, size):
+    whole = torch.arange(size, dtype=torch.int64).to(torch.int8)
+    alone = tensor_checksum(whole)
+    assert tensor_checksum(whole.flip(0)) != alone
+    monkeypatch.setattr(manifest, "_at_once", lambda device: 3)
+    assert tensor_checksum(whole) == alone
 
 
 def test_sampled_names_take_their_turns():

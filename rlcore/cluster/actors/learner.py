@@ -271,6 +271,8 @@ class LearnerActor:
         if resumed is not None:
             self._load_phase_weights(resumed)
         read = partial(self.rank.published_weights, name, dtype)
+        if self._joined:  # as `send` reads them: a GPU's weights are then summed up where they are
+            read = partial(read, on_device=self.group.on_device)
         shapes = self.rank.published_shapes(name)
         manifest = announce(version, shapes, dtype, read, full=full, seed=self._run_seed)
         if self._joined:
