@@ -24,6 +24,7 @@ from rlcore.corrections.specs import CORRECTIONS
 from rlcore.extras.foreign_keys import ENTRIES, SOURCES
 from rlcore.metrics.metric import Metric
 from rlcore.metrics.names import METRICS
+from rlcore.planner.gpus import GPUS, SHAPES, EngineShape, actor_rates, learner_rates
 from rlcore.registry import resolve
 
 HEADING = {
@@ -174,6 +175,39 @@ def regime_table() -> str:
     return "\n".join(lines).replace("T*m", "T\\*m").replace("N*", "N\\*") + "\n"
 
 
+FLEETS = (1, 8, 64)  # H100
+CONTEXT = 4096.0  # tokens of a request, on average
+
+
+def fleet_table() -> str:
+    """The table of docs/scaling.md: what H100 would do with each model, by arithmetic."""
+    card = GPUS["h100"]
+    lines = [
+        "| model | H100 | engines | learner ranks | states of a rank, GiB | trained, tokens/s "
+        "| sampled, tokens/s | weights to the engines, s |",
+        f"|{' --- |' * 8}",
+    ]
+    for name, shape in SHAPES.items():
+        for count in FLEETS:
+            ranks = max(1, count // 2)
+            share = 2 if shape.parameters > 20e9 else 1  # GPUs of an engine
+            row = [name, f"{count}", "one, in turns" if count == 1 else f"{count // 2 // share}"]
+            # bfloat16 weights and float32 gradients, weights and two moments: 18 bytes an entry
+            states = 18 * shape.parameters / ranks / 2**30
+            row += [f"{ranks}", f"{states:.0f}"]
+            if states > card.memory_gib or count < share:
+                lines.append(f"| {' | '.join([*row, 'does not fit', '', ''])} |")
+                continue
+            learner = learner_rates(card, shape, ranks)
+            engine = actor_rates(card, shape, EngineShape(gpus=share), context=CONTEXT)
+            running, engines = engine.max_running, max(1, count // 2 // share)
+            each = engine.decode_request_s + CONTEXT * engine.decode_context_s
+            sampled = engines * running / (engine.decode_s + running * each)
+            row += [f"{1 / learner.token_s:,.0f}", f"{sampled:,.0f}", f"{learner.publish_s:.1f}"]
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _bounds(name: str, low: float | None, high: float | None) -> str:
     if low is None or high is None:
         return f"`{name}` {'<=' if low is None else '>='} {high if low is None else low:g}"
@@ -200,6 +234,7 @@ def pages() -> dict[Path, Callable[[], str]]:
     found[DOCS / "experiments.md"] = marked(DOCS / "experiments.md", "experiments", experiments)
     index = DOCS / "corrections" / "index.md"
     found[index] = marked(index, "regimes", regime_table)
+    found[DOCS / "scaling.md"] = marked(DOCS / "scaling.md", "fleets", fleet_table)
     foreign = DOCS / "coming-from.md"
     found[foreign] = marked(foreign, "keys of all", foreign_keys)
     for name in CORRECTIONS:
