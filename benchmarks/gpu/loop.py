@@ -1,6 +1,6 @@
 """Parts of `check.py` that train: the whole loop on one GPU. `loop`: half of it for the engine and
 half for the learner, three steps and a resume of two more. `colocated`: all of it for both in turn,
-two phases of two steps."""
+two phases of two steps. `pair`: on two GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from reference import LIMITS, where_they_agree
@@ -32,11 +33,19 @@ HALVES = (
     "learner.num_gpus=0.5",
     "actor.bf16.num_gpus=0.5",
     "actor.bf16.gpu_memory_utilization=0.4",
+    "actor.bf16.enforce_eager=true",  # graphs and compilation would take the part's minutes
     "cluster.transport=ipc",
     "cluster.start_timeout_s=400",
 )
-
-
+APART = (
+    "learner=gpu",
+    "actor.bf16.num_gpus=1",
+    "actor.bf16.enforce_eager=true",
+    "cluster.transport=nccl",
+    "cluster.start_timeout_s=200",
+)
+# layers of 0.2 B parameters, so that communication takes time
+ZERO3 = ("learner=zero3", "learner.ranks=2", "model.warmup.steps=20")
 PHASES, STEPS_PER_PHASE = 2, 2
 # An untrained model, which an entropy bonus moves whatever its rewards: no warm-up is waited for.
 TURNS = (
@@ -74,24 +83,43 @@ WHOLE = (
 )
 
 
+def command(s: Setting, part: str, name: str, words: Sequence[str]) -> None:
+    """Run a command and add a row with its time; its output is the part's, so that a part ended at
+    its deadline shows how far it came."""
+    start = time.monotonic()
+    program = "import sys; from rlcore.cli import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program, *words])
+    if done.returncode:
+        sys.exit(f"{name}: exit code {done.returncode}")
+    s.add(part, {"command": name, "seconds": time.monotonic() - start})
+
+
+def metrics(run_dir: Path) -> list[Row]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def pair(s: Setting) -> None:
+    """Weights from one GPU to the other, whole and changes alone; then two ranks at ZeRO-3."""
+    largest = LIMITS["cpu" if s.small else "cuda"]
+    for name, every in (("whole sets", 1), ("changes", 2)):
+        run_dir = s.folder / f"pair-{every}"
+        words = ["train", *COMMON, *(() if s.small else APART), f"run_dir={run_dir}"]
+        command(s, "pair", name, [*words, f"cluster.full_weights_every={every}"])
+        gaps: Row = {"mean |dlogp|": max(r["mismatch/abs_dlogp_mean"] for r in metrics(run_dir))}
+        speed = {"publish s": metrics(run_dir)[-1]["time/publish_s"]}
+        s.add("pair", {"weights": name, **where_they_agree(gaps, largest, speed)})
+    for overlap in ("true", "false"):
+        words = ["sft", *COMMON, *ZERO3, *(() if s.small else ("learner.num_gpus=1",))]
+        own = (f"run_dir={s.folder / f'zero3-{overlap}'}", f"learner.overlap_comm={overlap}")
+        command(s, "pair", f"ZeRO-3, overlap_comm={overlap}", [*words, *own])
+
+
 def colocated(s: Setting) -> None:
     """Train two phases; a row for each step, and one for all."""
     run_dir = s.folder / "colocated"
     words = [*TURNS, *(("cluster.transport=gloo",) if s.small else WHOLE)]
-    start = time.monotonic()
-    command = ["train", *words, f"run_dir={run_dir}"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from rlcore.cli import main; sys.exit(main())",
-            *command,
-        ]
-    )
-    if done.returncode:
-        sys.exit(f"train: exit code {done.returncode}")
-    s.add("colocated", {"command": "train", "seconds": time.monotonic() - start})
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    command(s, "colocated", "train", ["train", *words, f"run_dir={run_dir}"])
+    rows = metrics(run_dir)
     for row in rows:
         s.add("colocated", {"step": row["step"], **turns_of(row)})
     s.add("colocated", turns(rows, LIMITS["cpu" if s.small else "cuda"]))
@@ -123,24 +151,11 @@ def loop(s: Setting) -> None:
     """Train, then resume; a row for each command and one for the steps of both."""
     run_dir = s.folder / "run"
     words = [*COMMON, *(() if s.small else HALVES)]
-    for name, command in (
+    for name, own in (
         ("train", [*words, f"run_dir={run_dir}"]),
         ("resume", [f"run_dir={run_dir}", "resume=auto", f"schedule.steps={STEPS + 2}"]),
     ):
-        start = time.monotonic()
-        # its output is the part's, so that a part ended at its deadline shows how far it came
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import sys; from rlcore.cli import main; sys.exit(main())",
-                "train",
-                *command,
-            ]
-        )
-        if done.returncode:
-            sys.exit(f"{name}: exit code {done.returncode}")
-        s.add("loop", {"command": name, "seconds": time.monotonic() - start})
+        command(s, "loop", name, ["train", *own])
     s.add("loop", summary(run_dir / "metrics.jsonl", LIMITS["cpu" if s.small else "cuda"]))
 
 

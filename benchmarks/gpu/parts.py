@@ -74,10 +74,14 @@ def main() -> None:
         from experts import experts, with_graphs
 
         experts(s) if part == "experts" else with_graphs(s)
-    elif part == "colocated":
-        from loop import colocated
+    elif part in ("colocated", "pair"):
+        import loop as runs
 
-        colocated(s)
+        runs.colocated(s) if part == "colocated" else runs.pair(s)
+    elif part == "layer":
+        from layers import layer
+
+        layer(s, SHAPES[shape])
     elif part == "offload":
         from offload import offload
 

@@ -12,6 +12,7 @@ from setting import Row, Setting
 
 DIM = 128
 REPEATS = 5
+MANY = 16  # sequences of a micro-batch, as short answers are packed
 Attend = Callable[[Any, Any, Any], Any]
 
 
@@ -34,19 +35,21 @@ def flex(s: Setting, shape: dict[str, int]) -> None:
             f"max error of {n}": float((a - b).abs().max()) for n, a, b in zip(names, got, want)
         }
         s.add("flex", {"sparse_prompt": sparse_prompt, **gaps, "first call s": seconds})
-    for context in s.contexts:
-        s.add("flex", {"context": context, "mask ms": mask_ms(s, tensors(shape, context))})
-        for name, run in contenders(s, context).items():
-            s.add("flex", {"context": context, "by": name, **cost(run, tensors(shape, context))})
+    for context, sequences in [(c, 1) for c in s.contexts] + [(s.contexts[-1], MANY)]:
+        row = {"context": context, "sequences": sequences}
+        bounds = list(range(0, context + 1, context // sequences))
+        s.add("flex", row | {"mask ms": mask_ms(s, tensors(shape, context), bounds)})
+        for name, run in contenders(s, bounds).items():
+            s.add("flex", row | {"by": name, **cost(run, tensors(shape, context))})
 
 
-def contenders(s: Setting, context: int) -> dict[str, Attend]:
-    """Sparse attention both ways, and dense attention for scale."""
+def contenders(s: Setting, bounds: list[int]) -> dict[str, Attend]:
+    """Sparse attention both ways, and dense attention for scale, of sequences of equal lengths."""
     from rlcore.attention.implementation import SparseRows, attend_rows, attend_rows_by_blocks
     from rlcore.attention.varlen import Sequences, _attend
 
-    rows = SparseRows(s.rule, None, [0, context])
-    places = torch.arange(context, device="cuda")[None]
+    rows = SparseRows(s.rule, None, bounds)
+    places = (torch.arange(bounds[-1], device="cuda") % bounds[1])[None]
     dense = Sequences.of(places)
     return {
         "FlexAttention": lambda q, k, v: attend_rows_by_blocks(q, k, v, rows),
@@ -55,13 +58,13 @@ def contenders(s: Setting, context: int) -> dict[str, Attend]:
     }
 
 
-def mask_ms(s: Setting, inputs: list[torch.Tensor]) -> float:
+def mask_ms(s: Setting, inputs: list[torch.Tensor], bounds: list[int]) -> float:
     """Milliseconds to find FlexAttention's blocks: median of a few."""
     from rlcore.attention.implementation import make_block_mask
 
     query, key, _ = inputs
-    bounds = [0, query.shape[2]]
-    return median_ms(lambda: make_block_mask(query, key, [s.rule], bounds, None))
+    rules = [s.rule] * (len(bounds) - 1)
+    return median_ms(lambda: make_block_mask(query, key, rules, bounds, None))
 
 
 def tensors(shape: dict[str, int], length: int) -> list[torch.Tensor]:
@@ -99,11 +102,13 @@ def cost(attend: Attend, inputs: list[torch.Tensor]) -> Row:
     return found
 
 
-def median_ms(run: Callable[[], Any]) -> float:
+def median_ms(run: Callable[[], Any], *, synchronise: bool = True) -> float:
+    """`synchronise`: on a GPU, whose work is waited for."""
     times = []
     for _ in range(1 + REPEATS):  # the first compiles
         begun = time.monotonic()
         run()
-        torch.cuda.synchronize()
+        if synchronise:
+            torch.cuda.synchronize()
         times.append(1000 * (time.monotonic() - begun))
     return sorted(times[1:])[REPEATS // 2]

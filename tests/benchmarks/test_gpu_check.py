@@ -8,6 +8,7 @@ import time
 
 import check
 import loop
+import page
 import pytest
 import reference
 import setting
@@ -15,9 +16,9 @@ from check import PARTS, Part, Rows
 from timing import deadline
 
 
-def run(chosen, child, *, device="cuda", budget_s=check.BUDGET_S):
+def run(chosen, child, *, device="cuda", gpus=1, budget_s=check.BUDGET_S):
     rows = []
-    check.check(chosen, child, rows.append, device=device, budget_s=budget_s)
+    check.check(chosen, child, rows.append, device=device, gpus=gpus, budget_s=budget_s)
     return [(r["part"], r["what"]) for r in rows]
 
 
@@ -38,6 +39,60 @@ def test_what_needs_a_gpu_or_a_package_is_skipped_saying_so():
     chosen = [Part("a", 9, 1, (), cuda=True), Part("b", 9, 1, ("torch", "no_such_package"))]
     found = run(chosen, lambda *_: pytest.fail("nothing can run"), device="cpu")
     assert found == [("a", "skipped: needs a GPU"), ("b", "skipped: no_such_package not installed")]
+    two = [Part("two", 9, 1, (), gpus=2)]
+    assert run(two, lambda *_: pytest.fail("one GPU")) == [("two", "skipped: needs 2 GPUs")]
+    assert run(two, lambda *_: None, gpus=2) == []
+    assert run(two, lambda *_: None, device="cpu") == []
+
+
+def test_calls_fit_into_commands_of_ten_minutes_and_half_an_hour_together():
+    alone = {name: call for name, call in check.CALLS.items() if name != "two"}
+    assert all(call.budget_s <= check.LONGEST_CALL_S for call in check.CALLS.values())
+    assert sum(call.budget_s for call in alone.values()) < 1800
+    parts = [name for call in check.CALLS.values() for name in call.parts]
+    assert len({*parts}) == len(parts) and {*parts} <= {p.name for p in PARTS}
+    for call in check.CALLS.values():  # the first part can run whatever its deadline
+        first, *_ = check.in_order(call.parts, has_model=False)
+        assert first.least_s < call.budget_s
+
+
+def asked(*words):
+    return check.chosen(check.parser().parse_args(words))
+
+
+def test_a_call_has_its_parts_lengths_and_budget_and_the_rest_can_be_changed():
+    assert asked("--call", "c") == check.CALLS["c"]
+    assert asked("--call", "c", "--budget", "9").budget_s == 9
+    assert asked("--call", "c", "--batches").batches == ()
+    assert asked("--call", "c", "--device", "cpu").contexts == check.CONTEXTS["cpu"]
+    assert asked().parts == tuple(p.name for p in PARTS)
+
+
+def test_rows_of_earlier_calls_stay_and_are_not_shown_again(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    Rows(path).add({"part": "bf16", "context": 1, "decode tokens/s": 5.0})
+    capsys.readouterr()
+    again = Rows(path)
+    again.add({"part": "sparse", "context": 1})
+    assert len(path.read_text().splitlines()) == 2
+    assert "bf16" not in capsys.readouterr().out
+    assert again.of_this_call() == [{"part": "sparse", "context": 1}]
+
+
+def test_the_page_says_what_was_shown_and_what_was_not():
+    rows = [
+        {"part": "machine", "device": "H100", "gpus": 1},
+        {"part": "kernel", "batch": 16, "dense ms": 0.25},
+        {"part": "kernel", "batch": 64, "dense ms": 0.5},
+        {"part": "kernel", "what": "failed: time (60 s), after: batch 64"},
+        {"part": "pair", "what": "skipped: needs 2 GPUs"},
+    ]
+    text = page.page(rows)
+    assert "| batch | dense ms |\n| --- | --- |\n| 16 | 0.25 |\n| 64 | 0.5 |" in text
+    assert "- `kernel`, in part: failed: time (60 s)" in text
+    assert "- `pair`: skipped: needs 2 GPUs" in text and "- `loop`: did not run" in text
+    everything = [{"part": p.name, "seconds": 1.0} for p in PARTS]
+    assert "Nothing: every part ran." in page.page(everything)
 
 
 def test_the_budget_holds_whatever_the_parts_take(monkeypatch):
@@ -65,6 +120,7 @@ def test_parts_run_in_the_order_that_was_asked_for():
 
     assert found("loop", "bf16", has_model=False) == ["model", "loop", "bf16"]
     assert found("loop", "bf16", has_model=True) == ["loop", "bf16"]
+    assert found("kernel", "loop", has_model=False) == ["kernel", "loop"]  # neither reads it
     assert found("kernel", "model", "bf16", has_model=False) == ["kernel", "model", "bf16"]
     assert found(*(p.name for p in PARTS), has_model=False) == [p.name for p in PARTS]
 
