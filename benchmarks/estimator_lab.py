@@ -1,11 +1,12 @@
 """Bias and variance of every correction's gradient on small worlds, and DVP under a floor (E0).
 
-    python benchmarks/estimator_lab.py [--answers 4000] [--only-page]
+    python benchmarks/estimator_lab.py [--answers 4000] [--parts cells floors identity needle]
 
 A world has 16 states and a vocabulary of 32 tokens, which choose the next state; an answer is T
 tokens, its reward the share of good ones. Policies are tables of logits, so that the exact gradient
 and the exact expectation of each estimator are sums over the table; variances are those of
 `--answers` sampled answers. Weights are rlcore's own functions (`rlcore.corrections.functional`).
+Beside the worlds, a bandit with a rare best action (`needle`): does an actor's error explore?
 Everything is float64 from numpy's generator, whose draws are the same on every machine.
 
 Writes `benchmarks/results/evidence/estimator_lab.json`, the block of results on
@@ -358,25 +359,99 @@ def floors() -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--answers", type=int, default=4000, help="for each variance")
-    parser.add_argument("--only-page", action="store_true", help="compute nothing")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if not args.only_page:
-        cells = [
-            cell(kind, size, length, args.answers, SEEDS)
+def _ais(logp: Tensor, inf: Tensor, advantages: Tensor) -> Tensor:
+    """The weights [N] of one batch."""
+    on = torch.ones_like(logp)
+    statistics = F.ais_accumulate(logp, inf, advantages, on)
+    return F.ais_weight(statistics, logp, inf, on)[0]
+
+
+#: Actions of the bandit: the needle pays 1, the decoy less, the others nothing. These numbers were
+#: chosen by the matched arm alone, which finds the needle in some 0.4 of the runs.
+ACTIONS, NEEDLE, DECOY, DECOY_PAYS = 64, 0.01, 0.05, 0.3
+NEEDLE_SEEDS, NEEDLE_STEPS, NEEDLE_BATCH, NEEDLE_RATE = 1000, 300, 16, 4.0
+#: Errors of the actor: KL of 0.13 and 0.3
+NEEDLE_ERRORS = (("fresh", 0.6), ("fresh", 1.0), ("fixed", 0.6))
+NEEDLE_ARMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "none": lambda logp, inf, advantages: torch.ones_like(logp),
+    "tis C=5": lambda logp, inf, advantages: F.tis(logp, inf, torch.ones_like(logp), cap=5.0),
+    "ais": torch.func.vmap(_ais),
+}
+
+
+def needle_found(kind: str, size: float, arm: str, seeds: int = NEEDLE_SEEDS) -> Tensor:
+    """[seeds], 1 for each learner that ends with more than half of its probability on the needle.
+
+    Plain policy gradient, the batch's mean reward as baseline; the actor's logits have an error of
+    deviation `size`, anew for each draw (fresh) or once for all (fixed)."""
+    rng = np.random.default_rng(0)
+    p = torch.full((ACTIONS,), (1 - NEEDLE - DECOY) / (ACTIONS - 2), dtype=torch.float64)
+    p[0], p[1] = NEEDLE, DECOY
+    pays = torch.zeros(ACTIONS, dtype=torch.float64)
+    pays[0], pays[1] = 1.0, DECOY_PAYS
+    z, shape = p.log().expand(seeds, -1), (seeds, NEEDLE_BATCH, ACTIONS)
+    error = size * torch.from_numpy(rng.standard_normal((seeds, 1, ACTIONS)))
+    for _ in range(NEEDLE_STEPS):
+        if kind == "fresh" and size:
+            error = size * torch.from_numpy(rng.standard_normal(shape))
+        logp, inf = z.log_softmax(-1), (z[:, None] + error).log_softmax(-1).expand(shape)
+        uniform = torch.from_numpy(rng.random((seeds, NEEDLE_BATCH, 1)))
+        chosen = (inf.exp().cumsum(-1) < uniform).sum(-1).clamp(max=ACTIONS - 1)
+        advantages = pays[chosen] - pays[chosen].mean(1, keepdim=True)
+        taken = inf.gather(-1, chosen[..., None])[..., 0]
+        weight = NEEDLE_ARMS[arm](logp.gather(1, chosen), taken, advantages)
+        c = weight * advantages / NEEDLE_BATCH
+        gradient = torch.zeros(seeds, ACTIONS, dtype=torch.float64).scatter_add_(1, chosen, c)
+        z = z + NEEDLE_RATE * (gradient - c.sum(1, keepdim=True) * logp.exp())
+    return (z.softmax(-1)[:, 0] > 0.5).double()
+
+
+def needle() -> list[dict[str, Any]]:
+    """By error of the actor the share of runs that find the needle, and what each arm finds more
+    than the matched actor's (paired by seed), with half of its 95% interval."""
+    matched = needle_found("fresh", 0.0, "none")
+    rows: list[dict[str, Any]] = [{"kind": "none", "size": 0.0, "matched": matched.mean().item()}]
+    for kind, size in NEEDLE_ERRORS:
+        found = {arm: needle_found(kind, size, arm) for arm in NEEDLE_ARMS}
+        pairs = {"none": matched, "tis C=5": matched, "ais": found["tis C=5"]}
+        more = {a: _more(found[a], other) for a, other in pairs.items()}
+        more["ais above none"] = _more(found["ais"], found["none"])
+        shares = {arm: own.mean().item() for arm, own in found.items()}
+        rows.append({"kind": kind, "size": size, "found": shares, "more": more})
+    return rows
+
+
+def _more(own: Tensor, other: Tensor) -> list[float]:
+    difference = own - other
+    return [difference.mean().item(), 1.96 * difference.std().item() / math.sqrt(len(own))]
+
+
+def computed(part: str, answers: int) -> Any:
+    if part == "cells":
+        return [
+            cell(kind, size, length, answers, SEEDS)
             for length, kinds in GRID.items()
             for kind, sizes in kinds.items()
             for size in sizes
         ]
-        found = {"answers": args.answers, "cells": rounded(cells), "floors": rounded(floors())}
-        found["identity"] = rounded(identity())
+    return {"floors": floors, "identity": identity, "needle": needle}[part]()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ["cells", "floors", "identity", "needle"]
+    parser.add_argument("--answers", type=int, default=4000, help="for each variance")
+    parser.add_argument("--parts", nargs="*", choices=parts, default=parts, help="none: the page")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in args.parts:
+        found[part] = rounded(computed(part, args.answers))
+        found |= {"answers": args.answers} if part == "cells" else {}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    write_page(json.loads(RESULTS.read_text()))
+    write_page(found)
 
 
 def rounded(value: Any) -> Any:

@@ -40,6 +40,7 @@ def block(found: Found) -> str:
             "\n".join(verdicts),
             table([_cell(cell) for cell in found["cells"]]),
             table([_floor(row) for row in found["floors"]]),
+            *(needle(found["needle"]) if "needle" in found else []),
             f"{found['answers']} answers a variance, 8 worlds (fixed and draft: 16), float64.",
         ]
     )
@@ -117,6 +118,49 @@ def _floor(row: Found) -> dict[str, str]:
         "T\\*m": f"{row['expected']:.2f}",
         "counted by floor_tokens": f"{row['counted']:.2f}",
     } | {arm: f"{np.mean(finals):.3f}" for arm, finals in row["success"].items()}
+
+
+def needle(rows: Sequence[Found]) -> list[str]:
+    """Verdicts on the bandit's two statements, and its table."""
+    matched, errors = rows[0]["matched"], rows[1:]
+    bonus = [row["more"]["none"] for row in errors if row["kind"] == "fresh"]
+    kept = [row["more"]["ais"] for row in errors if row["kind"] == "fresh"]
+    said = {
+        "fresh noise explores: without correction the needle is found at least 0.05 more often "
+        "than by a matched actor": bonus,
+        "AIS keeps that: it finds the needle at least 0.05 more often than TIS": kept,
+    }
+    lines = [
+        f"- {name}: {_verdict(values)} ({', '.join(_pair(*v) for v in values)})"
+        for name, values in said.items()
+    ]
+    shown = [
+        {
+            "error of the actor": f"{row['kind']} {row['size']:g}",
+            "matched": f"{matched:.3f}",
+            **{arm: f"{share:.3f}" for arm, share in row["found"].items()},
+            "none above matched": _pair(*row["more"]["none"]),
+            "tis above matched": _pair(*row["more"]["tis C=5"]),
+            "ais above tis": _pair(*row["more"]["ais"]),
+            "ais above none": _pair(*row["more"]["ais above none"]),
+        }
+        for row in errors
+    ]
+    return [
+        "**The needle.** Share of 1,000 runs that end on the best action:",
+        "\n".join(lines),
+        table(shown),
+    ]
+
+
+def _verdict(values: Sequence[Sequence[float]], least: float = 0.05) -> str:
+    if all(mean >= least and mean > half for mean, half in values):
+        return "supported"
+    return "refuted" if all(mean + half < least for mean, half in values) else "open"
+
+
+def _pair(mean: float, half: float) -> str:
+    return f"{mean:+.3f} ± {half:.3f}"
 
 
 def draw(file: Path, found: Found) -> None:
