@@ -123,7 +123,7 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
     rules = [
         {
             "study": name,
-            "arms": ", ".join((registered.study.reference, *registered.study.arms)),
+            "arms": ", ".join(_arms(registered.study)),
             "sizes": f"{registered.study.knob} of {'; '.join(registered.study.sizes)}",
             "seeds": len(registered.study.seeds),
             "gate": registered.gate,
@@ -134,8 +134,14 @@ def write_programme(programme: Mapping[str, Registered], lines: Mapping[str, lis
     replace_block(PAGES / "programme.md", f"{table(hypotheses)}\n\n{table(rules)}")
 
 
+def _arms(study: Study) -> list[str]:
+    further = [arm for arms in study.further.values() for arm in arms]
+    return list(dict.fromkeys([study.reference, *study.arms, *further]))
+
+
 def _counted(study: Study, lines: Sequence[Line]) -> str:
     cells = 1 + len(study.sizes) * len({*study.arms, *([UNCORRECTED] if study.swept else [])})
+    cells += sum(map(len, study.further.values()))
     return f"{sum('arm' in line for line in lines)} of {cells * len(study.seeds)}"
 
 

@@ -14,7 +14,7 @@ expectation, with a deviation of at most 2.6% of the norms.
 
 Prompts come in blocks of eight, as in a step of the demo; a block is one line of
 `benchmarks/results/evidence/real_gradients.jsonl`, its sketches stay in `cache/evidence`. A block
-that is there is not computed again. A part that is whole adds a line of its results.
+that is there is not computed again. Each block after the first adds a line of the results so far.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -192,14 +192,14 @@ class Sketched:
     Each number of a gradient has a random sign and is added to one of `size` sums."""
 
     def __init__(self, layers: list[LoraLayer], size: int = SIZE, seed: int = 0) -> None:
-        self._size = size
-        self._signs: list[Tensor] = []
+        self.size = size
+        self.signs: list[Tensor] = []
         self.sums: Tensor | None = None  # [N, size], of the pass under way
         generator = torch.Generator().manual_seed(seed)
         for number, layer in enumerate(layers):
-            down: nn.Linear = layer.lora_B["default"]
+            down: Any = layer.lora_B["default"]
             shape = down.weight.shape
-            self._signs.append(torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0)
+            self.signs.append(torch.randint(0, 2, shape, generator=generator) * 2.0 - 1.0)
             down.register_forward_hook(self._hook(number))
 
     def _hook(self, number: int) -> Any:
@@ -211,9 +211,9 @@ class Sketched:
 
     def _add(self, number: int, grad: Tensor, given: Tensor) -> None:
         """B [out, r] has the gradient sum over positions of grad [out] times given [r]."""
-        own = (torch.einsum("npo,npr->nor", grad, given.detach()) * self._signs[number]).flatten(1)
-        own = nn.functional.pad(own, (0, -own.shape[1] % self._size))
-        added = own.view(len(own), -1, self._size).sum(1)
+        own = (torch.einsum("npo,npr->nor", grad, given.detach()) * self.signs[number]).flatten(1)
+        own = nn.functional.pad(own, (0, -own.shape[1] % self.size))
+        added = own.view(len(own), -1, self.size).sum(1)
         self.sums = added if self.sums is None else self.sums + added
 
 
@@ -222,7 +222,8 @@ def token_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Sketches [N, size] of the gradient of log p(token | prefix), and log p [N, V], of the
     prefixes [N, L]."""
-    found, logps = [], []
+    found: list[Tensor] = []
+    logps: list[Tensor] = []
     for rows, chosen in zip(prefixes.split(ROWS), tokens.split(ROWS)):
         embedded = lm.get_input_embeddings()(rows).requires_grad_(True)
         sketched.sums = None
@@ -236,33 +237,50 @@ def token_gradients(
 
 
 def shared_gradients(
-    lm: Any, sketched: Sketched, prompts: Tensor, drawn: Mapping[str, Drawn]
+    lm: Any,
+    sketched: Sketched,
+    prompts: Tensor,
+    drawn: Mapping[str, Drawn],
+    counted: Mapping[str, Tensor],
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """By actor the sketch of each token [N, T, size] and log p_ref [N, T, V].
 
     Answers that begin alike share their first tokens' gradients, also those of different actors.
-    prompts [N, L]: of each answer."""
+    prompts [N, L]: of each answer; counted [N]: False where an answer's advantage is 0, which needs
+    log-probs alone."""
+    prefixes: dict[tuple[int, ...], int] = {}
     nodes: dict[tuple[int, ...], int] = {}
-    places: dict[str, list[list[int]]] = {}
+    of_prefix: dict[str, Tensor] = {}
+    of_node: dict[str, Tensor] = {}
     for name, own in drawn.items():
-        places[name] = [
-            [nodes.setdefault((*p, *row[: t + 1]), len(nodes)) for t in range(len(row))]
-            for p, row in zip(prompts.tolist(), own.tokens.tolist())
-        ]
-    wanted = {
-        places[name][i][t] for name, own in drawn.items() for i, t in own.mask.nonzero().tolist()
-    }
-    vocab = next(iter(drawn.values())).logp.shape[-1]
-    vectors, logps = torch.zeros(len(nodes), SIZE), torch.zeros(len(nodes), vocab)
-    by_length: dict[int, list[tuple[int, ...]]] = {}
-    for sequence, place in nodes.items():
-        if place in wanted:
-            by_length.setdefault(len(sequence), []).append(sequence)
-    for sequences in by_length.values():
-        at = torch.tensor([nodes[s] for s in sequences])
-        whole = torch.tensor(sequences)
-        vectors[at], logps[at] = token_gradients(lm, sketched, whole[:, :-1], whole[:, -1])
-    return {name: (vectors[torch.tensor(p)], logps[torch.tensor(p)]) for name, p in places.items()}
+        of_prefix[name] = torch.zeros_like(own.tokens)
+        of_node[name] = torch.zeros_like(own.tokens)
+        for i, t in own.mask.nonzero().tolist():
+            whole = (*prompts[i].tolist(), *own.tokens[i, : t + 1].tolist())
+            of_prefix[name][i, t] = prefixes.setdefault(whole[:-1], len(prefixes))
+            if counted[name][i]:
+                of_node[name][i, t] = nodes.setdefault(whole, len(nodes))
+    vectors = torch.zeros(max(len(nodes), 1), sketched.size)
+    logps = torch.zeros(len(prefixes), lm.config.vocab_size)
+    for whole in _by_length(nodes):
+        found, logp = token_gradients(lm, sketched, whole[:, :-1], whole[:, -1])
+        vectors[[nodes[row] for row in map(tuple, whole.tolist())]] = found
+        logps[[prefixes[row] for row in map(tuple, whole[:, :-1].tolist())]] = logp
+    seen = {row[:-1] for row in nodes}
+    for prefix in _by_length([row for row in prefixes if row not in seen]):
+        at = [prefixes[row] for row in map(tuple, prefix.tolist())]
+        with torch.no_grad():
+            logits = [lm(rows, logits_to_keep=1).logits[:, -1] for rows in prefix.split(ROWS)]
+        logps[at] = torch.cat(logits).log_softmax(-1)
+    return {name: (vectors[of_node[name]], logps[of_prefix[name]]) for name in drawn}
+
+
+def _by_length(rows: Iterable[tuple[int, ...]]) -> Iterator[Tensor]:
+    """Sequences of one length each, [N, L]."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for row in rows:
+        found.setdefault(len(row), []).append(row)
+    yield from (torch.tensor(own) for own in found.values())
 
 
 Weights = dict[str, Tensor]
@@ -342,8 +360,10 @@ class Setting:
     def of(cls, name: str) -> Setting:
         part = PARTS[name]
         tokenizer = load_tokenizer(part.learner)
-        digits = {"min_digits": part.digits, "max_digits": part.digits}
-        task = Arithmetic(**digits, question="{a} {op} {b} =", credit="digits")
+        task = Arithmetic(
+            **{"min_digits": part.digits, "max_digits": part.digits},
+            **{"question": "{a} {op} {b} =", "credit": "digits"},
+        )
         vocab = model(part.learner, PLAIN).config.vocab_size
         ends = torch.tensor(["\n" in tokenizer.decode([i]) for i in range(vocab)])
         ends[end_ids(tokenizer, part.learner)] = True
@@ -383,20 +403,23 @@ def compute(setting: Setting, lm: Any, sketched: Sketched, block: int) -> dict[s
         uniforms = torch.from_numpy(np.random.default_rng(seed).random((len(prompts), part.tokens)))
         own = model(actor.weights or part.learner, actor.rounding)
         drawn[name] = draw(own, actor, prompts, uniforms, setting.ends)
-    gradients = shared_gradients(lm, sketched, prompts, drawn)
+    rewards = {name: setting.rewards(block, own) for name, own in drawn.items()}
+    earned = {name: advantages(own).flatten() for name, own in rewards.items()}
+    counted = {name: own != 0 for name, own in earned.items()}
+    gradients = shared_gradients(lm, sketched, prompts, drawn, counted)
     line: dict[str, Any] = {"part": setting.name, "block": block, "actors": {}}
     kept = {}
     for name, (vectors, ref) in gradients.items():
-        rewards = setting.rewards(block, drawn[name])
-        a = advantages(rewards).flatten()[:, None].expand_as(drawn[name].mask)
+        a = earned[name][:, None].expand_as(drawn[name].mask)
         found, figures = weights(drawn[name], ref, a)
         for estimator, w in found.items():
             coefficients = torch.where(drawn[name].mask, w * a, 0.0)
             own = torch.einsum("nt,ntd->nd", coefficients, vectors)
             kept[f"{name}/{estimator}"] = own.view(BLOCK, part.answers, -1).mean(1).numpy()
-        line["actors"][name] = {**figures, "reward": rewards.mean().item()}
+        line["actors"][name] = {**figures, "reward": rewards[name].mean().item()}
     SKETCHES.mkdir(parents=True, exist_ok=True)
-    np.savez(SKETCHES / f"{setting.name}-{block}.npz", **kept)
+    with (SKETCHES / f"{setting.name}-{block}.npz").open("wb") as out:
+        np.savez(out, allow_pickle=False, **kept)
     return {**line, "seconds": round(time.monotonic() - began, 1), "machine": machine()}
 
 
@@ -427,8 +450,8 @@ def due(name: str) -> Iterator[int]:
 
 
 def run_part(name: str, stop: float) -> None:
-    """The missing blocks of a part, and its results once it is whole."""
-    if any(line["part"] == name and "results" in line for line in lines()):
+    """The missing blocks of a part, and after each the results so far."""
+    if next(due(name), None) is None:
         return
     prepare(PARTS[name].learner)
     setting, lm = Setting.of(name), load(PARTS[name].learner)
@@ -437,9 +460,16 @@ def run_part(name: str, stop: float) -> None:
         if time.monotonic() > stop:
             return
         append(compute(setting, lm, sketched, block))
-    blocks = [np.load(SKETCHES / f"{name}-{b}.npz") for b in range(PARTS[name].prompts // BLOCK)]
-    vectors = {key: np.concatenate([block[key] for block in blocks]) for key in blocks[0].files}
-    append({"part": name, "results": summed_up(vectors, PARTS[name].answers)})
+        conclude(name)
+
+
+def conclude(name: str) -> None:
+    """Add the results of a part's blocks so far; the last such line counts."""
+    files = [SKETCHES / f"{name}-{b}.npz" for b in range(PARTS[name].prompts // BLOCK)]
+    blocks = [np.load(file) for file in files if file.exists()]
+    if len(blocks) > 1:
+        vectors = {key: np.concatenate([b[key] for b in blocks]) for key in blocks[0].files}
+        append({"part": name, "results": summed_up(vectors, PARTS[name].answers)})
 
 
 def main() -> None:

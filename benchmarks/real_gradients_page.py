@@ -83,8 +83,7 @@ def _cosine(parts: Vectors, others: Vectors) -> float:
 def write_page(lines: Sequence[Found], sizes: Mapping[str, int]) -> None:
     """sizes: blocks of each part, the order of the page."""
     results = {line["part"]: line["results"] for line in lines if "results" in line}
-    blocks = [line for line in lines if "block" in line]
-    replace_block(PAGE, block(results, blocks, sizes))
+    replace_block(PAGE, block(lines, sizes))
     found = {
         a: results[p]["actors"][a]
         for p in sizes
@@ -96,9 +95,10 @@ def write_page(lines: Sequence[Found], sizes: Mapping[str, int]) -> None:
         draw(PAGES / "real-gradients.svg", found)
 
 
-def block(results: Mapping[str, Any], blocks: Sequence[Found], sizes: Mapping[str, int]) -> str:
+def block(lines: Sequence[Found], sizes: Mapping[str, int]) -> str:
     """What was run, verdicts, and two tables a part."""
-    of = {part: [line for line in blocks if line["part"] == part] for part in sizes}
+    results = {line["part"]: line["results"] for line in lines if "results" in line}
+    of = {p: [line for line in lines if line["part"] == p and "block" in line] for p in sizes}
     said = ", ".join(f"`{part}` {len(of[part])} of {n}" for part, n in sizes.items())
     parts = [f"Blocks run: {said}."]
     if results:

@@ -373,7 +373,8 @@ def test_every_hypothesis_is_about_arms_and_sizes_of_its_study():
         study = registered.study
         for hypothesis in registered.hypotheses:
             arms = {hypothesis.arm, *hypothesis.others}
-            assert arms <= {study.reference, "uncorrected", *study.arms}
+            further = {arm for own in study.further.values() for arm in own}
+            assert arms <= {study.reference, "uncorrected", *study.arms, *further}
             assert hypothesis.size in study.sizes
 
 
