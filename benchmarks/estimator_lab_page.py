@@ -131,7 +131,7 @@ def needle(rows: Sequence[Found]) -> list[str]:
         "AIS keeps that: it finds the needle at least 0.05 more often than TIS": kept,
     }
     lines = [
-        f"- {name}: {_verdict(values)} ({', '.join(_pair(*v) for v in values)})"
+        f"- {name}: {judged(values)} ({', '.join(_pair(*v) for v in values)})"
         for name, values in said.items()
     ]
     shown = [
@@ -153,7 +153,8 @@ def needle(rows: Sequence[Found]) -> list[str]:
     ]
 
 
-def _verdict(values: Sequence[Sequence[float]], least: float = 0.05) -> str:
+def judged(values: Sequence[Sequence[float]], least: float = 0.05) -> str:
+    """supported, refuted or open: mean and half of the interval of each size of noise."""
     if all(mean >= least and mean > half for mean, half in values):
         return "supported"
     return "refuted" if all(mean + half < least for mean, half in values) else "open"

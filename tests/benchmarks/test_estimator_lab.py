@@ -86,3 +86,32 @@ def test_a_floor_takes_success_from_no_correction_and_none_from_dvp(arm):
     success, counted = estimator_lab.under_floor(1e-6, arm, 0)
     assert (success > 0.6) == (arm == "dvp")
     assert (counted > 2) == (arm == "none")
+
+
+def test_the_bandit_weighs_each_batch_by_an_alpha_of_its_own():
+    rng = torch.Generator().manual_seed(0)
+    logp, inf, a = (torch.randn(3, 16, generator=rng, dtype=torch.float64) for _ in range(3))
+    weight = estimator_lab.NEEDLE_ARMS["ais"](logp, inf, a)
+    on = torch.ones(1, 16, dtype=torch.bool)
+    for row in range(3):
+        alone, _ = estimator_lab.F.ais(logp[row][None], inf[row][None], a[row][None], on)
+        torch.testing.assert_close(weight[row], alone[0])
+
+
+def test_a_needle_that_is_common_is_found_and_its_absence_is_not(monkeypatch):
+    for probability, share in ((0.5, 1.0), (1e-9, 0.0)):
+        monkeypatch.setattr(estimator_lab, "NEEDLE", probability)
+        found = estimator_lab.needle_found("fixed", 0.0, "none", seeds=4)
+        assert found.mean() == share
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([[0.1, 0.02], [0.08, 0.02]], "supported"),
+        ([[0.0, 0.02], [-0.1, 0.02]], "refuted"),
+        ([[0.1, 0.02], [0.0, 0.02]], "open"),
+    ],
+)
+def test_the_bandits_statements_are_judged_at_all_sizes_of_noise(differences, verdict):
+    assert estimator_lab_page.judged(differences) == verdict
