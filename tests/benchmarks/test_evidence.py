@@ -328,7 +328,7 @@ def test_every_run_of_a_study_composes_and_has_a_page(name, tmp_path):
     sizes = itertools.product(study.sizes.items(), [("uncorrected", ()), *study.arms.items()])
     combined = [(*size, *arm) for (_, size), (_, arm) in sizes]
     combined += [
-        (*words, *part)
+        (*part, *words)
         for size, arms in study.further.items()
         for words in arms.values()
         for part in study.switching.get(size, (study.sizes.get(size, ()),))
