@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 
+from gallery import gallery
 from pydantic import BaseModel
 
 from rlcore.config.groups import COMMAND_LINES, groups
@@ -50,6 +51,8 @@ def configuration() -> str:
     """docs/configuration.md."""
     lines = [
         "# Configuration",
+        "",
+        "*Tried on: whole runs on two CPU cores; 19 steps of one run on one H100.*",
         "",
         "Every key, from the schema; made by `python docs/generate.py`. `rlcore train --help`",
         "lists groups, options, experiments and keys by name, `rlcore train --help algorithm`",
@@ -241,7 +244,7 @@ def pages() -> dict[Path, Callable[[], str]]:
         path = DOCS / "corrections" / f"{name}.md"
         keys = f"keys: correction.{name}"
         found[path] = marked(path, keys, lambda name=name: correction_keys(name))
-    return found
+    return found | {path: (lambda text=text: text) for path, text in gallery().items()}
 
 
 if __name__ == "__main__":

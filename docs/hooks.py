@@ -1,12 +1,14 @@
 """What `make docs` does beside building docs/: files elsewhere in the repository that pages link to
 become part of the site, as pages where they are Markdown. So do measured results and the changelog,
-linked or not. The tags of bash blocks (`tests/run_documented.py`) are left out."""
+linked or not. The tags of bash blocks (`tests/run_documented.py`) are left out, formulas become
+MathML, and a table's code loses the backslashes that Git hosts need before a bar."""
 
 import os
 import re
 from functools import cache
 from pathlib import Path
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File
 from pymdownx.slugs import slugify
 
@@ -14,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 ALWAYS = ("CHANGELOG.md", "benchmarks/results/*.md")
 TAGGED = re.compile(r"^(```bash) \w+$", re.MULTILINE)
+MATH = re.compile(r"^```math\n(.+?)\n```$", re.MULTILINE | re.DOTALL)
+CELL_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 LINK = re.compile(r"(\]\()([^()\s:#]+)(?=[)#])")
 
 
@@ -39,7 +43,20 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]  # the strict build then names it
         return match[1] + os.path.relpath(_uri(target), Path(page.file.src_uri).parent)
 
-    return TAGGED.sub(r"\1", LINK.sub(moved, markdown))
+    return _readable(TAGGED.sub(r"\1", LINK.sub(moved, markdown)))
+
+
+def _readable(markdown):
+    lines = [_cells(line) if line.startswith("|") else line for line in markdown.split("\n")]
+    return MATH.sub(_formula, "\n".join(lines))
+
+
+def _cells(row):
+    return CELL_CODE.sub(lambda code: code[0].replace("\\|", "|"), row)
+
+
+def _formula(found):
+    return f'<div class="formula">{convert(found[1], display="block")}</div>\n'
 
 
 @cache

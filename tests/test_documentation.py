@@ -102,5 +102,21 @@ def test_every_loss_advantage_and_algorithm_is_described():
         assert f"`{name}`" in text, name
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent != EVIDENCE], ids=lambda p: p.stem)
+def test_every_page_says_what_it_was_tried_on(page):
+    assert re.match(r"# .+\n\n\*Tried on: [^*]+\.\*\n", page.read_text())
+
+
+def test_formulas_are_whole_and_the_site_has_what_it_needs_offline():
+    for page in LINKING:
+        text = page.read_text()
+        for formula in re.findall(r"^```math\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL):
+            assert formula.count("{") == formula.count("}"), formula
+            assert formula.count(r"\begin") == formula.count(r"\end"), formula
+    site = (ROOT / "mkdocs.yml").read_text()
+    for file in re.findall(r"(?:polyfills: \[|extra_css: \[)([^]]+)", site):
+        assert (DOCS / file).exists()
+
+
 def test_a_metric_with_advice_has_a_range():
     assert [metric.name for metric in METRICS if metric.otherwise and not metric.healthy] == []
