@@ -1,15 +1,14 @@
 """Whole runs without Ray and without imports: `rlcore` commands as forks of a warm process.
 
-The warm process has imported what a driver, an engine and a learner rank import, and nothing else:
-it has no threads and has computed nothing. Each command is a fork of it, a process group of its own
-with its output in a file, in which tests/local_cluster.py stands in for Ray; all else is the real
-program.
+The warm process is a fork of the server of tests/forked.py: it has imported what a driver, an
+engine and a learner rank import, and has computed nothing. Each command is a fork of it, a process
+group of its own with its output in a file, in which tests/local_cluster.py stands in for Ray; all
+else is the real program.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import socket
 import subprocess
@@ -21,21 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import forked
 import timing
-
-from rlcore.cluster.process_tuning import Processor, wanted
-
-# What the processes of a run import, DeepSpeed before vLLM, which puts a placeholder in the place
-# of triton.
-MODULES = (
-    "local_cluster",
-    "rlcore.cli",
-    "rlcore.commands.train",
-    "deepspeed",
-    "rlcore.learner.rank",
-    "rlcore.learner.engines.deepspeed",
-    "rlcore.rollout.engines.vllm.engine",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +61,12 @@ class WarmProcess:
     """Forks `rlcore` commands. Its start takes as long as all imports."""
 
     def __init__(self) -> None:
-        self._charged = 0.0
         self._root = tempfile.TemporaryDirectory(prefix="rlcore-")
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-        )
+        context = forked.context()
+        self._link, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,))
+        self._process.start()
         theirs.close()
-        self._link = Connection(ours.detach())
         self._commands: dict[int, LocalProcess] = {}
         self._started = threading.Semaphore(0)
         self._last: LocalProcess | None = None
@@ -104,46 +88,36 @@ class WarmProcess:
                     self._started.release()
                 else:
                     command = self._commands.pop(pid)
-                    self._charge(cpu_s)
+                    timing.charge(cpu_s)
                     command.returncode = code
                     command.ended.set()
         self._last = None
         self._started.release()
-
-    def _charge(self, cpu_s: float) -> None:
-        self._charged += cpu_s
-        timing.charge(cpu_s)
 
     def close(self) -> None:
         """End it, and what runs of its commands."""
         # closing alone would not wake the thread that reads, nor the process
         with socket.socket(fileno=os.dup(self._link.fileno())) as link:
             link.shutdown(socket.SHUT_RDWR)
-        self._process.wait(timing.deadline(30))
-        self._charge(-self._charged)  # its children's time is now that of a child of this process
+        self._process.join(timing.deadline(30))
+        assert self._process.exitcode == 0, "the warm process did not end"
         self._root.cleanup()
 
 
-def main(descriptor: int) -> int:
+def serve(control: Connection) -> None:
     """The warm process, and each of its commands."""
-    before = dict(os.environ)
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    for name, value in wanted(Processor.here()).items():  # read when the libraries are loaded
-        os.environ.setdefault(name, value)
-    for name in MODULES:
-        importlib.import_module(name)
-    made = {n: v for n, v in os.environ.items() if before.get(n) != v}
     from local_cluster import Forking, put_in_place, title
+    from warm_imports import MADE
 
     class Commands(Forking):
         def died(self, pid: int, code: int, cpu_s: float) -> None:
             self.control.send((pid, code, cpu_s))
 
-    title("rlcore: warm process")  # finds its memory by the environment, which is replaced below
-    command = Commands(Connection(descriptor)).requests()
+    title("rlcore: warm process")
+    command = Commands(control).requests()
     os.setsid()
     os.environ.clear()
-    os.environ.update(made | command.environment)
+    os.environ.update(MADE | command.environment)
     os.chdir(command.folder)
     output = os.open(command.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -155,10 +129,6 @@ def main(descriptor: int) -> int:
     from rlcore import cli
 
     try:
-        return cli.main(list(command.words))
+        sys.exit(cli.main(list(command.words)))
     finally:
         driver.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

@@ -3,8 +3,6 @@ of their own."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping
@@ -12,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import torch
+from timing import charge
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
@@ -204,21 +204,20 @@ def make_batch(
 def _rank_main(
     pipe: Any, function: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...]
 ) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        pipe.send(("ok", function(rank, world, port, *args)))
+        found = "ok", function(rank, world, port, *args)
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        found = "error", traceback.format_exc()
+    pipe.send((*found, forked.used_cpu_s()))
 
 
 def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(rank, world, port, *args)` in `world` fresh processes; their results in order
-    of rank. They are forked from a server that has only imported what all of them need."""
+    of rank."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["peft", "rlcore.learner.rank"])
+    context = forked.context()
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
@@ -233,7 +232,8 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         results = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(DEADLINE_S), f"rank {rank} of {world} sent nothing for {DEADLINE_S} s"
-            status, value = pipe.recv()
+            status, value, cpu_s = pipe.recv()
+            charge(cpu_s)
             assert status == "ok", f"rank {rank} of {world}:\n{value}"
             results.append(value)
         return results

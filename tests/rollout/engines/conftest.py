@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import forked
 import pytest
 from engine_helpers import Model, build_model, drain, make_job, requests
 
@@ -29,12 +30,22 @@ def start() -> Iterator[Callable[..., Any]]:
     engines = []
 
     def make(model: Model, **changes: Any) -> Any:
+        if "tensor_parallel" in changes:
+            fork_ranks()
         engines.append(start_engine(make_job(model, **changes)))
         return engines[-1]
 
     yield make
     for engine in engines:
         engine.close()
+
+
+def fork_ranks() -> None:
+    """Have vLLM start the ranks of an engine as forks, not by two further imports of it. A rank
+    finds the same there as in a process that is spawned."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = forked.context
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
+from timing import deadline
 
 from rlcore.errors import UserError
 from rlcore.rollout.specs import ActorSpec
@@ -22,29 +24,27 @@ ALL = [*UPDATES, "test_vllm_engine.py", "test_vllm_set_version.py"]
 
 def passes_on(runner: str, files: list[str], *args: str, timeout_s: float) -> None:
     """Run tests of this folder on a runner, scheduling ahead."""
-    if runner == "second":
-        try:
-            importlib.metadata.version("triton")
-        except importlib.metadata.PackageNotFoundError:
-            pytest.skip("triton is not installed: `make venv` installs it")
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "runner_on_cpu",
-        "-p",
-        "no:cacheprovider",
-    ]
-    done = subprocess.run(
-        [*command, *args, *(str(HERE / f) for f in files)],
-        env={**os.environ, "PYTHONPATH": path, "RUNNER": runner, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
+    args = ["-p", "runner_on_cpu", "-p", "no:cacheprovider", *args, *(str(HERE / f) for f in files)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        patch.setenv("RUNNER", runner)
+        patch.setenv("TRITON_INTERPRET", "1")
+        if runner == "first":
+            text = forked.call(pytest.main, args, seconds=timeout_s)
+        else:  # must be there before vLLM is imported
+            text = _in_new_process(args, timeout_s)
+    assert " passed" in text, text[-4000:]
+
+
+def _in_new_process(args: list[str], timeout_s: float) -> str:
+    try:
+        importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("triton is not installed: `make venv` installs it")
+    command = [sys.executable, "-m", "pytest", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(timeout_s))
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
 
 
 @pytest.mark.engine

@@ -3,56 +3,44 @@ rest of the process."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forked
 import numpy as np
 import pytest
 import torch
-from timing import deadline
 from transformers import AutoModelForCausalLM
 
 from rlcore.attention.implementation import SparseRows, register
 from rlcore.attention.specs import SparseSpec
-
-pytestmark = pytest.mark.engine
-
-RULE = SparseSpec(blocks=3, sparse_prompt=False)
-ACTOR = """
-import json, sys
-import numpy as np
 from rlcore.models.folder import read_weights
-from rlcore.rollout.specs import start_engine
-from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.rollout.specs import ActorSpec, EngineJob, start_engine
 from rlcore.testing.records import make_sampling
 from rlcore.types import Request
 from rlcore.weights.stream import whole
 
-folder, rule, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-actor = ActorSpec(kind="sparse", sparse=rule, max_num_seqs=8, kv_cache_gib=0.1)
-engine = start_engine(EngineJob(actor, "sparse-0", folder, max_len=256, logprobs_k=0))
-spec = make_sampling(max_new_tokens=90, logprobs_k=0)
-prompts = [np.array([3 + (7 * i + j) % 25 for j in range(90)], np.int32) for i in range(8)]
-engine.add([Request(0, i, "p", p, spec, seed=i) for i, p in enumerate(prompts)])
-done = [t for _ in range(6) for t in engine.step()]
-# resubmitted: the tokens they have stay response, not prompt
-engine.update_weights(1, whole(read_weights(folder)), "abort")
-while engine.unfinished():
-    done += engine.step()
-names = ("prompt_ids", "sampled_ids", "logp_inf", "token_version")
-np.savez(out, **{f"{i}_{n}": getattr(t, n) for i, t in enumerate(done) for n in names})
-"""
+pytestmark = pytest.mark.engine
+
+RULE = SparseSpec(blocks=3, sparse_prompt=False)
+
+
+def sample(folder: str, rule: SparseSpec, out: str) -> None:
+    """Trajectories of eight requests, resubmitted once, into a file of arrays."""
+    actor = ActorSpec(kind="sparse", sparse=rule, max_num_seqs=8, kv_cache_gib=0.1)
+    engine = start_engine(EngineJob(actor, "sparse-0", folder, max_len=256, logprobs_k=0))
+    spec = make_sampling(max_new_tokens=90, logprobs_k=0)
+    prompts = [np.array([3 + (7 * i + j) % 25 for j in range(90)], np.int32) for i in range(8)]
+    engine.add([Request(0, i, "p", p, spec, seed=i) for i, p in enumerate(prompts)])
+    done = [t for _ in range(6) for t in engine.step()]
+    # resubmitted: the tokens they have stay response, not prompt
+    engine.update_weights(1, whole(read_weights(folder)), "abort")
+    while engine.unfinished():
+        done += engine.step()
+    names = ("prompt_ids", "sampled_ids", "logp_inf", "token_version")
+    np.savez(out, **{f"{i}_{n}": getattr(t, n) for i, t in enumerate(done) for n in names})
 
 
 def test_a_sparse_actor_samples_by_its_rule_also_after_a_resubmission(model_a, tmp_path):
     out = tmp_path / "out.npz"
-    done = subprocess.run(
-        [sys.executable, "-c", ACTOR, str(model_a.path), RULE.model_dump_json(), str(out)],
-        capture_output=True,
-        text=True,
-        timeout=deadline(200),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked.call(sample, str(model_a.path), RULE, str(out), seconds=200)
     sparse = AutoModelForCausalLM.from_pretrained(
         model_a.path, dtype=torch.float32, attn_implementation=register()
     )

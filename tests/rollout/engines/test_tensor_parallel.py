@@ -28,7 +28,9 @@ def models(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def pair(models, start):
-    return start(models[0], tensor_parallel=2)
+    engine = start(models[0], tensor_parallel=2)
+    yield engine
+    engine.close()  # its ranks look for work without a pause
 
 
 def children() -> set[psutil.Process]:
