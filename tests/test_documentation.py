@@ -95,9 +95,10 @@ def studies_of(correction):
 def test_every_loss_advantage_and_algorithm_is_described():
     text = (DOCS / "losses.md").read_text()
     for name in LOSSES:
-        (section,) = re.findall(rf"^## .*`algorithm\.loss={name}`\n(.*?)^## ", text, re.M | re.S)
+        found = re.findall(rf"^## .*`algorithm\.loss={name}`\n(.*?)^## ", text, re.M | re.S)
+        assert len(found) == 1, f"docs/losses.md has no section of {name}"
         for part in ("**When**", "**Watch**", "**Does not help**", "**Source**"):
-            assert part in section, name
+            assert part in found[0], name
     for name in (*ADVANTAGES, *groups()["algorithm"]):
         assert f"`{name}`" in text, name
 

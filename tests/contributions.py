@@ -1,0 +1,406 @@
+"""Ten contributions, tried in copies of the checkout with one piece of each forgotten at a time.
+
+    python tests/contributions.py    the table of docs/CONTRIBUTING.md: what names a forgotten piece
+
+It ends with an AssertionError where the test that is meant to name a piece does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from structure import ROOT
+
+REGISTERED = "tests/test_registrations.py::test_every_implementation_is_registered"
+OPTIONS = "tests/test_registrations.py::test_every_shipped_option_has_an_entry_and_the_reverse"
+MODULES = "tests/test_registrations.py::test_every_module_that_is_imported_exists"
+METRICS = "tests/test_registrations.py::test_every_metric_that_is_recorded_is_declared"
+WHOLE = "tests/test_contracts.py::test_every_registered_class_is_whole"
+BUILT = "tests/test_contracts.py::test_every_correction_is_built_from_its_defaults"
+PAGES = "tests/test_documentation.py::test_every_correction_has_a_page_and_shows_its_studies"
+LOSSES = "tests/test_documentation.py::test_every_loss_advantage_and_algorithm_is_described"
+CURRENT = "tests/test_architecture.py::test_the_generated_pages_are_current"
+VERBS = "tests/config/test_config_help.py::test_every_verb_is_listed_handled_and_explained"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One edit of a contribution, and the test that fails without it."""
+
+    what: str
+    file: str
+    edit: Callable[[str], str]  # of the file's text, "" where there is no file
+    test: str
+    says: str  # in the failure
+
+    def put(self, root: Path) -> None:
+        path = root / self.file
+        path.write_text(self.edit(path.read_text() if path.is_file() else ""))
+
+
+def end(text: str) -> Callable[[str], str]:
+    """Append."""
+    return lambda old: old + text
+
+
+def after(anchor: str, text: str) -> Callable[[str], str]:
+    """Insert behind the first place of `anchor`, which must be there."""
+
+    def edit(old: str) -> str:
+        head, found, tail = old.partition(anchor)
+        if not found:
+            raise ValueError(f"{anchor!r} is not in the file")
+        return head + found + text + tail
+
+    return edit
+
+
+def methods(names: Sequence[str]) -> str:
+    """The bodies of a class that does nothing: `names`, as methods that raise."""
+    lines = [
+        f"    def {name}(self, *given, **named):\n        raise ValueError\n" for name in names
+    ]
+    return "\n".join(lines).replace("def between(self, ", "def between(cls, ")
+
+
+def stub(base: str, module: str, file: str, line: Callable[[str], str], last: str) -> list[Piece]:
+    """The pieces of a class that inherits `base` of `module`; `last`: the method that is forgotten.
+
+    `line`: the edit that registers it, of the registry that `REGISTRIES` has for `base`.
+    """
+    from rlcore.registry import load_object, missing_methods
+
+    names = missing_methods(type("Empty", (), {}), load_object(f"{module}:{base}"))
+    kept = [name for name in names if name != last]
+    name = f"My{base}"
+    text = f"\n\nfrom {module} import {base}\n\n\nclass {name}({base}):\n" + methods(kept)
+    where = file.removesuffix(".py").replace("/", ".")
+    return [
+        Piece("the class", file, end(text), "", ""),
+        Piece(
+            f"its method `{last}`",
+            file,
+            end("\n" + methods([last])),
+            WHOLE,
+            f"{name} lacks {last}",
+        ),
+        Piece("its line in the registry", REGISTRIES[base], line, REGISTERED, f"{where}:{name}"),
+    ]
+
+
+REGISTRIES = {
+    "Task": "rlcore/tasks/__init__.py",
+    "Environment": "rlcore/environments/__init__.py",
+    "RolloutEngine": "rlcore/rollout/specs.py",
+    "TrainEngine": "rlcore/learner/specs.py",
+    "Advantage": "rlcore/objectives/specs.py",
+    "PolicyLoss": "rlcore/objectives/specs.py",
+    "WeightTransport": "rlcore/weights/specs.py",
+}
+CORRECTION = '''"""A correction."""
+
+from typing import ClassVar
+
+from rlcore.corrections.specs import CorrectionSpec
+from rlcore.interfaces import Correction
+
+
+class MineSpec(CorrectionSpec):
+    """Weight 1."""
+
+    method: ClassVar[str] = "rlcore.corrections.mine:Mine"
+
+
+class Mine(Correction):
+    def __init__(self, spec, run_seed):
+        self.spec = spec
+'''
+HOOK = "\n    def correct(self, step, current, reduce):\n        return current\n"
+PAGE = "# Mine\n\n<!-- keys: correction.mine -->\n\n<!-- end of the keys -->\n"
+SECTION = """## Mine: `algorithm.loss=mine`
+
+**When**: x. **Watch**: x. **Does not help**: x. **Source**: x.
+
+"""
+VERB = '        Verb("mine", "another command", ("rlcore mine",), settings=False),\n'
+HANDLER = "\n\ndef _mine(given):\n    from rlcore.commands.mine import mine\n\n    return mine()\n"
+
+
+def _entry(registry: str, line: str) -> Callable[[str], str]:
+    return after(f"{registry}: dict[str, str] = {{", f"\n    {line},\n    ")
+
+
+def contributions() -> dict[str, list[Piece]]:
+    """Name -> pieces, in the order in which they are added."""
+    interfaces, objectives = "rlcore.interfaces", "rlcore.objectives"
+    task, environment = "rlcore/tasks/mine.py", "rlcore/environments/mine.py"
+    return {
+        "correction": [
+            Piece("the class", "rlcore/corrections/mine.py", end(CORRECTION), "", ""),
+            Piece("its hook", "rlcore/corrections/mine.py", end(HOOK), BUILT, "overrides nothing"),
+            Piece(
+                "its line in the registry",
+                "rlcore/corrections/specs.py",
+                _entry("CORRECTIONS", '"mine": "rlcore.corrections.mine:MineSpec"'),
+                OPTIONS,
+                r"correction/mine\.yaml has no entry: add mine to",
+            ),
+            _option("correction", "mine: {}"),
+            Piece("its page", "docs/corrections/mine.md", end(PAGE), PAGES, "'mine'"),
+            Piece(
+                "its line in the overview",
+                "docs/corrections/index.md",
+                end("[x](mine.md)\n"),
+                PAGES,
+                r"\]\(mine\.md\)",
+            ),
+        ],
+        "policy loss": [
+            *stub(
+                "PolicyLoss",
+                f"{objectives}.protocols",
+                "rlcore/objectives/losses.py",
+                _entry("LOSSES", '"mine": "rlcore.objectives.losses:MyPolicyLoss"'),
+                "__call__",
+            ),
+            Piece(
+                "its section",
+                "docs/losses.md",
+                _before("## REINFORCE", SECTION),
+                LOSSES,
+                "no section of mine",
+            ),
+        ],
+        "advantage": [
+            *stub(
+                "Advantage",
+                f"{objectives}.protocols",
+                "rlcore/objectives/advantages.py",
+                _entry("ADVANTAGES", '"mine": "rlcore.objectives.advantages:MyAdvantage"'),
+                "__call__",
+            ),
+            Piece(
+                "its name on the page",
+                "docs/losses.md",
+                end("`mine`\n"),
+                LOSSES,
+                "AssertionError: mine",
+            ),
+        ],
+        "task": [
+            *stub(
+                "Task",
+                interfaces,
+                task,
+                _entry("TASKS", '"mine": "rlcore.tasks.mine:MyTask"'),
+                "grade",
+            ),
+            _option("task", "name: mine"),
+        ],
+        "environment": [
+            *stub(
+                "Environment",
+                "rlcore.environments.protocol",
+                environment,
+                _entry("ENVIRONMENTS", '"mine": "rlcore.environments.mine:MyEnvironment"'),
+                "step",
+            ),
+            _option("environment", "name: mine"),
+        ],
+        "metric": [
+            Piece(
+                "what records it",
+                "rlcore/learner/metric_sums.py",
+                end('\n\ndef mine():\n    return {"policy/mine": 1.0}\n'),
+                "",
+                "",
+            ),
+            Piece(
+                "its declaration",
+                "rlcore/metrics/learner_metrics.py",
+                after(
+                    "LEARNER_METRICS: tuple[Metric, ...] = (\n",
+                    '    Metric("policy/mine", "1", "x"),\n',
+                ),
+                METRICS,
+                "policy/mine",
+            ),
+            Piece("its line on the page", "docs/metrics.md", _generated, CURRENT, r"metrics\.md"),
+        ],
+        "rollout engine": stub(
+            "RolloutEngine",
+            interfaces,
+            "rlcore/rollout/engines/mine.py",
+            _entry("ENGINES", '"mine": "rlcore.rollout.engines.mine:MyRolloutEngine"'),
+            "step",
+        ),
+        "learner engine": stub(
+            "TrainEngine",
+            "rlcore.learner.protocols",
+            "rlcore/learner/engines/mine.py",
+            _entry("ENGINES", '"mine": "rlcore.learner.engines.mine:MyTrainEngine"'),
+            "grad_norm",
+        ),
+        "transport": stub(
+            "WeightTransport",
+            interfaces,
+            "rlcore/weights/mine.py",
+            _entry("TRANSPORTS", '"mine": "rlcore.weights.mine:MyWeightTransport"'),
+            "receive",
+        ),
+        "command": [
+            Piece(
+                "its keys",
+                "rlcore/config/verbs.py",
+                after("    for verb in (\n", VERB),
+                VERBS,
+                "'mine'",
+            ),
+            Piece(
+                "its line in `HANDLERS`",
+                "rlcore/cli.py",
+                after(
+                    "HANDLERS: Mapping[str, Callable[[Given], int]] = {\n",
+                    '    "mine": _mine,\n',
+                ),
+                VERBS,
+                "'mine'",
+            ),
+            Piece(
+                "its file",
+                "rlcore/commands/mine.py",
+                end("def mine():\n    return 0\n"),
+                MODULES,
+                r"rlcore\.commands\.mine",
+            ),
+            Piece(
+                "its handler",
+                "rlcore/cli.py",
+                _before("TRAINING = ", HANDLER.lstrip() + "\n\n"),
+                VERBS,
+                "_mine",
+            ),
+        ],
+    }
+
+
+def _option(group: str, text: str) -> Piece:
+    file = f"configs/{group}/mine.yaml"
+    return Piece("its option", file, end(f"{text}\n"), OPTIONS, r"mine\.yaml is missing")
+
+
+def _before(anchor: str, text: str) -> Callable[[str], str]:
+    def edit(old: str) -> str:
+        head, found, tail = old.partition(anchor)
+        if not found:
+            raise ValueError(f"{anchor!r} is not in the file")
+        return head + text + found + tail
+
+    return edit
+
+
+def _generated(old: str) -> str:
+    """Written by docs/generate.py once all else is in place: see `_tried`."""
+    return old
+
+
+def _copy(folder: Path) -> Path:
+    root = folder / "checkout"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("benchmarks/results/"):
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def _run(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "300"},
+    )
+
+
+def _tried(pieces: Iterable[Piece], tests: Iterable[str]) -> tuple[int, str]:
+    """Exit code and output of some tests, in a copy with some pieces."""
+    pieces, tests = list(pieces), list(dict.fromkeys(tests))
+    with tempfile.TemporaryDirectory() as folder:
+        root = _copy(Path(folder))
+        for piece in pieces:
+            piece.put(root)
+        if CURRENT in tests and any(piece.edit is _generated for piece in pieces):
+            done = _run(root, "docs/generate.py")
+            assert done.returncode == 0, done.stderr
+        words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly")
+        done = _run(root, *words, *tests)
+        return done.returncode, done.stdout + done.stderr
+
+
+def rounds(named: Sequence[tuple[str, Piece]]) -> list[list[tuple[str, Piece]]]:
+    """What is forgotten together: pieces of different contributions, whose tests do not hide each
+    other's failures."""
+    found: list[list[tuple[str, Piece]]] = []
+    for name, piece in named:
+        for others in found:
+            apart = name not in {n for n, _ in others}
+            own = piece.test in (WHOLE, REGISTERED) or piece.test not in {p.test for _, p in others}
+            # a configuration that nothing can load stops the tests that load one
+            alone = OPTIONS in {piece.test, *(p.test for _, p in others)}
+            if apart and own and not alone:
+                others.append((name, piece))
+                break
+        else:
+            found.append([(name, piece)])
+    return found
+
+
+def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, str, str, str]]:
+    """(contribution, forgotten piece, its file, what names it). Raises AssertionError where nothing
+    does, or where the ten whole contributions do not pass."""
+    everything = [(name, piece) for name, pieces in contributions().items() for piece in pieces]
+    named = [(name, piece) for name, piece in everything if piece.test]
+    code, text = _tried((p for _, p in everything), (p.test for _, p in named))
+    assert code == 0, f"the whole contributions do not pass:\n{text[-5000:]}"
+    said = {}
+    for number, forgotten in enumerate(rounds(named), 1):
+        say(f"round {number}: {', '.join(f'{name}: {piece.what}' for name, piece in forgotten)}")
+        left_out = [piece for _, piece in forgotten]
+        _, text = _tried(
+            (p for _, p in everything if p not in left_out), (p.test for p in left_out)
+        )
+        for name, piece in forgotten:
+            file = re.escape(piece.test.partition("::")[0])
+            assert re.search(f"^(FAILED|ERROR) {file}", text, re.M), f"{name}, {piece}:\n{text}"
+            assert re.search(piece.says, text), f"{name}, {piece}:\n{text}"
+            said[name, piece.what] = (name, piece.what, piece.file, piece.test)
+    yield from (said[name, piece.what] for name, piece in named)
+
+
+def main() -> None:
+    print("| contribution | forgotten piece | file | what names it |")
+    print("| --- | --- | --- | --- |")
+    for name, what, file, test in rows(lambda text: print(text, file=sys.stderr)):
+        place, _, short = test.partition("::")
+        print(f"| {name} | {what} | `{file}` | `{place}`: {short} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
