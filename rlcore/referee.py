@@ -149,7 +149,7 @@ class Verdict:
 
     world: World
     weights: str  # of WEIGHTS
-    aggregation: str  # of the loss, where it is told one
+    aggregation: str  # of the loss, where it takes one
     scale: float
     departure: float
     cosine: float

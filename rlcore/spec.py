@@ -40,7 +40,7 @@ class Spec(BaseModel):
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
 
-    #: which settings are dead under which others: a run that sets one is told so
+    #: which settings are dead under which others: a run that sets one is warned
     #: (`config/unread.py: unread`)
     unread: ClassVar[tuple[Unread, ...]] = ()
 

@@ -108,8 +108,8 @@ def _kept(scores: Tensor, pages: Tensor, budget: Tensor, width: int) -> Tensor:
 
 @torch.no_grad()
 def tokens_seen(pages: Tensor, block_size: int, start: int) -> Tensor:
-    """The same as tokens: pages [B, Hk, C, n] of the queries at `start ..` -> [B, Hk, C, start + C]
-    bool."""
+    """The positions of chosen pages: pages [B, Hk, C, n] of the queries at `start ..` ->
+    [B, Hk, C, start + C] bool."""
     end = start + pages.shape[2]
     position = torch.arange(start, end, device=pages.device)
     seen = pages.repeat_interleave(block_size, dim=-1)[..., :end]

@@ -245,8 +245,8 @@ def _block(block: Block, q: Tensor, k: Tensor, v: Tensor, scaling: float | None)
 def _paged(
     block: Block, qkv: tuple[Tensor, Tensor, Tensor], rule: SparseSpec, scaling: float | None
 ) -> Tensor:
-    """The same by the rule of block top-k attention; in chunks of queries so that masks stay
-    small."""
+    """Attention of a block by the rule of block top-k attention; in chunks of queries so that masks
+    stay small."""
     k, v = (_gathered(x, block.keys) for x in qkv[1:])
     if block.queries is None:
         out = attend_rows(_gathered(qkv[0], block.keys), k, v, SparseRows(rule), scaling)

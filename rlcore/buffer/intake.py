@@ -90,8 +90,8 @@ _EXACT = ("reward_sum", "reward_squares")
 
 
 def task_metrics(entries: Iterable[LiveGroup], tasks: Sequence[str]) -> dict[str, float]:
-    """The same by task, for a run with several: `task/<task>/...`. Of a task that the batch has no
-    groups of, only their number."""
+    """Metrics of groups by task, for a run with several: `task/<task>/...`; of a task without
+    groups in the batch only their number."""
     groups = list(entries)
     metrics: dict[str, float] = {}
     for task in tasks:
@@ -184,7 +184,7 @@ class Intake:
         self.unreadable += len(records) - len(read)
 
     def add_read(self, read: Sequence[tuple[RecordHeader, Record]]) -> None:
-        """The same with headers that were read before."""
+        """As `add_records`, with headers that were read before."""
         for header, _ in read:
             entry = self._live.entries.get(header.group_id)
             if why := self._wrong(header, entry):

@@ -61,7 +61,7 @@ ReadShards = Callable[[Path, Mapping[str, Sequence[RecordFile]]], Mapping[str, S
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """How shards are told to write and read their parts of a checkpoint, as `WriteShards` and
+    """How shards are asked to write and read their parts of a checkpoint, as `WriteShards` and
     `ReadShards` with a deadline in seconds after the other arguments. Both block, and raise
     DeadlineExceeded."""
 

@@ -177,7 +177,7 @@ class TaskAccounts:
         self.tasks: dict[str, TaskAccount] = {}
 
     def of(self, task: str) -> TaskAccount:
-        """The account of a task."""
+        """The counts of a task."""
         return self.tasks.setdefault(task, TaskAccount())
 
     def departed(self, task: str, reason: str | None) -> None:

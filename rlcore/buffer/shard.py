@@ -25,7 +25,7 @@ class Shard:
         self._next = 0
 
     def put(self, records: Sequence[bytes]) -> Kept:
-        """Keep records that say whose they are; returns their headers and references."""
+        """Keep records whose headers can be read; returns headers and references."""
         read = read_headers(records)
         first = self.keep([record for _, record in read])
         return [
@@ -34,8 +34,8 @@ class Shard:
         ]
 
     def keep(self, records: Sequence[bytes]) -> int:
-        """Keep records that the buffer knows already; the key of the first, after which the others
-        have theirs."""
+        """Keep records that the buffer has admitted already. Returns the key of the first; the keys
+        of the others follow it."""
         first = self._next
         self._records.update(enumerate(records, first))
         self._next += len(records)
@@ -50,7 +50,7 @@ class Shard:
             raise ShardLost(f"{self.name} has no record {e}") from e
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forget records that nobody will read any more."""
+        """Drop records that no process will read again."""
         for key in keys:
             record = self._records.pop(key, None)
             if record is not None:
@@ -58,7 +58,7 @@ class Shard:
 
 
 def with_records(groups: Sequence[StoredGroup], fetch: Fetch) -> list[StoredGroup]:
-    """Groups with all their records, each shard asked once. Raises ShardLost."""
+    """Groups with all records, in one request to each shard. Raises ShardLost."""
     records = [r for g in groups for e in g.episodes for r in e.records]
     read = iter(read_records(records, fetch))
 
@@ -80,7 +80,7 @@ def with_records(groups: Sequence[StoredGroup], fetch: Fetch) -> list[StoredGrou
 PAUSE_S = 1e-3  # between two messages, of any shards
 
 
-# What a node's shard tells the buffer: the headers and scores of its samples, in few messages.
+# What a node's shard reports to the buffer: the headers and scores of its samples, in few messages.
 #
 # A message costs the buffer far more than a sample in it. One is sent at a time, and after each the
 # buffer says how long to pause, so that all shards together do not send more than it can take: on a
@@ -93,14 +93,14 @@ class ShardReport(ByFields):
 
     kept: Kept = field(default_factory=list)  # records that have come
     scores: list[Score] = field(default_factory=list)
-    unreadable: int = 0  # records that do not say whose they are
+    unreadable: int = 0  # records without a readable header
 
 
 @dataclass(frozen=True, slots=True)
 class ShardReply(ByFields):
-    """The buffer's answer."""
+    """The buffer's answer to a report."""
 
-    released: list[int]  # keys of records that nobody will read any more
+    released: list[int]  # keys of records that no process will read again
     pause_s: float  # before the next message
 
 
@@ -108,14 +108,14 @@ class ShardReporter:
     """Collects the reports of one shard and sends them to the buffer."""
 
     def __init__(
-        self, shard: Shard, tell: Callable[[str, ShardReport], Awaitable[ShardReply]]
+        self, shard: Shard, send: Callable[[str, ShardReport], Awaitable[ShardReply]]
     ) -> None:
-        """`tell`: sends a report to the buffer, with the name of the shard."""
+        """`send`: sends a report to the buffer, with the name of the shard."""
         self._shard = shard
-        self._tell = tell
+        self._send = send
         self._next = ShardReport()
         self._not_before = 0.0  # the next message, by the loop's clock
-        self._telling = asyncio.Lock()
+        self._sending = asyncio.Lock()
 
     def put_records(self, records: Sequence[bytes]) -> None:
         """Serialised training trajectories of this node."""
@@ -132,15 +132,15 @@ class ShardReporter:
         """True if a part of the report has not been sent yet."""
         return bool(self._next.kept or self._next.scores or self._next.unreadable)
 
-    async def told(self) -> None:
+    async def flush(self) -> None:
         """Return when the buffer has received everything that was put before."""
         clock = asyncio.get_running_loop().time
-        async with self._telling:
+        async with self._sending:
             if not self.waiting:
                 return  # another caller has sent it
             if (pause := self._not_before - clock()) > 0:
                 await asyncio.sleep(pause)
             message, self._next = self._next, ShardReport()
-            heard = await self._tell(self._shard.name, message)
-            self._not_before = clock() + heard.pause_s
-            self._shard.drop(heard.released)
+            reply = await self._send(self._shard.name, message)
+            self._not_before = clock() + reply.pause_s
+            self._shard.drop(reply.released)

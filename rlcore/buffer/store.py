@@ -149,12 +149,12 @@ class ReplayBuffer:
         """
         self.intake.add_records(records)
 
-    def add_told(self, told: ShardReport) -> None:
-        """The same for records that a shard keeps, and scores that it passes on; the records of one
-        that is lost are not taken. Raises ValueError as the two do."""
-        self.intake.add_read([(h, r) for h, r in told.kept if self.live.knows(r.shard)])
-        self.intake.add_scores(told.scores)
-        self.intake.unreadable += told.unreadable
+    def add_report(self, report: ShardReport) -> None:
+        """Take a shard's report: headers and references as `add_records` takes records, and scores.
+        The records of a lost shard are not taken. Raises ValueError as `add_records` does."""
+        self.intake.add_read([(h, r) for h, r in report.kept if self.live.knows(r.shard)])
+        self.intake.add_scores(report.scores)
+        self.intake.unreadable += report.unreadable
 
     def add_scores(self, scores: Sequence[Score]) -> None:
         """Scores of training samples. Raises ValueError, taking none of them, if one was never

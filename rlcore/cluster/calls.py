@@ -38,7 +38,7 @@ async def call(
 
 
 async def answer(ref: Any, what: str, who: str) -> Any:
-    """The same without a deadline: the caller has one."""
+    """Await a Ray reference as `call` does, without a deadline: the caller has one."""
     try:
         return await ref
     except RayTaskError as e:
@@ -51,7 +51,7 @@ def get(refs: Any, *, timeout_s: float, what: str, key: str) -> Any:
     """The blocking version of `call`, for commands outside an event loop; `refs` is one reference
     or a list whose answers depend on each other.
 
-    Of several failures the loss of a process is the one raised, as RoleLost.
+    Where several calls fail, the loss of a process is raised, as RoleLost.
     """
     try:
         return ray.get(refs, timeout=timeout_s)

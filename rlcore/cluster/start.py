@@ -48,7 +48,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's variabl
 
 
 class Starting(Protocol):
-    """A client of a process that was told to start: references to wait for, and of what."""
+    """A client of a process that is starting: references to wait for, and of what."""
 
     starting: list[tuple[Any, str]]
 

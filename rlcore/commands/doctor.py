@@ -297,7 +297,7 @@ def judged_choice(config: RunConfig, advice: Advice) -> str:
 
 
 def lines(shown: Mapping[str, Any]) -> list[str]:
-    """The same as text."""
+    """The report as lines of text."""
     if not shown["starts"]:
         return [f"FAIL  a run of this configuration did not take a step: {shown['error']}"]
     said = [f"ok    a run of this configuration took a step after {shown['seconds']:.0f} s"]

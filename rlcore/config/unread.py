@@ -1,7 +1,7 @@
 """Settings that nothing reads under a run's other settings.
 
 Those that settings of the same specification make dead it declares itself (`Spec.unread`); those of
-another section are here. A run is told of each that it sets: it would believe in it otherwise.
+another section are here. A run is warned of each that it sets, since it has no effect.
 """
 
 from __future__ import annotations

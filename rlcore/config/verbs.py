@@ -362,7 +362,7 @@ def parse(words: Sequence[str], settings: Iterable[str] = ()) -> Given:
 
 
 def _require_setting(verb: Verb, word: str, known: Sequence[str]) -> None:
-    """Refuse a word that is no setting of a run, as far as its beginning tells."""
+    """Refuse a word that is no setting of a run, as far as its beginning shows."""
     name, equals, _ = word.partition("=")
     if word.startswith("-"):
         plain = re.sub(r"^-+", "", word)

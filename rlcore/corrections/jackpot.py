@@ -582,7 +582,7 @@ class Jackpot(Correction):
         return values
 
     def _truncated(self, tokens: JackpotTokens, found: JackpotWeights) -> dict[str, Tensor]:
-        """Where each factor is above its own cap, [B, T] bool: their product tells neither."""
+        """Where each factor is above its own cap, [B, T] bool; their product shows neither."""
         spec = self.spec
         logp_target = tokens.target(spec)
         z = torch.ones_like(found.weight) if found.z is None else found.z

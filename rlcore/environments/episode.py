@@ -34,7 +34,7 @@ def is_turn(trajectory: Trajectory) -> bool:
 
 
 def is_turn_id(request_id: str) -> bool:
-    """The same of a request's id."""
+    """Return whether a request's id is of one turn of an episode."""
     return TURN in request_id
 
 
@@ -172,8 +172,8 @@ class EpisodeState:
         return {"reward": math.fsum(turns), "parts": parts, "turn_rewards": tuple(turns)}
 
     def _graded_by_token(self, grade: Mapping[str, Any], tokens: Sequence[float]) -> dict[str, Any]:
-        """The same of a grade that rewards every token; replies' rewards are of their turns' last
-        tokens."""
+        """The verdict of a grade that rewards every token; rewards of replies go to the last tokens
+        of their turns."""
         if len(tokens) != self.tokens:
             raise ValueError(
                 f"grade rewards {len(tokens)} tokens or turns, of {self.tokens} tokens and "

@@ -72,7 +72,7 @@ class PolicyScores:
         return out
 
     def rows(self, chosen: Tensor, width: int) -> PolicyScores:
-        """Those of some episodes [B] bool, cut to the longest of them."""
+        """The scores of some episodes [B] bool, cut to the longest of them."""
         values: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             its = getattr(self, name)
@@ -350,8 +350,8 @@ class _EpisodeRows:
 
 
 def _stored_whole(t: Trajectory) -> np.ndarray:
-    """[S] bool: a record has all tokens that sampling kept. A set of fewer tokens than it has room
-    for is whole; of others the stored probabilities tell."""
+    """[S] bool: a record has all tokens that sampling kept. A set of fewer tokens than the record
+    can hold is whole; other sets are judged by the stored probabilities."""
     if not t.topk_ids.shape[1]:
         return np.zeros(len(t.logp_inf), bool)
     mass = np.exp(t.topk_logp.astype(np.float64)).sum(1)

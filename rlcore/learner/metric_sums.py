@@ -71,7 +71,7 @@ class Sums:
         return dict(zip(self.declared, reduce(vector).tolist()))
 
     def losses(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Those of the global sums that are declared as parts of a loss."""
+        """The global sums that are declared as parts of a loss."""
         return {name: v for name, v in totals.items() if self.declared[name].loss}
 
     def divided(

@@ -303,7 +303,7 @@ def _sequences(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[Sco
 
 
 def _causal(parts: Sequence[EpisodeTokens], batch: Sequence[int]) -> list[TokenSequence]:
-    """The same, of which only causal ones have prefixes in common (`learner/build.py`)."""
+    """The causal sequences of a batch: no others have prefixes in common (`learner/build.py`)."""
     return [s for s in _sequences(parts, batch) if isinstance(s, TokenSequence)]
 
 

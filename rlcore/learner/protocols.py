@@ -82,7 +82,7 @@ class TrainEngine(ABC):
     def forward_with_kl(
         self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
     ) -> tuple[TokenScores, Tensor | None]:
-        """The same, with the KL [N] to `base`, another policy at the same positions."""
+        """Scores, with the KL [N] to `base`, another policy at the same positions."""
 
     @abstractmethod
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:

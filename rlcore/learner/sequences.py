@@ -126,8 +126,8 @@ def read_next_tokens(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
 
 
 def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
-    """The same, computed with the experts that its actor chose. Raises ValueError for a record
-    without them."""
+    """As `read_next_tokens`, computed with the experts that the actor chose. Raises ValueError for
+    a record without them."""
     routes = t.extras.get(ROUTES)
     if routes is None and t.sampled.any():
         raise ValueError(

@@ -78,7 +78,7 @@ class RankState:
 
     @property
     def over_policy(self) -> tuple[str, ...]:
-        """Those of them that are adapters on the policy's set, which an engine loads with it."""
+        """The sets that are adapters on the policy's set, which an engine loads with it."""
         return tuple(c.name for c in self.companions if c.adapter_alone)
 
     def _is_adapter(self, name: str) -> bool:

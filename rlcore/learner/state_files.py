@@ -158,7 +158,7 @@ class StoredTensor:
 
 
 class HeldTensor:
-    """The same of a tensor in memory."""
+    """A `Source` whose tensor is in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

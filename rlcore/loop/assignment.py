@@ -51,8 +51,8 @@ class Assignments:
             self._submit_given(member, given)
 
     async def assign_in_turns(self, groups: Held) -> None:
-        """The same for many groups, in several turns of the loop, and still one message a member:
-        which samples share an engine step must not depend on turns."""
+        """Assign many groups, in several turns of the loop and with one message a member: which
+        samples share an engine step must not depend on turns."""
         self.withdraw(groups)
         chosen: Chosen = {}
         ordered = sorted(groups.items())
@@ -114,7 +114,7 @@ class Assignments:
                 self._abort(member, taken[member])
 
     def withdraw_evaluation(self) -> None:
-        """The same with every group of an evaluation."""
+        """Withdraw every group of an evaluation, as `withdraw` does."""
         waiting = self._roster.waiting
         held = [*waiting.lost, *waiting.idle, *waiting.delayed, *self._roster.work.held()]
         self.withdraw({g for g in held if g < 0})

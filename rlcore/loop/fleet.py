@@ -83,7 +83,7 @@ class Fleet:
         return {label: len(self._roster.of(label)) for label in self._roster.pools}
 
     def training_sizes(self) -> dict[str, int]:
-        """The same of the pools that training groups are given to."""
+        """How many members each pool of training groups has, healthy or not."""
         pools = self._roster.pools
         return {n: size for n, size in self.sizes().items() if pools[n].purpose != "evaluation"}
 

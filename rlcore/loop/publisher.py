@@ -143,7 +143,7 @@ class Publisher:
             self._took[name] = self._took.get(name, 0.0) + value
 
     async def poll(self) -> None:
-        """The same if that has happened already, else nothing."""
+        """Finish the publication, as `done` does, if it was delivered already."""
         if self._delivering is not None and self._delivering.done():
             await self.done()
 

@@ -332,7 +332,7 @@ class Saver:
         )
 
     async def poll(self) -> None:
-        """The same if it is written already, else nothing."""
+        """Finish the checkpoint, as `done` does, if it is written already."""
         if self._writing is not None and self._writing.done():
             await self.done()
 

@@ -141,6 +141,6 @@ class HeartbeatSpans:
 
 
 def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    # a heartbeat tells of a moment shortly before it came
+    # a heartbeat describes a moment shortly before it came
     share = (after[1] - before[1]) / (after[0] - before[0])
     return before[0], after[0], min(1.0, max(0.0, share))

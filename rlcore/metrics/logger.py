@@ -160,7 +160,7 @@ class MetricsLogger:
         try:
             do(sink)
         except Exception as e:  # whatever it is: a healthy run is not ended by its description
-            if not was_off and not quiet:  # what is off is not told of itself
+            if not was_off and not quiet:  # a sink that is off is sent nothing about itself
                 why = " ".join(f"{type(e).__name__}: {e}".split())
                 again = f", and tries again every {RETRY_S:.0f} s" if sink.retried else ""
                 self.note(f"{sink.title} could not be written ({why}): the run continues without"

@@ -57,18 +57,18 @@ class Answers:
         return header, RecordReference(shard, key, tokens)
 
     def runs(self, reference: Any) -> Runs:
-        """Of an answer that the buffer has."""
+        """The run of an answer that the buffer has."""
         return self._runs[reference.key]
 
     def drop(self, keys: Sequence[int]) -> None:
-        """The buffer has released these."""
+        """Drop answers that the buffer has released."""
         for key in keys:
             self._runs.pop(key, None)
 
 
 class SimulatedGraders:
-    """Those of one node: a queue of answers. The buffer hears of an answer and of its score when it
-    was graded, in messages that pause as a shard's do."""
+    """The graders of one node: a queue of answers. A graded answer and its score are reported to
+    the buffer in messages with the pauses of a shard's."""
 
     def __init__(self, grade_s: float) -> None:
         self.grade_s = grade_s
@@ -91,12 +91,12 @@ class SimulatedGraders:
             self._news.clear()
             await self._news.wait()
         await asyncio.sleep(max(self._queue[0][0], not_before) - clock())
-        told = ShardReport()
-        while self._queue and (self._queue[0][0] <= clock() or not told.kept):
+        report = ShardReport()
+        while self._queue and (self._queue[0][0] <= clock() or not report.kept):
             _, (header, reference) = self._queue.popleft()
             reward = float(header.sample_index % 2)  # half of the answers are right
-            told.kept.append((header, reference))
-            told.scores.append(
+            report.kept.append((header, reference))
+            report.scores.append(
                 Score(
                     header.group_id,
                     header.sample_index,
@@ -106,7 +106,7 @@ class SimulatedGraders:
                     {"correct": reward},
                 )
             )
-        return told
+        return report
 
 
 class PlannedScorer(FakeScorer):
@@ -123,16 +123,16 @@ class PlannedScorer(FakeScorer):
         shard = answered[1].shard
         if shard not in self._graders:
             self._graders[shard] = SimulatedGraders(self.grade_s)
-            self._grading.append(asyncio.create_task(self._tell(shard, self._graders[shard])))
+            self._grading.append(asyncio.create_task(self._report(shard, self._graders[shard])))
         self._graders[shard].put(answered)
 
-    async def _tell(self, shard: str, graders: SimulatedGraders) -> None:
+    async def _report(self, shard: str, graders: SimulatedGraders) -> None:
         clock, not_before = asyncio.get_running_loop().time, 0.0
         while True:
-            told = await graders.graded(not_before)
-            heard = await self._buffer.actor.add_told(shard, told)
-            self.answers.drop(heard.released)
-            not_before = clock() + heard.pause_s
+            report = await graders.graded(not_before)
+            reply = await self._buffer.actor.add_report(shard, report)
+            self.answers.drop(reply.released)
+            not_before = clock() + reply.pause_s
 
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
         """None can be shown."""

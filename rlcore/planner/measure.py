@@ -18,7 +18,7 @@ Row = Mapping[str, float | int | None]
 WARM_UP = 3  # rows that are left out: caches fill, pipelines too
 FEWEST = 4  # rows that must remain
 SPAN = (
-    1.5  # largest over smallest batch from which on fixed costs and those of tokens are told apart
+    1.5  # largest over smallest batch from which on fixed costs and costs of tokens are separated
 )
 _SHARE = 0.7  # of the longest of n answers: its median is the quantile of 1 - 0.7 / n
 _HALVINGS = 60

@@ -69,7 +69,8 @@ class PlannedFleet:
         return min(self.max_tokens, max(1, round(drawn)))
 
     def simulated_tokens(self, request: Request) -> int:
-        """The same in simulated tokens, rounded up or down at random so that the mean is kept."""
+        """Length of a request's answer in simulated tokens, rounded up or down at random so that
+        the mean is kept."""
         whole, rest = divmod(self.real_tokens(request), self.unit)
         more = uniform(self.run_seed, "rounding", request.seed) < rest / self.unit
         return max(1, whole + int(more))

@@ -10,7 +10,7 @@ import numpy as np
 from rlcore.interfaces import StepLoad
 
 NAMES = ("step_s", "request_s", "context_s", "prompt_s")
-FEWEST = 16  # steps that costs are told of
+FEWEST = 16  # steps from which costs are estimated
 _RCOND = 1e-9  # of the scaled normal equations; shares of the load that always go together
 
 

@@ -362,8 +362,8 @@ class FakeNodes:
 
     def __init__(self, count: int, buffer: BufferActor) -> None:
         self.shards = {i: Shard(f"shard-{i}") for i in range(1, count)}
-        self._gatherings = {i: ShardReporter(s, self._tell) for i, s in self.shards.items()}
-        self._telling: dict[int, asyncio.Task[None]] = {}  # by node
+        self._reporters = {i: ShardReporter(s, self._send) for i, s in self.shards.items()}
+        self._sending: dict[int, asyncio.Task[None]] = {}  # by node
         self.lost: list[str] = []
         self._count = count
         self._buffer = buffer
@@ -374,37 +374,37 @@ class FakeNodes:
 
     async def add_records(self, actor: str, records: Sequence[bytes]) -> None:
         """From a rollout actor."""
-        gathering = self._gatherings.get(self.of(actor))
-        if gathering is None:
+        reporter = self._reporters.get(self.of(actor))
+        if reporter is None:
             await self._buffer.add_records(records)
             return
-        gathering.put_records(records)
+        reporter.put_records(records)
         self._send(self.of(actor))
 
     async def add_scores(self, node: int, scores: Sequence[Score]) -> None:
         """From the graders of a node."""
-        gathering = self._gatherings.get(node)
-        if gathering is None:
+        reporter = self._reporters.get(node)
+        if reporter is None:
             await self._buffer.add_scores(scores)
             return
-        gathering.put_scores(scores)
+        reporter.put_scores(scores)
         self._send(node)
 
     def _send(self, node: int) -> None:
         """Senders do not wait for the buffer."""
-        if node not in self._telling:
-            task = self._telling[node] = asyncio.create_task(self._gatherings[node].told())
+        if node not in self._sending:
+            task = self._sending[node] = asyncio.create_task(self._reporters[node].flush())
             task.add_done_callback(lambda task: self._sent(node, task))
 
     def _sent(self, node: int, task: asyncio.Task[None]) -> None:
-        del self._telling[node]
+        del self._sending[node]
         if not task.cancelled():
             task.exception()  # the buffer's own next heartbeat raises it
-        if node in self._gatherings and self._gatherings[node].waiting:
+        if node in self._reporters and self._reporters[node].waiting:
             self._send(node)
 
-    async def _tell(self, name: str, told: ShardReport) -> ShardReply:
-        return await self._buffer.add_told(name, told)
+    async def _send(self, name: str, report: ShardReport) -> ShardReply:
+        return await self._buffer.add_report(name, report)
 
     def fetch(self, keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
         """As `rlcore.references.Fetch`."""
@@ -435,12 +435,12 @@ class FakeNodes:
     def revive(self, node: int) -> None:
         """A new process takes the place of a shard that died alone."""
         shard = self.shards[node] = Shard(f"shard-{node}#2")
-        self._gatherings[node] = ShardReporter(shard, self._tell)
+        self._reporters[node] = ShardReporter(shard, self._send)
 
     def die(self, node: int) -> None:
         """The node's records are gone; its actors are another matter: until `revive` they send to
         the buffer."""
         self.lost.append(self.shards.pop(node).name)
-        del self._gatherings[node]
-        if node in self._telling:
-            self._telling[node].cancel()
+        del self._reporters[node]
+        if node in self._sending:
+            self._sending[node].cancel()

@@ -182,7 +182,7 @@ def _verdict(tasks: dict[str, Task], asked: list[Any], timeout_s: float) -> dict
     except _Deadline:
         verdict = {"status": "timeout"}
     except MemoryError:
-        # Earlier items may have used the memory up: a fresh process will tell.
+        # Earlier items may have used the memory up: a fresh process decides.
         os._exit(EXIT_OUT_OF_MEMORY)
     except BaseException as error:  # sys.exit() in a grader is a failed score too
         text = " ".join(str(error).split())

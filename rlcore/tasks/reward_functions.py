@@ -173,7 +173,7 @@ def required(function: Callable[..., Any]) -> set[str]:
 
 
 def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a function takes."""
+    """The keyword arguments that a function takes, of `values`."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(values)

@@ -58,7 +58,7 @@ def write_blob(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
 def write_stream(
     file: BinaryIO, entries: Mapping[str, TensorEntry], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """The same for tensors that are made one at a time, in the order of `entries`."""
+    """Write tensors that are made one at a time, in the order of `entries`."""
     header, _ = _header(entries)
     file.write(header)
     for _, t in tensors:

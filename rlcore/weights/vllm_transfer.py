@@ -164,7 +164,7 @@ class Client:
         self._all("begin", None)
 
     def start_patches(self) -> None:
-        """The same where patches follow."""
+        """As `start_weight_update`, where patches follow."""
         self._all("begin", PATCHES)
 
     def update_weights(self, update_info: Any) -> None:

@@ -31,7 +31,7 @@ class Nodes:
 
     def deliver(self, name, *samples):
         kept = self.shards[name].put([record for record, _ in samples])
-        self.buffer.add_told(ShardReport(kept, [score for _, score in samples]))
+        self.buffer.add_report(ShardReport(kept, [score for _, score in samples]))
 
     def fill(self, name, group_id, rewards=(0.0, 1.0), **fields):
         fields = {"prompt_id": PROMPTS[group_id], **fields}
@@ -110,7 +110,7 @@ def test_what_a_lost_shard_had_is_sampled_again_under_the_same_account():
     nodes.fill("two", 1)
     nodes.deliver("one", sample(2, 1, prompt_id=PROMPTS[2]))
     record, _ = sample(3, 0, prompt_id=PROMPTS[3])
-    buffer.add_told(ShardReport(nodes.shards["one"].put([record])))  # its score has not come
+    buffer.add_report(ShardReport(nodes.shards["one"].put([record])))  # its score has not come
     buffer.take(0)
     again = nodes.lose("one")
     missing = {0: (0, 1), 2: (0, 1), 3: (0, 1)}
@@ -182,7 +182,7 @@ def test_a_lost_shard_is_not_listened_to():
     nodes.buffer.admit(PROMPTS[:1])
     kept = nodes.shards["one"].put([sample(0, 0, prompt_id=PROMPTS[0])[0]])
     nodes.lose("one")
-    nodes.buffer.add_told(ShardReport(kept))
+    nodes.buffer.add_report(ShardReport(kept))
     assert nodes.buffer.live.bytes == 0
 
 

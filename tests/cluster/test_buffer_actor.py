@@ -38,10 +38,10 @@ def test_a_poll_ends_with_the_message_that_makes_it_true():
         clock, shard = asyncio.get_running_loop().time, Shard("one")
         ready = asyncio.create_task(actor.wait_ready(0, 60.0, None))
         await asyncio.sleep(1)
-        await actor.add_told("one", told(shard, 0))
+        await actor.add_report("one", told(shard, 0))
         await asyncio.sleep(1)
         assert not ready.done()
-        await actor.add_told("one", told(shard, 1))
+        await actor.add_report("one", told(shard, 1))
         assert await ready and clock() == 2.0
 
     on_an_actor(test)
@@ -71,10 +71,10 @@ def test_the_more_shards_there_are_the_longer_each_pauses():
     async def test(actor):
         pauses = []
         for name in ("one", "two", "one"):
-            pauses.append((await actor.add_told(name, ShardReport())).pause_s)
+            pauses.append((await actor.add_report(name, ShardReport())).pause_s)
         assert pauses[0] < pauses[1] == pauses[2]
         await actor.shard_lost("two")
-        assert (await actor.add_told("one", ShardReport())).pause_s == pauses[0]
+        assert (await actor.add_report("one", ShardReport())).pause_s == pauses[0]
 
     on_an_actor(test)
 
@@ -83,7 +83,7 @@ def test_records_and_scores_of_one_message_are_taken_both_or_reported():
     async def test(actor):
         drawn = make_trajectory(5, 0)  # of a group that was not admitted
         with pytest.raises(ValueError, match="never asked for"):
-            await actor.add_told("one", ShardReport([], [make_score(drawn, 1.0)]))
+            await actor.add_report("one", ShardReport([], [make_score(drawn, 1.0)]))
         with pytest.raises(Exception, match="refused a message"):
             await actor.alive()
 

@@ -23,7 +23,7 @@ class Buffer:
         self.scores = []
         self.pause_s = 0.0
         self.answers = asyncio.Queue()
-        self.add_told = Method(self._add)
+        self.add_report = Method(self._add)
         self.released = Method(self._released)
 
     async def _add(self, shard, told):

@@ -34,7 +34,7 @@ def buffer_class():
         def __init__(self):
             self.references, self.records, self.scores = [], [], []
 
-        async def add_told(self, shard, told):
+        async def add_report(self, shard, told):
             self.references += [reference for _, reference in told.kept]
             self.scores += told.scores
             return ShardReply([], 0.0)

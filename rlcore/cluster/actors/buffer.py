@@ -61,11 +61,11 @@ class BufferActor:
         """Scores of training episodes."""
         await self._take_in(lambda: self.buffer.add_scores(scores))
 
-    async def add_told(self, shard: str, told: ShardReport) -> ShardReply:
+    async def add_report(self, shard: str, report: ShardReport) -> ShardReply:
         """Apply a shard's report on the samples of its node. Returns the samples that it may drop
         now, and how long it is to wait before its next call."""
         self._shards.add(shard)
-        await self._take_in(lambda: self.buffer.add_told(told))
+        await self._take_in(lambda: self.buffer.add_report(report))
         return ShardReply(await self.released(shard), PAUSE_S * len(self._shards))
 
     async def released(self, shard: str) -> list[int]:

@@ -47,12 +47,12 @@ class ScorerActor:
         self._evaluations: dict[str, dict[tuple[int, int], Verdict]] = defaultdict(dict)
         self._lock = threading.Lock()
         self._notes: deque[str] = deque()
-        # of the node's samples, to its shard: the buffer then hears of records and scores together
+        # of the node's samples, to its shard, which reports records and scores together
         own = shard_name(buffer, ray.get_runtime_context().get_node_id()) if home else ""
         self._scores = NodeOutlet("add_scores", own, self._buffer)
         self._sending = threading.Lock()
         if home or ray.get_runtime_context().was_current_actor_reconstructed:
-            self.start()  # a process that Ray restarted is not told to
+            self.start()  # Ray restarted the process, and no client calls `start` again
 
     def start(self) -> int:
         from rlcore.models.text import decode_response, load_tokenizer

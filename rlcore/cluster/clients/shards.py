@@ -37,28 +37,28 @@ from rlcore.types import Score
 
 
 class ShardActor:
-    """Takes the records of this node's rollout actors and the scores of its graders, tells the
-    buffer of them, and gives the records to learner ranks. Drops what the buffer has released when
-    it hears from it."""
+    """Takes the records of this node's rollout actors and the scores of its graders, reports
+    them to the buffer, and gives the records to learner ranks. Drops what the buffer has released
+    when a reply says so."""
 
     def __init__(self, name: str, buffer: Any) -> None:
         self._shard = Shard(name)
         self._buffer = buffer
-        self._gathering = ShardReporter(self._shard, self._tell)
+        self._reporter = ShardReporter(self._shard, self._send)
 
-    async def _tell(self, name: str, told: ShardReport) -> ShardReply:
-        heard: ShardReply = await self._buffer.add_told.remote(name, told)
-        return heard
+    async def _send(self, name: str, report: ShardReport) -> ShardReply:
+        reply: ShardReply = await self._buffer.add_report.remote(name, report)
+        return reply
 
     async def add_records(self, records: list[bytes]) -> None:
-        """Serialised training trajectories; an answer when the buffer knows of them."""
-        self._gathering.put_records(records)
-        await self._gathering.told()
+        """Serialised training trajectories; answers when the buffer has the report."""
+        self._reporter.put_records(records)
+        await self._reporter.flush()
 
     async def add_scores(self, scores: list[Score]) -> None:
-        """Scores of training episodes; an answer when the buffer knows of them."""
-        self._gathering.put_scores(scores)
-        await self._gathering.told()
+        """Scores of training episodes; answers when the buffer has the report."""
+        self._reporter.put_scores(scores)
+        await self._reporter.flush()
 
     async def fetch(self, shard: str, keys: list[int]) -> list[bytes]:
         """Records by key. Raises ShardLost for one that was dropped, or that another process kept

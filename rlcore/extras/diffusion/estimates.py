@@ -72,7 +72,7 @@ class Estimate:
         return Estimate.drawn(seed, len(self.prompt_mask), self.canvas, share)
 
     def extras(self) -> dict[str, np.ndarray]:
-        """The same as arrays of a record."""
+        """The estimate as arrays of a record."""
         return {
             SEED: np.array([self.seed], np.int64),
             PROMPT_MASK: self.prompt_mask,

@@ -324,7 +324,7 @@ class ZeroState:
         return self._read_own(p, key)
 
     def _read_own(self, p: nn.Parameter, key: str) -> Tensor:
-        """The same of a parameter that this rank holds."""
+        """The float32 master or moment of a parameter that this rank holds."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self._stage == 0:

@@ -350,7 +350,7 @@ class RequestReward(Reward, ABC, Generic[S]):
     def __init__(
         self, key: str, spec: S, thread: RequestThread, note: Callable[[str], None]
     ) -> None:
-        """`key`: the config key of `spec`. `note`: told of a circuit breaker that opens or closes.
+        """`key`: the config key of `spec`. `note`: called when a circuit breaker opens or closes.
         Raises UserError if the environment has no variable `api_key_env`."""
         self._spec = spec
         self._endpoint = RewardEndpoint(key, spec, path=self.path, note=note)

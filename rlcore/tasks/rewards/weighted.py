@@ -266,7 +266,7 @@ def own_reward(key: str, spec: OwnSpec) -> Reward:
 
 
 def _total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:
-    """The same, whatever a reward has put into its verdict."""
+    """`total`, or a failed score for verdicts that it cannot add up."""
     try:
         return total(answer, spec, verdicts).checked()
     except Exception as e:  # of any kind: verdicts may be of a user's own reward
@@ -311,8 +311,8 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdi
 def _by_token(
     spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict], reward: float
 ) -> tuple[float, ...]:
-    """Those of the task's own grader, weighted; the last token has the other rewards besides, so
-    that the sum is `reward`."""
+    """Token rewards of the task's own grader, weighted; the last token has the other rewards
+    besides, so that the sum is `reward`."""
     if spec.grade_weight is None or not verdicts[OWN].token_rewards:
         return ()
     own = [spec.grade_weight * r for r in verdicts[OWN].token_rewards]

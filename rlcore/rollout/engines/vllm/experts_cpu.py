@@ -20,7 +20,7 @@ from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
 # Experts of a mixture on the CPU, computed from weights that can be replaced in place.
 #
 # vLLM's own kernel wants them packed, at the same shapes: a weight loaded into the packed parameter
-# would be read wrongly, and a checksum of that parameter could not tell.
+# would be read wrongly, and a checksum of that parameter would not show it.
 
 
 def keep_experts_live() -> None:

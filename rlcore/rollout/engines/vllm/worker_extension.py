@@ -124,7 +124,7 @@ class WeightExtension:
 
     @torch.no_grad()
     def rl_adapter_checksums(self, shapes: Shapes, names: list[str]) -> dict[str, int]:
-        """The same of an adapter's factors (`weights/adapters.py`), read from the buffers that the
+        """Checksums of an adapter's factors (`weights/adapters.py`), read from the buffers that the
         layers compute with."""
         model = self.model_runner.model
         manager = getattr(self.model_runner, "lora_manager", None)
