@@ -226,7 +226,7 @@ class WeightTransport(ABC):
     @classmethod
     @abstractmethod
     def between(cls, ends: TransportEnds) -> WeightTransport:
-        """One end of it: every process that sends or receives has its own."""
+        """One end of the transport, for one process that sends or receives."""
 
     @abstractmethod
     def publish(self, manifest: WeightManifest, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -352,5 +352,5 @@ class Reporter(Protocol):
         return None
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        """Who worked and who waited between the rows of `step - 1` and `step`."""
+        """The work and the waits of every process between the rows of `step - 1` and `step`."""
         return None

@@ -269,8 +269,8 @@ class Score(ByFields):
             )
 
     def checked(self) -> Score:
-        """This score, or a failed one where its status is none, or a number of it is none that can
-        be trained on: not finite, or beyond MOST_REWARD, whose square float32 sums still hold."""
+        """This score, or a failed one where the status is unknown or a number cannot be trained on:
+        not finite, or beyond MOST_REWARD, whose square still fits a sum in float32."""
         ids = self.group_id, self.sample_index, self.draw_id
         if self.status not in get_args(ScoreStatus):
             return Score(*ids, "error", error=f"the status is {self.status!r:.80}")
@@ -312,7 +312,7 @@ class Answer(ByFields):
 
 @dataclass(slots=True)
 class Episode:
-    """All records of one sample, and its score. What group sizes and advantages count.
+    """All records of one sample, and its score. The unit of group sizes and advantages.
 
     Example: Episode([trajectory], Score(17, 0, "bf16-0:4", "ok", 1.0))
     """

@@ -1,0 +1,1 @@
+"""Everything that uses Ray, without decisions: actors, their clients, their start."""

@@ -174,7 +174,7 @@ class Section(Spec):
                 part.check(self, key)
 
 
-# Of several bases pydantic lists the keys of the last one first.
+# pydantic lists the keys of the last base first
 class AlgorithmSection(Section, SelectionSpec, ObjectiveSpec):
     """`algorithm`: the objective, and which samples are trained on."""
 

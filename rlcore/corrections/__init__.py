@@ -1,6 +1,6 @@
 """Corrections of the mismatch between the policy that sampled and the one that learns.
 
-One method a file, on the hooks of `rlcore.interfaces.Correction`; its settings are in `specs.py`,
-its name in `registry.py`. `pipeline.build` composes a run's. The formulas themselves are in
-`rlcore.corrections.functional`.
+One correction a file: settings, formula, and a method on the hooks of
+`rlcore.interfaces.Correction`; `specs.py` has the registry. `pipeline.build` composes the
+corrections of a run, and `functional.py` exports the formulas.
 """

@@ -20,7 +20,7 @@ from rlcore.types import Grade, Item
 FENCE = re.compile(r"```[ \t]*(?:lean4?|tactics)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 DECLARED = re.compile(r"^[ \t]*(?:private |protected )?(?:theorem|lemma)\s+(\S+)", re.MULTILINE)
 UNPROVED = re.compile(r":=\s*(?:by\b)?\s*(?:sorry|admit)?\s*\Z")
-# Of these a proof needs none. They would end the theorem and begin a command, close a scope, give
+# A proof needs none of these. They would end the theorem and begin a command, close a scope, give
 # up a goal, trust compiled code, or run the model's own program inside Lean.
 WORDS = (
     "sorry|sorryAx|admit|stop|native_decide|ofReduceBool|ofReduceNat|trustCompiler|axiom|"

@@ -1,0 +1,1 @@
+"""Every decision of a run, in plain asyncio: no Ray, no tensors."""

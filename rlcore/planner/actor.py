@@ -225,7 +225,7 @@ class RatedActor(FakeActor):
         return len(self._running) * self.prompt + self._had * self.unit
 
     def _read(self) -> float:
-        """Of these, what a decode step reads."""
+        """Real tokens of these contexts that a decode step reads."""
         if self.rates.context_budget is None:
             return self._held()
         sampled = map(self._sampled, self._running.values())

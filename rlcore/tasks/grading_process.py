@@ -51,7 +51,7 @@ class WorkerProcess:
         self._count = 0  # items asked so far: the number of the next one
         self._owed: deque[int] = deque()  # numbers of the items that have no answer yet
         self._killed = False
-        # Whatever is left in the temporary folder goes with the process, however it ends.
+        # What is left in the temporary folder is deleted with the process, however it ends.
         self._folder = tempfile.TemporaryDirectory(
             prefix="rlcore-grading-", ignore_cleanup_errors=True
         )

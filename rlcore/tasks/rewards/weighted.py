@@ -197,8 +197,7 @@ class WeightedScorer:
             self._hand_over([entry])
 
     def _is_last(self, entry: _Open, name: str, verdict: RewardVerdict) -> bool:
-        """Keep a verdict; whether the answer has all of them. Of two verdicts of one reward the
-        first counts."""
+        """Keep the first verdict of a reward; True if the answer has all verdicts now."""
         with self._state:
             if name not in entry.missing:
                 return False
