@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import math
 import re
 import statistics
 import sys
@@ -264,8 +265,8 @@ def exceptions(folder: Path = ROOT / "rlcore") -> dict[str, list[str]]:
     }
 
 
-def _single_importers(folder: Path) -> list[str]:
-    """Small files that one other file of the package imports."""
+def _single_importers(folder: Path, below: float = SMALL_FILE) -> list[str]:
+    """Files of fewer lines than `below` that one other file of the package imports."""
     found = sources(folder)
     names = {source.name: _module(source, folder) for source in found}
     importers: dict[str, set[str]] = {}
@@ -275,7 +276,7 @@ def _single_importers(folder: Path) -> list[str]:
     return [
         source.name
         for source in found
-        if len(source.lines) < SMALL_FILE and source.path.name != "__init__.py"
+        if len(source.lines) < below and source.path.name != "__init__.py"
         if len(importers.get(names[source.name], set()) - {source.name}) == 1
     ]
 
@@ -345,6 +346,10 @@ def figures(folder: Path) -> dict[str, str]:
     return {
         "files": str(len(found)),
         "lines": str(total),
+        "functions": str(len(everything)),
+        "median function": f"{statistics.median(r.length for r in everything):g}",
+        "files that one other file imports": str(len(_single_importers(folder, math.inf))),
+        "circles of imports": str(len(import_circles(folder))),
         "most parameters of a function": f"{most.parameters} ({most.where})",
         "functions of more than 8 parameters": str(sum(r.parameters > 8 for r in everything)),
         "longest function": f"{tallest.length} ({tallest.where})",
