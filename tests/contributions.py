@@ -81,7 +81,8 @@ def stub(base: str, module: str, file: str, line: Callable[[str], str], last: st
     names = missing_methods(type("Empty", (), {}), load_object(f"{module}:{base}"))
     kept = [name for name in names if name != last]
     name = f"My{base}"
-    text = f"\n\nfrom {module} import {base}\n\n\nclass {name}({base}):\n" + methods(kept)
+    text = f'\n\nfrom {module} import {base}\n\n\nclass {name}({base}):\n    """Nothing."""\n\n'
+    text += methods(kept)
     where = file.removesuffix(".py").replace("/", ".")
     return [
         Piece("the class", file, end(text), "", ""),
