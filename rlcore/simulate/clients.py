@@ -362,7 +362,7 @@ class FakeNodes:
 
     def __init__(self, count: int, buffer: BufferActor) -> None:
         self.shards = {i: Shard(f"shard-{i}") for i in range(1, count)}
-        self._reporters = {i: ShardReporter(s, self._send) for i, s in self.shards.items()}
+        self._reporters = {i: ShardReporter(s, self._report) for i, s in self.shards.items()}
         self._sending: dict[int, asyncio.Task[None]] = {}  # by node
         self.lost: list[str] = []
         self._count = count
@@ -403,7 +403,7 @@ class FakeNodes:
         if node in self._reporters and self._reporters[node].waiting:
             self._send(node)
 
-    async def _send(self, name: str, report: ShardReport) -> ShardReply:
+    async def _report(self, name: str, report: ShardReport) -> ShardReply:
         return await self._buffer.add_report(name, report)
 
     def fetch(self, keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
@@ -435,7 +435,7 @@ class FakeNodes:
     def revive(self, node: int) -> None:
         """A new process takes the place of a shard that died alone."""
         shard = self.shards[node] = Shard(f"shard-{node}#2")
-        self._reporters[node] = ShardReporter(shard, self._send)
+        self._reporters[node] = ShardReporter(shard, self._report)
 
     def die(self, node: int) -> None:
         """The node's records are gone; its actors are another matter: until `revive` they send to
