@@ -84,7 +84,7 @@ CHARS = 12_000  # of a text
 
 
 def samples(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
-    """Those with the worst mismatch first, then the newest, as many as fit into `budget` bytes.
+    """Samples with the worst mismatch first, then the newest, as many as fit into `budget` bytes.
     Samples of one group stay together; its worst token decides its place."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for run in runs:

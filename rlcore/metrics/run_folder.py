@@ -104,7 +104,7 @@ def _as_one(rows: list[Row]) -> Row:
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
-    """Those of the newest training steps, and of the newest of each evaluation."""
+    """Samples of the newest training steps and of the newest step of each evaluation."""
     found = []
     # Names sort by step.
     for file in sorted(folder.glob("step_*.jsonl"))[-MAX_STEPS:]:
