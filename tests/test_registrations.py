@@ -57,7 +57,7 @@ def test_every_implementation_is_registered():
     ]
     assert len(last) > 30
     unnamed = {name for name in last if not name.startswith(BUILDERS)} - constants()
-    assert unnamed == UNNAMED
+    assert unnamed == UNNAMED, sorted(unnamed ^ UNNAMED)
 
 
 def test_every_shipped_option_has_an_entry_and_the_reverse():
