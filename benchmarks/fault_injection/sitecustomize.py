@@ -9,6 +9,7 @@ log: one line for each optimizer step of a learner rank, with the groups of its 
 """
 
 import builtins
+import functools
 import importlib.abc
 import importlib.machinery
 import io
@@ -131,6 +132,18 @@ def record(module):
     module.LearnerRank.begin_phase, module.LearnerRank.train_step = begin_phase, train_step
 
 
+def talking_roles(module):
+    """The process of every role says its name on its standard error as it starts."""
+    for name in [name for name in vars(module) if name.endswith("Actor")]:
+        role = getattr(module, name)
+
+        def init(self, *args, __role=role, __init=role.__init__, **arguments):
+            print(f"{__role.__name__} is here", file=sys.stderr, flush=True)
+            __init(self, *args, **arguments)
+
+        role.__init__ = functools.wraps(role.__init__)(init)
+
+
 def fill_disk():
     """While the mark exists, every file opened for writing below `checkpoints` is /dev/full."""
     real = builtins.open
@@ -174,6 +187,9 @@ TARGETS = {
     "slow_actor": ("rlcore.rollout.engines.vllm.engine", slow_actor),
 }
 CHANGES = dict([TARGETS[FAULT]] if FAULT in TARGETS else [])  # module -> what is changed in it
+if FAULT == "talking_roles":
+    roles = ("buffer", "learner", "rollout", "scorer")
+    CHANGES |= {f"rlcore.cluster.actors.{role}": talking_roles for role in roles}
 if TRAINED:
     CHANGES["rlcore.learner.rank"] = record
 

@@ -2,10 +2,15 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import yaml
 from conftest import left_over, rows, without_times
+
+from rlcore.metrics.log import read_log
+
+INJECTION = Path(__file__).resolve().parents[2] / "benchmarks" / "fault_injection"
 
 CONTRACT = [
     "step",
@@ -96,9 +101,12 @@ def test_a_stopped_and_resumed_synchronous_run_equals_one_that_was_not(command, 
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_a_run_gives_the_numbers_with_ray_that_it_gives_without(
-    installed, command, small, tmp_path
+    installed, command, small, tmp_path, monkeypatch
 ):
-    """What the runs by `command` show holds for those that users start."""
+    """What the runs by `command` show holds for those that users start. What a role writes to its
+    standard error is in the run's log."""
+    monkeypatch.setenv("PYTHONPATH", f"{INJECTION}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("RLCORE_FAULT", "talking_roles")
     words = ("train", *small, "schedule=on_policy", "schedule.on_publish=finish")
     found = []
     for start in (installed, command):
@@ -108,6 +116,14 @@ def test_a_run_gives_the_numbers_with_ray_that_it_gives_without(
         found.append([without_times(row) for row in rows(run_dir)])
     assert found[0] == found[1]
     assert len(found[0]) == 4 and all(row["grad_norm"] > 0 for row in found[0])
+    said = {
+        (entry["role"].split()[0], line)
+        for entry in read_log(tmp_path / "0")[0]
+        for line in entry["text"].splitlines()
+        if entry["event"] == "stderr" and line.endswith(" is here")
+    }
+    roles = ("BufferActor", "LearnerActor", "RolloutActor", "ScorerActor")
+    assert said == {(role, f"{role} is here") for role in roles}
 
 
 @pytest.fixture(scope="module")
