@@ -212,7 +212,7 @@ def _sparse_rows(
     position = tokens - start[requests] + computed[requests]
     size = rules[0].block_size
     pages = position // size + 1
-    budget = _budgets(rules, requests, pages)
+    budget = page_budgets(rules, requests, pages)
     kept = (budget - 1) * size + position % size + 1
     end = torch.cumsum(rows, 0).tolist()
     last_pages = ((computed + count - 1) // size + 1).tolist()
@@ -232,7 +232,7 @@ def _sparse_rows(
     )
 
 
-def _budgets(
+def page_budgets(
     rules: Sequence[SparseSpec], requests: torch.Tensor, pages: torch.Tensor
 ) -> torch.Tensor:
     """The budget of each row [n], by the rule of its request: rules [R], requests and pages [n]."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from rlcore.attention.block_topk import (
     group_queries,
     page_budget,
+    page_budgets,
     page_mask,
     page_summaries,
     select_pages,
@@ -171,64 +172,120 @@ def make_block_mask(
     """Build the rule's selection as a mask for FlexAttention; the arguments are those of
     `attend_blocks`."""
     b, heads, t, _ = query.shape
-    kv_heads, size = key.shape[1], rules[0].block_size
-    count = -(-t // BLOCK)
-    pages = -(-max(z - a for a, z in pairwise(bounds)) // size)
-    # as many rows as the blocks have: kernels may look beyond the last query
-    seen = query.new_zeros(b, kv_heads, count * BLOCK, pages, dtype=torch.bool)
-    blocks = query.new_zeros(b, kv_heads, count, count, dtype=torch.bool)
-    for i, (rule, (a, z)) in enumerate(zip(rules, pairwise(bounds), strict=True)):
-        summaries = summaries_of(key[:, :, a:z], size)
-        until = None if dense_until is None else dense_until[:, i]
-        for start in range(0, z - a, FLEX_QUERY_CHUNK):
-            first, last = a + start, min(z, a + start + FLEX_QUERY_CHUNK)
-            found = pages_seen(query[:, :, first:last], summaries, rule, start, until)
-            seen[:, :, first:last, : found.shape[-1]] = found
-        _note_blocks(blocks, seen[:, :, a:z], size, a)
-    # a dense query may have pages beyond its own
-    blocks &= torch.ones(count, count, dtype=torch.bool, device=blocks.device).tril()
-    per_head = blocks.repeat_interleave(heads // kv_heads, dim=1).int()
+    kv_heads, count = key.shape[1], -(-t // BLOCK)
+    pages = _pages_of(tuple(bounds), tuple(rules), query.device)
+    seen = _seen_pages(query, key, pages, dense_until, count * BLOCK)
+    of_block = seen.unflatten(2, (count, BLOCK)).any(3).int()
+    blocks = of_block.new_zeros(b, kv_heads, count, count)
+    for tokens in pages.marks:  # a page may reach into further blocks
+        blocks.index_add_(3, tokens // BLOCK, of_block)
+    # a query's own page may go on after its block
+    causal = torch.ones(count, count, dtype=torch.bool, device=blocks.device).tril()
+    per_head = ((blocks > 0) & causal).repeat_interleave(heads // kv_heads, dim=1).int()
     return BlockMask.from_kv_blocks(
         per_head.sum(-1, dtype=torch.int32),
         per_head.argsort(dim=-1, descending=True, stable=True).int(),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_looked_up(seen, bounds, size, heads // kv_heads),
+        mask_mod=_looked_up(seen, pages, heads // kv_heads),
         seq_lengths=(t, t),
     )
 
 
-def _note_blocks(blocks: Tensor, seen: Tensor, size: int, start: int) -> None:
-    """Mark the blocks of keys that hold a part of the pages which a block of queries sees.
+@dataclass(frozen=True, slots=True)
+class _PageLayout:
+    """The pages of a row's sequences, one sequence after another: P of T tokens.
 
-    seen [B, Hk, queries, pages]: of the sequence whose first token is row and column `start`.
+    Example, sequences of 5 and 3 tokens in pages of 4: begin [0, 4, 5], first [0, 0, 0, 0, 0, 2, 2,
+    2], position [0, 1, 2, 3, 4, 0, 1, 2]
     """
-    length = seen.shape[2]
-    before = start % BLOCK  # rows of the first block that are another sequence's
-    padded = F.pad(seen, (0, 0, before, -(before + length) % BLOCK))
-    of_block = padded.unflatten(2, (-1, BLOCK)).any(3)[..., : -(-length // size)].int()
-    begin = start + size * torch.arange(of_block.shape[-1], device=seen.device)
-    top, counts = start // BLOCK, torch.zeros_like(blocks, dtype=torch.int32)
-    rows = counts[:, :, top : top + of_block.shape[2]]
-    for offset in (*range(0, size, BLOCK), size - 1):  # a page may reach into further blocks
-        column = (begin + offset).clamp(max=start + length - 1) // BLOCK
-        rows.index_add_(3, column, of_block)
-    blocks |= counts > 0
+
+    size: int
+    bounds: tuple[int, ...]
+    begin: Tensor  # [P] int64, the first token of each
+    first: Tensor  # [T] int64, the first page of a token's sequence
+    sequence: Tensor  # [T] int64
+    position: Tensor  # [T] int64, within the sequence
+    budget: Tensor  # [T] int64, pages that a token's query keeps
+    marks: list[Tensor]  # each [P]: a token of every page, of each block that it may reach into
+
+    def of_chunk(self, start: int, end: int) -> tuple[int, int, int]:
+        """(first page, end of pages, most pages of one sequence) that the queries of some tokens
+        may see. On the host."""
+        before, low, most = 0, -1, 0
+        for a, z in pairwise(self.bounds):
+            if start < z and a < end:
+                low = before if low < 0 else low
+                here = -(-(min(z, end) - a) // self.size)
+                most, high = max(most, here), before + here
+            before += -(-(z - a) // self.size)
+        return low, high, most
+
+
+@lru_cache(maxsize=8)  # the same for every layer of a forward
+def _pages_of(
+    bounds: tuple[int, ...], rules: tuple[SparseSpec, ...], device: torch.device
+) -> _PageLayout:
+    size = rules[0].block_size
+    lengths = torch.tensor([z - a for a, z in pairwise(bounds)])
+    starts = torch.tensor(bounds[:-1])
+    counts = (lengths + size - 1) // size
+    first = torch.cumsum(counts, 0) - counts
+    of_page = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    begin = starts[of_page] + size * (torch.arange(len(of_page)) - first[of_page])
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(len(sequence)) - starts[sequence]
+    last = (starts + lengths)[of_page] - 1
+    offsets = (*range(0, size, BLOCK), size - 1)
+    return _PageLayout(
+        size,
+        bounds,
+        begin.to(device),
+        first[sequence].to(device),
+        sequence.to(device),
+        position.to(device),
+        page_budgets(rules, sequence, position // size + 1).to(device),
+        [torch.minimum(begin + offset, last).to(device) for offset in offsets],
+    )
+
+
+def _seen_pages(
+    query: Tensor, key: Tensor, pages: _PageLayout, dense_until: Tensor | None, rows: int
+) -> Tensor:
+    """[B, Hk, rows, P] bool: the pages that each query sees, in as many steps for many sequences as
+    for one. `rows`: at least T; those beyond see nothing."""
+    b, kv_heads, size, device = query.shape[0], key.shape[1], pages.size, query.device
+    total, t = len(pages.begin), query.shape[2]
+    # what an incomplete page takes from its neighbour is never read: it is its queries' own
+    tokens = (pages.begin[:, None] + torch.arange(size, device=device)).clamp(max=t - 1)
+    summaries = page_summaries(key[:, :, tokens])  # [B, Hk, P, D]
+    # one more, for what is no page of a query's sequence; kernels may look beyond the last query
+    seen = query.new_zeros(b, kv_heads, rows, total + 1, dtype=torch.bool)
+    for a in range(0, t, FLEX_QUERY_CHUNK):
+        z = min(t, a + FLEX_QUERY_CHUNK)
+        low, high, most = pages.of_chunk(a, z)
+        mean_query = group_queries(query[:, :, a:z].transpose(1, 2), kv_heads).transpose(1, 2)
+        scores = mean_query @ summaries[:, :, low:high].transpose(-1, -2)
+        column, position = torch.arange(most, device=device), pages.position[a:z]
+        at = pages.first[a:z, None] + column  # [C, most]: pages of the query's own sequence
+        own = (at - low).clamp(max=high - low - 1).expand(*scores.shape[:2], -1, -1)
+        visible = position // size + 1
+        kept = _kept(scores.gather(3, own), visible, pages.budget[a:z], most)
+        if dense_until is not None:
+            dense = position < dense_until[:, pages.sequence[a:z]]  # [B, C]
+            kept = kept | dense[:, None, :, None]
+        there = column < visible[:, None]
+        seen[:, :, a:z].scatter_(3, at.where(there, total).expand_as(kept), kept & there)
+    return seen[..., :total]
 
 
 def _looked_up(
-    seen: Tensor, bounds: Sequence[int], size: int, group: int
+    seen: Tensor, pages: _PageLayout, group: int
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return whether a query sees a key: one of its own sequence and not after it."""
-    rows, device = seen.shape[2], seen.device
-    starts = torch.tensor(bounds[:-1], device=device)
-    columns = torch.arange(rows, device=device)
-    sequence = torch.searchsorted(starts, columns, right=True) - 1
-    # columns beyond the last token belong to no query
-    page = ((columns - starts[sequence]) // size).clamp(max=seen.shape[3] - 1)
+    """Return whether a query sees a key: one of a page that it sees, and not after it."""
+    page = F.pad(pages.first + pages.position // pages.size, (0, seen.shape[2] - len(pages.first)))
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = sequence[query] == sequence[key]
-        return same & (key <= query) & seen[row, head // group, query, page[key]]
+        return (key <= query) & seen[row, head // group, query, page[key]]
 
     return sees
 

@@ -26,6 +26,7 @@ from rlcore.spec import refuse
 # rules of runs with a masked-diffusion model or engine
 DIFFUSION = "rlcore.extras.diffusion.checks:check_diffusion"
 
+
 def check_adapters(c: RunConfig) -> None:
     """Adapters that are published by themselves (publish=adapter)."""
     learner = c.learner

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.attention import implementation
 from rlcore.attention.implementation import (
@@ -109,6 +110,27 @@ def test_blocks_are_left_out_where_no_query_sees_a_key(case, block, chunk, monke
     assert torch.equal(mask.q_num_blocks, counts.int())
     if rows.rule.blocks == 2 and block == 16 and rows.rule.sparse_prompt:
         assert touched.float().mean() < 0.4  # there is something to skip
+
+
+def test_many_sequences_take_as_many_steps_as_one():
+    """On a GPU each step is a kernel to launch, in every layer."""
+
+    class Steps(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    rule, found = SparseSpec(block_size=16, blocks=4), {}
+    for sequences in (1, 16):
+        (q, k, _), _ = tensors((1, 4, 2, 1600, rule, {}))
+        bounds = list(range(0, 1601, 1600 // sequences))
+        make_block_mask(q, k, [rule] * sequences, bounds, None)  # what all layers share
+        with Steps() as steps:
+            make_block_mask(q, k, [rule] * sequences, bounds, None)
+        found[sequences] = steps.count
+    assert found[16] <= found[1], found
 
 
 @pytest.mark.slow
