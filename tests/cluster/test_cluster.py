@@ -123,16 +123,14 @@ def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
         pass
 
 
-class Place:
-    """A process that says which GPUs Ray gave it."""
-
-    def gpus(self):
-        return ray.get_gpu_ids()
-
-
 @pytest.mark.cluster
 def test_every_engine_has_the_gpu_of_its_rank_also_one_in_the_place_of_another():
     """Two GPUs that Ray is told of. Fractions alone would put both ranks on one of them."""
+
+    class Place:  # workers could not import a module of tests
+        def gpus(self):
+            return ray.get_gpu_ids()
+
     memory = 100 << 20
     ray.init("local", num_cpus=4, num_gpus=2, object_store_memory=memory, include_dashboard=False)
     try:
