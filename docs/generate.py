@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from rlcore.config.groups import COMMAND_LINES, groups
 from rlcore.config.help import about, kind_of, meaning_of, written_default
 from rlcore.config.schema import (
+    BESIDE,
     RunConfig,
     shipped,
 )
@@ -248,6 +249,6 @@ def pages() -> dict[Path, Callable[[], str]]:
 
 
 if __name__ == "__main__":
-    assert set(shipped().model_fields) == {*CORRECTIONS, "none", "strata"}
+    assert set(shipped().model_fields) == {*CORRECTIONS, "none", *BESIDE}
     for path, content in pages().items():
         path.write_text(content())

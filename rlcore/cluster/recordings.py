@@ -4,7 +4,8 @@
 
 A share is written by the rank that fetched it, beside training. Batches are kept back to a
 checkpoint that precedes the last `logging.recorder.steps` steps: from it `rlcore replay` trains
-again, which gives the optimizer's state to the bit.
+again, which gives the optimizer's state to the bit. The batches of a step that gave cause for a
+warning stay for longer, and so does the checkpoint before it, which is marked for that.
 
 A file holds the length of its head (8 bytes, little-endian), the head as JSON, its BLAKE2b digest
 (16 bytes), and the records of `rlcore.serialization` end to end.
@@ -22,12 +23,13 @@ from typing import Any
 
 from rlcore.errors import UserError
 from rlcore.files import new_file
+from rlcore.loop.checkpoint import PINNED, name_of
+from rlcore.metrics.health import RECORDER, warned_steps
 from rlcore.serialization import StoredEpisode, StoredGroup, dump_scores, load_scores
 
 FORMAT = "rlcore.recording"
 VERSION = 1
 DIGEST = 16  # bytes
-FOLDER = "recorder"  # of a run directory
 
 
 class RecordingError(UserError):
@@ -36,7 +38,7 @@ class RecordingError(UserError):
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
     """Where the shares of a step's batch are. `step`: the version that was trained on it."""
-    return Path(run_dir) / FOLDER / f"step_{step:06d}"
+    return Path(run_dir) / RECORDER / f"step_{step:06d}"
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -128,9 +130,21 @@ def _digest(data: bytes) -> bytes:
 class Recorder:
     """Keeps the batches of a run that one rank fetches."""
 
-    def __init__(self, run_dir: str | Path, share: str, *, steps: int, most_bytes: float) -> None:
-        """`share`: the name of the files, such as "policy-0". `most_bytes`: of this share's."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        share: str,
+        *,
+        steps: int,
+        most_bytes: float,
+        pins: bool = True,
+    ) -> None:
+        """`share`: the name of the files, such as "policy-0". `most_bytes`: of this share's, and of
+        checkpoints kept for warned steps, which one share `pins`."""
         self._run_dir = Path(run_dir)
+        self._checkpoints = self._run_dir / "checkpoints"
+        self._checkpoint_bytes: dict[int, int] = {}
+        self._pins = pins
         self._share = f"{share}.bin"
         self._steps = steps
         self._most = most_bytes
@@ -144,7 +158,7 @@ class Recorder:
             return
         try:
             if self._sizes is None:  # of earlier attempts; those after `step` are written again
-                found = steps_in(self._run_dir / FOLDER)
+                found = steps_in(self._run_dir / RECORDER)
                 own = {s: self._file(s) for s in found if s < step}
                 self._sizes = {s: f.stat().st_size for s, f in own.items() if f.is_file()}
             self._sizes[step] = write_recording(self._file(step), groups)
@@ -154,19 +168,73 @@ class Recorder:
             _say(f"the recorder is off (logging.recorder): {error}")
 
     def _prune(self, sizes: dict[int, int], newest: int) -> None:
-        checkpoints = steps_in(self._run_dir / "checkpoints")
+        """Remove what no step needs. Above the budget the oldest batches of the last steps go
+        first, then warned steps, the oldest first and each with all that it needs."""
+        checkpoints = steps_in(self._checkpoints)
         first = max((s for s in checkpoints if s <= newest + 1 - self._steps), default=0)
-        for step in [s for s in sizes if s < first]:
+        warned = self._warned(sizes, checkpoints)
+        for step in [s for s in sizes if s < first and not _in(warned, s)]:
             self._remove(sizes, step)
-        dropped = []
+        dropped: list[int] = []
         while sum(sizes.values()) > self._most and len(sizes) > 1:
-            dropped.append(min(sizes))
-            self._remove(sizes, dropped[-1])
+            others = [s for s in sizes if not _in(warned, s)]
+            gone = [min(others)] if others else []
+            if not others or gone == [newest]:
+                if not warned:
+                    break
+                gone = self._forget(warned, sizes, first)
+            for step in gone:
+                self._remove(sizes, step)
+            dropped += gone
+        if self._pins:
+            dropped += self._pin(warned, sizes, first)
         if dropped:
+            steps = ", ".join(str(step + 1) for step in sorted(dropped))
             _say(
-                f"the recorder dropped steps {dropped[0] + 1} to {dropped[-1] + 1} of {self._share}"
-                ": more do not fit logging.recorder.max_gib"
+                f"the recorder dropped {self._share} of steps {steps}: more do not fit "
+                "logging.recorder.max_gib"
             )
+
+    def _warned(self, sizes: dict[int, int], checkpoints: Sequence[int]) -> dict[int, int]:
+        """Warned steps of which batches are here -> the checkpoint before each; 0: the start."""
+        found = {}
+        for step in (number - 1 for number in warned_steps(self._run_dir)):
+            begin = max((s for s in checkpoints if s <= step), default=0)
+            if any(begin <= s <= step for s in sizes):
+                found[step] = begin
+        return found
+
+    def _forget(self, warned: dict[int, int], sizes: dict[int, int], first: int) -> list[int]:
+        """Give the oldest warned step up; the batches that nothing else needs."""
+        oldest = min(warned)
+        begin = warned.pop(oldest)
+        return [s for s in sizes if begin <= s <= oldest and s < first and not _in(warned, s)]
+
+    def _pin(self, warned: dict[int, int], sizes: dict[int, int], first: int) -> list[int]:
+        """Mark the checkpoints that warned steps need, so that they stay: no more bytes of them
+        than of batches. The steps whose batches went with one that does not fit."""
+        dropped: list[int] = []
+        while warned and sum(map(self._bytes, {*warned.values()})) > self._most:
+            gone = self._forget(warned, sizes, first)
+            for step in gone:
+                self._remove(sizes, step)
+            dropped += gone
+        for step in steps_in(self._checkpoints):
+            mark = self._checkpoints / name_of(step) / PINNED
+            if step not in warned.values():
+                mark.unlink(missing_ok=True)
+            else:
+                with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                    mark.touch()
+        return dropped
+
+    def _bytes(self, checkpoint: int) -> int:
+        """Of a checkpoint's files; 0 for the start of the run."""
+        if checkpoint and checkpoint not in self._checkpoint_bytes:
+            files = (self._checkpoints / name_of(checkpoint)).rglob("*")
+            with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                self._checkpoint_bytes[checkpoint] = sum(f.stat().st_size for f in files)
+        return self._checkpoint_bytes.get(checkpoint, 0)
 
     def _file(self, step: int) -> Path:
         return folder_of(self._run_dir, step) / self._share
@@ -176,6 +244,11 @@ class Recorder:
         self._file(step).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other shares may be there, or the folder gone
             folder_of(self._run_dir, step).rmdir()
+
+
+def _in(warned: Mapping[int, int], step: int) -> bool:
+    """Return whether a warned step needs the batch of `step`."""
+    return any(begin <= step <= end for end, begin in warned.items())
 
 
 def _say(sentence: str) -> None:

@@ -142,6 +142,10 @@ def _corrections(config: RunConfig) -> Iterator[str]:
         yield from (f"{whose}{n}: {_settings(s)}" for n, s in found.chosen().items())
         if not found.chosen():
             yield f"{whose}{none}"
+    shadow = config.correction.shadows
+    for label, chosen in shadow.lists.items():
+        settings = "; ".join(f"{n}: {_settings(s)}" for n, s in chosen.items())
+        yield f"measured beside every {shadow.every} steps, {label}: {settings or none}"
 
 
 def _settings(spec: Spec) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer.admission import check_capacity
+from rlcore.commands import derived
 from rlcore.commands.derived import most_prompt_tokens
 from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
 from rlcore.commands.owner import Owner, own
@@ -18,6 +19,7 @@ from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, rewards
 from rlcore.corrections.pipeline import Pipeline, build
+from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
 from rlcore.environments.renderers import check_template
 from rlcore.errors import UserError
@@ -164,6 +166,7 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
     prompts = _prompts(config, train)
     # Corrections may change what actors sample from (DVP), so requests are made after them.
     pipeline = build(config.correction.chosen(), config.seed, config.algorithm, config.strata)
+    _check_shadows(config, pipeline)
     asked = {label: _asked(config.rollout_of(label), pipeline) for label in config.tasks}
     usual, seed = _asked(config.rollout, pipeline), config.seed
     return Prepared(
@@ -216,6 +219,14 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
         # An environment knows the section `environment` alone, not that of a label.
         key = config.environment_key(label)
         raise UserError(str(error).replace("environment.", f"{key}.")) from error
+
+
+def _check_shadows(config: RunConfig, pipeline: Pipeline) -> None:
+    """Raise UserError for a list of correction.shadow that needs more than the run computes."""
+    shadow, algorithm = config.correction.shadows, config.algorithm
+    shadows = build_shadows(shadow, config.seed, algorithm, config.strata)
+    several = derived.plan(config).phases.steps > 1 and algorithm.ratio_to == "p_ref"
+    refuse_further_needs(pipeline, shadows, scores_once=several)
 
 
 def _asked(rollout: RolloutSpec, pipeline: Pipeline) -> SampleSettings:

@@ -332,6 +332,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         diffusion=config.model.diffusion,
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
+        shadow=config.correction.shadows,
     )
 
 

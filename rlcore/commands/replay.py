@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlcore.buffer.specs import SelectionSpec
-from rlcore.cluster.recordings import FOLDER, folder_of, read_recording, steps_in
+from rlcore.cluster.recordings import folder_of, read_recording, steps_in
 from rlcore.commands import derived
 from rlcore.commands.preflight import note, prepare
 from rlcore.commands.processes import Session, connected
@@ -25,6 +25,7 @@ from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Plan, Progress
+from rlcore.metrics.health import RECORDER
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.serialization import load_trajectory
 
@@ -122,7 +123,7 @@ def _row(config: RunConfig, step: int) -> Row:
 def _beginning(config: RunConfig, plan: Plan, step: int) -> Beginning:
     """The newest state from which all batches up to that of `step` are recorded."""
     run_dir = Path(config.run_dir)
-    recorded = set(steps_in(run_dir / FOLDER))
+    recorded = set(steps_in(run_dir / RECORDER))
     for at in sorted({0, *steps_in(run_dir / "checkpoints")}, reverse=True):
         if at > step or not _needed(plan, at, step) <= recorded:
             continue
@@ -136,7 +137,7 @@ def _beginning(config: RunConfig, plan: Plan, step: int) -> Beginning:
     span = f"{min(recorded) + 1} to {max(recorded) + 1}" if recorded else "none"
     raise UserError(
         f"step={step + 1} is not accepted: its batch, or one between a checkpoint and it, is not "
-        f"recorded (logging.recorder.steps, max_gib); {run_dir / FOLDER} holds batches of steps: "
+        f"recorded (logging.recorder.steps, max_gib); {run_dir / RECORDER} holds batches of steps: "
         f"{span}."
     )
 

@@ -206,7 +206,7 @@ def _truncation(c: RunConfig) -> None:
 
 
 def _corrections(c: RunConfig) -> None:
-    for key, corrections in c.correction_lists.items():
+    for key, corrections in (c.correction_lists | c.shadow_lists).items():
         _one_list(c, key, corrections)
 
 

@@ -38,7 +38,8 @@ from rlcore.config.groups import (
     settled,
 )
 from rlcore.config.schema import (
-    STRATA,
+    BESIDE,
+    SHADOW,
     ActorSection,
     CorrectionList,
     MixedTask,
@@ -114,7 +115,8 @@ def _actor(actor: ActorSection) -> ActorSection:
 
 def _corrections(corrections: CorrectionList) -> CorrectionList:
     entries = tuple(e._replace(name=_code(e.name)) for e in corrections.entries)
-    return corrections.model_copy(update={"entries": entries})
+    shadow = tuple(_corrections(one) for one in corrections.shadow)
+    return corrections.model_copy(update={"entries": entries, SHADOW: shadow})
 
 
 def _task(task: AnyTask) -> AnyTask:
@@ -383,7 +385,8 @@ def _keep_selected(cfg: DictConfig, group: str, files: Iterable[Path]) -> None:
     second actor.
     """
     labels = [label for file in files for label in _read(file)]
-    labels += [STRATA] if group == "correction" and STRATA in (cfg.get(group) or {}) else []
+    if group == "correction":
+        labels += [key for key in BESIDE if key in (cfg.get(group) or {})]
     cfg[group] = {label: cfg[group][label] for label in dict.fromkeys(labels)}
 
 

@@ -11,16 +11,14 @@ from rlcore.spec import refuse
 
 
 def check_kinds(c: RunConfig) -> None:
-    """Lists of corrections of kinds of actors."""
+    """Lists of corrections of kinds of actors, and those that are measured beside the run's."""
     own = {key: found for key, found in c.correction_lists.items() if key != "correction"}
-    if not own:
-        return
     refuse(
-        len(c.actor) == 1,
-        f"{next(iter(own))} is of one of several kinds of actors, and this run has one: set "
+        bool(own) and len(c.actor) == 1,
+        f"{next(iter(own), '')} is of one of several kinds of actors, and this run has one: set "
         "correction.",
     )
-    for key, corrections in own.items():
+    for key, corrections in (own | c.shadow_lists).items():
         for one, other in ((corrections, c.correction), (c.correction, corrections)):
             for label, spec in one.chosen().items():
                 refuse(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
     Discriminator,
@@ -26,7 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.cluster.specs import RaySpec
-from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec, Stratum
+from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec, Shadow, Stratum
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.launch.specs import LaunchSpec
@@ -44,12 +44,13 @@ from rlcore.models.specs import ModelSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.registry import resolve
 from rlcore.rollout.specs import ActorSpec, RolloutSpec
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.tasks.specs import GradingSpec, MixedTaskSpec, TaskSpec
 from rlcore.weights.specs import TransportSpec
 
 NONE = "none"  # the label of a run that names no correction on purpose
-STRATA = "strata"  # a key beside the labels
+SHADOW = "shadow"
+BESIDE = ("strata", SHADOW, "shadow_every")  # keys beside the labels
 Strata = Literal["kind", "none"]
 
 
@@ -76,6 +77,13 @@ class CorrectionList(Spec):
         "statistics of the batch are of each kind of actors alone; none: of all whose corrections "
         "are equal",
     )
+    shadow: tuple[CorrectionList, ...] = setting(
+        (), "further lists, whose weights are measured and take no part: [[tis],[jackpot]]"
+    )
+    shadow_every: int = setting(10, "from one batch measured so to the next", unit="steps", ge=1)
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(("shadow_every",), lambda c: not c.shadow, "correction.shadow is empty"),
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -86,16 +94,28 @@ class CorrectionList(Spec):
             return data  # refused by its type
         # `tis: null` switches off what an experiment selects
         chosen = {label: settings for label, settings in data.items() if settings is not None}
-        none, strata = chosen.pop(NONE, None), chosen.pop(STRATA, "kind")
+        none = chosen.pop(NONE, None)
+        beside = {key: chosen.pop(key) for key in BESIDE if key in chosen}
+        if isinstance(beside.get(SHADOW), list):
+            beside[SHADOW] = tuple(beside[SHADOW])
+            refuse(
+                any(isinstance(one, str) for one in beside[SHADOW]),
+                f"correction.shadow={list(beside[SHADOW])} has a name where a list of corrections "
+                "is due: write correction.shadow=[[tis],[veto,ais]].",
+            )
         if none:
             raise _error(PydanticCustomError(NONE, "empty, since it has no settings"), NONE, none)
         entries = tuple(_named(label, settings) for label, settings in chosen.items())
-        return {"entries": entries, "none": none is not None, STRATA: strata}
+        return {"entries": entries, "none": none is not None, **beside}
 
     @model_serializer(mode="plain")
     def _to_mapping(self, info: SerializationInfo) -> dict[str, Any]:
         written: dict[str, Any] = {NONE: {}} if self.none else {}
-        written |= {STRATA: self.strata} if self.strata != "kind" else {}
+        for key in BESIDE:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                value = getattr(self, key)
+                listed = key == SHADOW
+                written[key] = [v.model_dump(mode=info.mode) for v in value] if listed else value
         for label, name, spec in self.entries:
             own = {} if name == label else {"name": name}
             written[label] = own | spec.model_dump(mode=info.mode)
@@ -110,6 +130,16 @@ class CorrectionList(Spec):
         """Specifications by label, in the order in which they apply; empty for none."""
         return {entry.label: entry.spec for entry in self.entries}
 
+    @property
+    def shadows(self) -> Shadow:
+        """What is measured beside the run's own; lists of equal names are counted, tis and tis-2."""
+        lists: dict[str, Mapping[str, CorrectionSpec]] = {}
+        for one in self.shadow:
+            name = "+".join(one.chosen()) or NONE
+            same = sum(label.partition("-")[0] == name for label in lists)
+            lists[f"{name}-{same + 1}" if same else name] = one.chosen()
+        return Shadow(lists, self.shadow_every)
+
     def get(self, label: str) -> CorrectionSpec | None:
         """The specification under a label, or None if the run does not have it."""
         return self.chosen().get(label)
@@ -118,6 +148,10 @@ class CorrectionList(Spec):
         refuse(
             self.strata != "kind" and key != "correction",
             f"{key}.strata={self.strata} is about all kinds of actors: set correction.strata.",
+        )
+        refuse(
+            bool(self.shadow) and key != "correction",
+            f"{key}.shadow is measured over all kinds of actors: set correction.shadow.",
         )
         refuse(
             self.none and bool(self.entries),
@@ -133,8 +167,9 @@ def shipped() -> type[Spec]:
     }
     none = setting(None, "the run names no correction on purpose")
     fields[NONE] = (dict[str, Any] | None, none)
-    own = CorrectionList.model_fields[STRATA]
-    fields[STRATA] = (Strata, setting(own.default, own.description or ""))
+    for key, kind in zip(BESIDE, (Strata, tuple[tuple[str, ...], ...], int)):
+        own = CorrectionList.model_fields[key]
+        fields[key] = (kind, setting(own.default, own.description or ""))
     return create_model("ShippedCorrections", __base__=Spec, **fields)
 
 
@@ -263,6 +298,11 @@ class RunConfig(Spec):
         """Every list of corrections by its key: the run's, and those of kinds of actors."""
         own = {f"actor.{label}.correction": a.correction for label, a in self.actor.items()}
         return {"correction": self.correction} | {k: v for k, v in own.items() if v is not None}
+
+    @property
+    def shadow_lists(self) -> dict[str, CorrectionList]:
+        """The lists that are measured beside the run's, by key."""
+        return {f"correction.shadow.{i}": one for i, one in enumerate(self.correction.shadow)}
 
     @property
     def strata(self) -> tuple[Stratum, ...]:

@@ -10,7 +10,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rlcore.config.schema import CorrectionList, RunConfig, shipped
+from rlcore.config.schema import SHADOW, CorrectionList, RunConfig, shipped
+from rlcore.corrections.specs import CORRECTIONS
 from rlcore.errors import UserError
 from rlcore.spec import Spec
 
@@ -36,7 +37,8 @@ def specifications(node: Any, key: str = "") -> Iterator[tuple[str, Spec]]:
     if isinstance(node, Spec):
         yield key, node
     if isinstance(node, CorrectionList):
-        inside: Iterable[tuple[str, Any]] = node.chosen().items()
+        shadows = ((f"{SHADOW}.{i}", one) for i, one in enumerate(node.shadow))
+        inside: Iterable[tuple[str, Any]] = (*node.chosen().items(), *shadows)
     elif isinstance(node, Spec):
         inside = iter(node)
     elif isinstance(node, dict):
@@ -149,6 +151,9 @@ def _unknown_key(key: str, value: str) -> str:
     )
     if not hint and elsewhere:
         hint = f"perhaps {elsewhere[0]} is meant"
+    if not siblings and parent.startswith(f"correction.{SHADOW}"):
+        hint = hint or closest(leaf, CORRECTIONS)
+        siblings = list(CORRECTIONS)
     place = f"keys of {parent}" if parent else "keys of a run"
     return (
         f"{key}={value} is not a key{': ' + hint if hint else ''}; {place}: {', '.join(siblings)}"

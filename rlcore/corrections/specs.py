@@ -86,6 +86,17 @@ class Stratum:
     corrections: Mapping[str, CorrectionSpec]  # by name, in the order in which they apply
 
 
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Lists of corrections whose weights are measured beside the run's, and how often.
+
+    Example: Shadow({"tis": {"tis": TisSpec()}}, every=10)
+    """
+
+    lists: Mapping[str, Mapping[str, CorrectionSpec]]  # by label; each in the order of application
+    every: int  # steps from one measured batch to the next
+
+
 CORRECTIONS: dict[str, str] = {
     "tis": "rlcore.corrections.tis:TisSpec",
     "mis": "rlcore.corrections.mis:MisSpec",

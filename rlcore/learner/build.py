@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
+from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.cpu_speed import STAT, SpareCores, own_norms
@@ -217,7 +218,8 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     frozen = None
     if job.objective.kl_coef > 0:
         frozen = engine_class.frozen(models.starting(), spec, device)
-    update = Update(job, engine, frozen, pipeline, reduce)
+    shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
+    update = Update(job, engine, frozen, pipeline, reduce, shadows)
     companions: list[Companion] = []
     if spec.distill is not None:
         # its optimizer is the policy's but for the rate

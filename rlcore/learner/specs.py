@@ -8,7 +8,7 @@ from math import cos, pi
 from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
-from rlcore.corrections.specs import CorrectionSpec, Stratum
+from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
 from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec
 from rlcore.spec import Spec, Unread, refuse, setting
@@ -542,6 +542,7 @@ class LearnerJob:
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches
     by_position: bool = False
+    shadow: Shadow = Shadow({}, 1)  # lists whose weights are measured beside
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ is one step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from rlcore.corrections.numerics import ONE_RANK, total
 from rlcore.corrections.pipeline import Pipeline
+from rlcore.corrections.shadow import shadow_metrics
 from rlcore.interfaces import Corrected, Reduce
 from rlcore.learner.batch import (
     PolicyScores,
@@ -45,7 +47,7 @@ from rlcore.objectives.kl import KlController, kl_penalty, kl_to_go
 from rlcore.objectives.losses import coefficients, counts, policy_loss
 from rlcore.objectives.protocols import Advantage, LossTensors
 from rlcore.objectives.specs import ObjectiveSpec, make_advantage, make_loss
-from rlcore.types import TokenScores
+from rlcore.types import StepTensors, TokenScores
 
 
 class StepLoss:
@@ -246,8 +248,10 @@ class Update:
         frozen: FrozenPolicy | None,
         pipeline: Pipeline,
         reduce: Reduce,
+        shadows: Mapping[str, Pipeline] | None = None,
     ) -> None:
-        """`frozen`: the starting policy, required where the objective has a KL term."""
+        """`frozen`: the starting policy, required where the objective has a KL term. `shadows`:
+        lists whose weights are measured beside."""
         self.engine = engine
         self.frozen = frozen
         self.pipeline = pipeline
@@ -272,6 +276,8 @@ class Update:
         self._sampling = job.sampling
         self._max_len = job.sampling.max_new_tokens
         self._ref_pass = job.learner.ref_pass
+        self._shadows = shadows or {}
+        self._shadow_every, self._kinds = job.shadow.every, job.kinds
         self._kept = KeptPasses(job.learner, reduce)
         #: filled by each step where it is not None
         self.trace: list[TokenTrace] | None = None
@@ -327,6 +333,7 @@ class Update:
         tensors = observed(batch.sent, step, advantages, ref, new)
         tensors.advantages = self.pipeline.advantages(tensors, self.reduce)
         corrected = self.pipeline.correct(tensors, self.reduce)
+        shadowed = self._shadowed(tensors, corrected)
         coefs, kept = self._coefficients(corrected.mask)
         sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
         shared = _Shared(batch, tensors.advantages, coefs, first, sums)
@@ -335,7 +342,7 @@ class Update:
             # taken out, so that its memory is free after its backward pass
             forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
             self._backward(shared, i, forward, mine)
-        metrics = corrected.metrics | self._followed_kl(batch)
+        metrics = corrected.metrics | shadowed | self._followed_kl(batch)
         return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
 
     def _observe(
@@ -393,7 +400,16 @@ class Update:
         corrected = self.pipeline.correct(tensors, self.reduce)
         if not torch.equal(corrected.mask, usable):
             raise RuntimeError("a correction declared as sequence_wise rejected tokens")
-        return StepGradient(sums, kept, advantages, corrected.metrics, corrected.step_scale)
+        metrics = corrected.metrics | self._shadowed(tensors, corrected)
+        return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
+
+    def _shadowed(self, tensors: StepTensors, executed: Corrected) -> dict[str, float]:
+        """Metrics of other lists of corrections on each n-th batch. Collective."""
+        if not self._shadows or (tensors.step + 1) % self._shadow_every:
+            return {}
+        start = time.monotonic()
+        found = shadow_metrics(self._shadows, tensors, executed, self.reduce, self._kinds)
+        return found | {"time/shadow_s": time.monotonic() - start}
 
     def _forward(self, batch: StepBatch, mb: MicroBatch, topk: int) -> Forward:
         """The pass that is differentiated."""

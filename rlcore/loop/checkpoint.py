@@ -32,6 +32,7 @@ MANIFEST = "MANIFEST.json"
 STATE = "controller.json"
 ROWS = "metrics.jsonl"
 LEARNER_INDEX = "learner.json"
+PINNED = "PINNED"  # in a checkpoint that somebody needs for longer; not part of it
 NAME = re.compile(r"step_\d{6,}")
 REMOVED = ".removed-"
 DAMAGED = ".damaged-"
@@ -104,7 +105,7 @@ def kept(
     `scores`: values of metrics by evaluated version, for all evaluations so far. `awaited`: the
     version that is being evaluated; its checkpoint is kept until its score has come.
     """
-    keep = set(folders[-spec.keep :])
+    keep = set(folders[-spec.keep :]) | {f for f in folders if (f / PINNED).exists()}
     if spec.keep_every:
         keep |= {f for f in folders if step_of(f) % spec.keep_every == 0}
     if spec.keep_best is not None:

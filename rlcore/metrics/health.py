@@ -6,13 +6,16 @@ warn. Its sentence names the metric, its value, the steps, the bound and what to
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
+from rlcore.files import replace_file
 from rlcore.metrics.digest import number
 from rlcore.metrics.rows import Row
 from rlcore.metrics.specs import WarningsSpec
@@ -102,6 +105,28 @@ def warnings(rows: Iterable[Row], spec: WarningsSpec, course: Course) -> list[st
     """Every warning of a run so far, in the order in which they arose."""
     health = Health(spec, course)
     return [text for row in rows for text in health.add(row)]
+
+
+# ----- the steps that the recorder keeps for it -----
+
+RECORDER = "recorder"  # of a run directory: batches that were trained on
+WARNED = "warned.json"  # of that folder: steps, as metrics.jsonl numbers them, that gave a warning
+
+
+def warned_steps(run_dir: Path) -> list[int]:
+    """The steps of a run that gave cause for a warning; none where nothing is recorded, or where
+    the file is not whole."""
+    try:
+        return [int(step) for step in json.loads((run_dir / RECORDER / WARNED).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def add_warned(run_dir: Path, step: int) -> None:
+    """Note such a step, in a run that records its batches. Raises OSError."""
+    if (run_dir / RECORDER).is_dir():
+        steps = sorted({*warned_steps(run_dir), step})
+        replace_file(run_dir / RECORDER / WARNED, json.dumps(steps))
 
 
 def _sentence(what: str, window: Window, bound: str, advice: str) -> str:

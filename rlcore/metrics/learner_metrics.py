@@ -11,6 +11,23 @@ BY_CORRECTION = "depends on the correction"
 
 LEARNER_METRICS: tuple[Metric, ...] = (
     Metric(
+        "shadow/<list>/kept_share",
+        "share",
+        "`correction.shadow`: tokens that a list would keep in the loss",
+    ),
+    Metric(
+        "shadow/<list>/ess",
+        "share",
+        "`correction.shadow`: effective samples of a list's weights over the batch's tokens, a "
+        "rejected one weighing 0",
+    ),
+    Metric(
+        "shadow/<list>/cosine",
+        "1",
+        "`correction.shadow`: cosine of the advantages as a list weighs them with those of the "
+        "executed weights",
+    ),
+    Metric(
         "correction/kept_share",
         "share",
         "tokens that all corrections together keep in the loss",

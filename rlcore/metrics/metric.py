@@ -16,6 +16,7 @@ BY_KIND = (
     "staleness",
     "mismatch",
     "correction",
+    "shadow",
     "worth",
 )
 

@@ -22,7 +22,7 @@ import psutil
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.files import replace_file
 from rlcore.interfaces import Callback, Span
-from rlcore.metrics.health import Health
+from rlcore.metrics.health import Health, add_warned
 from rlcore.metrics.rows import Row, RowFile, read_rows
 from rlcore.metrics.specs import LoggingSpec
 
@@ -135,16 +135,19 @@ class HealthSink(Sink):
     title = "the run's warnings (logging.warnings)"
 
     def __init__(self, run_dir: Path, health: Health, note: Callable[[str], None]) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._run_dir = run_dir
         self._health = health
         self._note = note
 
     def log(self, row: Row) -> None:
-        for text in self._health.add(row):
+        found = self._health.add(row)
+        for text in found:
             self._note(f"warning: {text}")
+        if found and row["step"] is not None:
+            add_warned(self._run_dir, int(row["step"]))
 
     def resume_at(self, step: int) -> None:
-        self._health.resume(read_rows(self._path))
+        self._health.resume(read_rows(self._run_dir / "metrics.jsonl"))
 
 
 ANSWER_S = 120.0  # for one call of W&B

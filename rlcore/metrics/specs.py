@@ -51,7 +51,11 @@ class RecorderSpec(Spec):
         4, "re-execute any of at least so many last steps; 0: keep no batches", unit="steps", ge=0
     )
     max_gib: float = setting(
-        2.0, "batches of one learner share at most; the oldest are dropped", unit="GiB", gt=0
+        2.0,
+        "batches of one learner share at most, and checkpoints kept for warned steps; the oldest "
+        "are dropped, warned steps last",
+        unit="GiB",
+        gt=0,
     )
 
 

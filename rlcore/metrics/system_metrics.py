@@ -96,6 +96,7 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "the learner's forward and backward passes and its optimizer step",
         "sum",
     ),
+    Metric("time/shadow_s", "s", "weights of the lists of correction.shadow, of these", "sum"),
     Metric("time/learner_distill_s", "s", "the step of the sparse copy (DistillSparse)", "sum"),
     Metric("time/learner_busy_s", "s", "a forecast learner computing", "sum"),
     Metric(

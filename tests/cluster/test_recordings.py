@@ -10,6 +10,9 @@ from rlcore.cluster.recordings import (
     steps_in,
     write_recording,
 )
+from rlcore.loop.checkpoint import PINNED, kept
+from rlcore.loop.specs import CheckpointSpec
+from rlcore.metrics.health import add_warned
 from rlcore.serialization import StoredEpisode, StoredGroup, dump_trajectory
 from rlcore.testing.records import make_score, make_trajectory
 
@@ -66,7 +69,7 @@ def test_a_full_budget_drops_the_oldest_and_says_so(tmp_path, capfd):
     for step in range(4):
         recorder.keep(step, [stored(step)])
     assert steps_in(tmp_path / "recorder") == [2, 3]
-    assert "dropped steps 2 to 2" in capfd.readouterr().err
+    assert "dropped policy-0.bin of steps 2:" in capfd.readouterr().err
 
 
 def test_shares_of_other_ranks_stay(tmp_path):
@@ -95,3 +98,48 @@ def test_a_resumed_run_writes_over_the_steps_that_it_takes_again(tmp_path):
     recorder.keep(5, [stored(2)])
     (again,) = read_recording(folder_of(tmp_path, 5) / "policy-0.bin")
     assert again.group_id == 2
+
+
+def checkpoint_at(run_dir, step, size=10):
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes(size))
+    return folder
+
+
+def recorded(run_dir, most_bytes, *, warned=6, last=11, size=10):
+    """A run of 11 steps with a checkpoint after every second, of which step `warned` of
+    metrics.jsonl warned."""
+    recorder = Recorder(run_dir, "policy-0", steps=1, most_bytes=most_bytes)
+    for step in range(last):
+        if step and step % 2 == 0:
+            checkpoint_at(run_dir, step, size)
+        if step == warned:
+            add_warned(run_dir, warned)
+        recorder.keep(step, [stored(step)])
+    return steps_in(run_dir / "recorder")
+
+
+def test_a_warned_step_stays_with_the_checkpoint_before_it(tmp_path):
+    assert recorded(tmp_path, 1e9) == [4, 5, 10]
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [f.name for f in folders if (f / PINNED).exists()] == ["step_000004"]
+    left = kept(folders, CheckpointSpec(keep=1), {}, None)
+    assert sorted(f.name for f in left) == ["step_000004", "step_000010"]
+    Recorder(tmp_path, "policy-0", steps=1, most_bytes=1e9).keep(11, [stored(11)])  # resumed
+    assert steps_in(tmp_path / "recorder") == [4, 5, 10, 11]
+
+
+def test_the_budget_costs_warned_steps_last_and_whole(tmp_path, capfd):
+    size = write_recording(tmp_path / "one.bin", [stored(1)])
+    assert recorded(tmp_path / "a", 3.5 * size) == [4, 5, 10]
+    assert recorded(tmp_path / "b", 2.5 * size) == [10]
+    assert not list((tmp_path / "b").rglob(PINNED))
+    assert "dropped policy-0.bin of steps 5, 6:" in capfd.readouterr().err
+
+
+def test_a_checkpoint_beyond_the_budget_is_not_kept_for_a_warned_step(tmp_path, capfd):
+    size = write_recording(tmp_path / "one.bin", [stored(1)])
+    assert recorded(tmp_path, 20 * size, size=21 * size) == [10]
+    assert not list(tmp_path.rglob(PINNED))
+    assert "dropped policy-0.bin of steps" in capfd.readouterr().err

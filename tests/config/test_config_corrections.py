@@ -160,3 +160,37 @@ def test_shares_are_numbers_or_schedules():
     assert run(*KINDS, moving).actor["fp8"].share.at(10) == 0
     assert run(*KINDS, "actor.fp8.share=0.25").actor["fp8"].share.at(3) == 0.25
     assert run(*KINDS, "actor.fp8.share=1").actor["fp8"].share.start == 1
+
+
+SHADOWS = "correction.shadow=[[ais],[veto,tis],{tis: {cap: 3}},[],{veto: {}, tis: {cap: 4}}]"
+
+
+def test_lists_are_measured_beside_the_run_s_own(tmp_path):
+    config = load([f"run_dir={tmp_path}", "correction=[tis]", SHADOWS, "correction.shadow_every=2"])
+    shadows = config.correction.shadows
+    assert list(shadows.lists) == ["ais", "veto+tis", "tis", "none", "veto+tis-2"]
+    assert shadows.lists["tis"] == {"tis": TisSpec(cap=3)} and shadows.every == 2
+    assert config.correction.names == ("tis",)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load([f"run_dir={tmp_path}", "resume=auto"]).correction == config.correction
+    other = run("experiment=quickstart", "correction=[jackpot]", "correction.shadow=[[tis]]")
+    assert list(other.correction.shadows.lists) == ["tis"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["correction.shadow=[tis]"], r"write correction.shadow=\[\[tis\],\[veto,ais\]\]"),
+        (["correction.shadow=[[tiss]]"], r"correction.shadow.0.tiss=.* perhaps tis is meant"),
+        (["correction.shadow=[{tis: {cap: 0}}]"], r"correction.shadow.0.tis.cap=0"),
+        (["correction.shadow=[[ais],[tis,ais]]"], r"correction.shadow.1=\[tis,ais\] would"),
+        (["correction.shadow=[[dvp,tis]]"], r"differ in dvp, which decides what all actors sample"),
+        (["correction=[dvp,tis]", "correction.shadow=[[tis]]"], r"differ in dvp"),
+        (["correction.shadow=[[rapid]]"], r"differ in rapid, .* what the loss is of"),
+        (["correction.shadow=[[jackpot]]", "rollout.logprobs_k=0"], r"rollout.logprobs_k=0 leaves"),
+        (["actor=[bf16,fp8]", "actor.fp8.correction={tis: {}, shadow: [[ais]]}"], "actor.fp8.corr"),
+    ],
+)
+def test_a_list_that_needs_more_than_the_run_has_is_refused(words, said):
+    with pytest.raises(UserError, match=said):
+        run(*words)

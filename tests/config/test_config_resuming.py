@@ -44,7 +44,7 @@ FREE = {
     "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step sparse_prompt",
     # how many log-probs a record stores it says itself
     "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s group_kinds",
-    "correction": "none strata",
+    "correction": "none strata shadow shadow_every",
     "correction.tis": "cap floor level normalised adjusted",
     "correction.mis": "low high level",
     "correction.icepop": "low high",

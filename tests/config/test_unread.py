@@ -103,6 +103,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ]
     },
     "correction.strata": [("none", "", "actor=[bf16,fp8]")],
+    "correction.shadow_every": [("5", "", "correction.shadow=[[ais]]")],
     "schedule.on_publish": [("abort", "schedule=on_policy", "schedule=async")],
     "schedule.steps_per_publish": [
         (

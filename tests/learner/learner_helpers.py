@@ -17,7 +17,8 @@ from timing import charge
 
 from rlcore.corrections.numerics import ONE_RANK
 from rlcore.corrections.pipeline import build
-from rlcore.corrections.specs import CORRECTIONS
+from rlcore.corrections.shadow import build_shadows
+from rlcore.corrections.specs import CORRECTIONS, Shadow
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch, build_batch
 from rlcore.learner.lm_head import HeadSpec
@@ -56,6 +57,7 @@ def make_job(
     frozen_path: str | None = None,
     temperature: float = 0.8,
     keep_by_acceptance: int | None = None,
+    shadow: Shadow | None = None,
     **settings: Any,
 ) -> LearnerJob:
     """A job on a small model. `settings` are those of `learner` and `algorithm`, by name."""
@@ -74,6 +76,7 @@ def make_job(
         sparse=sparse,
         frozen_path=frozen_path,
         keep_by_acceptance=keep_by_acceptance,
+        shadow=shadow or Shadow({}, 1),
     )
 
 
@@ -182,7 +185,8 @@ def make_update(model: str, *, reduce: Reduce = ONE_RANK, **settings: Any) -> Up
     job = make_job(model, **settings)
     frozen = FrozenPolicy(sharp_policy(model, -0.05)) if job.objective.kl_coef else None
     pipeline = build(job.corrections, job.run_seed, job.objective)
-    return Update(job, PlainEngine(sharp_policy(model)), frozen, pipeline, reduce)
+    shadows = build_shadows(job.shadow, job.run_seed, job.objective)
+    return Update(job, PlainEngine(sharp_policy(model)), frozen, pipeline, reduce, shadows)
 
 
 # in the eyes of which sharing always pays where there is something to share

@@ -15,9 +15,11 @@ from learner_helpers import (
 )
 
 from rlcore.corrections.numerics import ONE_RANK
+from rlcore.corrections.specs import CORRECTIONS, Shadow
 from rlcore.learner.batch import PolicyScores, build_batch, sample_details
 from rlcore.objectives.kl import RATIO_BOUND
 from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.registry import load_object
 
 CPU = torch.device("cpu")
 
@@ -326,3 +328,28 @@ def test_a_ratio_to_p_inf_needs_no_p_ref_and_is_tis_and_ppo_in_one(model):
     count = len(batches[one].micro)
     assert one.engine.forwards == 2 * count and apart.engine.forwards == 3 * count
     assert not torch.equal(batches[one].ref.logp, batches[apart].ref.logp)
+
+
+SHADOWED = Shadow({name: {name: load_object(CORRECTIONS[name])()} for name in ("jackpot", "ais")}, 2)
+
+
+@pytest.mark.parametrize("corrections", [{"tis": {}}, {"jackpot": {}}])
+@pytest.mark.parametrize("first", [True, False])
+def test_lists_measured_beside_leave_the_gradient_as_it_is(model, corrections, first):
+    found = []
+    for shadow in (Shadow({}, 1), SHADOWED):
+        update = _update(model, corrections, shadow=shadow)
+        batch = make_batch(make_groups(6), micro_batch_tokens=40)
+        update.prepare([batch], first=first)
+        gradients = []
+        for step in (1, 2):
+            gradient = update.run(batch, step, first=first)
+            gradients.append((update.engine.gradients(), gradient.metrics, gradient.step_scale))
+        found.append(gradients)
+    for (plain, metrics, scale), (its, own, its_scale) in zip(*found, strict=True):
+        assert plain.keys() == its.keys() and all(torch.equal(plain[n], its[n]) for n in plain)
+        assert scale == its_scale
+        assert {n: v for n, v in own.items() if n in metrics} == metrics
+    assert not any(name.startswith("shadow/") for _, metrics, _ in found[0] for name in metrics)
+    (_, measured, _), (_, unmeasured, _) = found[1]  # each second batch
+    assert {"shadow/jackpot/kept_share", "shadow/ais/cosine"} < measured.keys() - unmeasured.keys()

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from rlcore.config.compose import load
-from rlcore.metrics.health import RULES, Course, Health, warnings
+from rlcore.metrics.health import RULES, Course, Health, warned_steps, warnings
 from rlcore.metrics.logger import open_logger
-from rlcore.metrics.sinks import Sink
+from rlcore.metrics.sinks import HealthSink, Sink
 from rlcore.metrics.specs import LoggingSpec, WarningsSpec
 
 SPEC = WarningsSpec(window=5, flat_steps=40)
@@ -132,3 +132,15 @@ def test_a_run_notes_them_through_its_sinks_once_also_when_it_goes_on(tmp_path):
 def test_the_bounds_are_settings_of_a_run():
     config = load(["run_dir=DIR", "logging.warnings.ess=0.3", "logging.warnings.flat_steps=0"])
     assert config.logging.warnings.ess == 0.3 and config.logging.warnings.flat_steps == 0
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_the_step_that_gives_cause_is_noted_where_batches_are_recorded(tmp_path, records):
+    if records:
+        (tmp_path / "recorder").mkdir()
+    said = []
+    sink = HealthSink(tmp_path, Health(SPEC, ASYNC), said.append)
+    for row in bad("entropy"):
+        sink.log(row)
+    assert len(said) == 1
+    assert warned_steps(tmp_path) == ([SPEC.window] if records else [])

@@ -144,6 +144,7 @@ class LearnerActor:
                 self._share,
                 steps=spec.steps,
                 most_bytes=spec.max_gib * 2**30,
+                pins=place.rank == 0 and self._group == POLICY,
             )
         self._run_seed = job.run_seed
         group = make_group(self._hosting) if self._joined else None

@@ -122,7 +122,7 @@ def _check_sampling(c: RunConfig) -> None:
         "environment= plays episodes of several turns, and with model.diffusion a response is one "
         "canvas: use environment=none.",
     )
-    lists = [(key, found.chosen()) for key, found in c.correction_lists.items()]
+    lists = [(key, found.chosen()) for key, found in (c.correction_lists | c.shadow_lists).items()]
     for key, label, spec in ((k, n, s) for k, chosen in lists for n, s in chosen.items()):
         refuse(
             spec.rejects or spec.needs_topk or isinstance(spec, DvpSpec),
