@@ -19,5 +19,5 @@ class RecordingEngine(ZeroEngine):
         super().backward(loss, last=last)
 
     def grad_norm(self) -> float:
-        self.gradients = {name: g.numpy() for name, g in self.full_gradients().items()}
+        self.gradients = {name: g.numpy() for name, g in self.full_gradients()}
         return super().grad_norm()

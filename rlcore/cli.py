@@ -250,6 +250,7 @@ def _replay(given: Given) -> int:
         others,
         int(step[:20]),
         tokens=SHOWN if tokens is None else int(tokens[:20]),
+        out=given.text("out"),
         as_json=given.flag("json"),
     )
 

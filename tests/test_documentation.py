@@ -121,3 +121,14 @@ def test_formulas_are_whole_and_the_site_has_what_it_needs_offline():
 
 def test_a_metric_with_advice_has_a_range():
     assert [metric.name for metric in METRICS if metric.otherwise and not metric.healthy] == []
+
+
+def test_every_reported_failure_names_tests_that_exist():
+    text = (DOCS / "reported-failures.md").read_text()
+    sections = text.split("\n## ")[1:]
+    named = [re.findall(r"`(tests/[\w/]+\.py): (\w+)`", section) for section in sections]
+    assert len(sections) == 7 and all(len(found) >= 4 for found in named)
+    for file, test in (pair for found in named for pair in found):
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file}: {test}"
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all("`tests/" in line for line in lines if not line.startswith(("| ---", "| cause")))

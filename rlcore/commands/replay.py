@@ -21,11 +21,14 @@ from rlcore.commands import derived
 from rlcore.commands.preflight import note, prepare
 from rlcore.commands.processes import Session, connected
 from rlcore.commands.warm_up import starting_model, with_drafts
+from rlcore.config.compose import flat
 from rlcore.config.schema import RunConfig
+from rlcore.config.sentences import written
 from rlcore.errors import UserError
 from rlcore.loop import checkpoint
-from rlcore.loop.plan import Plan, Progress
+from rlcore.loop.plan import Plan
 from rlcore.metrics.health import RECORDER
+from rlcore.metrics.replay_page import write_replay
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.serialization import load_trajectory
 
@@ -38,10 +41,12 @@ Tokens = Mapping[tuple[int, int], Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """A step of one configuration: its metrics, and the part of every token in its loss."""
+    """A step of one configuration: its metrics, the part of every token in its loss, and the
+    parameters' gradient against that of the first configuration."""
 
     metrics: dict[str, float]
     tokens: Tokens
+    gradient: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,23 @@ class Beginning:
     """The state that the steps before the wanted one are trained from again."""
 
     step: int
-    folder: Path | None  # a checkpoint; None: the run's first model
+    folder: Path | None  # of a learner's state, "learner"; None: the run's first model
     model_path: str | None
 
 
 def replay(
-    config: RunConfig, changed: RunConfig | None, step: int, *, tokens: int, as_json: bool
+    config: RunConfig,
+    changed: RunConfig | None,
+    step: int,
+    *,
+    tokens: int,
+    as_json: bool,
+    out: str | None = None,
 ) -> int:
     """Execute step `step` (of metrics.jsonl) again, and with the settings of `changed`, if any.
 
-    `tokens`: how many with the largest slope are shown. Raises UserError for a step that is not
-    recorded, RecordingError for a damaged recording.
+    `tokens`: how many with the largest slope are shown. `out`: the page; None: in the run's folder.
+    Raises UserError for a step that is not recorded, RecordingError for a damaged recording.
     """
     if changed is not None:
         _require_comparable(config, changed)
@@ -67,14 +78,21 @@ def replay(
     row = _row(config, step)
     plan = derived.plan(config)
     begin = _beginning(config, plan, step - 1)
-    with tempfile.TemporaryDirectory() as between:
+    # in the run's folder, which the ranks of all nodes have
+    with tempfile.TemporaryDirectory(dir=config.run_dir, prefix=".replay-") as between:
         executed = _execute(config, plan, begin, step - 1, Path(between) if changed else None)
         other = None
         if changed is not None:
             at = Beginning(step - 1, Path(between), begin.model_path)
-            other = _execute(_unrecorded(changed), plan, at, step - 1, None)
+            other = _execute(_unrecorded(changed), plan, at, step - 1, at.folder)
     found = _compared(row, executed, other)
+    if changed is not None:
+        found["settings"] = _differing_settings(config, changed)
     found["tokens"] = _shown(config, step - 1, executed.tokens, tokens)
+    run_dir = Path(config.run_dir)
+    page = Path(out) if out else run_dir / f"replay_{step}.html"
+    write_replay(page, run_dir.name, step, found)
+    note(f"the page is {page}")
     if as_json:
         print(json.dumps({"step": step, **found}, indent=2))
     else:
@@ -98,6 +116,16 @@ def _require_comparable(config: RunConfig, changed: RunConfig) -> None:
                 f"algorithm.{name}={other['algorithm'][name]} is not accepted by rlcore replay: it "
                 "decides which samples a batch has, and the batch is recorded."
             )
+
+
+def _differing_settings(config: RunConfig, changed: RunConfig) -> list[str]:
+    """The settings that the second execution has, where they are not the run's."""
+    one, other = (flat(c.model_dump(mode="json")) for c in (config, changed))
+    return [
+        f"{key}={written(other.get(key))}"
+        for key in sorted(one | other)
+        if one.get(key) != other.get(key) and key.startswith(("correction.", "algorithm."))
+    ]
 
 
 def _unrecorded(config: RunConfig) -> RunConfig:
@@ -130,10 +158,8 @@ def _beginning(config: RunConfig, plan: Plan, step: int) -> Beginning:
         if at == 0:
             return Beginning(0, None, None)
         folder = run_dir / "checkpoints" / checkpoint.name_of(at)
-        state = checkpoint.state_of(folder)
-        progress = Progress(**state["progress"])
-        if checkpoint.problem_with(folder) is None and not _offset(plan, progress.step):
-            return Beginning(at, folder, str(state["model_path"]))
+        if checkpoint.problem_with(folder) is None:
+            return Beginning(at, folder, str(checkpoint.state_of(folder)["model_path"]))
     span = f"{min(recorded) + 1} to {max(recorded) + 1}" if recorded else "none"
     raise UserError(
         f"step={step + 1} is not accepted: its batch, or one between a checkpoint and it, is not "
@@ -165,16 +191,17 @@ def _needed(plan: Plan, begin: int, step: int) -> set[int]:
 
 
 def _execute(
-    config: RunConfig, plan: Plan, begin: Beginning, step: int, save_to: Path | None
+    config: RunConfig, plan: Plan, begin: Beginning, step: int, between: Path | None
 ) -> Executed:
-    """Train from `begin` to `step`. `save_to`: a folder for the state before that step."""
+    """Train from `begin` to `step`. `between`: a folder for the state before that step and its
+    gradient, or `begin` itself, whose gradient this one's is compared with."""
     prepared = prepare(config, evaluates=False)
     with connected(config, actors=False):
         model_path = begin.model_path or starting_model(config, prepared, note)
         config = with_drafts(config, prepared, note)
         session = Session(config, model_path, pad_id=prepared.pad_id, note=note, with_actors=False)
         try:
-            return asyncio.run(_steps(config, session, plan, begin, step, save_to))
+            return asyncio.run(_steps(config, session, plan, begin, step, between))
         finally:
             session.close()
 
@@ -185,7 +212,7 @@ async def _steps(
     plan: Plan,
     begin: Beginning,
     step: int,
-    save_to: Path | None,
+    between: Path | None,
 ) -> Executed:
     learner, at, resumed = session.learner, begin.step, None
     assert learner is not None
@@ -204,11 +231,12 @@ async def _steps(
         resumed = None
         for number in phase:
             if number == step:
-                if save_to is not None:
+                if between is not None and begin.folder != between:
                     in_phase = number != phase[0] or bool(_offset(plan, number))
-                    await learner.save(str(save_to / "learner"), in_phase=in_phase)
+                    await learner.save(str(between / "learner"), in_phase=in_phase)
                     await learner.saved(timeout_s=WRITE_S)
-                return Executed(*await learner.traced_step(step))
+                folder = None if between is None else str(between / "gradient")
+                return Executed(*await learner.traced_step(step, folder))
             await learner.train_step(number)
         at = phase[-1] + 1
 
@@ -234,6 +262,7 @@ def _compared(row: Row, executed: Executed, other: Executed | None) -> dict[str,
     found: dict[str, Any] = {"figures": figures, "differing": differing}
     if other is not None:
         found["cosine"] = _cosine(executed.tokens, other.tokens)
+        found["gradient"] = other.gradient
     return found
 
 
@@ -310,6 +339,12 @@ def _print(step: int, found: Mapping[str, Any]) -> None:
         cosine = found["cosine"]
         words = "-" if cosine is None else f"{cosine:.4f}"
         console.print(f"cosine of the gradients by log-probs, executed and changed: {words}")
+        of = found["gradient"]
+        words = f"{of['cosine']:.4f}" if "cosine" in of else "-"
+        console.print(
+            f"cosine of the parameters' gradients: {words}; their norms: "
+            f"{of['executed_norm']:.6g} and {of['norm']:.6g}"
+        )
     if found["tokens"]:
         _print_tokens(console, found["tokens"])
 

@@ -295,7 +295,7 @@ def recorded(run_dir: str | Path) -> dict[str, Any]:
 
     Raises UserError for a folder without one.
     """
-    return _flat(_read(Path(run_dir) / "config.yaml"))
+    return flat(_read(Path(run_dir) / "config.yaml"))
 
 
 def check_resume(config: RunConfig) -> None:
@@ -413,7 +413,7 @@ def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> Di
 
 
 def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) -> None:
-    before, now = (_flat(_checked(c, {}).model_dump(mode="json")) for c in (cfg, fresh))
+    before, now = (flat(_checked(c, {}).model_dump(mode="json")) for c in (cfg, fresh))
     changed = [key for key in before | now if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
@@ -517,12 +517,13 @@ def _escaped(node: Any) -> Any:
     return node.replace("${", "\\${") if isinstance(node, str) else node
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
     if not isinstance(node, dict) or not node:
         return {prefix: node}
     dot = f"{prefix}." if prefix else ""
     return {
         key: value
         for name, child in node.items()
-        for key, value in _flat(child, f"{dot}{name}").items()
+        for key, value in flat(child, f"{dot}{name}").items()
     }

@@ -132,7 +132,7 @@ class CorrectionList(Spec):
 
     @property
     def shadows(self) -> Shadow:
-        """What is measured beside the run's own; lists of equal names are counted, tis and tis-2."""
+        """The lists that are measured beside the run's own; equal names are counted, tis, tis-2."""
         lists: dict[str, Mapping[str, CorrectionSpec]] = {}
         for one in self.shadow:
             name = "+".join(one.chosen()) or NONE

@@ -263,10 +263,11 @@ VERBS: Mapping[str, Verb] = {
         Verb(
             "replay",
             "execute a step of a run again, as it was or with other settings",
-            ("rlcore replay [run_dir=DIR] step=N [tokens=20] [json=true] [key=value ...]",),
+            ("rlcore replay [run_dir=DIR] step=N [tokens=20] [out=FILE] [json=true] [key=value]",),
             (
                 Key("step", "the step, as metrics.jsonl numbers it", "number", required=True),
                 Key("tokens", "show so many with the largest slope", "number", default="20"),
+                Key("out", "the page to write", "file", "RUN_DIR/replay_N.html"),
                 JSON,
                 CONFIG_DIR,
             ),

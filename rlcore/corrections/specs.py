@@ -13,7 +13,7 @@ packages need are class variables of its specification:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from rlcore.objectives.protocols import Bias
@@ -93,8 +93,9 @@ class Shadow:
     Example: Shadow({"tis": {"tis": TisSpec()}}, every=10)
     """
 
-    lists: Mapping[str, Mapping[str, CorrectionSpec]]  # by label; each in the order of application
-    every: int  # steps from one measured batch to the next
+    # by label; each in the order of application
+    lists: Mapping[str, Mapping[str, CorrectionSpec]] = field(default_factory=dict)
+    every: int = 1  # steps from one measured batch to the next
 
 
 CORRECTIONS: dict[str, str] = {

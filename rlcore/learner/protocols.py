@@ -100,6 +100,14 @@ class TrainEngine(ABC):
     def grad_norm(self) -> float:
         """Global L2 norm of the accumulated gradient before clipping; NaN or inf if an entry is."""
 
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Optional: rlcore replay with other settings needs it. Every (parameter name, whole
+        accumulated gradient in float32), after the last backward pass and before clipping."""
+        raise UserError(
+            "rlcore replay with other settings compares gradients, which the learner.engine "
+            f"{type(self).__name__} does not give (full_gradients): leave the settings out."
+        )
+
     @abstractmethod
     def step(self, scale: float = 1.0) -> float:
         """Clip, update and clear; returns the learning rate used: the schedule's times `scale`."""

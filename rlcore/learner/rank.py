@@ -152,6 +152,8 @@ class LearnerRank(RankState):
         self._steps = 0  # that it has in all
         self._fresh = True  # no step of the phase has been taken: p_new is p_ref
         self._ref_seconds = 0.0
+        self._gradient_folder: Path | None = None  # of a traced step
+        self._gradient: dict[str, float] = {}
 
     # ----- reinforcement learning -----
 
@@ -221,6 +223,8 @@ class LearnerRank(RankState):
         estimates = self._estimate_variance(batch)
         gradient = self._update.run(batch, step, first=first)
         batch.advantages = gradient.advantages
+        if self._gradient_folder is not None:
+            self._gradient = self._looked_at(self._gradient_folder)
         what = f"optimizer step {step}"
         metrics = (
             batch.metrics
@@ -258,18 +262,21 @@ class LearnerRank(RankState):
         return found
 
     def traced_step(
-        self, step: int
-    ) -> tuple[dict[str, float], dict[tuple[int, int], dict[str, list[float]]]]:
+        self, step: int, folder: str | None = None
+    ) -> tuple[dict[str, float], dict[tuple[int, int], dict[str, list[float]]], dict[str, float]]:
         """`train_step`, and the part of each sampled token in its loss by (group id, sample): the
         derivative "slope" of the loss by log p_new, and "weight", "kept" and "advantage".
 
-        The samples are this rank's, the metrics are global. Collective.
+        `folder`: where the gradient of the parameters is written if nothing is there, and else
+        compared with what is; the third part of the result. The samples are this rank's, all else
+        is global. Collective.
         """
         trace: list[TokenTrace] = []
         self._update.trace = trace
+        self._gradient_folder = None if folder is None else Path(folder)
         batch = self._phase[self._taken % len(self._phase)]
         metrics = self.train_step(step)
-        self._update.trace = None
+        self._update.trace, self._gradient_folder = None, None
         found: dict[tuple[int, int], dict[str, list[float]]] = {}
         for part in trace:
             for at, row in enumerate(part.rows.tolist()):
@@ -282,7 +289,27 @@ class LearnerRank(RankState):
                 }
                 values = {name: column[on].double().tolist() for name, column in columns.items()}
                 found[sample_of(batch.sent, row)] = values
-        return metrics, found
+        return metrics, found, self._gradient
+
+    def _looked_at(self, folder: Path) -> dict[str, float]:
+        """Write the accumulated gradient, or compare it with the one written: their cosine and
+        norms, on rank 0. One tensor is in memory at a time. Collective."""
+        exists, sums = folder.exists(), np.zeros(3)
+        if self.rank == 0:
+            folder.mkdir(exist_ok=True)
+        for number, (_, gradient) in enumerate(self.engine.full_gradients()):
+            if self.rank == 0:
+                own, file = gradient.cpu().numpy(), folder / f"{number:06d}.npy"
+                if not exists:
+                    np.save(file, own)
+                else:
+                    a, b = (g.astype(np.float64).ravel() for g in (np.load(file), own))
+                    sums += (a @ b, a @ a, b @ b)
+        if not exists or self.rank:
+            return {}
+        dot, squares, others = sums.tolist()
+        found = {"executed_norm": squares**0.5, "norm": others**0.5}
+        return found | ({"cosine": dot / (squares * others) ** 0.5} if squares * others else {})
 
     def save(self, folder: str | Path, run: Schedule | None = None) -> None:
         """Also the coefficient of a KL in the reward."""

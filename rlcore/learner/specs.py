@@ -542,7 +542,8 @@ class LearnerJob:
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches
     by_position: bool = False
-    shadow: Shadow = Shadow({}, 1)  # lists whose weights are measured beside
+    # lists whose weights are measured beside
+    shadow: Shadow = field(default_factory=Shadow)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ in `assets/`.
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -282,12 +283,32 @@ def write_report(
 
 def render(runs: Sequence[Run]) -> str:
     """The whole page."""
-    title = escape(", ".join(r.name for r in runs))
     shown, found = _within_budget(runs), samples(runs, SAMPLE_BYTES)
     changed = changes(runs, CHANGE_BYTES)
+    links = {"changed": "Answers"} if changed else {}
+    links |= {_anchor(question): short for question, short in SHORT.items()}
+    links |= {"samples": "Samples"} if found else {}
+    table = _headline(runs) if len(runs) > 1 else ""
+    body = (
+        f'<section class="runs">{"".join(header(run) for run in runs)}</section>{table}'
+        f"{_changed(changed)}{_charts(shown)}{_browser(found)}{_details(runs)}"
+    )
+    data = {"figures": shown, "records": found, "changes": changed}
+    return framed(", ".join(r.name for r in runs), links, body, data)
+
+
+def framed(
+    title: str,
+    links: Mapping[str, str],
+    body: str,
+    data: Mapping[str, Sequence[dict[str, Any]]] = types.MappingProxyType({}),
+) -> str:
+    """A page of this style around a `body`. `links`: its sections by anchor; `data`: what its
+    program draws, the "figures", the "records" of samples and the "changes" of answers."""
+    title = escape(title)
     style = (ASSETS / "report.css").read_text("utf-8")
     program = "".join((ASSETS / f"{name}.js").read_text("utf-8") for name in ("charts", "report"))
-    table = _headline(runs) if len(runs) > 1 else ""
+    given = {"figures": (), "records": (), "changes": (), **data}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -295,11 +316,9 @@ def render(runs: Sequence[Run]) -> str:
         f'<link rel="icon" href="data:,"><title>{title}</title>'
         # Inlined, so that the page opens years later and without a network.
         f"<style>{style}</style></head>"
-        f"<body>{_navigation(bool(changed), bool(found))}<main><h1>{title}</h1>"
-        f'<section class="runs">{"".join(header(run) for run in runs)}</section>{table}'
-        f"{_changed(changed)}{_charts(shown)}{_browser(found)}{_details(runs)}</main>"
-        f'<div id="tip" hidden></div>{_data("figures", shown)}{_data("records", found)}'
-        f"{_data('changes', changed)}<script>{program}</script></body></html>\n"
+        f"<body>{_navigation(links, smooth=bool(given['figures']))}<main><h1>{title}</h1>{body}"
+        f'</main><div id="tip" hidden></div>{"".join(_data(*pair) for pair in given.items())}'
+        f"<script>{program}</script></body></html>\n"
     )
 
 
@@ -347,18 +366,17 @@ def _distinct(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def _navigation(with_changes: bool, with_samples: bool) -> str:
-    links = [_link("changed", "Answers")] if with_changes else []
-    links += [_link(_anchor(question), short) for question, short in SHORT.items()]
-    links += [_link("samples", "Samples")] if with_samples else []
+def _navigation(sections: Mapping[str, str], *, smooth: bool) -> str:
+    links = "".join(_link(anchor, text) for anchor, text in sections.items())
     levels = {"0": "off", "0.6": "light", "0.9": "strong"}
-    smooth = "".join(
+    options = "".join(
         f'<option value="{weight}"{" selected" if weight == "0.6" else ""}>{name}</option>'
         for weight, name in levels.items()
     )
     return (
-        f'<header class="bar"><nav aria-label="Sections">{"".join(links)}</nav>'
-        f'<label>Smoothing <select id="smooth">{smooth}</select></label>'
+        f'<header class="bar"><nav aria-label="Sections">{links}</nav>'
+        f'<label{"" if smooth else " hidden"}>Smoothing <select id="smooth">{options}</select>'
+        "</label>"
         '<button id="whole" type="button" hidden>Whole run</button>'
         '<button id="theme" type="button">Dark</button></header>'
     )

@@ -7,6 +7,7 @@ import pytest
 from conftest import rows
 
 from rlcore.cli import main
+from rlcore.testing.experts import tiny_mixture
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -44,6 +45,10 @@ def test_another_correction_is_compared_with_the_executed_one(command, run_dir):
     figures = found["figures"]["grad_norm"]
     assert figures["changed"] < figures["again"]
     assert 0 < found["cosine"] < 1
+    gradient = found["gradient"]
+    assert 0 < gradient["cosine"] < 1
+    assert gradient["norm"] == pytest.approx(figures["changed"], rel=1e-4)
+    assert gradient["executed_norm"] == pytest.approx(figures["again"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,10 @@ def test_a_step_without_its_batches_is_refused(run_dir, tmp_path, capsys):
 
 KINDS = {
     "two ranks, ZeRO-3": ("learner.ranks=2", "learner.zero_stage=3"),
+    "ZeRO-0": ("learner.zero_stage=0",),
+    "two ranks, ZeRO-1": ("learner.ranks=2", "learner.zero_stage=1"),
+    "two ranks, ZeRO-2": ("learner.ranks=2", "learner.zero_stage=2"),
+    "episodes of several turns": ("environment=attempts",),
     "LoRA": ("learner=lora", "learner.lora.rank=4", "learner.dtype=float32"),
     "two tasks": (
         *("task=[digits,arithmetic]", "task.digits.args.credit=digits"),
@@ -96,3 +105,46 @@ def test_every_kind_of_learner_executes_a_step_again(command, small, tmp_path, k
     found = replayed(command, tmp_path / "run", "step=4")
     assert found["differing"] == []
     assert found["figures"]["grad_norm"]["again"] > 0
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_executes_a_step_again(command, tmp_path):
+    tiny_mixture(tmp_path / "mixture", "0123456789+=", seed=3)
+    (tmp_path / "mine.py").write_text(
+        "def grade(item, response):\n    return min(1.0, response.count('1') / 4)\n"
+    )
+    data = [json.dumps({"question": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(64)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(data))
+    run = command(
+        *("train", "experiment=quickstart", "model=path", f"model.path={tmp_path / 'mixture'}"),
+        *("model.max_len=64", "task=file", f"task.args.train_path={tmp_path / 'rows.jsonl'}"),
+        *(f"task.args.grader={tmp_path / 'mine.py'}:grade", "schedule=on_policy"),
+        *("schedule.steps=3", "schedule.groups_per_step=8", "rollout.samples_per_prompt=4"),
+        *("rollout.max_new_tokens=12", "learner.lr=3e-3", "learner.router_replay=true"),
+        *("cluster.object_store_mib=128", "evaluation.every=0", "evaluation.at_start=false"),
+        *("logging=quiet", f"run_dir={tmp_path}/run"),
+    )
+    assert run.wait() == 0, run.text[-3000:]
+    found = replayed(command, tmp_path / "run", "step=3")
+    assert found["differing"] == []
+    assert found["figures"]["grad_norm"]["again"] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_killed_run_executes_steps_from_before_and_after_the_kill_again(command, small, tmp_path):
+    """It is killed, and replayed, in the middle of phases."""
+    words = (*small, "schedule=large_batch", "schedule.steps_per_publish=4", "schedule.steps=16")
+    words = (*words, "checkpoint.every=3", "checkpoint.keep=9", "logging.recorder.steps=16")
+    run = command("train", *words, f"run_dir={tmp_path}/run")
+    run.wait_for(lambda: len(rows(tmp_path / "run")) >= 5, what="five steps")
+    run.kill()
+    run.wait()
+    resumed = command("train", f"run_dir={tmp_path}/run", "resume=auto")
+    assert resumed.wait() == 0, resumed.text[-3000:]
+    (line,) = (t for t in resumed.text.splitlines() if "continuing from step_" in t)
+    at = int(line.partition("continuing from step_")[2][:6])
+    assert at in (3, 6, 9, 12)
+    for step in (2, at, at + 2, 16):  # from the start, and from checkpoints inside of phases
+        found = replayed(command, tmp_path / "run", f"step={step}")
+        assert found["differing"] == [], (at, step)
+        assert found["figures"]["grad_norm"]["again"] > 0

@@ -76,7 +76,7 @@ def make_job(
         sparse=sparse,
         frozen_path=frozen_path,
         keep_by_acceptance=keep_by_acceptance,
-        shadow=shadow or Shadow({}, 1),
+        shadow=shadow or Shadow(),
     )
 
 

@@ -330,14 +330,14 @@ def test_a_ratio_to_p_inf_needs_no_p_ref_and_is_tis_and_ppo_in_one(model):
     assert not torch.equal(batches[one].ref.logp, batches[apart].ref.logp)
 
 
-SHADOWED = Shadow({name: {name: load_object(CORRECTIONS[name])()} for name in ("jackpot", "ais")}, 2)
+BESIDE = {name: {name: load_object(CORRECTIONS[name])()} for name in ("jackpot", "ais")}
 
 
 @pytest.mark.parametrize("corrections", [{"tis": {}}, {"jackpot": {}}])
 @pytest.mark.parametrize("first", [True, False])
 def test_lists_measured_beside_leave_the_gradient_as_it_is(model, corrections, first):
     found = []
-    for shadow in (Shadow({}, 1), SHADOWED):
+    for shadow in (Shadow(), Shadow(BESIDE, every=2)):
         update = _update(model, corrections, shadow=shadow)
         batch = make_batch(make_groups(6), micro_batch_tokens=40)
         update.prepare([batch], first=first)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from timing import deadline
 
+from rlcore.metrics.replay_page import write_replay
 from rlcore.metrics.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -99,8 +100,8 @@ async def browser():
             await process.wait()
 
 
-async def visit(file, looks):
-    """What each (theme, size) shows, then `script`s of the last one."""
+async def visit(file, looks, look_at=LOOK, use=lambda page: use_report(page)):
+    """What each (theme, size) shows, before and after it was used, and the errors."""
     import aiohttp
 
     found = []
@@ -111,13 +112,13 @@ async def visit(file, looks):
             async with session.ws_connect(url, max_msg_size=0) as socket:
                 page = Page(socket)
                 await page.open(file, theme, size)
-                look = json.loads(await page.run(LOOK))
+                look = json.loads(await page.run(look_at))
                 await use(page)
-                found.append((look, json.loads(await page.run(LOOK)), page.errors))
+                found.append((look, json.loads(await page.run(look_at)), page.errors))
     return found
 
 
-async def use(page):
+async def use_report(page):
     """Everything a reader can set, once."""
     # what is behind a fold is drawn when it says that it was opened, which it does later
     await page.run(
@@ -211,3 +212,55 @@ def test_a_report_in_a_browser(tmp_path, name):
         order = ["turned right", "turned wrong", "other answer", "same"]
         assert look["pairs"] and look["pairs"] == sorted(look["pairs"], key=order.index)
         assert look["pairs"][0] != "same"
+
+
+REPLAYED = """(() => {
+  const tokens = [...document.querySelectorAll('.sample .t')];
+  return JSON.stringify({
+    ready: document.documentElement.dataset.ready,
+    theme: document.documentElement.dataset.theme,
+    overflow: document.documentElement.scrollWidth - window.innerWidth,
+    verdict: document.querySelector('.verdict').textContent,
+    facts: document.querySelector('dl').textContent,
+    tokens: tokens.map((t) => t.textContent),
+    shades: tokens.map((t) => getComputedStyle(t).backgroundColor),
+    texts: [...document.querySelectorAll('.sample .text')].map((t) => t.textContent),
+    cells: [...document.querySelectorAll('#step td')].map((c) => c.textContent),
+  });
+})()"""
+
+
+def replayed_token(place, slope, share, text="<b>"):
+    values = {"slope": slope, "weight": 1.0, "kept": 1.0, "advantage": 0.5, "share": share}
+    where = {"group_id": 4, "sample": 2, "token": place}
+    return values | where | {"text": text, "before": "1 < 2 ", "after": " 3" * 200}
+
+
+async def turn_theme(page):
+    await page.run("document.getElementById('theme').click()")
+
+
+def test_the_page_of_a_replayed_step_in_a_browser(tmp_path):
+    tokens = [replayed_token(0, -0.5, 0.6), replayed_token(7, 0.1, 0.2, "</script>")]
+    figures = {"grad_norm": {"run": 0.25, "again": 0.25, "changed": 0.125}}
+    figures["loss/policy"] = {"run": None, "again": -1.0}
+    gradient = {"cosine": 0.75, "norm": 0.125, "executed_norm": 0.25}
+    other = {"cosine": 0.9, "gradient": gradient, "settings": ["correction.mis.low=0.9"]}
+    found = {"figures": figures, "differing": [], "tokens": tokens} | other
+    file = write_replay(tmp_path / "replay_7.html", "a run", 7, found)
+    assert file.stat().st_size < 100_000  # it has no charts
+    looks = [("light", DESK), ("dark", PHONE)]
+    for (theme, size), (look, used, errors) in zip(
+        looks, asyncio.run(visit(file, looks, REPLAYED, turn_theme))
+    ):
+        assert errors == [] and look["ready"] == "yes", (theme, size)
+        assert look["theme"] == theme != used["theme"]
+        assert look["overflow"] <= 0, (theme, size)
+        assert look["verdict"].startswith("All 1 figures are equal")
+        assert "correction.mis.low=0.9" in look["facts"] and "0.75" in look["facts"]
+        assert look["tokens"] == ["<b>", "</script>"]
+        assert look["texts"][0].startswith("1 < 2 <b> 3")
+        (one, other) = look["shades"]
+        assert one != other and "0.75" in one
+        cells = ["grad_norm", "0.25", "0.25", "0.125", "loss/policy", "-", "-1", "-"]
+        assert look["cells"] == cells

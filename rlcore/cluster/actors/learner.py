@@ -233,8 +233,10 @@ class LearnerActor:
     def train_step(self, step: int) -> dict[str, float]:
         return self.rank.train_step(step)
 
-    def traced_step(self, step: int) -> tuple[dict[str, float], dict[tuple[int, int], Any]]:
-        return self.rank.traced_step(step)
+    def traced_step(
+        self, step: int, folder: str | None
+    ) -> tuple[dict[str, float], dict[tuple[int, int], Any], dict[str, float]]:
+        return self.rank.traced_step(step, folder)
 
     def sample_details(self, samples: list[tuple[int, int]]) -> dict[tuple[int, int], Any]:
         return self.rank.sample_details(samples)

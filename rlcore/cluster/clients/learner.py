@@ -207,14 +207,15 @@ class RayLearner(LearnerClient):
             await group.answers(refs, "reading recordings")
 
     async def traced_step(
-        self, step: int
-    ) -> tuple[dict[str, float], dict[SampleKey, dict[str, list[float]]]]:
-        """The optimizer step of the policy alone: metrics, and the part of every token in its loss
-        (`LearnerRank.traced_step`)."""
-        refs = self.policy.ask("traced_step", step)
+        self, step: int, folder: str | None = None
+    ) -> tuple[dict[str, float], dict[SampleKey, dict[str, list[float]]], dict[str, float]]:
+        """The optimizer step of the policy alone: metrics, the part of every token in its loss, and
+        the parameters' gradient against that in `folder` (`LearnerRank.traced_step`)."""
+        refs = self.policy.ask("traced_step", step, folder)
         answers = await self.policy.answers(refs, f"optimizer step {step + 1}")
-        tokens = {key: values for _, found in answers for key, values in found.items()}
-        return dict(answers[0][0]), tokens
+        tokens = {key: values for _, found, _ in answers for key, values in found.items()}
+        metrics, _, gradient = answers[0]
+        return dict(metrics), tokens, gradient
 
     async def begin_phase(
         self, steps: Sequence[int], *, batches: int, keep_start: bool, resumed: str | None

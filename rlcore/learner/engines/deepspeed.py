@@ -327,15 +327,15 @@ class ZeroEngine(TrainEngine):
         self.optimizer_steps += 1
         return rate
 
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Whole accumulated gradients by parameter name, after the last backward. Collective."""
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         from deepspeed.utils import safe_get_full_grad
 
         def read(p: nn.Parameter) -> Tensor:
             found: Tensor = safe_get_full_grad(p)
             return found.detach().float()
 
-        return {n: self._whole(p, read).clone() for n, p in self.trained.items()}
+        for name, p in self.trained.items():
+            yield name, self._whole(p, read).clone()
 
     def _whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
         return read(p) if self._parts is None else self._parts.whole(p, read)
