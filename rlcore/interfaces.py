@@ -73,6 +73,8 @@ class WeightStream:
     buckets: Iterable[Mapping[str, torch.Tensor]]
     # names whose checksums will be asked for after the load; None: any of them may be
     proven: Sequence[str] | None = None
+    # decoder layers that an actor with rounded weights keeps precise; None: as before
+    precise_layers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

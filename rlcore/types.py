@@ -100,6 +100,9 @@ class SamplingSpec:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
+# of a record's extras: [m, 2] int32, versions that sampled it and how many decoder layers of its
+# actor were precise then, where a set-point moves them
+PRECISE_LAYERS = "precise_layers"
 PAGE_RULE = "page_rule"  # of a record's extras: [2 + n] int32, `PageRule` in order
 
 
@@ -427,3 +430,5 @@ class WeightManifest:
     dtype: str  # "float32", "bfloat16": the dtype on the wire
     checksums: dict[str, int]  # name -> checksum of its bits, of all names or a seeded sample
     full: bool  # True when checksums covers every name (start, after a resume)
+    # decoder layers that the actor keeps precise from now on, by its set-point; None: as before
+    precise_layers: int | None = None

@@ -56,6 +56,7 @@ def plan(config: RunConfig) -> Plan:
         prices={label: a.price for label, a in config.actor.items() if a.price is not None},
         mixed_groups=config.rollout.group_kinds == "mixed",
         pages=page_ranges(config),
+        layers={label: a.precise_layers for label, a in config.actor.items()},
     )
 
 

@@ -100,7 +100,7 @@ def calibrated(
         "calibrate=true measures the start of a set-point, and no actor has one of pages: set "
         "actor.LABEL.target.moves=pages.",
     )
-    found = {}
+    found: dict[str, dict[str, list[Any]]] = {}
     for label, target in chosen.items():
         several = len(config.actor) > 1
         name = f"mismatch/stretch_{{}}/{STATISTICS[target.statistic]}"

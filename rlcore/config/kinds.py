@@ -8,6 +8,7 @@ from rlcore.corrections.specs import CorrectionSpec
 from rlcore.loop.shares import most_shares
 from rlcore.loop.specs import TargetSpec
 from rlcore.spec import refuse
+from rlcore.weights.specs import GROUP_TRANSPORTS
 
 
 def check_kinds(c: RunConfig) -> None:
@@ -53,6 +54,12 @@ def check_targets(c: RunConfig) -> None:
     """Set-points: there must be something to move."""
     for label, actor in c.actor.items():
         if actor.target is not None:
+            moves = actor.target.moves
+            refuse(
+                actor.target.most is not None and moves != "layers",
+                f"actor.{label}.target.most={actor.target.most} is of moves=layers, and this one "
+                f"moves {moves}: leave it out.",
+            )
             _CHECKED[actor.target.moves](c, label, actor.target)
 
 
@@ -99,7 +106,32 @@ def _share(c: RunConfig, label: str, target: TargetSpec) -> None:
     )
 
 
-_CHECKED = {"staleness": _staleness, "pages": _pages, "share": _share}
+def _layers(c: RunConfig, label: str, target: TargetSpec) -> None:
+    actor, key = c.actor[label], f"actor.{label}.target.moves=layers"
+    refuse(
+        actor.rounding == "none",
+        f"{key} moves the layers that emulated rounding leaves out, and actor.{label}.rounding="
+        "none: choose a format. vLLM's own FP8 cannot change its layers during a run.",
+    )
+    refuse(
+        target.most is None or target.most <= actor.precise_layers,
+        f"{key} needs actor.{label}.target.most, the most layers that may be precise, above actor."
+        f"{label}.precise_layers={actor.precise_layers}: it is {target.most}.",
+    )
+    refuse(
+        c.cluster.transport in GROUP_TRANSPORTS,
+        f"{key} cannot be combined with cluster.transport={c.cluster.transport}, which sends all "
+        "actors the same: choose ray or disk.",
+    )
+    lora = c.learner.lora
+    refuse(
+        lora is not None and lora.publish == "adapter",
+        f"{key} cannot be combined with learner.lora.publish=adapter, which publishes no weights "
+        "that could be rounded again: use publish=merged.",
+    )
+
+
+_CHECKED = {"staleness": _staleness, "pages": _pages, "layers": _layers, "share": _share}
 
 
 def _of_the_run(spec: CorrectionSpec) -> bool:

@@ -274,7 +274,7 @@ class Controller:
         self._dispatcher = Dispatcher(plan, clients.buffer, parts, self.progress)
         self._targets = SetPoints(
             plan.targets,
-            Ranges(plan.schedule.max_staleness, plan.pages),
+            Ranges(plan.schedule.max_staleness, plan.pages, plan.layers),
             several=len(parts.fleet.training_sizes()) > 1,
             state=self.progress.targets,
         )
@@ -416,6 +416,7 @@ class Controller:
         resumed = self._resume_phase_from if self._plan.synchronous else None
         version = progress.step if resumed is None else progress.phase_version
         self._now("start", f"the actors to prove version {version}")
+        self._parts.fleet.keep_precise(self._targets.precise_layers)
         await self._publisher.begin(version, full=True, resumed=resumed)
         await self._publisher.done()
         await self._follow_targets()
@@ -488,6 +489,7 @@ class Controller:
         stand."""
         self._targets.observe(metrics)
         self._parts.fleet.assignments.page_rules = self._targets.page_rules
+        self._parts.fleet.keep_precise(self._targets.precise_layers)
         self._dispatcher.groups.kinds.limit(self._targets.shares)
         if self._targets.bound is not None:
             await self._clients.buffer.limit_staleness(self._targets.bound)

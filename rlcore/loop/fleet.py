@@ -102,6 +102,11 @@ class Fleet:
             for m in self.members
         ]
 
+    def keep_precise(self, layers: Mapping[str, int]) -> None:
+        """Actors of these labels keep so many decoder layers precise from the next publication
+        on."""
+        self._weights.precise_layers = dict(layers)
+
     async def publish(self, publication: Publication, send: Send | None = None) -> dict[str, float]:
         """Have every member load new weights; see `WeightLoading.publish`. `send`:
         `LearnerClient.send`, for group transports. Colocated members are asleep before and awake

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -81,6 +82,8 @@ class WeightLoading:
         # Which samples share an engine step must not depend on timing in synchronous schedules.
         self._leaves_stragglers = not schedule.synchronous
         self._newest: Publication | None = None
+        #: decoder layers that actors with rounded weights keep precise, by label
+        self.precise_layers: Mapping[str, int] = {}
 
     async def publish(self, publication: Publication, ask: Ask) -> dict[str, float]:
         """Have every member load the new weights, and return when they are proven on all but those
@@ -153,6 +156,9 @@ class WeightLoading:
         if weights is None:  # a frozen draft: the version alone is news to it
             return lambda client: client.set_version(publication.version)
         manifest, handle = publication.sets[weights]
+        layers = self.precise_layers.get(member.pool.label)
+        if layers is not None:
+            manifest = replace(manifest, precise_layers=layers)
         return lambda client: client.update_weights(manifest, handle, self._on_publish)
 
 

@@ -37,6 +37,7 @@ class Plan:
     targets: Mapping[str, TargetSpec] = field(default_factory=dict)  # actor.LABEL.target by label
     # of sparse actors whose budget goes by position, by label
     pages: Mapping[str, PageRange] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)  # actor.LABEL.precise_layers by label
     prices: Mapping[str, float] = field(default_factory=dict)  # actor.LABEL.price by label
 
     @property

@@ -58,18 +58,21 @@ class TargetSpec(Spec):
     statistic: Literal["p05"] = setting(
         "p05", "5th percentile of min(r, 1/r), r = p_ref/p_inf, over the kind's tokens of a step"
     )
-    moves: Literal["staleness", "pages", "share"] = setting(
+    moves: Literal["staleness", "pages", "layers", "share"] = setting(
         "staleness",
         "staleness: that admission allows, up to schedule.max_staleness; pages: sparse."
-        "blocks_by_length of sparse actors, each by the tokens of its positions; share: of new "
-        "groups, below actor.LABEL.share, by the statistic of all tokens",
+        "blocks_by_length of sparse actors, each by the tokens of its positions; layers: "
+        "precise_layers of actors with rounded weights, with publications; share: of new groups, "
+        " below actor.LABEL.share, by the statistic of all tokens",
     )
     value: float = setting(0.86, "of the statistic", gt=0, lt=1)
     least: float | None = setting(
         None,
-        "lower bound of what is moved; null: a staleness of 1, 2 pages, a twentieth of the share",
-        gt=0,
+        "lower bound of what is moved; null: a staleness of 1, 2 pages, no layer, a twentieth of "
+        "the share",
+        ge=0,
     )
+    most: int | None = setting(None, "moves=layers: upper bound, such as all layers", gt=0)
     rate: float = setting(
         0.1, "part of the range that a step moves at most, at an agreement of 1", gt=0, le=1
     )

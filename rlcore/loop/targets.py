@@ -34,6 +34,7 @@ class Ranges:
 
     max_staleness: int  # schedule.max_staleness
     pages: Mapping[str, PageRange] = field(default_factory=dict)  # by label of sparse actors
+    layers: Mapping[str, int] = field(default_factory=dict)  # precise at the start, by label
 
 
 class _Integral:
@@ -102,12 +103,13 @@ class _Share(_Integral):
 
 class SetPoints:
     """The targets of a run's kinds, and what they have moved: admitted staleness, pages by
-    position, and shares of new groups.
+    position, layers that stay precise, and shares of new groups.
 
     A share follows the statistic of all tokens, the others that of their own kind. A step without a
     token of a kind moves nothing. Lowering the staleness discards nothing: groups
     that were admitted keep their deadlines; among several targets the least holds. Requests keep
-    the pages that they were sent with, and shares are of groups that are admitted later.
+    the pages that they were sent with, layers change with a publication, and shares are of groups
+    that are admitted later.
     """
 
     def __init__(
@@ -143,6 +145,11 @@ class SetPoints:
     def shares(self) -> dict[str, float]:
         """The part of its share that each kind may have, of those whose target moves it."""
         return self._values("share")
+
+    @property
+    def precise_layers(self) -> dict[str, int]:
+        """The decoder layers that each kind keeps precise, of those whose target moves it."""
+        return {label: round(value) for label, value in self._values("layers").items()}
 
     @property
     def page_rules(self) -> dict[str, PageRule]:
@@ -214,6 +221,10 @@ def _integrals(label: str, target: TargetSpec, ranges: Ranges) -> dict[str, _Int
             f"stretch_{n}/{statistic}": _Pages(least, most, start, helps=True)
             for n, (start, most) in enumerate(zip(pages.rule.blocks, pages.most), start=1)
         }
+    if target.moves == "layers":
+        least = 0.0 if target.least is None else target.least
+        start = float(ranges.layers.get(label, 0))
+        return {statistic: _Integral(least, target.most or start, start, helps=True)}
     if target.moves == "share":
         least = _LEAST_SHARE if target.least is None else target.least
         return {statistic: _Share(least, 1.0, 1.0, helps=False)}

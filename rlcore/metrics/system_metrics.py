@@ -156,6 +156,7 @@ SYSTEM_METRICS: tuple[Metric, ...] = (
         "that a query of the n-th stretch of positions attends to, by the set-point",
         "last",
     ),
+    Metric("control/<label>/layers", "layers", "that stay precise by the set-point", "last"),
     Metric("control/<label>/rule_version", "count", "of the pages, which records name", "last"),
     Metric("engine/<label>/share", "share", "of new groups that these actors are to have", "last"),
     Metric("engine/<label>/request_s", "s", "more for each request in the step", "last"),

@@ -20,7 +20,7 @@ from rlcore.rollout.segments import Draw
 from rlcore.rollout.specs import EngineJob
 from rlcore.rollout.text import StopWatcher
 from rlcore.seeding import derive_seed
-from rlcore.types import FinishReason, PageRule, Request, SamplingSpec, Trajectory
+from rlcore.types import PRECISE_LAYERS, FinishReason, PageRule, Request, SamplingSpec, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ class RequestBook:
         # A restarted process may have the pid of the one before it, so the pid alone is not unique.
         self._draws_of = f"{job.actor_id}:{os.getpid()}-{secrets.token_hex(4)}"
         self._count = itertools.count()
+        self._precise: dict[int, int] = {}  # decoder layers that were precise, by version
 
     def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
         """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
@@ -266,9 +267,18 @@ class RequestBook:
                 draw.routes.add(out.routes)
             if (reason := self._finish_reason(draw, out)) is not None:
                 del self.active[out.request_id]
+                self._name_precise(draw)
                 done.append(draw.finish(reason, self._job.actor_id, self._job.actor.reported_kind))
         self.step_load = StepLoad(tokens, contexts, prompts)
         return done
+
+    def _name_precise(self, draw: Draw) -> None:
+        """Put (version, precise layers) of the versions that sampled a draw into its record."""
+        if not self._precise:
+            return
+        versions = dict.fromkeys(version for _, version in draw.switches)
+        pairs = [(v, self._precise[v]) for v in versions if v in self._precise]
+        draw.extras[PRECISE_LAYERS] = np.array(pairs, np.int32).reshape(-1, 2)
 
     def decoding_s(self) -> dict[str, float]:
         """Seconds of steps since the first token of each request that has one."""
@@ -288,9 +298,12 @@ class RequestBook:
 
     # -- around a change of version ----------------------------------------------------------------
 
-    def set_version(self, version: int) -> None:
-        """Tokens sampled from now on carry `version`, those of running requests too."""
+    def set_version(self, version: int, precise_layers: int | None = None) -> None:
+        """Tokens sampled from now on carry `version`, those of running requests too; records name
+        the `precise_layers` of each version that sampled them, where a set-point moves them."""
         self.version = version
+        if precise_layers is not None:
+            self._precise[version] = precise_layers
         for draw in self.active.values():
             draw.switch(version)
 

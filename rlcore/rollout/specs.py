@@ -80,6 +80,11 @@ class ActorSpec(RoundingSpec):
             lambda spec: spec.kind != "fp8" and spec.rounding == "none",
             "neither kind nor rounding quantises weights",
         ),
+        Unread(
+            ("precise_layers",),
+            lambda spec: spec.rounding == "none",
+            "rounding=none: weights are not rounded here (vLLM's FP8: keep_high_precision)",
+        ),
     )
 
     kind: Literal["bf16", "fp8", "sparse", "draft"] = setting("bf16", "what makes it cheap")
@@ -265,6 +270,11 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
         actor.rounding != "none" and not actor.on_cpu and actor.engine != "diffusion",
         f"{key}.rounding={actor.rounding} emulates low precision on CPU, and {key}.num_gpus="
         f"{actor.num_gpus:g} has the real thing: use rounding=none with kind=fp8.",
+    )
+    refuse(
+        actor.precise_layers > 0 and actor.engine == "diffusion",
+        f"{key}.precise_layers={actor.precise_layers} cannot be combined with {key}.engine="
+        f"diffusion: name the layers in {key}.keep_high_precision.",
     )
     refuse(
         actor.scales != "tensor" and actor.rounding == "none" and actor.kind != "fp8",

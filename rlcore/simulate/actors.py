@@ -101,6 +101,7 @@ class FakeActor(ActorClient):
         self.pid = next(self._pids)
         self.version = -1
         self.refusing = ""  # why it refuses the next weights
+        self.precise_layers: int | None = None  # of the last publication
         self.dead = False
         self.speed = speed
         self._buffer = buffer
@@ -253,6 +254,7 @@ class FakeActor(ActorClient):
         self, manifest: WeightManifest, handle: Any, on_publish: OnPublish
     ) -> dict[str, float]:
         async def work() -> dict[str, float]:
+            self.precise_layers = manifest.precise_layers
             return await self._load(manifest.version, on_publish)
 
         return await self._publishing(work, manifest.version)

@@ -184,6 +184,7 @@ class Scenario:
     mixed_groups: bool = False
     targets: Mapping[str, TargetSpec] = field(default_factory=dict)
     pages: Mapping[str, PageRange] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """As the loop is given it."""
@@ -198,6 +199,7 @@ class Scenario:
             mixed_groups=self.mixed_groups,
             targets=self.targets,
             pages=self.pages,
+            layers=self.layers,
         )
 
 

@@ -5,6 +5,7 @@ Reported as emulation everywhere: the arithmetic of the forward pass stays in th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -63,6 +64,13 @@ def is_rounded(name: str, weight: torch.Tensor, keep_high_precision: Iterable[st
         and name.endswith(".weight")
         and not any(p in name for p in keep_high_precision)
     )
+
+
+def precise_patterns(names: Iterable[str], count: int) -> tuple[str, ...]:
+    """Patterns of the names of the last `count` decoder layers: "model.layers.3.mlp..." is one of
+    layer 3."""
+    found = {int(m.group(1)) for name in names if (m := re.search(r"\.layers\.(\d+)\.", name))}
+    return tuple(f".layers.{number}." for number in sorted(found)[max(0, len(found) - count) :])
 
 
 def round_weights(

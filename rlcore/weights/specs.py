@@ -61,3 +61,6 @@ class RoundingSpec(Spec):
     keep_high_precision: tuple[str, ...] = setting(
         ("lm_head", "embed_tokens"), "name patterns of layers that are not quantised"
     )
+    precise_layers: int = setting(
+        0, "emulated rounding: decoder layers that are not rounded either, the last ones", ge=0
+    )

@@ -23,7 +23,8 @@ def announced(
 ) -> WeightStream:
     """Return a publication as the stream that an engine loads."""
     shapes = dict(zip(manifest.names, manifest.shapes, strict=True))
-    return WeightStream(shapes, buckets, proven=tuple(manifest.checksums))
+    proven = tuple(manifest.checksums)
+    return WeightStream(shapes, buckets, proven, manifest.precise_layers)
 
 
 def in_order(manifest: WeightManifest, tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
+ROUNDED_TO = "+actor.q={{kind: fp8, rounding: int3, target: {{{}}}}}"
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
     (["model=tinny"], ["model=tinny", "perhaps tiny is meant", "path, small, smollm2, tiny"]),
@@ -227,6 +228,22 @@ REFUSED = [  # words; parts that the sentence must hold
             "actor.bf16.share=0.5",
         ],
         ["actor.bf16.target.least=1", "below 1"],
+    ),
+    (
+        ["actor.bf16.target={moves:layers,most:2}"],
+        ["actor.bf16.target.moves=layers", "actor.bf16.rounding=none"],
+    ),
+    (
+        [ROUNDED_TO.format("moves: layers")],
+        ["actor.q.target.moves=layers", "actor.q.target.most"],
+    ),
+    (
+        [ROUNDED_TO.format("moves: layers, most: 2"), "cluster.transport=gloo"],
+        ["actor.q.target.moves=layers", "cluster.transport=gloo"],
+    ),
+    (
+        [ROUNDED_TO.format("most: 2"), "schedule.max_staleness=4"],
+        ["actor.q.target.most=2", "moves=layers"],
     ),
     (
         ["actor.bf16.target={least:5}", "schedule.max_staleness=4"],

@@ -33,13 +33,13 @@ FREE = {
     "task.LABEL.environment": PLAYED,
     "environment": PLAYED,
     "actor.LABEL": (
-        "rounding scales keep_high_precision kind engine count dtype num_cpus num_gpus "
-        "tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
+        "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "
+        "num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
         "cpu_fast_path gpu_memory_utilization enforce_eager second_runner async_scheduling "
         "prefix_caching kv_on_update fp8_kv_cache logit_noise probability_floor temperature_scale "
         "price"
     ),
-    "actor.LABEL.target": "statistic moves value least rate band",
+    "actor.LABEL.target": "statistic moves value least most rate band",
     "actor.LABEL.share": "shape start end steps",
     "actor.LABEL.sparse": "block_size blocks share blocks_by_length length_step sparse_prompt",
     # how many log-probs a record stores it says itself

@@ -225,3 +225,42 @@ def test_requests_are_sent_with_the_pages_in_force_also_after_a_resume(tmp_path)
     last = rows[-1]
     for n in range(1, 5):
         assert last[STRETCH.format(n)] == pytest.approx(0.86, abs=0.04)
+
+
+class Rounded(Simulation):
+    """Actors of one label agree the more, the more of their layers stay precise."""
+
+    def make_learner(self):
+        simulation = self
+
+        class Learner(FakeLearner):
+            async def train_step(self, step):
+                metrics = await super().train_step(step)
+                actors = simulation.actors.values()
+                simulation.seen.append({a.name.partition("-")[0]: a.precise_layers for a in actors})
+                layers = simulation.seen[-1]["int3"]
+                found = 0.8 + 0.01 * layers
+                return metrics | {f"{NAME}@int3": found, f"{NAME}@bf16": 1.0, NAME: 0.9}
+
+        return Learner(self.buffer, step_s=1.0)
+
+
+def test_layers_change_with_publications_of_their_own_kind_alone(tmp_path):
+    schedule = ScheduleSpec(steps=60, groups_per_step=4, max_staleness=1)
+    scenario = Scenario(
+        schedule,
+        kinds={"bf16": 1, "int3": 2},
+        targets={"int3": TargetSpec(moves="layers", most=12, rate=0.2)},
+        layers={"bf16": 0, "int3": 1},
+    )
+
+    async def main():
+        simulation = Rounded(scenario, tmp_path)
+        simulation.seen = []
+        return await simulation.run()
+
+    done = run_simulated(main())
+    precise = [seen["int3"] for seen in done.seen]
+    assert {seen["bf16"] for seen in done.seen} == {None}
+    assert precise[0] == 1 and precise == sorted(precise) and precise[-1] in (4, 5, 6)
+    assert done.reporter.rows[-1]["control/int3/layers"] == precise[-1]

@@ -13,7 +13,7 @@ from rlcore.interfaces import StepLoad
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.rollout.request_book import Output, RequestBook
 from rlcore.serialization import dump_trajectory, load_trajectory
-from rlcore.types import PageRule, Trajectory
+from rlcore.types import PRECISE_LAYERS, PageRule, Trajectory
 
 
 @pytest.fixture
@@ -225,6 +225,20 @@ def test_a_request_keeps_its_pages_and_shares_prefixes_only_with_its_like(core, 
     assert [r.page_rule for r in core.added[-4:]] == [*rules, None]
     kept = [load_trajectory(dump_trajectory(t)) for t in drain(book)]
     assert [PageRule.of_record(t.extras) for t in kept] == [*rules, None]
+
+
+def test_a_record_names_the_layers_that_were_precise_at_each_version(core, book):
+    book.add(ask(1))
+    book.set_version(3)  # no set-point moves them yet
+    book.set_version(4, 2)
+    book.decode()
+    book.set_version(5, 3)
+    (record,) = drain(book)
+    assert set(record.token_version) == {4, 5}
+    assert load_trajectory(dump_trajectory(record)).extras[PRECISE_LAYERS].tolist() == [
+        [4, 2],
+        [5, 3],
+    ]
 
 
 def test_what_a_step_had_to_do_is_counted():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.weights.rounding import is_rounded, round_tensor, round_weights
+from rlcore.weights.rounding import is_rounded, precise_patterns, round_tensor, round_weights
 from rlcore.weights.specs import RoundingSpec
 
 
@@ -75,6 +75,10 @@ def test_only_linear_weights_are_rounded():
         "model.embed_tokens.weight",
         "lm_head.weight",
     ]
+    layers = [f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 1, 9, 10)]
+    assert precise_patterns(layers, 2) == (".layers.9.", ".layers.10.")
+    assert precise_patterns(layers, 0) == () and len(precise_patterns(layers, 99)) == 4
+    assert not any(".layers.1." in name for name in layers[2:])  # a pattern ends with its number
     plain = round_weights(tensors, RoundingSpec(rounding="none"))
     assert all(a is b for a, b in zip(plain.values(), tensors.values()))
     assert not is_rounded("x.weight", torch.ones(3), ())

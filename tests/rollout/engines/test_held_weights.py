@@ -3,6 +3,7 @@ vLLM, no engine)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -171,3 +172,35 @@ def test_nan_that_patches_leave_behind_is_found():
     with pytest.raises(RuntimeError, match=r"NaN into model\.norm\.weight"):
         engine.rl_check_patched(loaded)
     engine.rl_check_patched([n for n in loaded if "norm" not in n])
+
+
+class Ranks:
+    """Takes whatever it is sent."""
+
+    def __init__(self):
+        self.held = {}
+
+    def rpc(self, method, *args):
+        return None
+
+    def send(self, method, tensors, *args):
+        self.held |= {n: t.clone() for n, t in tensors.items()}
+
+
+def test_layers_stay_precise_from_the_publication_on_that_says_so(tmp_path):
+    gen = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{n}.mlp.down_proj.weight" for n in (0, 1, 10)]
+    sent = {n: torch.randn(4, 6, generator=gen) for n in names}
+    save_file(sent, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    ranks = Ranks()
+    actor = ActorSpec(kind="fp8", rounding="int3", precise_layers=1)
+    loader = WeightLoader(str(tmp_path), ranks, actor)
+
+    def precise():
+        return [n for n in names if torch.equal(ranks.held[n], sent[n])]
+
+    assert precise() == names[2:]  # as configured
+    for layers, expected in ((2, names[1:]), (None, names[1:]), (0, []), (9, names)):
+        loader.load(replace(whole(sent), precise_layers=layers))
+        assert precise() == expected

@@ -3,13 +3,16 @@ weights stays."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from engine_helpers import build_model
 
+from rlcore.types import PRECISE_LAYERS
 from rlcore.weights.manifest import make_manifest, verify_checksums
-from rlcore.weights.rounding import is_rounded, round_weights
+from rlcore.weights.rounding import is_rounded, precise_patterns, round_weights
 from rlcore.weights.specs import RoundingSpec
 from rlcore.weights.stream import whole
 
@@ -223,10 +226,13 @@ def test_rounding_is_applied_to_every_set_of_weights(
     start, model_a, model_b, ask, finish, kind, scales
 ):
     engine = start(model_a, kind="fp8", rounding=kind, scales=scales)
-    spec = RoundingSpec(rounding=kind, scales=scales)
-    for version, model in ((0, model_a), (1, model_b)):
+    # from version 2 on a publication keeps the last layer precise
+    for version, model, precise in ((0, model_a, None), (1, model_b, None), (2, model_b, 1)):
         if version:
-            engine.update_weights(version, whole(model.tensors), "in_flight")
+            stream = replace(whole(model.tensors), precise_layers=precise)
+            engine.update_weights(version, stream, "in_flight")
+        kept = ("lm_head", "embed_tokens", *precise_patterns(model.tensors, precise or 0))
+        spec = RoundingSpec(rounding=kind, scales=scales, keep_high_precision=kept)
         rounded = round_weights(model.tensors, spec)
         shapes = {n: (t.shape, t.dtype) for n, t in model.tensors.items()}
         assert {n: (t.shape, t.dtype) for n, t in rounded.items()} == shapes
@@ -236,6 +242,8 @@ def test_rounding_is_applied_to_every_set_of_weights(
         engine.add(ask(6))
         trajectories = finish(engine)
         assert {t.actor_kind for t in trajectories} == {f"{kind}_emulated"}
+        named = [t.extras.get(PRECISE_LAYERS) for t in trajectories]
+        assert all((n is None) if precise is None else n.tolist() == [[2, 1]] for n in named)
         at_rounded = [model.sampled(t) for t in trajectories]
         with torch.no_grad():
             model.hf.load_state_dict(reference, strict=False)

@@ -351,7 +351,7 @@ class VllmEngine(BookedEngine):
             self._weights.receive(weights.buckets, weights.proven)
         else:
             self._weights.load(weights)
-        self._book.set_version(version)
+        self._book.set_version(version, weights.precise_layers)
         if running and self._keep_kv:
             return  # old keys and values stay on purpose; new requests carry another cache salt
         if not self.core.forget_prefixes(running=running):

@@ -68,7 +68,8 @@ class BatchRequests(RowRequests):
 
     def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
         states = [self._runner.requests[r] for r in self._runner.input_batch.req_ids[:rows]]
-        lengths, rules = [], []
+        lengths: list[int] = []
+        rules: list[PageRule | None] = []
         for state in states:
             given = _given(state.sampling_params)
             lengths.append(int(given.get(PROMPT_LEN, state.num_prompt_tokens)))
@@ -169,7 +170,8 @@ class StepPlanner:
         `RowRequests`. Before `bind` has run all tokens count as prompts: vLLM warms up with
         requests of its own.
         """
-        prompts, rules = None, None
+        prompts: torch.Tensor | None = None
+        rules: list[SparseSpec] | None = None
         if not self.rule.sparse_prompt or self.moves:
             if self.asked is None:
                 prompts = seq_lens[:requests]

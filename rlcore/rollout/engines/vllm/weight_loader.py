@@ -19,7 +19,8 @@ from rlcore.weights.adapters import AdapterShape, adapter_shapes
 from rlcore.weights.arrival import PATCHES, EngineTransfer
 from rlcore.weights.blob import write_blob
 from rlcore.weights.manifest import check_shapes, tensor_checksum
-from rlcore.weights.rounding import round_weights
+from rlcore.weights.rounding import precise_patterns, round_weights
+from rlcore.weights.specs import RoundingSpec
 from rlcore.weights.stream import whole
 
 
@@ -45,10 +46,11 @@ class WeightLoader:
     ) -> None:
         """`ranks` have just loaded `model_path`. `adapter`: published over it; nothing at first."""
         self._ranks = ranks
-        self._rounding = actor
+        self._actor = actor
         self._dtype: torch.dtype = getattr(torch, actor.compute_dtype)
         self._quantised = actor.quantised_by_engine
         self._shapes = read_shapes(model_path)
+        self._rounding = self._with_precise(actor.precise_layers)
         self._arrived: dict[str, tuple[int, int]] = {}  # name -> checksums (as published, as held)
         self._proven: dict[str, int] = {}  # name of a quantised weight -> checksum as published
         # If vLLM quantises: gives the set it loaded last, until that was proven once.
@@ -84,6 +86,8 @@ class WeightLoader:
         """
         self._arrived = {}
         self._proven = {}
+        if weights.precise_layers is not None:
+            self._rounding = self._with_precise(weights.precise_layers)
         keep = self._kept_for_proof(weights.proven)
         kept: dict[str, torch.Tensor] = {}
         factors: dict[str, torch.Tensor] = {}
@@ -103,6 +107,11 @@ class WeightLoader:
             self._load_adapter(factors)
         if self._quantised:
             self._to_prove = lambda: kept
+
+    def _with_precise(self, layers: int) -> RoundingSpec:
+        """The actor's rounding, but for its last decoder layers."""
+        kept = (*self._actor.keep_high_precision, *precise_patterns(self._shapes, layers))
+        return self._actor.model_copy(update={"keep_high_precision": kept})
 
     def _load_adapter(self, factors: Mapping[str, torch.Tensor]) -> None:
         assert self._adapter is not None
