@@ -394,11 +394,14 @@ def needle_found(kind: str, size: float, arm: str, seeds: int = NEEDLE_SEEDS) ->
     for _ in range(NEEDLE_STEPS):
         if kind == "fresh" and size:
             error = size * torch.from_numpy(rng.standard_normal(shape))
-        logp, inf = z.log_softmax(-1), (z[:, None] + error).log_softmax(-1).expand(shape)
+        logits = (z[:, None] + error).expand(shape)
+        reached = logits.exp().cumsum(-1)  # logits stay small: no maximum need be taken off
+        total = reached[..., -1:]
         uniform = torch.from_numpy(rng.random((seeds, NEEDLE_BATCH, 1)))
-        chosen = (inf.exp().cumsum(-1) < uniform).sum(-1).clamp(max=ACTIONS - 1)
+        chosen = (reached < uniform * total).sum(-1).clamp(max=ACTIONS - 1)
         advantages = pays[chosen] - pays[chosen].mean(1, keepdim=True)
-        taken = inf.gather(-1, chosen[..., None])[..., 0]
+        taken = logits.gather(-1, chosen[..., None])[..., 0] - total[..., 0].log()
+        logp = z.log_softmax(-1)
         weight = NEEDLE_ARMS[arm](logp.gather(1, chosen), taken, advantages)
         c = weight * advantages / NEEDLE_BATCH
         gradient = torch.zeros(seeds, ACTIONS, dtype=torch.float64).scatter_add_(1, chosen, c)
