@@ -269,3 +269,35 @@ def test_a_checkpoint_of_two_zero2_ranks_opens_at_one_and_is_exported(command, s
 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert sum(p.numel() for p in model.parameters()) > 0 and (out / "tokenizer.json").is_file()
+
+
+LARGE = """
+import numpy as np
+from rlcore.rollout.engines.vllm.engine import VllmEngine
+
+class Large(VllmEngine):
+    def __init__(self, job):
+        super().__init__(job)
+        step, noise = self.core.step, np.zeros(2**20, np.int8)
+        self.core.step = lambda: [o._replace(extras={"noise": noise}) for o in step()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.ranks
+def test_episodes_of_a_mebibyte_wait_for_room_in_the_buffer_and_the_run_goes_on(
+    command, small, tmp_path
+):
+    """Eight groups of four a step, 32 MiB: staleness alone admits 160 MiB, as it does at the start,
+    where no size is known yet."""
+    run_dir, engine = tmp_path / "run", tmp_path / "large.py"
+    engine.write_text(LARGE)
+    own = (f"actor.bf16.engine={engine}:Large", "cluster.buffer_mib=72", "schedule.steps=12")
+    run = command("train", *small, f"run_dir={run_dir}", *own, "schedule.max_staleness=4")
+    assert run.wait() == 0, run.text[-3000:]
+    found = rows(run_dir)
+    assert [r["step"] for r in found] == list(range(1, 13))
+    later = [r["buffer/bytes"] for r in found[5:]]  # the first ones have left
+    assert 32 * 2**20 < max(later) <= 72 * 2**20, later
+    assert books(run_dir)[1] == 12 * 8
