@@ -185,13 +185,30 @@ def _watch(given: Given) -> int:
 def _compare(given: Given) -> int:
     from rlcore.commands.compare import compare
 
-    return compare(*given.operands, as_json=given.flag("json"))
+    return compare(given.operands, ci=_ci(given), as_json=given.flag("json"))
 
 
 def _report(given: Given) -> int:
     from rlcore.commands.compare import report
 
-    return report(given.operands or [_newest_run(given)], given.text("out"))
+    curves = None
+    if (form := given.text("format") or "html") != "html":
+        from rlcore.metrics.curves import FORMATS, Asked
+
+        y, labels = (tuple(filter(None, (given.text(k) or "").split(","))) for k in ("y", "labels"))
+        asked = Asked(given.text("x") or "step", y, _ci(given), labels)
+        curves = next(known for known in FORMATS if known == form), asked
+    elif unread := [key for key in ("x", "y", "labels", "ci") if given.text(key)]:
+        raise UserError(f"{unread[0]}= is of figures: add format=svg, pdf or csv.")
+    return report(given.operands or [_newest_run(given)], given.text("out"), curves)
+
+
+def _ci(given: Given) -> float:
+    text = given.text("ci") or "95"
+    percent = int(text[:4])
+    if not 0 < percent < 100:
+        raise UserError(f"ci={text} is not accepted: give a percentage between 1 and 99.")
+    return float(percent)
 
 
 def _fetch(given: Given) -> int:

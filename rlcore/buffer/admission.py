@@ -315,13 +315,14 @@ def check_capacity(
     expert_bytes: int = 0,
 ) -> None:
     """Refuse a limit below the size of one update phase's groups at full length: p_ref is computed
-    for all of them before the first step.
+    for all of them before the first step. With a fixed lag, of the batches of so many steps more.
 
     max_len: tokens of an episode; max_new_tokens: how many of them are sampled; expert_bytes: of
     each token's experts (`models/routes.py`). A smaller limit would work only as long as responses
     are short, and then end the run."""
     longest = record_bytes(max_len, max_new_tokens, max(0, logprobs_k)) + max_len * expert_bytes
-    groups, batches = batching.groups_per_step, batching.phases.batches
+    groups = batching.groups_per_step
+    batches = batching.phases.batches + (batching.lag or 0)
     needed = batches * groups * samples_per_group * longest
     if needed > max_bytes:
         holds = f"{batches} batches" if batches > 1 else "one step"

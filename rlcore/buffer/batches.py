@@ -61,6 +61,8 @@ class Sampler:
             raise ValueError(f"weights of tasks must not be negative: {weights}")
         self._bound = bound
         self._order = batching.sampling
+        # the order of training must not depend on timing
+        self._strict = bound.synchronous or batching.lag is not None
         self._run_seed = run_seed
         self.weights = weights
         self.drawn: Counter[str] = Counter()
@@ -77,7 +79,7 @@ class Sampler:
         """Ids for `step`, ascending, or None. `pool_complete`: nothing in flight and no place for
         more groups."""
         if self._order == "fifo":
-            return self._bound.release(waiting, step, strict=self._bound.synchronous)
+            return self._bound.release(waiting, step, strict=self._strict)
         if self._bound.synchronous and not pool_complete:
             return None
         if waiting.finished < self._bound.groups_per_step:
@@ -175,10 +177,7 @@ class Batches:
         does.
         """
         live, waiting = self._live, self.waiting()
-        capacity = self._admitting.capacity(live.published, self._horizon)
-        room = max(0, capacity - waiting.uses_left) // self._max_uses
-        if capacity:  # a batch needs G different groups, however often each may be used
-            room = max(room, self.bound.groups_per_step - len(waiting))
+        room = self.admissible()
         # groups of the phase that takes the next new batch, less those taken
         phases, step = self.bound.phases, self._horizon
         batches = phases.batches_before(phases.end(step)) - phases.batches_before(step)
@@ -197,6 +196,15 @@ class Batches:
             in_flight=len(waiting) - waiting.finished,
             missing=missing,
         )
+
+    def admissible(self) -> int:
+        """Groups that the bound lets in now, whatever the records' bytes."""
+        waiting = self.waiting()
+        capacity = self._admitting.capacity(self._live.published, self._horizon)
+        room = max(0, capacity - waiting.uses_left) // self._max_uses
+        if capacity:  # a batch needs G different groups, however often each may be used
+            room = max(room, self.bound.groups_per_step - len(waiting))
+        return room
 
     def choose(self, step: int) -> list[int] | None:
         """Ids of the batch of `step`, ascending, or None if it must wait.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
 
 from rlcore.spec import Spec, Unread, refuse, setting
 
@@ -83,10 +86,23 @@ class BatchingSpec(Spec):
         unit="optimizer steps",
         ge=0,
     )
+    lag: int | None = setting(
+        None,
+        "every batch is exactly so old, from this step on: weights are loaded only when all that "
+        "was admitted under those before is sampled; max_staleness follows it; null: off",
+        unit="optimizer steps",
+        gt=0,
+    )
     sampling: Literal["fifo", "uniform", "by_task"] = setting(
         "fifo", "order in which groups are trained on"
     )
     max_uses: int = setting(1, "uniform: times a group may be trained on", gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follows_lag(cls, data: Any) -> Any:
+        lag = data.get("lag") if isinstance(data, Mapping) else None
+        return data if lag is None else {"max_staleness": lag, **data}
 
     @property
     def synchronous(self) -> bool:
@@ -128,6 +144,26 @@ class BatchingSpec(Spec):
             f"{key}.max_uses={self.max_uses} needs {key}.sampling=uniform: {self.sampling} takes "
             "every group once.",
         )
+        if self.lag is not None:
+            self._check_lag(key)
+
+    def _check_lag(self, key: str) -> None:
+        """A batch has one age only if each is sampled under one version, and trained on once."""
+        needed = {
+            "max_staleness": self.lag,
+            "steps_per_publish": 1,
+            "steps_per_phase": 1,
+            "epochs": 1,
+            "sampling": "fifo",
+        }
+        found = {name: getattr(self, name) for name in needed}
+        found["steps_per_phase"] = self.phases.batches
+        for name, value in needed.items():
+            refuse(
+                found[name] != value,
+                f"{key}.{name}={found[name]} cannot be combined with {key}.lag={self.lag}, which "
+                f"has every batch exactly {self.lag} steps old: use {name}={value}, or lag=null.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,14 @@ class ReplayBuffer:
             self.live.accounts.check(self._filter_limit)
         return room
 
+    def sampled(self, *, total: int) -> bool:
+        """Return whether all that may be admitted at the published version, of `total` groups over
+        the whole run, has been, and nothing is in flight."""
+        if self.live.unfinished():
+            return False
+        left = total - self.ledger.consumed - len(self.ledger.live)
+        return left <= 0 or self.batches.admissible() == 0
+
     def admit(self, prompt_ids: Sequence[str]) -> list[int]:
         """Open one group for each of the first of these prompts that the buffer takes; their ids,
         ascending.

@@ -1,10 +1,12 @@
-"""`rlcore compare`: where two runs' configurations differ, and their final metrics side by side."""
+"""`rlcore compare`: where two configurations differ, and the final metrics of their runs side by
+side; `rlcore report`: one page of several runs, or figures of them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,24 @@ from rlcore.commands.owner import own
 from rlcore.commands.watch import judged
 from rlcore.config.compose import load, recorded
 from rlcore.errors import UserError
-from rlcore.metrics.digest import Digest, Figure
-from rlcore.metrics.report import write_report
-from rlcore.metrics.rows import Row, read_rows
-from rlcore.metrics.run_folder import require_run
+from rlcore.metrics.curves import Asked, Format, write_curves
+from rlcore.metrics.digest import Digest, Figure, number
+from rlcore.metrics.intervals import Interval, t_interval, welch
+from rlcore.metrics.report import families, write_report
+from rlcore.metrics.rows import Row
+from rlcore.metrics.run_folder import Run, read_run, require_run
 
 
-def report(run_dirs: Sequence[str], out: str | None) -> int:
-    """Write the report and print where it is. Raises UserError for a folder that holds no run."""
+def report(
+    run_dirs: Sequence[str], out: str | None, curves: tuple[Format, Asked] | None = None
+) -> int:
+    """Write the report, or with `curves` the figures asked for, and print where it is. Raises
+    UserError for a folder that holds no run."""
     if not run_dirs:
         raise UserError("rlcore report needs at least one run directory.")
+    if curves is not None:
+        print(write_curves(run_dirs, *curves, out))
+        return 0
     with _owned(run_dirs, out):
         print(write_report(run_dirs, out, _judge))
     return 0
@@ -55,24 +65,65 @@ def _judge(folder: Path, rows: Sequence[Row]) -> list[str]:
 ABSENT = object()
 
 
-def compare(first: str, second: str, *, as_json: bool, console: Console | None = None) -> int:
-    """Print the differences. Raises UserError for a folder that holds no run."""
-    folders = (Path(first), Path(second))
-    for folder in folders:
-        require_run(folder)
-    configs = [recorded(folder) for folder in folders]
-    rows = [read_rows(folder / "metrics.jsonl") for folder in folders]
-    changed = differences(*configs)
-    figures = side_by_side(*rows)
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One configuration: its runs differ by their seed alone. Example: Arm("a", (Run(...),))"""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its first run, which stands for its configuration."""
+        return self.runs[0].folder
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A metric at the end of both; None where one lacks it. `difference`: second less first."""
+
+    figures: tuple[Figure | None, Figure | None]
+    intervals: tuple[Interval | None, Interval | None]
+    difference: Interval | None
+
+
+def compare(
+    run_dirs: Sequence[str], *, ci: float = 95, as_json: bool, console: Console | None = None
+) -> int:
+    """Print the differences of two runs, or of two configurations with several seeds each, whose
+    means have intervals of `ci` percent.
+
+    Raises UserError for a folder that holds no run, and for more or fewer configurations than two.
+    """
+    arms = _arms(run_dirs)
+    changed = differences(*(recorded(arm.folder) for arm in arms))
+    if max(len(arm.runs) for arm in arms) > 1:
+        changed.pop("seed", None)
+    compared, warnings = figures_of(*arms, ci), unlike(*arms)
     if as_json:
-        print(json.dumps(_plain((first, second), changed, figures), indent=1))
+        print(json.dumps(_plain(arms, changed, compared, warnings), indent=1))
         return 0
     console = console or Console()
-    names = _names(*folders)
-    console.print(_settings(names, changed))
+    console.print(_settings(_names(*arms), changed))
     console.print()
-    console.print(_metrics(names, figures))
+    console.print(_metrics(arms, compared, ci))
+    for sentence in warnings:
+        console.print(f"\nWarning: {sentence}", style="yellow", markup=False, highlight=False)
     return 0
+
+
+def _arms(run_dirs: Sequence[str]) -> tuple[Arm, Arm]:
+    runs = [read_run(Path(folder)) for folder in run_dirs]
+    if len(runs) == 2:  # whatever they differ by
+        first, second = (Arm(run.name, (run,)) for run in runs)
+        return first, second
+    found = [Arm(family.name, tuple(family.runs)) for family in families(runs, 1)]
+    if len(found) != 2:
+        raise UserError(
+            "rlcore compare takes two runs, or the seeds of two configurations: these "
+            f"{len(runs)} runs are of {len(found)} ({', '.join(arm.name for arm in found)})."
+        )
+    return found[0], found[1]
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -83,13 +134,57 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and key != "run_dir"}
 
 
-def side_by_side(
-    first: list[Row], second: list[Row]
-) -> dict[str, tuple[Figure | None, Figure | None]]:
-    """The figures of the summaries at the end of both runs, by name; None where a run lacks one."""
-    ends = [{figure.name: figure for figure in _figures(rows)} for rows in (first, second)]
-    names = dict.fromkeys([*ends[0], *ends[1]])
-    return {name: (ends[0].get(name), ends[1].get(name)) for name in names}
+def figures_of(first: Arm, second: Arm, ci: float) -> dict[str, Compared]:
+    """The figures of the summaries at the end of both, by name: of the first run of each, and the
+    means over its runs."""
+    ends = [
+        [{f.name: f for f in _figures(run.rows)} for run in arm.runs] for arm in (first, second)
+    ]
+    names = dict.fromkeys(name for arm in ends for run in arm for name in run)
+    found = {}
+    for name in names:
+        values = [
+            [v for run in arm if name in run and (v := run[name].last) is not None] for arm in ends
+        ]
+        intervals = [t_interval(v, ci) if v else None for v in values]
+        difference = welch(values[0], values[1], ci) if all(values) else None
+        shown = [next((run[name] for run in arm if name in run), None) for arm in ends]
+        found[name] = Compared((shown[0], shown[1]), (intervals[0], intervals[1]), difference)
+    return found
+
+
+# What a comparison of methods should have alike, with the difference that is not noise: a tenth of
+# the larger, and at least this much.
+ALIKE = {
+    "staleness/mean": ("staleness", "steps", 0.1),
+    "response_length/mean": ("response length", "tokens", 1.0),
+}
+
+
+def unlike(first: Arm, second: Arm) -> list[str]:
+    """A sentence on realised staleness and on length where they differ by more than a tenth, by
+    their means over all steps of all runs."""
+    found = []
+    for metric, (name, unit, least) in ALIKE.items():
+        values = [
+            [v for run in arm.runs for row in run.rows if (v := row.get(metric)) is not None]
+            for arm in (first, second)
+        ]
+        if not all(values):
+            continue
+        a, b = (sum(v) / len(v) for v in values)
+        if abs(a - b) <= max(least, 0.1 * max(abs(a), abs(b))):
+            continue
+        advice = (
+            "schedule=fixed_lag makes it the same"
+            if metric == "staleness/mean"
+            else "compare over tokens as well: rlcore report DIR DIR format=svg x=tokens"
+        )
+        found.append(
+            f"the {name} was not the same, {number(a)} and {number(b)} {unit} in the mean over all "
+            f"steps: it may be what the results differ by ({advice})."
+        )
+    return found
 
 
 def _figures(rows: list[Row]) -> list[Figure]:
@@ -102,26 +197,41 @@ def _figures(rows: list[Row]) -> list[Figure]:
 
 
 def _plain(
-    names: tuple[str, str],
+    arms: tuple[Arm, Arm],
     changed: Mapping[str, tuple[Any, Any]],
-    figures: Mapping[str, tuple[Figure | None, Figure | None]],
+    compared: Mapping[str, Compared],
+    warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The comparison for JSON; a value that a run does not have is left out."""
+    """The comparison for JSON; a value that a run does not have is left out. With several seeds,
+    `a` and `b` are means."""
     settings = [
         {"key": key} | {run: v for run, v in zip("ab", pair) if v is not ABSENT}
         for key, pair in changed.items()
     ]
-    metrics = [
-        {"name": name} | {run: f.last for run, f in zip("ab", pair) if f is not None}
-        for name, pair in figures.items()
-    ]
-    return {"a": names[0], "b": names[1], "config": settings, "metrics": metrics}
+    metrics = []
+    for name, found in compared.items():
+        line: dict[str, Any] = {"name": name}
+        for run, figure, interval in zip("ab", found.figures, found.intervals):
+            if figure is not None:
+                line[run] = figure.last if interval is None or interval.n < 2 else interval.mean
+            if interval is not None and interval.n > 1:
+                line[f"{run}_interval"] = [interval.low, interval.high]
+        if (difference := found.difference) is not None and difference.low is not None:
+            line |= {
+                "difference": difference.mean,
+                "difference_interval": [difference.low, difference.high],
+            }
+        metrics.append(line)
+    runs = {run: [str(r.folder) for r in arm.runs] for run, arm in zip("ab", arms)}
+    named = {run: folders[0] if len(folders) == 1 else folders for run, folders in runs.items()}
+    return {**named, "config": settings, "metrics": metrics, "warnings": list(warnings)}
 
 
-def _names(first: Path, second: Path) -> tuple[str, str]:
+def _names(first: Arm, second: Arm) -> tuple[str, str]:
     """The folders' own names, which are shorter than their paths, where they differ."""
-    names = (first.resolve().name, second.resolve().name)
-    return names if names[0] != names[1] else (str(first), str(second))
+    if first.name != second.name:
+        return first.name, second.name
+    return str(first.folder), str(second.folder)
 
 
 def _settings(names: tuple[str, str], changed: Mapping[str, tuple[Any, Any]]) -> Table | str:
@@ -133,16 +243,38 @@ def _settings(names: tuple[str, str], changed: Mapping[str, tuple[Any, Any]]) ->
     return table
 
 
-def _metrics(
-    names: tuple[str, str], figures: Mapping[str, tuple[Figure | None, Figure | None]]
-) -> Table | str:
-    if not figures:
+def _metrics(arms: tuple[Arm, Arm], compared: Mapping[str, Compared], ci: float) -> Table | str:
+    if not compared:
         return "Neither run has finished a learner step."
-    table = _table("final metrics", names)
-    for name, pair in figures.items():
-        mean = ", mean of the last steps" if any(f is not None and f.recent for f in pair) else ""
-        table.add_row(escape(name + mean), *(f.shown if f is not None else "" for f in pair))
+    several = max(len(arm.runs) for arm in arms) > 1
+    title = (
+        f"final metrics: means over seeds, with intervals of {ci:g} %"
+        if several
+        else "final metrics"
+    )
+    table = _table(title, _names(*arms))
+    if several:
+        table.add_column("difference, low to high")
+    for name, its in compared.items():
+        recent = any(f is not None and f.recent for f in its.figures)
+        cells = [_cell(figure, interval) for figure, interval in zip(its.figures, its.intervals)]
+        heading = escape(name + (", mean of the last steps" if recent else ""))
+        table.add_row(heading, *cells, *([_difference(its.difference)] if several else []))
     return table
+
+
+def _cell(figure: Figure | None, interval: Interval | None) -> str:
+    if figure is None or interval is None or interval.half is None:
+        return figure.shown if figure is not None else ""
+    return f"{number(interval.mean)} ± {number(interval.half)} ({interval.n})"
+
+
+def _difference(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    if found.low is None:
+        return number(found.mean)
+    return f"{number(found.mean)}, {number(found.low)} to {number(found.high)}"
 
 
 def _table(title: str, names: tuple[str, str]) -> Table:

@@ -278,8 +278,8 @@ def _schedule(config: RunConfig) -> str:
     pace = (
         "generation and learning take turns" + (", on the same GPUs" if spec.colocated else "")
         if spec.synchronous
-        else "generation goes on while the learner trains, at most "
-        f"{_count(spec.max_staleness, 'step')} behind"
+        else "generation goes on while the learner trains, "
+        f"{'exactly' if spec.lag else 'at most'} {_count(spec.max_staleness, 'step')} behind"
     )
     return (
         f"{_count(spec.steps, 'step')} of {_count(spec.groups_per_step, 'prompt')} x "

@@ -71,6 +71,11 @@ def _staleness(c: RunConfig, label: str, target: TargetSpec) -> None:
         f"{least:g} and schedule.max_staleness={eta}, which is no room: raise "
         "schedule.max_staleness.",
     )
+    refuse(
+        c.schedule.lag is not None,
+        f"actor.{label}.target moves the admitted staleness, which schedule.lag={c.schedule.lag} "
+        "keeps: use one or the other.",
+    )
 
 
 def _pages(c: RunConfig, label: str, target: TargetSpec) -> None:

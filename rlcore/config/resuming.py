@@ -53,6 +53,7 @@ FIXED = {
     "rollout.top_p": _SAMPLED,
     "rollout.top_k": _SAMPLED,
     "rollout.min_p": _SAMPLED,
+    "schedule.lag": "batches in the checkpoint's buffer have the age that it gave them",
     "correction.dvp.rho": _SAMPLED,
     "actor.*.correction.dvp.rho": _SAMPLED,
     "learner.engine": _WEIGHTS,

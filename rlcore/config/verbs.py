@@ -80,6 +80,8 @@ CONFIG_DIR = Key("config_dir", "a folder of your own groups and experiments", "f
 CHECKPOINT = Key("checkpoint", "the checkpoint; without it the run's newest valid one", "folder")
 DRY_RUN = Key("dry_run", "check everything, print what would be started, start nothing", "flag")
 JSON = Key("json", "print JSON", "flag")
+CI = Key("ci", "percent of the intervals of means over seeds", "number", default="95")
+FORMATS = ("svg", "pdf", "csv")  # of figures, `metrics/curves.py`
 FORECAST = (
     Key("rates", "rates for a forecast, as rlcore plan measure wrote them", "file"),
     Key("gpu", "rates of this GPU instead, by its manufacturer's figures", choices=tuple(GPUS)),
@@ -180,17 +182,27 @@ VERBS: Mapping[str, Verb] = {
         ),
         Verb(
             "compare",
-            "where two runs' configurations differ, and their final metrics",
-            ("rlcore compare DIR DIR [json=true]",),
-            (JSON,),
+            "where two configurations differ, and the final metrics of their runs, with intervals",
+            ("rlcore compare DIR DIR [DIR ...] [ci=95] [json=true]",),
+            (CI, JSON),
             settings=False,
-            operands=Operands("DIR", 2, 2),
+            operands=Operands("DIR", 2, None),
         ),
         Verb(
             "report",
-            "write report.html of one run into its folder, or of several overlaid",
-            ("rlcore report [DIR ...] [out=FILE]",),
-            (Key("out", "the file to write", "file"),),
+            "write report.html of one run into its folder, or of several overlaid; or figures",
+            (
+                "rlcore report [DIR ...] [out=FILE]",
+                "rlcore report DIR ... format=svg|pdf|csv [x=tokens] [y=METRIC,...] [ci=95]",
+            ),
+            (
+                Key("out", "the file to write", "file"),
+                Key("format", "what to write", default="html", choices=("html", *FORMATS)),
+                Key("x", "of svg, pdf, csv: step, seconds, tokens or a metric", default="step"),
+                Key("y", "of svg, pdf, csv: metrics, with commas between"),
+                Key("labels", "of svg, pdf, csv: names of the configurations, with commas between"),
+                CI,
+            ),
             settings=False,
             operands=Operands("DIR", 0, None),
             run_dir="newest",

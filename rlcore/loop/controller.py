@@ -349,6 +349,8 @@ class Controller:
         unsaved = self.progress.step > saver.newest_step
         if not unsaved or not self._between_steps or self._resume_phase_from is not None:
             return
+        if self._plan.schedule.lag is not None and self.progress.published < self.progress.step:
+            return  # groups in flight would be sampled by a newer version than they are due
         try:
             async with asyncio.timeout(ANSWER_S):  # an admission is whole, and the last one
                 await self._dispatcher.admitting.acquire()

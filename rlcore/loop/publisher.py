@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from rlcore.errors import DeadlineExceeded
 from rlcore.loop.fleet import Fleet
 from rlcore.loop.plan import Plan, Progress
 from rlcore.loop.role_protocols import ActorClient, Clients, LearnerClient, Publication, Sent
@@ -114,6 +115,9 @@ class Publisher:
 
     async def _deliver(self, publication: Publication, start: float) -> dict[str, float]:
         progress = self._progress
+        newer = publication.version > progress.published >= 0  # not the first of a resumed run
+        if self._plan.schedule.lag is not None and newer:
+            await self._all_sampled()
         await self._colocation.from_learner()
         parts = await self._fleet.publish(publication, self._send)
         self._colocation.awake({"wake_s": parts.pop("wake_s", 0.0)})
@@ -122,6 +126,18 @@ class Publisher:
         self._timeline.add(PUBLICATIONS, f"version {publication.version}", start, now())
         named = {f"time/publish_{name}": seconds for name, seconds in parts.items()}
         return {"time/publish_s": now() - start, **named}
+
+    async def _all_sampled(self) -> None:
+        """With a fixed lag, every group is of the version that it was admitted at."""
+        plan, left = self._plan, self._plan.schedule.wait_data_timeout_s
+        beat = plan.supervision.heartbeat_s
+        while not await self._buffer.wait_sampled(min(beat, left), plan.total_groups):
+            left -= beat
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"waited {plan.schedule.wait_data_timeout_s:g} s for the samples of version "
+                    f"{self._progress.published} (schedule.wait_data_timeout_s)."
+                )
 
     async def _send(self, publication: Publication, receivers: Sequence[ActorClient]) -> None:
         self._note(await self._learner.send(publication, receivers))

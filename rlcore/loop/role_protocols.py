@@ -84,6 +84,10 @@ class BufferClient(Protocol):
     async def limit_staleness(self, bound: int) -> None:
         """Admit groups as with this `schedule.max_staleness`, at most the schedule's own."""
 
+    async def wait_sampled(self, timeout_s: float, total: int) -> bool:
+        """Wait up to `timeout_s` until all groups that may be admitted at the published version, of
+        `total` over the whole run, are complete; return whether they are."""
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         """Wait up to `timeout_s` for the batch of `step`; return whether it can be taken.
 

@@ -89,6 +89,11 @@ class ScheduleSpec(BatchingSpec):
             "max_staleness=0 has no sample running then",
         ),
         Unread(
+            ("on_publish",),
+            lambda spec: spec.lag is not None,
+            "lag has no sample running then",
+        ),
+        Unread(
             ("steps_per_publish",),
             lambda spec: spec.synchronous and spec.publish_period > spec.steps_per_publish,
             "max_staleness=0 publishes after whole phases, which are longer",

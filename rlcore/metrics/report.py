@@ -194,6 +194,8 @@ def _schedule(schedule: Any) -> str:
         return ""
     eta = schedule.get("max_staleness")
     kind = "synchronous" if eta == 0 else f"asynchronous, max_staleness {eta}"
+    if schedule.get("lag") is not None:
+        kind = f"every batch {schedule['lag']} steps old"
     every = schedule.get("steps_per_publish")
     return (
         f"{kind}, {schedule.get('steps')} steps of {schedule.get('groups_per_step')} groups, "
@@ -277,7 +279,7 @@ def write_report(
     runs = [read_run(folder, judge) for folder in folders]
     beside = folders[0] if len(folders) == 1 else Path()
     target = beside / "report.html" if out is None else Path(out)
-    replace_file(target, render(_distinct(runs)))
+    replace_file(target, render(distinct(runs)))
     return target
 
 
@@ -357,8 +359,8 @@ def families(runs: Sequence[Run], stride: int) -> list[Family]:
     ]
 
 
-def _distinct(runs: list[Run]) -> list[Run]:
-    """Runs of the same folder name are distinguished by their paths."""
+def distinct(runs: list[Run]) -> list[Run]:
+    """The runs, those of the same folder name under their paths instead."""
     names = [r.name for r in runs]
     for run in runs:
         if names.count(run.name) > 1:

@@ -100,6 +100,9 @@ class FakeBuffer(BufferClient):
     async def limit_staleness(self, bound: int) -> None:
         await self.actor.limit_staleness(bound)
 
+    async def wait_sampled(self, timeout_s: float, total: int) -> bool:
+        return await self.actor.wait_sampled(timeout_s, total)
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         return await self.actor.wait_ready(step, timeout_s, wave)
 

@@ -1,11 +1,13 @@
 """`rlcore compare` on two run directories."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from rlcore.cli import main
-from rlcore.commands.compare import ABSENT, differences, side_by_side
+from rlcore.commands.compare import ABSENT, Arm, differences, figures_of, unlike
+from rlcore.metrics.run_folder import Run
 
 ROW = {"reward/mean": 0.5, "time/step_s": 2.0, "time/wait_data_s": 0.5}
 
@@ -74,8 +76,78 @@ def test_a_null_differs_from_a_key_that_is_absent():
 
 
 def test_a_run_without_rows_has_no_figures():
-    figures = side_by_side([], [{"step": 1, "reward/mean": 0.5}])
-    assert figures["reward/mean"][0] is None and figures["steps"][1].last == 1
+    found = figures_of(arm([]), arm([{"step": 1, "reward/mean": 0.5}]), 95)
+    assert found["reward/mean"].figures[0] is None and found["steps"].figures[1].last == 1
+    assert found["reward/mean"].difference is None
+
+
+def arm(*runs):
+    return Arm("a", tuple(Run("a", Path("a"), rows, "") for rows in runs))
+
+
+def seeds(tmp_path, name, lr, rewards):
+    return [
+        run(
+            tmp_path / f"{name}{seed}",
+            {"run_dir": f"{name}{seed}", "seed": seed, "learner": {"lr": lr}},
+            {"reward/mean": reward},
+        )
+        for seed, reward in enumerate(rewards)
+    ]
+
+
+def test_seeds_are_means_with_t_and_welch_intervals(tmp_path, capsys):
+    """Against scipy: `t.interval` and `ttest_ind(equal_var=False).confidence_interval`."""
+    first = seeds(tmp_path, "a", 1e-3, [0.1, 0.2, 0.4])
+    second = seeds(tmp_path, "b", 1e-4, [0.5, 0.9, 0.6, 0.7])
+    assert main(["compare", *first, *second, "json=true", "ci=90"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["a"], found["b"]) == (first, second)
+    assert [line["key"] for line in found["config"]] == ["learner.lr"]
+    (reward,) = (line for line in found["metrics"] if line["name"] == "reward/mean")
+    assert (reward["a"], reward["b"]) == pytest.approx((0.7 / 3, 0.675))
+    assert reward["a_interval"] == pytest.approx([-0.0241857, 0.4908524], abs=1e-6)
+    assert reward["b_interval"] == pytest.approx([0.4740433, 0.8759567], abs=1e-6)
+    assert reward["difference"] == pytest.approx(0.675 - 0.7 / 3)
+    assert reward["difference_interval"] == pytest.approx([0.1912003, 0.6921330], abs=1e-6)
+
+
+def test_seeds_are_shown_with_their_number(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    first, second = seeds(tmp_path, "a", 1e-3, [0.1, 0.3]), seeds(tmp_path, "b", 1e-4, [0.5, 0.5])
+    assert main(["compare", *second, *first]) == 0
+    text = capsys.readouterr().out
+    assert "intervals of 95 %" in text and "0.2 ± 1.27 (2)" in text and "0.5 ± 0 (2)" in text
+
+
+def test_more_than_two_configurations_are_refused_by_name(tmp_path, capsys):
+    folders = [f for i, name in enumerate("abc") for f in seeds(tmp_path, name, 10.0**-i, [0.5])]
+    assert main(["compare", *folders]) == 2
+    assert "these 3 runs are of 3 (a0, b0, c0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "100", "x"])
+def test_an_interval_is_of_a_percentage(two, text, capsys):
+    assert main(["compare", *two, f"ci={text}"]) == 2
+    assert f"ci={text}" in capsys.readouterr().err
+
+
+def test_unequal_staleness_and_length_are_warned_of(tmp_path, capsys):
+    fresh = [{"step": 1, "staleness/mean": 1.0, "response_length/mean": 100.0}]
+    old = [{"step": 1, "staleness/mean": 4.0, "response_length/mean": 105.0}]
+    longer = [{"step": 1, "staleness/mean": 1.05, "response_length/mean": 150.0}]
+    (sentence,) = unlike(arm(fresh), arm(old))
+    assert "staleness was not the same, 1 and 4 steps" in sentence and "fixed_lag" in sentence
+    (sentence,) = unlike(arm(fresh), arm(longer))
+    assert "response length was not the same, 100 and 150 tokens" in sentence
+    assert unlike(arm(fresh), arm(fresh)) == unlike(arm([]), arm(old)) == []
+    config = {"seed": 0}
+    folders = [run(tmp_path / n, config | {"run_dir": n}, r[0]) for n, r in zip("ab", (fresh, old))]
+    assert main(["compare", *folders]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Warning: the staleness was not the same" in said
+    assert main(["compare", *folders, "json=true"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
 
 
 @pytest.mark.parametrize(

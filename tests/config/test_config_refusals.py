@@ -183,6 +183,23 @@ REFUSED = [  # words; parts that the sentence must hold
         ["evaluation.tasks.more.grade_timeout_s=3"],
     ),
     (["schedule.max_uses=2"], ["schedule.max_uses=2", "uniform"]),
+    *(
+        (["schedule=fixed_lag", f"schedule.{word}"], [f"schedule.{word}", "schedule.lag=8", use])
+        for word, use in (
+            ("max_staleness=4", "use max_staleness=8"),
+            ("steps_per_publish=2", "use steps_per_publish=1"),
+            ("steps_per_phase=4", "use steps_per_phase=1"),
+            ("epochs=2", "use epochs=1"),
+            ("sampling=uniform", "use sampling=fifo"),
+            ("sampling=by_task", "use sampling=fifo"),
+        )
+    ),
+    (["schedule=fixed_lag", "schedule.lag=0"], ["schedule.lag=0", "greater than 0"]),
+    (
+        ["schedule=fixed_lag", "actor.bf16.target={value:0.9}"],
+        ["actor.bf16.target", "schedule.lag=8"],
+    ),
+    (["schedule=fixed_lag", "schedule.colocated=true"], ["colocated=true", "max_staleness=8"]),
     (
         ["schedule.sampling=uniform", "schedule.max_uses=2", "schedule.epochs=3"],
         ["schedule.epochs=3", "schedule.max_uses=2", "at 1"],

@@ -15,7 +15,6 @@ FREE_SECTIONS = (
     "task.difficulty",
     "task.LABEL.difficulty",
     "algorithm",
-    "schedule",
     "cluster",
     "evaluation",
     "checkpoint",
@@ -32,6 +31,11 @@ FREE = {
     "task.LABEL": f"{GRADED} weight samples_per_prompt max_new_tokens stop advantage",
     "task.LABEL.environment": PLAYED,
     "environment": PLAYED,
+    "schedule": (
+        "steps groups_per_step steps_per_publish steps_per_phase epochs max_staleness sampling "
+        "max_uses on_publish colocated wait_data_timeout_s publish_timeout_s step_timeout_s "
+        "wait_space_timeout_s"
+    ),
     "actor.LABEL": (
         "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "
         "num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "
@@ -136,6 +140,7 @@ TWO = ("task=[digits,arithmetic]", "model=tiny")
             "task.arithmetic.args.ops=",
         ),
         (TWO, ["task.digits.temperature=0.5"], "task.digits.temperature=0.5", "=null"),
+        (BASE, ["schedule=fixed_lag"], "schedule.lag=8", "schedule.lag=null"),
     ],
 )
 def test_what_would_make_the_rest_of_a_run_another_one_is_refused(

@@ -30,6 +30,7 @@ EXPECTED = "correction.jackpot.mode=expected"
 OFFLOADED = "learner.offload.optimizer=cpu learner.zero_stage=3"
 GPU = "actor.bf16.num_gpus=1"
 IN_FLIGHT = "schedule=async schedule.on_publish=in_flight"
+BY_LENGTH = "actor=sparse actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"
 DISTILL = "experiment=distill_sparse"
 SHARED = {  # of slurm and kubernetes
     "nodes": "2",
@@ -102,9 +103,13 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             ("kv_on_update", "keep", "schedule=async schedule.on_publish=abort", IN_FLIGHT),
         ]
     },
+    "actor.sparse.sparse.length_step": [("2048", "actor=sparse", BY_LENGTH)],
     "correction.strata": [("none", "", "actor=[bf16,fp8]")],
     "correction.shadow_every": [("5", "", "correction.shadow=[[ais]]")],
-    "schedule.on_publish": [("abort", "schedule=on_policy", "schedule=async")],
+    "schedule.on_publish": [
+        ("abort", "schedule=on_policy", "schedule=async"),
+        ("in_flight", "schedule=fixed_lag", "schedule=async schedule.on_publish=finish"),
+    ],
     "schedule.steps_per_publish": [
         (
             "2",

@@ -95,6 +95,9 @@ class BufferActor:
             await self._poll(lambda: self.buffer.room(total=total, all_done=all_done), timeout_s)
         )
 
+    async def wait_sampled(self, timeout_s: float, total: int) -> bool:
+        return bool(await self._poll(lambda: self.buffer.sampled(total=total), timeout_s))
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         return bool(await self._poll(lambda: self.buffer.ready(step, wave=wave), timeout_s))
 

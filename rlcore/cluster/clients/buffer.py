@@ -70,6 +70,10 @@ class RayBuffer(BufferClient):
         ref = self.handle.limit_staleness.remote(bound)
         await self._call(ref, "setting the admitted staleness")
 
+    async def wait_sampled(self, timeout_s: float, total: int) -> bool:
+        ref = self.handle.wait_sampled.remote(timeout_s, total)
+        return bool(await self._call(ref, "the samples of a version"))
+
     async def wait_ready(self, step: int, timeout_s: float, wave: int | None) -> bool:
         ref = self.handle.wait_ready.remote(step, timeout_s, wave)
         return bool(await self._call(ref, "a training batch"))
