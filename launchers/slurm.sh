@@ -36,17 +36,17 @@ resources() { # of the node with this index
 }
 
 node=(--num-cpus="$cpus" --num-gpus="$gpus" --disable-usage-stats --block)
-ray start --head --node-ip-address="$head_ip" --port="${address##*:}" --include-dashboard=false \
+"${inside[@]}" ray start --head --node-ip-address="$head_ip" --port="${address##*:}" --include-dashboard=false \
   --resources="$(resources 0)" "${node[@]}" &
 ray_pids+=($!)
 for ((i = 1; i < ${#hosts[@]}; i++)); do
-  srun --nodes=1 --ntasks=1 --nodelist="${hosts[i]}" \
+  srun --nodes=1 --ntasks=1 --nodelist="${hosts[i]}" "${across[@]}" \
     ray start --address="$address" --resources="$(resources "$i")" "${node[@]}" &
   ray_pids+=($!)
 done
 
 # The run counts the cluster's CPUs and GPUs at its start, so every node must have joined by then.
-python - "$address" "${#hosts[@]}" "$start_timeout_s" <<'PY' &
+"${inside[@]}" python - "$address" "${#hosts[@]}" "$start_timeout_s" <<'PY' &
 import sys
 import time
 
@@ -69,7 +69,7 @@ while joined < wanted:
 PY
 wait $!
 
-"${command[@]}" cluster.address="$address" &
+"${inside[@]}" "${command[@]}" cluster.address="$address" &
 driver=$!
 code=0
 while kill -0 "$driver" 2>/dev/null; do # a trapped signal ends `wait` early

@@ -1,17 +1,17 @@
 """rlcore: asynchronous actor-learner reinforcement learning of language models.
 
-`train`, `evaluate`, `export`, `load_run` and `Callback` are those of `rlcore/api.py`; nothing is
-imported before one is used."""
+`train`, `evaluate`, `export`, `draw`, `load_run` and `Callback` are those of `rlcore/api.py`;
+nothing is imported before one is used."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlcore.api import RunResult, evaluate, export, load_run, train
+    from rlcore.api import RunResult, draw, evaluate, export, load_run, train
     from rlcore.interfaces import Callback
 
-__all__ = ["Callback", "RunResult", "evaluate", "export", "load_run", "train"]
+__all__ = ["Callback", "RunResult", "draw", "evaluate", "export", "load_run", "train"]
 
 
 def __getattr__(name: str) -> Any:

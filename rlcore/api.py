@@ -133,6 +133,27 @@ def export(
     return Path(out)
 
 
+def draw(
+    run_dirs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    x: str = "step",
+    y: Sequence[str] = (),
+    ci: float = 95,
+    labels: Sequence[str] = (),
+) -> Path:
+    """`rlcore report format=svg|pdf|csv`, by the suffix of `out`: curves of runs, those that differ
+    by their seed alone merged, with t intervals of `ci` percent. Raises UserError."""
+    from rlcore.metrics.curves import FORMATS, Asked, write_curves
+
+    suffix = Path(out).suffix.removeprefix(".")
+    form = next((known for known in FORMATS if known == suffix), None)
+    if form is None:
+        raise UserError.choice("out", out, [f"a name that ends in .{known}" for known in FORMATS])
+    asked = Asked(x, tuple(y), ci, tuple(labels))
+    return write_curves([str(folder) for folder in run_dirs], form, asked, str(out))
+
+
 def load_run(run_dir: str | Path) -> RunResult:
     """A run folder. Raises UserError if it holds no run."""
     from rlcore.metrics.run_folder import require_run

@@ -23,6 +23,7 @@ from rlcore.errors import UserError
 from rlcore.files import replace_file
 from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
+from rlcore.metrics.intervals import normal_half
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.spec import refuse
 
@@ -213,15 +214,25 @@ def _facts(config: RunConfig, base: str) -> Iterator[tuple[str, object]]:
 
 
 def _evaluation(rows: list[Row]) -> list[str]:
-    """The first and the newest held-out results."""
-    first: dict[str, float] = {}
-    newest: dict[str, float] = {}
+    """The first and the newest held-out results, each with the interval of its own evaluation."""
+    first: dict[str, str] = {}
+    newest: dict[str, str] = {}
     for row in rows:
         found = {n: v for n, v in row.items() if n.startswith("eval/") and v is not None}
-        newest |= found
-        first = found | first
+        shown = {n: _with_interval(n, found) for n in found if "/stderr_" not in n}
+        newest |= shown
+        first = shown | first
     if not newest:
         return []
     lines = ["## Held-out results", "", "| metric | first | newest |", "| --- | --- | --- |"]
-    lines += [f"| `{n}` | {first[n]:.4g} | {newest[n]:.4g} |" for n in sorted(newest)]
+    lines += [f"| `{n}` | {first[n]} | {newest[n]} |" for n in sorted(newest)]
+    if any("±" in text for text in newest.values()):
+        lines += ["", "± half of a 95 % interval, from the standard error over prompts (one run)."]
     return [*lines, ""]
+
+
+def _with_interval(name: str, found: dict[str, float]) -> str:
+    head, _, statistic = name.rpartition("/")
+    stderr = found.get(f"{head}/stderr_{statistic}")
+    half = "" if stderr is None else f" ± {normal_half(stderr):.2g}"
+    return f"{found[name]:.4g}{half}"

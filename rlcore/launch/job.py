@@ -40,11 +40,13 @@ class Rendered:
         return "\n".join([*parts, f"# command\n{shlex.join(self.command)}\n"])
 
 
-def train_command(words: Sequence[str]) -> list[str]:
-    """`rlcore train` with the words given; a run that exists already is resumed."""
+def train_command(words: Sequence[str], *, elsewhere: bool = False) -> list[str]:
+    """`rlcore train` with the words given; a run that exists already is resumed. `elsewhere`: a
+    scheduler may repeat it on another host, after the first was lost."""
     # Schedulers repeat the command: without it the second start would refuse the run directory.
-    resume = [] if any(w.startswith("resume=") for w in words) else ["resume=auto"]
-    return ["rlcore", "train", *words, *resume]
+    added = {"resume": "auto"} | ({"takeover_after_s": "60"} if elsewhere else {})
+    given = {word.partition("=")[0] for word in words}
+    return ["rlcore", "train", *words, *(f"{k}={v}" for k, v in added.items() if k not in given)]
 
 
 def render_slurm(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
@@ -75,9 +77,11 @@ def _options(spec: LaunchSpec, run_dir: str) -> list[str]:
 
 
 def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
+    inside, across = _container_words(spec)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()]
     # The programs of the environment that rendered this script: the nodes share its file system.
     programs = shlex.quote(str(Path(sys.executable).parent))
+    path = [] if spec.container_image else [f'export PATH={programs}:"$PATH"']
     counts = {
         "cpus": spec.cpus_per_node,
         "gpus": spec.gpus_per_node,
@@ -88,13 +92,35 @@ def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
     }
     return [
         *exports,
-        f'export PATH={programs}:"$PATH"',
+        *path,
         *spec.setup,
-        f"command=({shlex.join(train_command(words))})",
+        # before a command on this node, and words of srun before one on another
+        f"inside=({inside})",
+        f"across=({across})",
+        f"command=({shlex.join(train_command(words, elsewhere=True))})",
         " ".join(f"{name}={value}" for name, value in counts.items()),
         f"learner_resources={shlex.quote(json.dumps({LEARNER_RESOURCE: RESOURCE_AMOUNT}))}",
         f"actor_resources={shlex.quote(json.dumps({ACTOR_RESOURCE: RESOURCE_AMOUNT}))}",
     ]
+
+
+def _container_words(spec: LaunchSpec) -> tuple[str, str]:
+    """As shell words: what comes before a command of the first node, and, after `srun`, before a
+    command of another one."""
+    image = spec.container_image
+    if image is None:
+        return "", ""
+    if spec.container_runtime == "apptainer":
+        # /tmp and /dev/shm of the host, where Ray has its sockets and objects, are in it anyway
+        bind = ["--bind", ",".join(spec.container_mounts)] if spec.container_mounts else []
+        gpus = ["--nv"] if spec.gpus_per_node else []
+        run = shlex.join(["apptainer", "exec", *gpus, *bind, image])
+        return run, run
+    mounts = ",".join(["/tmp:/tmp", *spec.container_mounts])
+    words = shlex.join([f"--container-image={image}", f"--container-mounts={mounts}"])
+    # pyxis is a plugin of srun: the first node's commands are job steps, too, and share the node
+    step = 'srun --overlap --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME"'
+    return f"{step} {words}", words
 
 
 # Of the head's pod, which holds the controller, the buffer and the graders.
@@ -110,8 +136,9 @@ def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> R
     memory = _check(spec, run_dir)
     manifest = yaml.safe_load((TEMPLATES / "rayjob.yaml").read_text())
     manifest["metadata"] |= {"name": job_name(run_dir), "namespace": spec.namespace}
+    manifest["metadata"]["labels"] |= spec.labels
     job = manifest["spec"]
-    job["entrypoint"] = shlex.join(train_command(words))
+    job["entrypoint"] = shlex.join(train_command(words, elsewhere=True))
     job["backoffLimit"] = spec.retries
     cluster = job["rayClusterSpec"]
     cluster["rayVersion"] = version("ray")
@@ -178,17 +205,22 @@ def _workers(
 def _pod(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:
     # Ray's object store lives in shared memory, of which a container has 64 MiB by default.
     shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, memory_gib // 3)}Gi"}
-    return {
-        "spec": {
-            "containers": [_container(spec, cpus, memory_gib, gpus)],
-            "nodeSelector": dict(spec.node_selector),
-            "terminationGracePeriodSeconds": spec.grace_s,
-            "volumes": [
-                {"name": "run", "persistentVolumeClaim": {"claimName": spec.claim}},
-                {"name": "shm", "emptyDir": shared_memory},
-            ],
-        }
+    pod: dict[str, Any] = {
+        "containers": [_container(spec, cpus, memory_gib, gpus)],
+        "nodeSelector": dict(spec.node_selector),
+        "terminationGracePeriodSeconds": spec.grace_s,
+        "volumes": [
+            {"name": "run", "persistentVolumeClaim": {"claimName": spec.claim}},
+            {"name": "shm", "emptyDir": shared_memory},
+        ],
     }
+    if spec.fs_group is not None:
+        pod["securityContext"] = {"fsGroup": spec.fs_group}
+    if spec.tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in spec.tolerations]
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in spec.image_pull_secrets]
+    return {"spec": pod}
 
 
 def _container(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from rlcore.errors import UserError
-from rlcore.spec import Spec, Unread, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 
 # Custom Ray resources of the nodes when the learner has nodes of its own. A role asks for a small
 # share of the resource of its nodes.
@@ -16,6 +16,8 @@ LEARNER_RESOURCE = "rlcore_learner"
 ACTOR_RESOURCE = "rlcore_actor"
 RESOURCE_AMOUNT = 1000
 
+TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
+MOUNT = re.compile(r"/[^:,]*:/[^:,]*(:ro)?")
 SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
 
 
@@ -29,15 +31,28 @@ class LaunchSpec(Spec):
             "kind is neither slurm nor kubernetes",
         ),
         Unread(
-            ("start_timeout_s", "sbatch", "setup"),
+            ("start_timeout_s", "sbatch", "setup", "container_image", "container_mounts"),
             lambda spec: spec.kind != "slurm",
             "kind is not slurm",
         ),
         Unread(("job_address",), lambda spec: spec.kind != "ray", "kind is not ray"),
         Unread(
-            ("image", "namespace", "claim", "mount", "secret", "node_selector"),
+            (
+                *("image", "namespace", "claim", "mount", "secret", "node_selector"),
+                *("fs_group", "tolerations", "image_pull_secrets", "labels"),
+            ),
             lambda spec: spec.kind != "kubernetes",
             "kind is not kubernetes",
+        ),
+        Unread(
+            ("container_mounts",),
+            lambda spec: spec.container_image is None,
+            "container_image=null runs no container",
+        ),
+        Unread(
+            ("container_runtime",),
+            lambda spec: spec.kind != "slurm" or spec.container_image is None,
+            "there is no slurm container (kind, container_image)",
         ),
     )
 
@@ -66,6 +81,18 @@ class LaunchSpec(Spec):
     setup: list[str] = setting(
         default_factory=list, meaning="slurm: shell lines before anything else"
     )
+    container_image: str | None = setting(
+        None,
+        "slurm: image that rlcore is in; a name (pyxis), a file or docker://NAME (apptainer); "
+        "null: the environment that launches",
+    )
+    container_runtime: Literal["pyxis", "apptainer"] = setting(
+        "pyxis", "what runs it: srun --container-image, or apptainer exec"
+    )
+    container_mounts: list[str] = setting(
+        default_factory=list,
+        meaning="slurm: SOURCE:TARGET folders in the container, where run_dir, model and data are",
+    )
     job_address: str | None = setting(
         None, "ray: job server, http://HOST:PORT; null: drive the run from here"
     )
@@ -77,6 +104,33 @@ class LaunchSpec(Spec):
     node_selector: dict[str, str] = setting(
         default_factory=dict, meaning="kubernetes: labels of eligible machines"
     )
+    fs_group: int | None = setting(
+        None, "kubernetes: group that the volume's files belong to, for images without root", ge=0
+    )
+    tolerations: list[dict[str, str | int]] = setting(
+        default_factory=list,
+        meaning="kubernetes: of tainted machines, e.g. {key: nvidia.com/gpu, operator: Exists}",
+    )
+    image_pull_secrets: list[str] = setting(
+        default_factory=list, meaning="kubernetes: secrets of the image's registry"
+    )
+    labels: dict[str, str] = setting(
+        default_factory=dict,
+        meaning="kubernetes: of the job, e.g. kueue.x-k8s.io/queue-name for Kueue",
+    )
+
+    def check(self, key: str) -> None:
+        wrong = next((m for m in self.container_mounts if not MOUNT.fullmatch(m)), "")
+        refuse(
+            bool(wrong),
+            f"{key}.container_mounts={wrong} is not accepted: write SOURCE:TARGET, both absolute.",
+        )
+        unknown = {n for t in self.tolerations for n in t} - set(TOLERATION)
+        refuse(
+            bool(unknown),
+            f"{key}.tolerations.{min(unknown, default='')} is no field of a toleration: choose "
+            f"among {', '.join(TOLERATION)}.",
+        )
 
     @model_validator(mode="before")
     @classmethod

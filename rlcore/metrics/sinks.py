@@ -196,9 +196,30 @@ class Calls:
             self._began = None
 
 
+# Of the tables of samples in W&B.
+TABLE_COLUMNS = ("source", "prompt", "response", "reward", "finish_reason", "actor", "score_status")
+TABLE_ROWS = 64
+TABLE_CHARS = 4000  # of a text
+
+
+def table_rows(name: str, decoded: Sequence[Decoded]) -> list[list[str | float | None]]:
+    """Samples as rows of TABLE_COLUMNS; texts are cut, and what a sample lacks is None."""
+    return [
+        [name, *(_cell(sample.get(column)) for column in TABLE_COLUMNS[1:])]
+        for sample in decoded[:TABLE_ROWS]
+    ]
+
+
+def _cell(value: Any) -> str | float | None:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else float(value)
+    return str(value)[:TABLE_CHARS]
+
+
 class WandbSink(Sink):
     """W&B into RUN_DIR/wandb, silently. Offline needs no account; a resumed run keeps its id, so
-    that a later sync joins its parts.
+    that a later sync joins its parts. Samples are tables, `samples/training` and
+    `samples/<evaluation>`; W&B adds metrics of the machine.
 
     Its service is a process of its own, which may die or hang as any other.
     Raises UserError when W&B refuses (mode online without an account or a network).
@@ -219,6 +240,9 @@ class WandbSink(Sink):
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         self._failed, self._closed = True, False
+        # W&B's steps must rise, and an evaluation's version may be an earlier one: tables go with
+        # the next row
+        self._tables: dict[str, list[list[str | float | None]]] = {}
         try:
             self._run: Any = wandb.init(
                 project=spec.project,
@@ -251,13 +275,25 @@ class WandbSink(Sink):
             disable_git=True,
             save_code=False,
             init_timeout=60,
-            x_disable_stats=True,
         )
+
+    def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
+        kind = "training" if name.startswith("step_") else name.split("_", 2)[-1]
+        self._tables[f"samples/{kind}"] = table_rows(name, decoded)
 
     def log(self, row: Row) -> None:
         # A null is no number to W&B: a value that is missing is.
-        values = {k: v for k, v in row.items() if v is not None}
-        self._calls.put(lambda: self._run.log(values, step=row["step"]))
+        values: dict[str, Any] = {k: v for k, v in row.items() if v is not None}
+        tables, self._tables = self._tables, {}
+
+        def call() -> None:
+            shown = {
+                name: self._wandb.Table(columns=list(TABLE_COLUMNS), data=rows)
+                for name, rows in tables.items()
+            }
+            self._run.log(values | shown, step=row["step"])
+
+        self._calls.put(call)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         last = {f"summary/{k}": v for k, v in summary.items() if isinstance(v, int | float | str)}

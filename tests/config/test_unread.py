@@ -40,8 +40,14 @@ SHARED = {  # of slurm and kubernetes
     "grace_s": "9",
     "retries": "1",
 }
+SLURM_IMAGE = "cluster.launch.kind=slurm cluster.launch.container_image=i"
 LAUNCH = {
-    "slurm": {"start_timeout_s": "9", "sbatch": "{time:'1'}", "setup": "[ls]"},
+    "slurm": {
+        "start_timeout_s": "9",
+        "sbatch": "{time:'1'}",
+        "setup": "[ls]",
+        "container_image": "mine",
+    },
     "ray": {"job_address": "http://a:1"},
     "kubernetes": SHARED
     | {
@@ -51,6 +57,10 @@ LAUNCH = {
         "mount": "/mine",
         "secret": "keys",
         "node_selector": "{a:b}",
+        "fs_group": "9",
+        "tolerations": "[{key:a}]",
+        "image_pull_secrets": "[a]",
+        "labels": "{a:b}",
     },
 }
 # Settings whose meaning names a condition, and which are refused without it or read anyway.
@@ -126,6 +136,16 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ]
         for alive, names in LAUNCH.items()
         for name, value in names.items()
+    },
+    **{
+        f"cluster.launch.{name}": [
+            (value, "cluster.launch.kind=slurm", SLURM_IMAGE),
+            *[(value, "cluster.launch.kind=ray", SLURM_IMAGE)] * (name == "container_mounts"),
+        ]
+        for name, value in (
+            ("container_mounts", "['/a:/b']"),
+            ("container_runtime", "apptainer"),
+        )
     },
     "logging.project": [("mine", "logging.wandb=disabled", "logging.wandb=offline")],
     "logging.prometheus_host": [("0.0.0.0", "", "logging.prometheus_port=9090")],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from timing import deadline, wait_until
@@ -31,6 +32,10 @@ KUBERNETES = LaunchSpec(
     secret="wandb",
     env={"A": "b c"},
     node_selector={"gpu": "h200"},
+    fs_group=1000,
+    tolerations=[{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    image_pull_secrets=["registry"],
+    labels={"kueue.x-k8s.io/queue-name": "team"},
 )
 
 
@@ -98,7 +103,8 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
         "RayJob",
         "rlcore-my-run-1",
     )
-    assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, "resume=auto"]
+    again = ["resume=auto", "takeover_after_s=60"]
+    assert shlex.split(spec["entrypoint"]) == ["rlcore", "train", *WORDS, *again]
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and cluster["authOptions"] == {
         "mode": "token"
     }
@@ -119,8 +125,52 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
         mounted = {m["name"] for m in container["volumeMounts"]}
         assert mounted == {v["name"] for v in pod["volumes"]} == {"run", "shm"}
         assert pod["nodeSelector"] == {"gpu": "h200"}
+        assert pod["securityContext"] == {"fsGroup": 1000}
+        assert pod["tolerations"][0]["effect"] == "NoSchedule"
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert job["metadata"]["labels"] == {
+        "app.kubernetes.io/name": "rlcore",
+        "kueue.x-k8s.io/queue-name": "team",
+    }
     head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert "nvidia.com/gpu" not in head["resources"]["limits"]
+
+
+SCHEMA = yaml.safe_load((Path(__file__).parent / "rayjob_schema.yaml").read_text())
+PLAIN = {"kind": "kubernetes", "memory_gib_per_node": 8, "image": "i", "claim": "c"}
+
+
+@pytest.mark.parametrize("settings", [KUBERNETES, LaunchSpec(**PLAIN)], ids=["all", "least"])
+def test_the_ray_job_has_only_fields_of_kuberay_and_kubernetes(settings):
+    """The schema is of the fields that we use, from their reference documentation; any other field
+    is an error there."""
+    jsonschema.validate(manifest(settings), SCHEMA)
+
+
+def test_the_schema_refuses_what_an_api_server_would():
+    for path, value in (
+        (("spec", "backOffLimit"), 3),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "fsGroup"), 1),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 4),
+    ):
+        job = manifest(KUBERNETES)
+        at = job
+        for name in path[:-1]:
+            at = at[name]
+        at[path[-1]] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(job, SCHEMA)
+
+
+def test_an_unknown_field_of_a_toleration_is_refused():
+    with pytest.raises(UserError, match=r"tolerations.effects is no field of a toleration"):
+        LaunchSpec(**PLAIN, tolerations=[{"effects": "NoSchedule"}]).check("cluster.launch")
+
+
+def test_a_mount_has_two_absolute_paths():
+    wrong = LaunchSpec(kind="slurm", container_image="i", container_mounts=["/a"])
+    with pytest.raises(UserError, match=r"container_mounts=/a is not accepted"):
+        wrong.check("cluster.launch")
 
 
 def test_without_learner_nodes_all_workers_are_alike():
@@ -149,6 +199,12 @@ echo "auth $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}" >> "$LOG"
 echo "ray $*" >> "$LOG"
 while :; do sleep 0.05; done
 """,
+    "apptainer": """
+echo "apptainer $*" >> "$LOG"
+while [ "$1" != image.sif ]; do shift; done
+shift
+exec "$@"
+""",
     "python": """
 cat > /dev/null
 until [ "$(grep -c "^ray start" "$LOG")" = 3 ]; do sleep 0.05; done
@@ -172,23 +228,24 @@ def allocation(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    settings = LaunchSpec(
-        kind="slurm",
-        nodes=3,
-        learner_nodes=1,
-        gpus_per_node=8,
-        env={"GREETING": "a 'b' c"},
-        setup=[f'export PATH={tmp_path}/bin:"$PATH"'],
-    )
-    rendered = render(settings, WORDS, str(tmp_path))
-    (script, text) = next(iter(rendered.files.items()))
-    Path(script).parent.mkdir()
-    Path(script).write_text(text)
     started = []
 
-    def start(**environment):
+    def start(settings=(), **environment):
+        spec = LaunchSpec(
+            kind="slurm",
+            nodes=3,
+            learner_nodes=1,
+            gpus_per_node=8,
+            env={"GREETING": "a 'b' c"},
+            setup=[f'export PATH={tmp_path}/bin:"$PATH"'],
+            **dict(settings),
+        )
+        (script, text) = next(iter(render(spec, WORDS, str(tmp_path)).files.items()))
+        Path(script).parent.mkdir(exist_ok=True)
+        Path(script).write_text(text)
         log = tmp_path / "log"
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "RLCORE_HEAD_IP": "10.0.0.1"}
+        slurm["SLURMD_NODENAME"] = "n1"
         env = os.environ | slurm | {"LOG": str(log), "RUN": "exit 0", **environment}
         started.append(subprocess.Popen(["bash", script], env=env, start_new_session=True))
         return started[-1], log
@@ -228,9 +285,35 @@ def test_slurm_starts_ray_on_every_node_then_the_run_then_stops_ray(allocation):
     order = [line.split()[0] for line in lines]
     assert order.index("python") < order.index("rlcore") and "python 10.0.0.1:20007 3 600" in lines
     words = [line.removeprefix("word:") for line in lines if line.startswith("word:")]
-    assert words == ["train", *WORDS, "resume=auto", "cluster.address=10.0.0.1:20007"]
+    again = ["resume=auto", "takeover_after_s=60"]
+    assert words == ["train", *WORDS, *again, "cluster.address=10.0.0.1:20007"]
     assert "greeting a 'b' c" in lines and "scontrol requeue 7" not in lines
     assert lines.count("ray stopped") == lines.count("auth token 64") == 3
+
+
+@pytest.mark.processes
+def test_with_pyxis_every_command_is_a_job_step_in_the_image(allocation):
+    image = {"container_image": "reg#rlcore:cuda", "container_mounts": ["/data:/data"]}
+    process, log = allocation(image, RUN="exit 0")
+    assert process.wait(timeout=deadline(30)) == 0
+    steps = [line for line in log.read_text().splitlines() if line.startswith("srun")]
+    words = "--container-image=reg#rlcore:cuda --container-mounts=/tmp:/tmp,/data:/data"
+    assert len(steps) == 5 and all(f"{words} " in step for step in steps)
+    # head, the wait for all nodes, and the run share the first node
+    first = [step for step in steps if "--overlap" in step and "--nodelist=n1 " in step]
+    assert sorted(step.split(f"{words} ")[1].split()[0] for step in first) == [
+        *("python", "ray", "rlcore"),
+    ]
+
+
+@pytest.mark.processes
+def test_with_apptainer_every_command_is_run_by_it(allocation):
+    image = {"container_image": "image.sif", "container_runtime": "apptainer"}
+    process, log = allocation(image, RUN="exit 3")
+    assert process.wait(timeout=deadline(30)) == 3
+    lines = log.read_text().splitlines()
+    found = [line for line in lines if line.startswith("apptainer exec --nv image.sif ")]
+    assert sorted(line.split()[4] for line in found) == ["python", "ray", "ray", "ray", "rlcore"]
 
 
 DRIVER = """#!{python}
@@ -334,3 +417,38 @@ def test_images_copy_what_the_install_script_reads(profile):
     for source in ("pyproject.toml", "LICENSE", "requirements", "rlcore/__init__.py"):
         assert source in before and (ROOT / source).exists()
     assert ".venv" in (ROOT / f"docker/{profile}.Dockerfile.dockerignore").read_text().splitlines()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_skypilot_task_starts_ray_on_each_node_and_the_run_on_the_first(rank, tmp_path):
+    task = yaml.safe_load((ROOT / "launchers/skypilot.yaml").read_text())
+    assert set(task) <= {
+        *("name", "num_nodes", "workdir", "resources", "volumes", "envs", "secrets"),
+        *("setup", "run"),
+    }
+    for name in ("ray", "rlcore", "python"):
+        said = "echo 2" if name == "python" else ""
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/log\n{said}\n')
+        (tmp_path / name).chmod(0o755)
+    sky = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NUM_NODES": "2",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash"], input=task["run"], text=True, env=os.environ | task["envs"] | sky, cwd=tmp_path
+    )
+    assert done.returncode == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    gpus = "--num-gpus=8 --disable-usage-stats"
+    if rank:
+        assert lines == [f"ray start --address=10.0.0.1:26379 {gpus} --block"]
+        return
+    assert lines[0] == f"ray start --head --port=26379 --include-dashboard=false {gpus}"
+    assert lines[-1] == "ray stop"
+    verb, command, *words = lines[-2].split()
+    assert (verb, command) == ("rlcore", "train") and words[-1] == "cluster.address=10.0.0.1:26379"
+    assert {"experiment=fp8_4nodes", "resume=auto", "run_dir=/checkpoints/run"} <= set(words)

@@ -212,6 +212,9 @@ spec = LoggingSpec(console="off", wandb="offline")
 logger = open_logger(folder, spec, config={"seed": 1}, total_steps=2)
 assert psutil.Process().children(recursive=True), "W&B has a service process while the run goes on"
 for step in (1, 2):
+    sample = {"prompt": "1+1=", "response": "2" * 9000, "reward": 1.0, "actor": None}
+    logger.samples(f"step_{step:06d}", [sample])
+    logger.samples("eval_000000_digits", [sample | {"reward": None}] * 100)
     logger.log({"step": step, "reward/mean": 0.5, "grad_norm": float("nan")})
 try:
     with logger:
@@ -239,6 +242,13 @@ def test_wandb_offline_is_silent_and_leaves_nothing_running(tmp_path, how):
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 1 and files[0].stat().st_size > 0
     assert (tmp_path / "wandb" / "run_id").read_text() in files[0].name
+    tables = files[0].parent / "files/media/table/samples"
+    for name, rows, reward in (("training", 1, 1.0), ("digits", 64, None)):
+        found = [json.loads(file.read_text()) for file in sorted(tables.glob(f"{name}_*"))]
+        assert len(found) == 2 and all(len(table["data"]) == rows for table in found)
+        row = dict(zip(found[0]["columns"], found[0]["data"][0]))
+        assert (row["prompt"], row["reward"], row["actor"]) == ("1+1=", reward, None)
+        assert len(row["response"]) == 4000
 
 
 WANDB_LOST = """
