@@ -89,7 +89,8 @@ def worth_of_correcting(
         values = torch.where(on, step.advantages * factor, 0.0).double()[..., None] * mass * sign
         gradients.append(torch.bincount(at, values.flatten(), minlength=PARTS * _SKETCH))
     answers = torch.bincount(step.group_ids % PARTS, on.any(-1).double(), minlength=PARTS)
-    summed = torch.cat([*gradients, answers])
+    # of a rank without answers, bincount gives integers, whose sum with the others' is garbage
+    summed = torch.cat([*gradients, answers]).double()
     summed = summed if reduce is None else reduce(summed)
     plain, corrected = summed[:-PARTS].view(2, PARTS, _SKETCH)
     count = summed[-PARTS:]
