@@ -323,7 +323,7 @@ def _copy(folder: Path) -> Path:
         check=True,
     )
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file() and not name.startswith("benchmarks/results/"):
+        if (ROOT / name).is_file():  # generated pages read benchmarks/results, too
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
     return root
