@@ -33,6 +33,7 @@ class Words:
     environment: dict[str, str]
     folder: str
     root: str  # for sockets
+    umask: int
 
 
 class LocalProcess:
@@ -74,7 +75,8 @@ class WarmProcess:
 
     def start(self, words: Sequence[str], log: Path) -> LocalProcess:
         environment = {**os.environ, "COLUMNS": "200"}
-        self._link.send(Words(words, str(log), environment, os.getcwd(), self._root.name))
+        os.umask(mask := os.umask(0))
+        self._link.send(Words(words, str(log), environment, os.getcwd(), self._root.name, mask))
         assert self._started.acquire(timeout=timing.deadline(300)), "the warm process did not start"
         assert self._last is not None, "the warm process has ended"
         return self._last
@@ -119,6 +121,7 @@ def serve(control: Connection) -> None:
     os.environ.clear()
     os.environ.update(MADE | command.environment)
     os.chdir(command.folder)
+    os.umask(command.umask)
     output = os.open(command.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)

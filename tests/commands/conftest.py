@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,20 @@ def finished(warm_process, tmp_path_factory):
             return run
 
         yield finish
+
+
+@pytest.fixture
+def group_only():
+    """Commands of this test keep what they write from all but the user's group. Returns modes of
+    files below folders, which must then be 0o640 alone."""
+
+    def modes(*folders):
+        files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        return {stat.S_IMODE(path.stat().st_mode) for path in files}
+
+    before = os.umask(0o027)
+    yield modes
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")

@@ -37,8 +37,8 @@ CONTRACT = [
 
 @pytest.mark.engine
 @pytest.mark.ranks
-def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
-    run_dir = tmp_path / "run"
+def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path, group_only):
+    run_dir, cache = tmp_path / "run", tmp_path / "warm"
     run = command(
         "train",
         *small,
@@ -46,6 +46,7 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
         "schedule.steps=5",
         "schedule.max_staleness=2",
         "logging.wandb=offline",
+        f"model.warmup.cache_dir={cache}",
     )
     seen = []
     run.wait_for(
@@ -78,6 +79,8 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
         (run_dir / "wandb").glob("offline-run-*")
     )
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000005"]
+    assert list(cache.rglob("model.safetensors"))
+    assert group_only(cache, run_dir / "checkpoints", run_dir / "samples") == {0o640}
     assert not left_over(seen)
 
 
