@@ -40,6 +40,7 @@ HEADING = {
     "algorithm": "[Policy losses and advantages](losses.md).",
     "schedule": "[Schedules](schedules.md).",
     "learner": "What trains: [GPUs and many nodes](scaling.md).",
+    "critic": "A model of values beside the policy: [PPO with a critic](critic.md).",
     "cluster": "Processes and what travels between them: [GPUs and many nodes](scaling.md), "
     "[Resume and faults](faults.md).",
     "evaluation": "Held-out prompts.",

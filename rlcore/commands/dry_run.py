@@ -296,6 +296,7 @@ def _learner(config: RunConfig) -> list[str]:
         f"{spec.compute_dtype} on {spec.device}, learning rate {spec.lr:g}",
         *_changed(spec),
         *(f"{name}: {_settings(part)}" for name, part in beside.items() if part),
+        *([f"critic: {_settings(config.critic)}"] if config.critic.trained else []),
     ]
 
 

@@ -130,6 +130,11 @@ def check_simulated(config: RunConfig) -> None:
         f"learner.{companion} cannot be planned: the time of a companion is not simulated. Plan "
         f"the run without it.",
     )
+    refuse(
+        config.critic.trained,
+        f"critic={config.critic.kind} cannot be planned: the time of a critic is not simulated. "
+        "Plan the run with critic=none and another algorithm.",
+    )
     for label, actor in config.actor.items():
         refuse(
             actor.kv_on_update == "keep" and config.schedule.on_publish == "in_flight",

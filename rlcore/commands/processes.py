@@ -330,6 +330,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         sparse=next(iter(config.actor.values())).sparse if follows_actors else None,
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
+        critic=config.critic,
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,

@@ -23,8 +23,9 @@ from rlcore.environments import environment_maker
 from rlcore.environments.renderers import worked_episode
 from rlcore.errors import UserError
 from rlcore.files import replace_file
+from rlcore.learner.protocols import RateSchedule
 from rlcore.learner.sequences import ScoredSequence, TokenSequence
-from rlcore.learner.specs import RateSchedule
+from rlcore.learner.specs import CriticSpec
 from rlcore.loop.prompts import Prompts, PromptSource
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import WarmUpSpec
@@ -250,6 +251,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
             "learner": config.learner.model_copy(update=learner),
             "schedule": config.schedule.model_copy(update={"steps": warmup.steps}),
             "algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0}),
+            "critic": CriticSpec(),
         }
     )
 

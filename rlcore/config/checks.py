@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.critic import check_critic
 from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.places import check_colocated, check_gpu_shares
@@ -471,6 +472,7 @@ RULES = (
     check_kinds,
     check_shares,
     check_targets,
+    check_critic,
     _epochs,
     _losses,
     _whole_corrections,

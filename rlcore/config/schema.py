@@ -30,7 +30,7 @@ from rlcore.corrections.specs import CORRECTIONS, CorrectionSpec, Shadow, Stratu
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
 from rlcore.launch.specs import LaunchSpec
-from rlcore.learner.specs import LearnerSpec
+from rlcore.learner.specs import CriticSpec, LearnerSpec
 from rlcore.loop.specs import (
     CheckpointSpec,
     EvaluationSpec,
@@ -288,6 +288,7 @@ class RunConfig(Spec):
     algorithm: AlgorithmSection = AlgorithmSection()
     schedule: ScheduleSpec = ScheduleSpec()
     learner: LearnerSpec = LearnerSpec()
+    critic: CriticSpec = CriticSpec()
     cluster: ClusterSection = ClusterSection()
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()

@@ -108,6 +108,11 @@ def _group_sizes(c: RunConfig) -> None:
             f"leaves one: use 2 or more, or {chosen_by}=reinforce.",
         )
         refuse(
+            a.dynamic_sampling and n < 2,
+            f"algorithm.dynamic_sampling=true filters groups of equal rewards, and {key}={n} makes "
+            "every group one: use 2 or more, or dynamic_sampling=false.",
+        )
+        refuse(
             "pass_k" in advantage_class(advantage).own_settings and a.pass_k > kept,
             f"algorithm.pass_k={a.pass_k} needs as many samples of a prompt, and {kept_by}={kept}: "
             f"use at most {kept}.",
@@ -240,9 +245,9 @@ def _turns(c: RunConfig) -> None:
         "that it would be ignored: leave it at 1, or set algorithm.turn_share above 0.",
     )
     refuse(
-        a.turn_share == 0 and a.credit == "token",
-        "algorithm.credit=token is of algorithm.turn_share, which is 0, so that it would be "
-        "ignored: leave it at turn, or set algorithm.turn_share above 0.",
+        a.turn_share == 0 and a.credit == "token" and not c.critic.trained,
+        "algorithm.credit=token is of algorithm.turn_share, which is 0, or of a critic, so that it "
+        "would be ignored: leave it at turn, or set algorithm.turn_share above 0.",
     )
     if not a.turn_share:
         return

@@ -19,6 +19,7 @@ from rlcore.corrections.pipeline import present_kinds
 from rlcore.interfaces import Reduce
 from rlcore.learner.packing import EpisodeTokens, MicroBatch
 from rlcore.learner.sequences import Reader, ScoredSequence, of_episode, read_next_tokens
+from rlcore.objectives.values import Estimates, States
 from rlcore.spec import refuse
 from rlcore.types import (
     Episode,
@@ -111,6 +112,12 @@ class TurnSpans:
         by_token[row, tokens[row] - 1] += rewards[row].to(by_token)
         return replace(self, rewards=turns, token_rewards=by_token)
 
+    def less(self, to_go: Tensor) -> TurnSpans:
+        """The same tokens, each with its own part of a penalty taken off: `to_go` [B, T] float64 is
+        the sum from a token on. Rewards of turns are as before."""
+        following = torch.cat([to_go[:, 1:], to_go.new_zeros(len(to_go), 1)], dim=1)
+        return replace(self, token_rewards=self.token_rewards - (to_go - following))
+
 
 @dataclass(slots=True)
 class StepBatch:
@@ -127,6 +134,9 @@ class StepBatch:
     ref_is_old: bool = False  # steps of the phase were taken between `ref` and this batch's step
     base: PolicyScores | None = None  # under the frozen starting policy
     advantages: Tensor | None = None  # [B, T] of its last step, before corrections replace them
+    values: Tensor | None = None  # [B, T] of a critic, as the phase began
+    states: States | None = None  # that a critic values
+    estimates: Estimates | None = None  # of these states, what the critic is trained on
     metrics: dict[str, float] = field(default_factory=dict)  # of how its episodes were chosen
     unstored: int = 0  # tokens whose kept set is not in their record (`KEPT_MASS`)
     # where log-probs are estimates: some of its records under two draws (`LogProbEstimator.twice`)

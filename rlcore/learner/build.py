@@ -21,6 +21,7 @@ from rlcore.corrections.shadow import build_shadows
 from rlcore.errors import UserError
 from rlcore.interfaces import Reduce
 from rlcore.learner.cpu_speed import STAT, SpareCores, own_norms
+from rlcore.learner.critic import Critic, ValueModel, freeze_trunk
 from rlcore.learner.limits import NAMES, LayerSizes, most_positions
 from rlcore.learner.lora import add_adapters
 from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts, pack
@@ -37,6 +38,7 @@ from rlcore.learner.sparse_copy import SparseCopy
 from rlcore.learner.specs import (
     ENGINES,
     ESTIMATORS,
+    CriticSpec,
     LearnerJob,
     LearnerSpec,
     LoraSpec,
@@ -218,9 +220,14 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     frozen = None
     if job.objective.kl_coef > 0:
         frozen = engine_class.frozen(models.starting(), spec, device)
-    shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
-    update = Update(job, engine, frozen, pipeline, reduce, shadows)
     companions: list[Companion] = []
+    critic = None
+    if job.critic.trained:
+        own = spec.model_copy(update={"lr": job.critic.lr, "lora": job.critic.lora})
+        values = engine_class(models.values(job.critic), own, job.total_steps, device)
+        companions.append(critic := Critic(job.critic, values, engine, reduce))
+    shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
+    update = Update(job, engine, frozen, pipeline, reduce, shadows, critic)
     if spec.distill is not None:
         # its optimizer is the policy's but for the rate
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
@@ -299,6 +306,20 @@ class _Models:
         lm = self._load(self._job.model_path, rule)
         self._share_too(lm, rule)
         return self._trained(lm, rule, lora, seed="distill", key="learner.distill.lora")
+
+    def values(self, spec: CriticSpec) -> ValueModel:
+        """The critic's model, which attends densely."""
+        lm = self._load(self._job.model_path, None)
+        self._share_too(lm, None)
+        if spec.lora is not None:
+            seed = derive_seed(self._job.run_seed, "critic")
+            add_adapters(lm, spec.lora, seed=seed, key="critic.lora")
+        if self._spec.gradient_checkpointing and spec.kind == "model":
+            lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        model = ValueModel(lm.train())
+        if spec.kind == "value_head":
+            freeze_trunk(lm)
+        return model
 
     def starting(self) -> Policy:
         """The policy that KL is taken to.

@@ -1,5 +1,5 @@
 """The protocols of the learner's parts: a training engine, and companions trained beside the
-policy.
+policy; and the learning rate of a step.
 
 Implementations inherit these base classes. A method with a body is optional.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import cos, pi
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from rlcore.learner.policy import FrozenPolicy, Policy
     from rlcore.learner.ranks import Shards
     from rlcore.learner.sequences import ScoredSequence
-    from rlcore.learner.specs import LearnerSpec
+    from rlcore.learner.specs import LearnerSpec, OptimizerSpec
     from rlcore.learner.split_loading import Split
     from rlcore.learner.state_files import Part, Schedule, Source
 
@@ -83,6 +84,14 @@ class TrainEngine(ABC):
         self, mb: MicroBatch, ids: Tensor | None, spec: HeadSpec, base: KlTarget | None
     ) -> tuple[TokenScores, Tensor | None]:
         """Scores, with the KL [N] to `base`, another policy at the same positions."""
+
+    def outputs(self, mb: MicroBatch) -> Tensor:
+        """Optional: critic.kind needs it. What the model gives for the positions that predict, with
+        gradients according to torch's grad mode: values [N] of a critic, else hidden states."""
+        raise UserError(
+            f"critic.kind needs an engine that gives a model's values, and the learner.engine "
+            f"{type(self).__name__} has no outputs: use critic=none, or learner.engine=deepspeed."
+        )
 
     @abstractmethod
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -194,13 +203,15 @@ class TrainEngine(ABC):
 
 
 class Companion(ABC):
-    """A model trained beside the policy in the learner's ranks, published under its own name.
+    """A model trained beside the policy in the learner's ranks, published under its own name or not
+    at all.
 
     `name` is the key of its weights in a publication and its folder in checkpoints and exports.
     """
 
     name: str
     engine: TrainEngine
+    published: bool = True  # actors have its weights
     adapter_alone: bool  # published as an adapter, for engines that have the policy's set as well
 
     @abstractmethod
@@ -242,3 +253,26 @@ class LogProbEstimator(ABC):
         self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], reduce: Reduce
     ) -> dict[str, float]:
         """Metrics of pairs of log-probs [S] of `twice`. Collective."""
+
+
+class RateSchedule:
+    """Linear warm-up, then constant, or down to `lr_final` * lr at the end.
+
+    The end is `lr_decay_steps`, or `total_steps` (of the run) where that is not given.
+    """
+
+    def __init__(self, spec: OptimizerSpec, total_steps: int) -> None:
+        self._spec = spec
+        self._end = spec.lr_decay_steps or total_steps
+
+    def __call__(self, step: int) -> float:
+        """Rate of optimizer step `step`, from 0."""
+        lr, warmup = self._spec.lr, self._spec.lr_warmup_steps
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        if self._spec.lr_schedule == "constant":
+            return lr
+        done = min(1.0, (step - warmup) / max(1, self._end - warmup))
+        linear = self._spec.lr_schedule == "linear"
+        remaining = 1.0 - done if linear else 0.5 * (1.0 + cos(pi * done))
+        return lr * (self._spec.lr_final + (1.0 - self._spec.lr_final) * remaining)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import cos, pi
 from typing import ClassVar, Literal
 
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.specs import CorrectionSpec, Shadow, Stratum
 from rlcore.models.specs import DiffusionSpec
-from rlcore.objectives.specs import ObjectiveSpec
+from rlcore.objectives.specs import ObjectiveSpec, ValueSpec
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
 
@@ -145,6 +144,7 @@ def check_offload(spec: LearnerSpec, key: str) -> None:
         )
 
 
+CRITIC = "critic"  # a companion that is not published
 SPARSE_COPY = "sparse"  # theta + phi of DistillSparse, among the sets that are published
 LARGEST_RANK = 512  # of an adapter that vLLM computes (vllm/config/lora.py: MaxLoRARanks)
 LrSchedule = Literal["constant", "linear", "cosine"]
@@ -205,6 +205,46 @@ class DraftLearnerSpec(Spec):
         "full",
         "k2 (sampled; its gradient is the reverse KL's) or full (over the vocabulary)",
     )
+
+
+class CriticSpec(ValueSpec):
+    """A model of values beside the policy, for `algorithm.advantage=gae`."""
+
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            (*ValueSpec.model_fields, "lr", "warmup_steps", "lora"),
+            lambda spec: not spec.trained,
+            "kind=none has no critic",
+        ),
+        Unread(
+            ("rho_cap", "c_cap"),
+            lambda spec: spec.trained and spec.traces == "gae",
+            "traces=gae has no ratio",
+        ),
+    )
+
+    kind: Literal["none", "value_head", "model"] = setting(
+        "none",
+        "value_head: a linear map of the policy's last hidden states, which do not learn from it; "
+        "model: a copy of the starting policy with such a head, trained whole or by adapters",
+    )
+    lr: float = setting(1e-4, "peak learning rate of the critic", gt=0)
+    warmup_steps: int = setting(
+        0, "first optimizer steps that train the critic and not the policy", ge=0
+    )
+    lora: LoraSpec | None = setting(None, "kind=model: adapters, trained instead of the copy")
+
+    @property
+    def trained(self) -> bool:
+        """True if the run has a critic."""
+        return self.kind != "none"
+
+    def check(self, key: str) -> None:
+        refuse(
+            self.kind == "value_head" and self.lora is not None,
+            f"{key}.lora adapts the copy of {key}.kind=model, and value_head trains its head "
+            f"alone: leave {key}.lora=null, or use {key}.kind=model.",
+        )
 
 
 class OptimizerSpec(Spec):
@@ -271,29 +311,6 @@ class OffloadSpec(Spec):
             f"{key}.nvme_path={self.nvme_path} is read by {key}.optimizer=nvme alone, which is "
             f"{self.optimizer}: leave it null, or set optimizer=nvme.",
         )
-
-
-class RateSchedule:
-    """Linear warm-up, then constant, or down to `lr_final` * lr at the end.
-
-    The end is `lr_decay_steps`, or `total_steps` (of the run) where that is not given.
-    """
-
-    def __init__(self, spec: OptimizerSpec, total_steps: int) -> None:
-        self._spec = spec
-        self._end = spec.lr_decay_steps or total_steps
-
-    def __call__(self, step: int) -> float:
-        """Rate of optimizer step `step`, from 0."""
-        lr, warmup = self._spec.lr, self._spec.lr_warmup_steps
-        if step < warmup:
-            return lr * (step + 1) / warmup
-        if self._spec.lr_schedule == "constant":
-            return lr
-        done = min(1.0, (step - warmup) / max(1, self._end - warmup))
-        linear = self._spec.lr_schedule == "linear"
-        remaining = 1.0 - done if linear else 0.5 * (1.0 + cos(pi * done))
-        return lr * (self._spec.lr_final + (1.0 - self._spec.lr_final) * remaining)
 
 
 class LearnerSpec(OptimizerSpec):
@@ -538,6 +555,7 @@ class LearnerJob:
     task_temperatures: Mapping[str, float] = field(default_factory=dict)
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
     diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
+    critic: CriticSpec = field(default_factory=CriticSpec)
     # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches

@@ -74,7 +74,7 @@ class RankState:
     @property
     def published(self) -> tuple[str, ...]:
         """Names of the sets of weights that `published_weights` gives."""
-        return (POLICY, *(companion.name for companion in self.companions))
+        return (POLICY, *(c.name for c in self.companions if c.published))
 
     @property
     def over_policy(self) -> tuple[str, ...]:

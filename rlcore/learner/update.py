@@ -29,6 +29,7 @@ from rlcore.learner.batch import (
     kept_set_metrics,
     observed,
 )
+from rlcore.learner.critic import Critic
 from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.metric_sums import LOSS, Declared, Sums
 from rlcore.learner.packing import KeptPasses, MicroBatch
@@ -249,9 +250,12 @@ class Update:
         pipeline: Pipeline,
         reduce: Reduce,
         shadows: Mapping[str, Pipeline] | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """`frozen`: the starting policy, required where the objective has a KL term. `shadows`:
-        lists whose weights are measured beside."""
+        lists whose weights are measured beside. `critic`: what advantages are of, where they are of
+        values."""
+        self.critic = critic
         self.engine = engine
         self.frozen = frozen
         self.pipeline = pipeline
@@ -300,6 +304,8 @@ class Update:
                 batch.ref = self.score_ref(batch)
             if self.loss.needs_base_logp and self.frozen is not None:
                 batch.base = self._score(batch, self.frozen, 0)
+            if self.critic is not None:
+                batch.values = self.critic.values(batch)
 
     def score_ref(self, batch: StepBatch) -> PolicyScores:
         """A batch's scores under the policy as it is now."""
@@ -316,7 +322,7 @@ class Update:
         """True if corrections may see one micro-batch at a time. p_new is p_ref, so `needs.new`
         needs no pass of its own."""
         alone = self.pipeline.sequence_wise and not self.pipeline.needs.batch_stats
-        return alone and not self._objective.kl_in_reward
+        return alone and not self._objective.kl_in_reward and self.critic is None
 
     def _together(self, batch: StepBatch) -> bool:
         """Return whether all differentiated passes may be held at once, as far as is known."""
@@ -335,6 +341,9 @@ class Update:
         corrected = self.pipeline.correct(tensors, self.reduce)
         shadowed = self._shadowed(tensors, corrected)
         coefs, kept = self._coefficients(corrected.mask)
+        waits = self.critic is not None and step < self.critic.warmup_steps
+        if waits:  # the critic learns alone: no gradient, and no step of the policy
+            coefs = torch.zeros_like(coefs)
         sums = Sums.of_step(self.loss.sums, batch.episodes, self.engine.device)
         shared = _Shared(batch, tensors.advantages, coefs, first, sums)
         for i, mb in enumerate(batch.micro):
@@ -343,7 +352,8 @@ class Update:
             forward = ready.pop(0) if ready else self._forward(batch, mb, 0)
             self._backward(shared, i, forward, mine)
         metrics = corrected.metrics | shadowed | self._followed_kl(batch)
-        return StepGradient(sums, kept, advantages, metrics, corrected.step_scale)
+        scale = 0.0 if waits else corrected.step_scale
+        return StepGradient(sums, kept, advantages, metrics, scale)
 
     def _observe(
         self, batch: StepBatch, *, first: bool
@@ -508,10 +518,14 @@ class Update:
         )
 
     def group_advantages(self, batch: StepBatch) -> Tensor:
-        """[B, T], before any correction replaces them; with a KL in the reward p_ref is known."""
-        if not self._objective.kl_in_reward:
-            return self.advantages.over_tokens(batch, self.reduce)
-        penalty = self.kl.value * self._kl_to_go(batch)
+        """[B, T], before any correction replaces them; with a KL in the reward, or a critic, p_ref
+        is known."""
+        penalty = None
+        if self._objective.kl_in_reward:
+            penalty = self.kl.value * self._kl_to_go(batch)
+        if self.critic is not None:
+            turns = batch.turns if penalty is None else batch.turns.less(penalty)
+            return self.critic.advantages(batch, turns, self._objective.credit == "token")
         return self.advantages.over_tokens(batch, self.reduce, penalty)
 
     def _kl_to_go(self, batch: StepBatch) -> Tensor:

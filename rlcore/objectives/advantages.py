@@ -389,3 +389,15 @@ class PassK(Advantage):
         sets = torch.tensor([comb(m, k - 2) / comb(n, k) for m in range(n)], dtype=torch.float64)
         lead = (ordered[:, None] - ordered).tril()
         return torch.zeros_like(rewards).scatter(0, order, n * (lead * sets.to(lead)).sum(1))
+
+
+class Gae(Advantage):
+    """Advantages of tokens or turns from a critic's values, GAE(lambda) and off policy V-trace
+    (`objectives/values.py`). Biased by the critic's errors as far as lambda is below 1 and the caps
+    of its traces bind, and by `critic.whiten`, which takes the batch's mean off."""
+
+    needs_values = True
+    biases = (Bias("critic"),)
+
+    def __call__(self, rewards: Rewards) -> Tensor:
+        raise RuntimeError("advantages of a critic's values are not of episodes")

@@ -64,6 +64,8 @@ class Advantage(ABC):
 
     #: whether it compares the episodes of a group, so that a group of one gives no signal
     compares_group: ClassVar[bool] = False
+    #: whether it is of a critic's values, by token: it is then not called with rewards
+    needs_values: ClassVar[bool] = False
     #: settings of `ObjectiveSpec` that not every advantage reads, and this one does
     own_settings: ClassVar[tuple[str, ...]] = ()
     #: how its mean over samples departs from the reward less the expected reward

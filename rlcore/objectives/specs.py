@@ -76,8 +76,8 @@ class ObjectiveSpec(Spec):
     )
     credit: Literal["turn", "token"] = setting(
         "turn",
-        "turn_share: what a reward to go is of; token: every token is a turn of its own, and one "
-        "reward of a whole turn is its last token's",
+        "turn_share, or a critic: what a reward to go or a value is of; token: every token is a "
+        "turn of its own, and one reward of a whole turn is its last token's",
     )
     loss: str = setting("ppo", "policy loss, or file.py:Class")
     eps_low: float = setting(0.2, "clip the ratio below 1 - eps_low", ge=0)
@@ -137,7 +137,33 @@ class ObjectiveSpec(Spec):
         return ceil(self.overlong_share * max_new_tokens)
 
 
+class ValueSpec(Spec):
+    """Targets of a critic and advantages from its values (`objectives/values.py`)."""
+
+    discount: float = setting(1.0, "gamma, of a reward a token or turn later", ge=0, le=1)
+    lam: float = setting(0.95, "lambda of the advantages and the targets", ge=0, le=1)
+    traces: Literal["vtrace", "gae"] = setting(
+        "vtrace",
+        "vtrace: what was sampled after a state counts by p_ref/p_inf; gae: as if the learner had "
+        "sampled it",
+    )
+    rho_cap: float = setting(1.0, "vtrace: largest p_ref/p_inf of a temporal difference", ge=1)
+    c_cap: float = setting(1.0, "vtrace: largest p_ref/p_inf of a trace", ge=1)
+    clip: float | None = setting(
+        None, "values change within a phase by at most this in the loss; null: no clip", gt=0
+    )
+    whiten: bool = setting(
+        True, "advantages of a batch have mean 0 and deviation 1 over its sampled tokens"
+    )
+    bootstrap: bool = setting(
+        False,
+        "an answer that the length limit cut off goes on: its last state's value replaces its "
+        "last reward; false: its reward counts",
+    )
+
+
 ADVANTAGES: dict[str, str] = {
+    "gae": "rlcore.objectives.advantages:Gae",
     "grpo": "rlcore.objectives.advantages:Grpo",
     "dr_grpo": "rlcore.objectives.advantages:GroupMean",
     "rloo": "rlcore.objectives.advantages:Rloo",

@@ -28,6 +28,7 @@ TASKS: dict[str, str] = {
     "mbpp": "rlcore.tasks.code:Mbpp",
     "metamath": "rlcore.extras.metamath:Metamath",
     "metamath_file": "rlcore.extras.metamath:MetamathFile",
+    "progression": "rlcore.tasks.progression:Progression",
     "reasoning_gym": "rlcore.tasks.reasoning_gym:ReasoningGym",
     "stdin_code": "rlcore.tasks.stdin_code:StdinCode",
     "sudoku4x4": "rlcore.tasks.sudoku4x4:Sudoku4x4",

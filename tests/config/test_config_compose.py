@@ -49,6 +49,9 @@ MANDATORY = {
 DATA = ["task.args.train_path=f.jsonl", "task.args.heldout_path=f.jsonl"]
 PAPER_PATHS = ["model.path=folder", *DATA]
 COMPANIONS = {
+    "algorithm=ppo": ["critic=model"],
+    "critic=model": ["algorithm=ppo"],
+    "critic=value_head": ["algorithm=ppo"],
     "model=diffusion": [
         "actor.bf16.engine=diffusion",
         "rollout.logprobs_k=0",

@@ -174,7 +174,7 @@ REFUSED = [  # words; parts that the sentence must hold
     (["schedule.sampling=by_task"], ["schedule.sampling=by_task", "fifo, uniform"]),
     (["schedule.sampling=lifo"], ["schedule.sampling=lifo", "fifo, uniform"]),
     (["algorithm.loss=ppoo"], ["algorithm.loss=ppoo", "perhaps ppo is meant", "gspo", "file.py"]),
-    (["algorithm.advantage=gae"], ["algorithm.advantage=gae", "grpo", "rloo", "file.py"]),
+    (["algorithm.advantage=gea"], ["algorithm.advantage=gea", "grpo", "rloo", "file.py"]),
     (["learner.engine=megatron"], ["learner.engine=megatron", "deepspeed", "file.py"]),
     (["actor.bf16.engine=sglang"], ["actor.bf16.engine=sglang", "vllm", "file.py"]),
     (["algorithm.loss=none.py:Mine"], ["algorithm.loss=", "none.py:Mine", "cannot be loaded"]),

@@ -36,6 +36,9 @@ FREE = {
         "max_uses on_publish colocated wait_data_timeout_s publish_timeout_s step_timeout_s "
         "wait_space_timeout_s"
     ),
+    "critic": (
+        "lr warmup_steps discount lam traces rho_cap c_cap clip whiten bootstrap lora.publish"
+    ),
     "actor.LABEL": (
         "rounding scales keep_high_precision precise_layers kind engine count dtype num_cpus "
         "num_gpus tensor_parallel fp32_head max_num_seqs max_batched_tokens kv_cache_gib "

@@ -176,7 +176,7 @@ REFUSED = [
         ["task.digits.environment.name=task", "actor.sparse.sparse.sparse_prompt=false"],
     ),
     (["task=digits", "task.environment=task"], ["task.environment=task"]),
-    ([PAIR, "task.digits.advantage=gae"], ["task.digits.advantage=gae", "rloo", "file.py"]),
+    ([PAIR, "task.digits.advantage=gea"], ["task.digits.advantage=gea", "rloo", "file.py"]),
     (
         [PAIR, "task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],
         ["task.digits.advantage=rloo", "task.digits.samples_per_prompt=1"],

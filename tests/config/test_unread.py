@@ -71,10 +71,22 @@ OTHERWISE = {
     "whitening": "refused under other advantages",
     "dual_clip": "refused under other losses",
     "turn_discount": "refused without turn_share",
-    "credit": "refused without turn_share",
+    "credit": "refused without turn_share or a critic",
     "max_uses": "refused under other orders",
     "offload_while_sampling": "refused without schedule.colocated",
     "gpus_per_node": "read by `rlcore plan`, too",
+}
+CRITIC = "algorithm=ppo critic=model"
+OF_A_CRITIC = {
+    "lr": "0.1",
+    "warmup_steps": "3",
+    "discount": "0.5",
+    "lam": "0.5",
+    "traces": "gae",
+    "clip": "0.1",
+    "whiten": "false",
+    "bootstrap": "true",
+    "lora": "{}",
 }
 # key: its value; words under which it is dead, word by word in place of ones that it lives under
 PAIRS: dict[str, list[tuple[str, str, str]]] = {
@@ -196,6 +208,11 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
     "correction.jackpot.normaliser": [
         ("paper", f"{JACKPOT} correction.jackpot.mode=mask", JACKPOT)
     ],
+    **{f"critic.{name}": [(value, "", CRITIC)] for name, value in OF_A_CRITIC.items()},
+    **{
+        f"critic.{name}": [("2.0", dead, CRITIC) for dead in ("", f"{CRITIC} critic.traces=gae")]
+        for name in ("rho_cap", "c_cap")
+    },
 }
 
 

@@ -25,7 +25,7 @@ from rlcore.learner.lm_head import HeadSpec
 from rlcore.learner.lora import is_adapter, plain_name
 from rlcore.learner.packing import Layout, PassCosts, pack
 from rlcore.learner.policy import FrozenPolicy, Policy, load_causal_lm
-from rlcore.learner.specs import LearnerJob, LearnerSpec, RankPlace
+from rlcore.learner.specs import CriticSpec, LearnerJob, LearnerSpec, RankPlace
 from rlcore.learner.update import Update
 from rlcore.models.fresh import build_fresh_model
 from rlcore.models.specs import FreshModelSpec
@@ -58,6 +58,7 @@ def make_job(
     temperature: float = 0.8,
     keep_by_acceptance: int | None = None,
     shadow: Shadow | None = None,
+    critic: CriticSpec | None = None,
     **settings: Any,
 ) -> LearnerJob:
     """A job on a small model. `settings` are those of `learner` and `algorithm`, by name."""
@@ -77,6 +78,7 @@ def make_job(
         frozen_path=frozen_path,
         keep_by_acceptance=keep_by_acceptance,
         shadow=shadow or Shadow(),
+        critic=critic or CriticSpec(),
     )
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlcore.learner.specs import OptimizerSpec, RateSchedule
+from rlcore.learner.protocols import RateSchedule
+from rlcore.learner.specs import OptimizerSpec
 
 
 def _rates(steps, total, **settings):

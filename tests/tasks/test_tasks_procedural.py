@@ -25,6 +25,7 @@ CASES = [
     ("sudoku4x4", {"style": "short", "min_empty": 1, "max_empty": 6}),
     ("digits", {"op": "copy", "min_digits": 96, "max_digits": 96, "credit": "digits"}),
     ("arithmetic", {"question": "What is {a} {op} {b}?"}),
+    ("progression", {}),
 ]
 FIRST_HELDOUT = [
     ("5418=", "1458"),
@@ -87,6 +88,19 @@ def test_items_are_disjoint_distinct_and_their_worked_answers_are_right(name, ar
         assert task.grade(item, worked + "1").parts["correct"] == 0.0 or "<answer>" in worked
         assert task.grade(item, "").reward == 0.0
         assert alphabet is None or set(item.question + worked) <= set(alphabet)
+
+
+def test_a_progression_rewards_each_token_by_the_digit_before_it():
+    task = make_task("progression", {"length": 4})
+    item = Item("progression/train/0", "7+3=", "0369")
+    right = task.grade(item, "0369", tokens=list("0369"))
+    assert right.token_rewards == (0.25,) * 4 and right.parts == {"correct": 1.0, "share": 1.0}
+    # 5 is wrong after 0, and 8 is right after 5; what is beyond the length has no reward
+    slip = task.grade(item, "058147", tokens=["05", "8", "1", "4", "7", ""])
+    assert slip.token_rewards == (0.25, 0.25, 0.25, 0.0, 0.0, 0.0)
+    assert slip.parts["correct"] == 0.0
+    whole = task.grade(item, "03")
+    assert whole.reward == 0.5 and not whole.token_rewards
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)

@@ -47,9 +47,9 @@ from rlcore.learner.lora import (
 )
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.policy import FrozenPolicy, Policy
-from rlcore.learner.protocols import TrainEngine
+from rlcore.learner.protocols import RateSchedule, TrainEngine
 from rlcore.learner.ranks import Shards
-from rlcore.learner.specs import LearnerSpec, RateSchedule
+from rlcore.learner.specs import LearnerSpec
 from rlcore.learner.split_loading import Split
 from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.types import TokenScores
@@ -271,6 +271,10 @@ class ZeroEngine(TrainEngine):
     ) -> tuple[TokenScores, Tensor | None]:
         kl, *scores = self._engine(mb, ids, spec, base)
         return TokenScores(*scores), kl
+
+    def outputs(self, mb: MicroBatch) -> Tensor:
+        found: Tensor = self._engine(mb, None, None)
+        return found
 
     @torch.no_grad()
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
