@@ -91,8 +91,14 @@ class Text:
     def found(self, place: str, text: str) -> set[int]:
         """Where a text stands in what has this name."""
         at = [m.start() for m in re.finditer(re.escape(text), self.source)]
-        spans = [self._span(node) for name, node in places(self.tree) if at and name == place]
+        if not at:  # most modules, and their trees are large
+            return set()
+        spans = [self._span(node) for name, node in self._places if name == place]
         return {a for a in at if any(begin <= a < end for begin, end in spans)}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[str, ast.AST]]:
+        return list(places(self.tree))
 
     def changes(self) -> Iterator[tuple[str, int, int, str]]:
         """(place, begin, end, other text) of what `_of` knows, of functions and methods."""
