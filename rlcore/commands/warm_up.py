@@ -276,7 +276,8 @@ def _fingerprint(config: RunConfig) -> str:
     """Of everything that the starting model depends on."""
     model, warmup = config.model, config.model.warmup
     assert model.fresh is not None
-    tasks = [[label, spec.name, spec.args, spec.weight] for label, spec in mixed(config).items()]
+    weighted = mixed(config).items()
+    tasks: list[Any] = [[label, s.name, s.args, s.weight] for label, s in weighted]
     settings = {
         "model": model.fresh.model_dump(),
         "max_len": model.max_len,
