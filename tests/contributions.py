@@ -235,7 +235,9 @@ def contributions() -> dict[str, list[Piece]]:
                 METRICS,
                 "policy/mine",
             ),
-            Piece("its line on the page", "docs/metrics.md", _generated, CURRENT, r"metrics\.md"),
+            Piece(
+                "its line on the page", "docs/metrics.md", _generated, CURRENT, "run python docs"
+            ),
         ],
         "rollout engine": stub(
             "RolloutEngine",
