@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from rlcore.corrections.jackpot import obrs_acceptance
@@ -299,11 +300,13 @@ class LearnerRank(RankState):
             folder.mkdir(exist_ok=True)
         for number, (_, gradient) in enumerate(self.engine.full_gradients()):
             if self.rank == 0:
-                own, file = gradient.cpu().numpy(), folder / f"{number:06d}.npy"
+                own, file = gradient.cpu().numpy(), folder / f"{number:06d}.safetensors"
                 if not exists:
-                    np.save(file, own)
+                    save_file({"gradient": own}, file)
                 else:
-                    a, b = (g.astype(np.float64).ravel() for g in (np.load(file), own))
+                    a, b = (
+                        g.astype(np.float64).ravel() for g in (load_file(file)["gradient"], own)
+                    )
                     sums += (a @ b, a @ a, b @ b)
         if not exists or self.rank:
             return {}

@@ -33,18 +33,19 @@ class Progression(ProceduralTask):
     def grade(self, item: Item, response: str, tokens: Sequence[str] = ()) -> Grade:
         start, step = int(item.question[0]), int(item.question[2])
         before, place = start, 0
-        rewards = []
+        counts = []
         for token in tokens or response:  # without tokens the characters are rewarded together
             right = 0
             for character in token:
                 digit = int(character) if character in "0123456789" else None
                 right += place < self._length and digit == (before + step) % 10
                 before, place = before if digit is None else digit, place + 1
-            rewards.append(right / self._length)
+            counts.append(right)
         correct = float(response.strip() == item.answer)
-        share = sum(rewards)
+        share = sum(counts) / self._length
+        rewards = tuple(count / self._length for count in counts)
         parts = {"correct": correct, "share": share}
-        return Grade(0.0, parts, token_rewards=tuple(rewards)) if tokens else Grade(share, parts)
+        return Grade(0.0, parts, token_rewards=rewards) if tokens else Grade(share, parts)
 
     def alphabet(self) -> str | None:
         return "0123456789+="

@@ -122,6 +122,7 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             ("gpu_memory_utilization", "0.5", "", GPU),
             ("fp32_head", "true", "", "actor.bf16.dtype=bfloat16"),
             ("keep_high_precision", "[]", "", "actor.bf16.rounding=fp8"),
+            ("precise_layers", "1", "", "actor.bf16.rounding=fp8"),
             ("kv_on_update", "keep", "schedule=async schedule.on_publish=abort", IN_FLIGHT),
         ]
     },

@@ -213,8 +213,8 @@ def test_advantages_follow_their_sequences_and_are_finite(kind, seed: int, b: in
 
 
 def test_names_traits_and_a_user_s_own(tmp_path) -> None:
-    with pytest.raises(UserError, match=r"algorithm\.advantage=gae"):
-        advantage_class("gae")
+    with pytest.raises(UserError, match=r"algorithm\.advantage=gea"):
+        advantage_class("gea")
     assert {k for k in [*PLAIN, "group_mean"] if advantage_class(k).compares_group} == {
         "grpo",
         "dr_grpo",
