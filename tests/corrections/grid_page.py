@@ -89,11 +89,11 @@ def table(header: Iterable[str], rows: Iterable[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def policy_rows() -> list[Row]:
-    """One for every list and the losses that share its entries."""
+def policy_rows(every: int = 1) -> list[Row]:
+    """One for each list, or `every` so many, and the losses that share its entries."""
     return [
         (title(chosen), ", ".join(losses), *entries)
-        for chosen in all_lists()
+        for chosen in list(all_lists())[::every]
         for losses, entries in merged(
             losses_of(chosen), lambda loss, c=chosen: entries_of(c, loss, "none")
         )

