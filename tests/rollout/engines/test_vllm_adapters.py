@@ -148,7 +148,6 @@ def test_every_rank_of_an_engine_has_its_part(start, tmp_path, ask, finish):
         pair.add(ask(6))
         for t in finish(pair):
             np.testing.assert_allclose(t.logp_inf, merged(model, factors).sampled(t), atol=1e-5)
-    pair.close()
 
 
 def test_sparse_actors_attend_by_their_rule_with_an_adapter(start, model_a, ask, finish):
