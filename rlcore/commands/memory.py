@@ -135,8 +135,7 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
         kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
     )
     if not config.learner.num_gpus:
-        rank = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
-        lines.append(f"learner rank: {in_words(rank)}")
+        lines.append(f"learner rank: {in_words(_rank(config, sizes))}")
     return [*lines, f"learner rank's host: {in_words(host)}"]
 
 
@@ -181,15 +180,29 @@ def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:
 
 
 def _waiting(config: RunConfig, sizes: ModelSizes) -> Parts:
-    return waiting_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
+    parts = waiting_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
+    return parts | _critic(config, sizes)
+
+
+def _rank(config: RunConfig, sizes: ModelSizes) -> Parts:
+    parts = learner_rank(sizes, config.learner, kl=_has_kl(config), trained=_trained(config))
+    return parts | _critic(config, sizes)
+
+
+def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
+    """Return what a critic's own model and optimizer hold beside the policy's; its passes follow
+    the policy's and are of equal size. A head on the policy's states holds next to nothing."""
+    if config.critic.kind != "model":
+        return {}
+    trained = _adapted(config, config.critic.lora)
+    return {"critic": total(waiting_rank(sizes, config.learner, trained=trained))}
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
     """(role, share of a GPU that it may fill, what it holds) of every role on GPUs."""
     learner, bucket = config.learner, config.cluster.bucket_mib << 20
     if learner.num_gpus:
-        parts = learner_rank(sizes, learner, kl=_has_kl(config), trained=_trained(config))
-        yield "learner rank", learner.num_gpus, parts
+        yield "learner rank", learner.num_gpus, _rank(config, sizes)
     for label, actor in config.actor.items():
         if actor.num_gpus and actor.kind != "draft":
             held = actor_rank(sizes, actor, bucket_bytes=bucket, max_len=config.model.max_len)
@@ -202,7 +215,10 @@ def _has_kl(config: RunConfig) -> bool:
 
 def _trained(config: RunConfig) -> float | None:
     """Entries that are trained, where those are adapters; None: all."""
-    lora = config.learner.lora
+    return _adapted(config, config.learner.lora)
+
+
+def _adapted(config: RunConfig, lora: LoraSpec | None) -> float | None:
     if lora is None:
         return None
     factors = adapter_shapes(_shapes(config), AdapterShape(lora.rank, lora.targets))

@@ -166,3 +166,13 @@ def test_a_learner_that_waits_must_fit_beside_the_engine_that_has_the_gpu(
     offload = "learner.offload_while_sampling=true"
     assert main(words(tmp_path, "rapid_8gpus", card, large, offload)) == 0, capsys.readouterr().err
     assert "while engines sample: 3.2 GiB: weights 3.2" in capsys.readouterr().out
+
+
+def test_a_critic_with_a_model_of_its_own_is_counted(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    ppo = words(tmp_path, "dense_32b_16gpus", "algorithm.advantage=gae", "algorithm.credit=token")
+    assert main([*ppo, "critic=model"]) == 2
+    said = capsys.readouterr().err
+    assert "gpu_memory_gib=79" in said and "critic " in said and "raise learner.ranks" in said
+    assert main([*ppo, "critic=model", "critic.lora={}"]) == 0, capsys.readouterr().err
+    assert "critic " in capsys.readouterr().out
