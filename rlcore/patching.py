@@ -19,7 +19,7 @@ from typing import Any
 class Patch:
     """One replaced attribute.
 
-    Example: Patch("torch.nn:Module", "register_parameter", "to hold no memory", ("2.13.",))
+    Example: Patch("torch.nn:Module", "forward", "to compute norms faster", ("2.13.",))
     """
 
     owner: str  # "module" or "module:Class"; of an attribute of single objects, their class

@@ -377,14 +377,18 @@ def rounds(named: Sequence[tuple[str, Piece]]) -> list[list[tuple[str, Piece]]]:
     return found
 
 
-def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, str, str, str]]:
-    """(contribution, forgotten piece, its file, what names it). Raises AssertionError where nothing
-    does, or where the ten whole contributions do not pass."""
+def pieces_named() -> list[tuple[str, Piece]]:
+    """(contribution, piece) of every piece that a test must name when it is forgotten."""
+    return [(name, p) for name, pieces in contributions().items() for p in pieces if p.test]
+
+
+def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, Piece]]:
+    """(contribution, forgotten piece), once its test has failed and said what is missing. Raises
+    AssertionError where it does not, or where the ten whole contributions do not pass."""
     everything = [(name, piece) for name, pieces in contributions().items() for piece in pieces]
-    named = [(name, piece) for name, piece in everything if piece.test]
+    named = pieces_named()
     code, text = _tried((p for _, p in everything), (p.test for _, p in named))
     assert code == 0, f"the whole contributions do not pass:\n{text[-5000:]}"
-    said = {}
     for number, forgotten in enumerate(rounds(named), 1):
         say(f"round {number}: {', '.join(f'{name}: {piece.what}' for name, piece in forgotten)}")
         left_out = [piece for _, piece in forgotten]
@@ -395,16 +399,20 @@ def rows(say: Callable[[str], object] = print) -> Iterator[tuple[str, str, str, 
             file = re.escape(piece.test.partition("::")[0])
             assert re.search(f"^(FAILED|ERROR) {file}", text, re.M), f"{name}, {piece}:\n{text}"
             assert re.search(piece.says, text), f"{name}, {piece}:\n{text}"
-            said[name, piece.what] = (name, piece.what, piece.file, piece.test)
-    yield from (said[name, piece.what] for name, piece in named)
+    yield from named
+
+
+def line(name: str, piece: Piece) -> str:
+    """The row of the table in docs/CONTRIBUTING.md that says which test names a forgotten piece."""
+    file = re.sub(r"\bmine\.", "NAME.", piece.file)
+    place, _, test = piece.test.removeprefix("tests/").partition("::")
+    return f"| {name} | {piece.what} | `{file}` | `{place}`: {test} |"
 
 
 def main() -> None:
-    print("| contribution | forgotten piece | file | what names it |")
-    print("| --- | --- | --- | --- |")
-    for name, what, file, test in rows(lambda text: print(text, file=sys.stderr)):
-        place, _, short = test.partition("::")
-        print(f"| {name} | {what} | `{file}` | `{place}`: {short} |", flush=True)
+    """Print the rows, each once its test has failed without the piece."""
+    for name, piece in rows(lambda text: print(text, file=sys.stderr)):
+        print(line(name, piece), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rlcore.learner.engines.patches import REGISTER_PARAMETER
 from rlcore.learner.ranks import is_first_rank
 from rlcore.models.folder import read_shapes, weight_files
 from rlcore.weights.experts import single_shapes
@@ -31,10 +30,12 @@ def load_split(path: str | Path, config: Any, split: Split, device: torch.device
     `config`: its transformers configuration, with dtype and attention set. Rank 0 reads. Raises
     UnsplitNamesError, before anything is read.
     """
+    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    with no_init_weights(), _hollow_parameters():
+    # buffers are computed by the constructor and saved nowhere, so they are made whole
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     lm.tie_weights()
     expected: dict[str, tuple[int, ...]] = {}
@@ -48,26 +49,14 @@ def load_split(path: str | Path, config: Any, split: Split, device: torch.device
         )
     with _open_folder(path) as read:
         for name, p in lm.named_parameters():
-            p.data = _whole(name, p, read if is_first_rank() else None, device)
+            whole = _whole(name, p, read if is_first_rank() else None, device)
+            # in place, so that tied weights stay tied; `data` cannot change device
+            torch.utils.swap_tensors(p, nn.Parameter(whole, p.requires_grad))
             split(p)
     for module in lm.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
     return lm.eval()
-
-
-@contextmanager
-def _hollow_parameters() -> Iterator[None]:
-    """Parameters made inside have their shapes and no memory; buffers are whole."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(module, name, param)
-        if param is not None:
-            param.data = param.data.new_empty(1).expand(param.shape)
-
-    with REGISTER_PARAMETER.replaced(register):
-        yield
 
 
 @contextmanager

@@ -6,13 +6,12 @@ No torch at import.
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import comb
 from typing import TYPE_CHECKING, ClassVar
 
 from rlcore.interfaces import Reduce
 from rlcore.lazy import torch
-from rlcore.objectives.protocols import Advantage, Bias
+from rlcore.objectives.protocols import Advantage, Bias, Rewards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,117 +41,6 @@ def without_truncated(mask: Tensor, truncated: Tensor | None) -> Tensor:
     themselves: biased towards them, by the share that was cut off.
     """
     return mask if truncated is None else mask & ~truncated[:, None]
-
-
-# The rewards of a step, and the statistics that advantages are made of.
-#
-# Rewards [B] and group_ids [B] int64 are of one rank. Groups are whole on a rank, so group
-# statistics need no reduction; batch statistics do. All are float64, and a group of one, a group of
-# equal rewards or a batch of equal rewards is centred to exactly 0, never NaN.
-
-
-class Rewards:
-    """One rank's share of a step, one reward per episode.
-
-    The `batch_*` statistics are of the global batch: every rank must read the same ones in the same
-    order."""
-
-    def __init__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        reduce: Reduce,
-        tokens: Tensor | None = None,
-    ) -> None:
-        """`tokens` [B]: sampled tokens of each episode, where an advantage asks for them."""
-        self.values = rewards.detach().double()
-        self.group_ids = group_ids
-        self._tokens = tokens
-        self._reduce = reduce  # group statistics never use it: ranks may differ in their groups
-
-    @cached_property
-    def _groups(self) -> tuple[int, Tensor]:
-        """Number of groups, and the group [B] of each episode."""
-        unique, index = torch.unique(self.group_ids, return_inverse=True)
-        return len(unique), index
-
-    def group_sum(self, values: Tensor) -> Tensor:
-        """[B] float64: the sum of `values` [B] over each episode's group."""
-        count, index = self._groups
-        sums = torch.zeros(count, dtype=torch.float64, device=values.device)
-        return sums.index_add(0, index, values)[index]
-
-    @cached_property
-    def group_size(self) -> Tensor:
-        """[B] float64: episodes in each episode's group."""
-        return self.group_sum(torch.ones_like(self.values))
-
-    @cached_property
-    def group_centred(self) -> Tensor:
-        """[B]: rewards less the mean of their group."""
-        count, index = self._groups
-        high = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.values.device)
-        low = -high
-        high = high.scatter_reduce(0, index, self.values, "amax")
-        low = low.scatter_reduce(0, index, self.values, "amin")
-        # compared, not subtracted: the rounded mean of equal rewards need not be that reward
-        flat = (high == low)[index]
-        mean = self.group_sum(self.values) / self.group_size
-        return torch.where(flat, 0.0, self.values - mean)
-
-    @cached_property
-    def group_std(self) -> Tensor:
-        """[B]: sample standard deviation of each episode's group, 0 in a group of one."""
-        squares = self.group_sum(self.group_centred**2)
-        return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
-
-    @property
-    def tokens(self) -> Tensor:
-        """[B] float64: sampled tokens of each episode. Raises ValueError if nobody said."""
-        if self._tokens is None:
-            raise ValueError("the numbers of sampled tokens were not given")
-        return self._tokens.double()
-
-    def centred_in_batch(self, values: Tensor, weight: Tensor) -> tuple[Tensor, float]:
-        """`values` [B] less their global mean, each counted `weight` [B] times, and the sum of all
-        weights.
-
-        Exactly 0 where all counted values of the global batch are equal.
-        """
-        count, summed = self._reduce(torch.stack([weight.sum(), (weight * values).sum()])).tolist()
-        counted = values[weight > 0]
-        # an empty share takes part with the neutral element: every rank makes the same reductions
-        lowest = counted.min().neg() if len(counted) else values.new_tensor(-torch.inf)
-        highest = counted.max() if len(counted) else values.new_tensor(-torch.inf)
-        extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
-        if extremes[0] == -extremes[1]:
-            return torch.zeros_like(values), count
-        return values - summed / max(count, 1.0), count
-
-    def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
-        """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
-        return float(self._reduce((weight * centred**2).sum()[None]).item())
-
-    def batch_sum(self, values: Tensor) -> float:
-        """Sum of `values` [B] over the global batch."""
-        return float(self._reduce(values.double().sum()[None]).item())
-
-    @cached_property
-    def _batch(self) -> tuple[Tensor, float]:
-        """Rewards less the global mean, and the number of episodes of the global batch."""
-        return self.centred_in_batch(self.values, torch.ones_like(self.values))
-
-    @property
-    def batch_centred(self) -> Tensor:
-        """[B]: rewards less the mean of the global batch."""
-        return self._batch[0]
-
-    @cached_property
-    def batch_std(self) -> float:
-        """Sample standard deviation over the global batch's episodes."""
-        centred, count = self._batch
-        squares = self.batch_squares(centred, torch.ones_like(centred))
-        return float((squares / max(count - 1.0, 1.0)) ** 0.5)
 
 
 def sequence_advantages(

@@ -1,7 +1,7 @@
-"""Base classes of advantages and policy losses. No torch at import, so that the configuration can
-read their traits.
+"""Base classes of advantages and policy losses, and the tensors that they take. No torch at import,
+so that the configuration can read their traits.
 
-One class and one line in `registry.py` make a new one:
+One class, and one line in `objectives/specs.py`, make a new one:
 
     class Reinforce(PolicyLoss):
         carries_ratio = False
@@ -15,13 +15,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from rlcore.interfaces import Reduce
+from rlcore.lazy import torch
+from rlcore.spec import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from rlcore.objectives.advantages import Rewards
-    from rlcore.objectives.specs import ObjectiveSpec
 
 WIDE = 1e9  # a threshold that never binds
 
@@ -55,6 +57,117 @@ class Bias:
 UNCORRECTED = Bias("no correction", where="matched")
 
 
+# The rewards of a step, and the statistics that advantages are made of.
+#
+# Rewards [B] and group_ids [B] int64 are of one rank. Groups are whole on a rank, so group
+# statistics need no reduction; batch statistics do. All are float64, and a group of one, a group of
+# equal rewards or a batch of equal rewards is centred to exactly 0, never NaN.
+
+
+class Rewards:
+    """One rank's share of a step, one reward per episode.
+
+    The `batch_*` statistics are of the global batch: every rank must read the same ones in the same
+    order."""
+
+    def __init__(
+        self,
+        rewards: Tensor,
+        group_ids: Tensor,
+        reduce: Reduce,
+        tokens: Tensor | None = None,
+    ) -> None:
+        """`tokens` [B]: sampled tokens of each episode, where an advantage asks for them."""
+        self.values = rewards.detach().double()
+        self.group_ids = group_ids
+        self._tokens = tokens
+        self._reduce = reduce  # group statistics never use it: ranks may differ in their groups
+
+    @cached_property
+    def _groups(self) -> tuple[int, Tensor]:
+        """Number of groups, and the group [B] of each episode."""
+        unique, index = torch.unique(self.group_ids, return_inverse=True)
+        return len(unique), index
+
+    def group_sum(self, values: Tensor) -> Tensor:
+        """[B] float64: the sum of `values` [B] over each episode's group."""
+        count, index = self._groups
+        sums = torch.zeros(count, dtype=torch.float64, device=values.device)
+        return sums.index_add(0, index, values)[index]
+
+    @cached_property
+    def group_size(self) -> Tensor:
+        """[B] float64: episodes in each episode's group."""
+        return self.group_sum(torch.ones_like(self.values))
+
+    @cached_property
+    def group_centred(self) -> Tensor:
+        """[B]: rewards less the mean of their group."""
+        count, index = self._groups
+        high = torch.full((count,), -torch.inf, dtype=torch.float64, device=self.values.device)
+        low = -high
+        high = high.scatter_reduce(0, index, self.values, "amax")
+        low = low.scatter_reduce(0, index, self.values, "amin")
+        # compared, not subtracted: the rounded mean of equal rewards need not be that reward
+        flat = (high == low)[index]
+        mean = self.group_sum(self.values) / self.group_size
+        return torch.where(flat, 0.0, self.values - mean)
+
+    @cached_property
+    def group_std(self) -> Tensor:
+        """[B]: sample standard deviation of each episode's group, 0 in a group of one."""
+        squares = self.group_sum(self.group_centred**2)
+        return (squares / (self.group_size - 1).clamp(min=1)).sqrt()
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B] float64: sampled tokens of each episode. Raises ValueError if nobody said."""
+        if self._tokens is None:
+            raise ValueError("the numbers of sampled tokens were not given")
+        return self._tokens.double()
+
+    def centred_in_batch(self, values: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+        """`values` [B] less their global mean, each counted `weight` [B] times, and the sum of all
+        weights.
+
+        Exactly 0 where all counted values of the global batch are equal.
+        """
+        count, summed = self._reduce(torch.stack([weight.sum(), (weight * values).sum()])).tolist()
+        counted = values[weight > 0]
+        # an empty share takes part with the neutral element: every rank makes the same reductions
+        lowest = counted.min().neg() if len(counted) else values.new_tensor(-torch.inf)
+        highest = counted.max() if len(counted) else values.new_tensor(-torch.inf)
+        extremes = self._reduce.max(torch.stack([highest, lowest])).tolist()
+        if extremes[0] == -extremes[1]:
+            return torch.zeros_like(values), count
+        return values - summed / max(count, 1.0), count
+
+    def batch_squares(self, centred: Tensor, weight: Tensor) -> float:
+        """Sum of the squares of `centred` [B] over the global batch, each `weight` [B] times."""
+        return float(self._reduce((weight * centred**2).sum()[None]).item())
+
+    def batch_sum(self, values: Tensor) -> float:
+        """Sum of `values` [B] over the global batch."""
+        return float(self._reduce(values.double().sum()[None]).item())
+
+    @cached_property
+    def _batch(self) -> tuple[Tensor, float]:
+        """Rewards less the global mean, and the number of episodes of the global batch."""
+        return self.centred_in_batch(self.values, torch.ones_like(self.values))
+
+    @property
+    def batch_centred(self) -> Tensor:
+        """[B]: rewards less the mean of the global batch."""
+        return self._batch[0]
+
+    @cached_property
+    def batch_std(self) -> float:
+        """Sample standard deviation over the global batch's episodes."""
+        centred, count = self._batch
+        squares = self.batch_squares(centred, torch.ones_like(centred))
+        return float((squares / max(count - 1.0, 1.0)) ** 0.5)
+
+
 class Advantage(ABC):
     """Computes one number per episode from the rewards of a step. Built as Class(spec).
 
@@ -71,8 +184,8 @@ class Advantage(ABC):
     #: how its mean over samples departs from the reward less the expected reward
     biases: ClassVar[tuple[Bias, ...]] = ()
 
-    def __init__(self, spec: ObjectiveSpec) -> None:
-        """An advantage without settings ignores the specification."""
+    def __init__(self, spec: Spec) -> None:
+        """spec: an `ObjectiveSpec`, which an advantage without settings ignores."""
 
     @abstractmethod
     def __call__(self, rewards: Rewards) -> Tensor:
@@ -103,8 +216,8 @@ class PolicyLoss(ABC):
     #: names of the per-token indicators that it returns; an instance may have more
     indicators: tuple[str, ...] = ()
 
-    def __init__(self, spec: ObjectiveSpec) -> None:
-        """A loss without settings ignores the specification."""
+    def __init__(self, spec: Spec) -> None:
+        """spec: an `ObjectiveSpec`, which a loss without settings ignores."""
 
     @abstractmethod
     def __call__(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from rlcore.patching import Patch
 
-_TORCH = ("2.11.", "2.13.")
-
-REGISTER_PARAMETER = Patch(
-    "torch.nn:Module", "register_parameter", "to build a model that holds no memory", _TORCH
-)
 # of modules of transformers that were found to compute what its replacement computes
-NORM = Patch("torch.nn:Module", "forward", "to compute norms in fewer passes over memory", _TORCH)
+NORM = Patch(
+    "torch.nn:Module",
+    "forward",
+    "to compute norms in fewer passes over memory",
+    ("2.11.", "2.13."),
+)
 ADAPTED_LINEAR = Patch(
     "peft.tuners.lora:Linear",
     "forward",
@@ -23,4 +23,4 @@ MOMENTS_LINKED = Patch(
     "to find the moments of a checkpoint",
     ("0.19.",),
 )
-PATCHES = (REGISTER_PARAMETER, NORM, ADAPTED_LINEAR, MOMENTS_LINKED)
+PATCHES = (NORM, ADAPTED_LINEAR, MOMENTS_LINKED)
