@@ -58,6 +58,7 @@ COLOURS = {
     "rapid": "C4",
     "grpo": "C7",
     "asynchronous": "C5",
+    "round_as": "C2",
     "distillsparse": "C4",
     "distillsparse, 8 of 12": "C6",
     "training-free": "C2",

@@ -73,6 +73,8 @@ def _phases(*lengths: int) -> dict[str, Words]:
     return {str(h): (f"schedule.steps_per_publish={h}",) for h in lengths}
 
 
+# half of the steps that the experiment has
+_SHORT = ("schedule.steps=96", "learner.lr_decay_steps=96", "evaluation.every=16")
 _UNCLIPPED = ("algorithm.eps_low=1.0", "algorithm.eps_high=1000.0")
 _STALENESS_ARMS: dict[str, Words] = {
     "token IS": _UNCLIPPED,
@@ -377,6 +379,29 @@ STUDIES: dict[str, Study] = {
             *("mismatch/kl_k3", "mismatch/acceptance", "loss/distill_kl"),
             *("response_length/mean", "reward/mean", "throughput/rollout_tokens_per_s"),
         ),
+    ),
+    "round_as": Study(
+        experiment="evidence/ais",
+        knob="rounding of the actor's weights",
+        matched=("none", (*_SHORT, "actor=[bf16]")),
+        sizes={"int3": (*_SHORT, "actor.fp8.rounding=int3")},
+        arms={
+            UNCORRECTED: (),
+            "tis C=5": ("correction=[tis]", "correction.tis.cap=5"),
+            "round_as": ("learner.round_as=fp8",),
+        },
+        swept=False,
+        shown="int3",
+        figure=("matched", UNCORRECTED, "tis C=5", "round_as"),
+        contrasts=(("round_as", "tis C=5", "int3"),),
+        deviations=(
+            ("model", "a mixture of experts of 30B, pretrained", "1.6M, warmed up on answers"),
+            ("task", "mathematics, long answers", "digits to sort, 7 tokens"),
+            ("format", "low-bit kernels", "INT3 weights, emulated"),
+            ("loss", "bounds sequences of negative advantage (TBPO)", "PPO's clip"),
+        ),
+        deployed=("policy",),
+        watched=("mismatch/kl_k3", "rounding/relative_error", "entropy"),
     ),
     "staleness": Study(
         experiment="evidence/staleness",

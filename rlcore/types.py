@@ -37,7 +37,14 @@ MOST_REWARD = 1e12  # of a reward or one of its parts, either sign
 FinishReason = Literal["stop", "length", "abort"]
 OnPublish = Literal["finish", "abort", "in_flight"]
 # Kinds with rounded weights, whose arithmetic is in the actor's dtype.
-Emulated = Literal["fp8_emulated", "int8_emulated", "int4_emulated", "int3_emulated"]
+Emulated = Literal[
+    "fp8_emulated",
+    "int8_emulated",
+    "int4_emulated",
+    "int3_emulated",
+    "mxfp4_emulated",
+    "nvfp4_emulated",
+]
 # What a trajectory was sampled by.
 ActorKind = Literal["bf16", "fp8", Emulated, "sparse", "draft"]
 

@@ -17,6 +17,7 @@ from rlcore.rollout.text import StopStrings
 from rlcore.tasks.graders import GraderPool
 from rlcore.tasks.specs import EvalTaskSpec
 from rlcore.types import POLICY, PageRule
+from rlcore.weights.specs import BLOCK_FORMATS, RoundingSpec
 
 DRAFT = "draft"  # a co-trained draft's weights, among the sets that are published
 
@@ -155,6 +156,15 @@ def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
     return SPARSE_COPY if actor.kind == "sparse" and config.learner.distill else POLICY
 
 
+def learner_rounding(config: RunConfig) -> RoundingSpec | None:
+    """Return how the learner rounds the policy's weights in its passes."""
+    label = config.learner.round_as
+    if label is None:
+        return None
+    actor = config.actor[label]
+    return RoundingSpec(**{name: getattr(actor, name) for name in RoundingSpec.model_fields})
+
+
 def wire_dtype(config: RunConfig) -> str:
     """Published weights have the actors' dtype where all agree, so that what arrives is what is
     served."""
@@ -182,9 +192,11 @@ def _budget(sparse: SparseSpec) -> str:
 def _described(actor: ActorSpec) -> str:
     dtype, rounding, sparse = actor.compute_dtype, actor.rounding, actor.sparse
     if rounding != "none":
+        columns = BLOCK_FORMATS.get(rounding)
+        scale = f"{columns} entries" if columns else f"a {actor.scales}"
         return (
             f"{rounding} emulated: weights rounded to {rounding} and back before loading, one "
-            f"scale a {actor.scales}, arithmetic in {dtype}"
+            f"scale {scale}, arithmetic in {dtype}"
         )
     if actor.kind == "fp8":
         return f"vLLM's FP8 (W8A8, dynamic, one weight scale a {actor.scales})"

@@ -45,7 +45,7 @@ def plan(config: RunConfig, words: Mapping[str, str]) -> int:
         raise UserError(f"{stray}={words[stray]} needs gpus=N, the GPUs that are divided.")
     if "picture" in words and "actors" not in words:
         raise UserError(f"picture={words['picture']} needs actors=1,2,4 or gpus=N to compare.")
-    _check_source(words)
+    check_source(words, config)
     check_simulated(config)
     fleets = [_fleet(config, words, count) for count in _counts(words, config)]
     source = words.get("rates") or f"{words['gpu']}, {ASSUMED}"
@@ -78,7 +78,7 @@ def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
     were given. Raises UserError."""
     if not words:
         return ["none: rates=FILE (of rlcore plan measure) or gpu=NAME gives one"]
-    _check_source(words)
+    check_source(words, config)
     check_simulated(config)
     f = forecast(_fleet(config, words, None))
     steps = config.schedule.steps
@@ -101,9 +101,15 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.3g} seconds"
 
 
-def _check_source(words: Mapping[str, str]) -> None:
+def check_source(words: Mapping[str, str], config: RunConfig) -> None:
+    """Refuse rates that are not given, or not of such a run, in a UserError."""
     if ("rates" in words) == ("gpu" in words):
         raise UserError("A forecast takes either rates=FILE or gpu=NAME, and one of them.")
+    refuse(
+        "gpu" in words and config.learner.round_as is not None,
+        f"learner.round_as={config.learner.round_as} cannot be planned by gpu=, which knows no "
+        "time of rounding: give rates=FILE, of a run that rounds, or plan with round_as=null.",
+    )
 
 
 def check_simulated(config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from rlcore.commands.plan import (
     ASSUMED,
     STEPS,
     check_simulated,
+    check_source,
     engine_of,
     lengths_of,
     planned,
@@ -86,6 +87,7 @@ def split_plan(config: RunConfig, words: Mapping[str, str]) -> int:
             f"gpus={words['gpus']} needs gpu=NAME, and takes neither rates= nor actors=: rates of "
             "a file hold for one number of ranks."
         )
+    check_source(words, config)
     check_simulated(config)
     refuse(
         len(config.actor) > 1,

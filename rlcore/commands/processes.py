@@ -331,6 +331,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         keep_by_acceptance=config.algorithm.kept_by_learner,
         diffusion=config.model.diffusion,
         critic=config.critic,
+        rounding=derived.learner_rounding(config),
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,
@@ -364,6 +365,7 @@ def _draft_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         "lr": draft.lr,
         "lora": None,
         "draft": None,
+        "round_as": None,
         "router_replay": False,
     }
     own |= dict.fromkeys(PARTS, 1)

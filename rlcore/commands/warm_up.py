@@ -245,6 +245,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
         "lora": None,
         "distill": None,
         "train_sparse": False,
+        "round_as": None,
     }
     return config.model_copy(
         update={

@@ -10,7 +10,7 @@ from math import isclose
 from typing import Literal
 
 from rlcore.config.critic import check_critic
-from rlcore.config.kinds import check_kinds, check_shares, check_targets, shown
+from rlcore.config.kinds import check_kinds, check_round_as, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
 from rlcore.config.places import check_colocated, check_gpu_shares
 from rlcore.config.schema import AlgorithmSection, CorrectionList, RunConfig
@@ -472,6 +472,7 @@ RULES = (
     check_kinds,
     check_shares,
     check_targets,
+    check_round_as,
     check_critic,
     _epochs,
     _losses,

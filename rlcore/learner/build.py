@@ -28,6 +28,7 @@ from rlcore.learner.packing import EpisodeTokens, Layout, MicroBatch, PassCosts,
 from rlcore.learner.policy import Attention, Policy, Replay, load_causal_lm
 from rlcore.learner.protocols import Companion, LogProbEstimator, TrainEngine
 from rlcore.learner.ranks import RankReduce, Shards, join_groups, join_ranks
+from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.sequences import (
     Reader,
     TokenSequence,
@@ -324,20 +325,30 @@ class _Models:
     def starting(self) -> Policy:
         """The policy that KL is taken to.
 
-        The starting policy attends as the trained one does, another model densely.
+        The starting policy attends and rounds as the trained one does, another model densely and
+        in full precision.
         """
         rule = None if self._job.frozen_path else self._rule
         lm = self._load(self._job.frozen_path or self._job.model_path, rule)
         self._share_too(lm, rule)
-        return self._ready(lm, rule)
+        return self._ready(lm, rule, rounded=not self._job.frozen_path)
 
     def _ready(
-        self, lm: nn.Module, rule: SparseSpec | None, replay: Replay | None = None
+        self,
+        lm: nn.Module,
+        rule: SparseSpec | None,
+        replay: Replay | None = None,
+        *,
+        rounded: bool,
     ) -> Policy:
-        """The model as it will attend, for parts of its sequences where ranks hold those."""
+        """The model as it will attend, for parts of its sequences where ranks hold those, and with
+        weights rounded where the job has that and the model is to be `rounded`."""
         if self._shards is not None:
             hold_in_parts(lm, self._shards, self._engine.split_attention, self._device)
-        return Policy(lm, rule, replay, self._shards)
+        spec, layers = self._job.rounding, None
+        if rounded and spec is not None:
+            layers = RoundedLayers(lm, spec, model_path=self._job.model_path)
+        return Policy(lm, rule, replay, self._shards, layers)
 
     def _trained(
         self,
@@ -354,7 +365,7 @@ class _Models:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         # the frozen policy has none: it chooses its own experts
         replay = Replay(lm) if self._spec.router_replay else None
-        return self._ready(lm.train(), rule, replay)
+        return self._ready(lm.train(), rule, replay, rounded=True)
 
     def _may_share(self) -> bool:
         """Return whether the job leaves the choice to the models."""

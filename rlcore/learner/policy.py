@@ -22,6 +22,7 @@ from rlcore.interfaces import Reduce
 from rlcore.learner.lm_head import Head, HeadSpec, KlTarget
 from rlcore.learner.packing import MicroBatch
 from rlcore.learner.ranks import Shards
+from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
 from rlcore.models.folder import register_architecture
 from rlcore.types import TokenScores
@@ -244,11 +245,14 @@ class Policy(nn.Module):
         sparse: SparseSpec | None = None,
         replay: Replay | None = None,
         shards: Shards | None = None,
+        rounded: RoundedLayers | None = None,
     ) -> None:
         """`sparse`: the rule that every forward attends by; `lm` must have been loaded for it.
         `replay`: of its routers; None: it chooses experts by itself. `shards`: the ranks that hold
-        parts of the sequences; its attention must exchange them."""
+        parts of the sequences; its attention must exchange them. `rounded`: its layers that compute
+        with rounded weights."""
         super().__init__()
+        self.rounded = rounded
         self.lm = lm
         self.sparse = sparse
         self.shards = shards

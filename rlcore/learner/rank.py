@@ -244,6 +244,8 @@ class LearnerRank(RankState):
         metrics |= positions(batch, self._reduce)
         if (replay := self.engine.policy.replay) is not None:
             metrics |= replay.metrics(self._reduce)
+        if (rounded := self.engine.policy.rounded) is not None:
+            metrics |= rounded.metrics()
         metrics |= self._update.advantages.metrics(batch, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start
         # after the policy's own step, so that what is shared with it is as of now

@@ -12,6 +12,7 @@ from rlcore.models.specs import DiffusionSpec
 from rlcore.objectives.specs import ObjectiveSpec, ValueSpec
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import SamplingSpec
+from rlcore.weights.specs import RoundingSpec
 
 PARTS = ("sequence_parallel", "tensor_parallel", "expert_parallel")  # keys that say who holds parts
 
@@ -416,6 +417,12 @@ class LearnerSpec(OptimizerSpec):
     lora: LoraSpec | None = None
     distill: DistillSpec | None = None
     draft: DraftLearnerSpec | None = None
+    round_as: str | None = setting(
+        None,
+        "label of an actor with rounded weights (actor.LABEL.rounding): forward passes round the "
+        "policy's weights as it does, gradients pass straight through, and what is trained stays "
+        "float32; null: weights as they are",
+    )
     offload_while_sampling: bool = setting(
         False,
         "schedule.colocated: masters, moments and buffers of gradients are on the host while "
@@ -556,6 +563,7 @@ class LearnerJob:
     frozen_path: str | None = None  # the policy that KL is taken to; None: the starting one
     diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
     critic: CriticSpec = field(default_factory=CriticSpec)
+    rounding: RoundingSpec | None = None  # of the policy's forward passes
     # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches

@@ -309,6 +309,15 @@ LEARNER_METRICS: tuple[Metric, ...] = (
         otherwise="ten times its median: lower `learner.lr`",
     ),
     Metric(
+        "rounding/relative_error",
+        "share",
+        "`learner.round_as`: norm of what rounding moved the weights by, over the norm of the "
+        "rounded weights, as the step began",
+        healthy="steady: 0.002 in INT8, 0.1 in four bits, 0.3 in INT3",
+        otherwise="rises: a few weights have grown and set the scale; finer `actor.*.scales`, or "
+        "`keep_high_precision`",
+    ),
+    Metric(
         "entropy",
         "nats",
         "mean entropy of the policy over trained tokens",

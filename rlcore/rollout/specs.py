@@ -12,7 +12,7 @@ from rlcore.registry import resolve
 from rlcore.spec import Spec, Unread, refuse, setting
 from rlcore.types import ActorKind, SamplingSpec, actor_label
 from rlcore.weights.adapters import AdapterShape
-from rlcore.weights.specs import Rounding, RoundingSpec
+from rlcore.weights.specs import BLOCK_FORMATS, Rounding, RoundingSpec
 
 # Widths of a head that vLLM's attention has on CPU.
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -190,6 +190,8 @@ class ActorSpec(RoundingSpec):
             "int8": "int8_emulated",
             "int4": "int4_emulated",
             "int3": "int3_emulated",
+            "mxfp4": "mxfp4_emulated",
+            "nvfp4": "nvfp4_emulated",
         }
         return self.kind if self.rounding == "none" else emulated[self.rounding]
 
@@ -280,6 +282,12 @@ def _check_precision(actor: ActorSpec, key: str) -> None:
         actor.scales != "tensor" and actor.rounding == "none" and actor.kind != "fp8",
         f"{key}.scales={actor.scales} is about quantised weights, and {key}.kind={actor.kind} has "
         "none: leave it tensor.",
+    )
+    refuse(
+        actor.scales != "tensor" and actor.rounding in BLOCK_FORMATS,
+        f"{key}.scales={actor.scales} is of formats without scales of their own, and {key}."
+        f"rounding={actor.rounding} has one for {BLOCK_FORMATS.get(actor.rounding)} entries of a "
+        "row: leave it tensor.",
     )
     refuse(
         actor.kind == "fp8" and actor.on_cpu and actor.rounding == "none",

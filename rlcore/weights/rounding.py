@@ -6,40 +6,91 @@ Reported as emulation everywhere: the arithmetic of the forward pass stays in th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from rlcore.weights.specs import Rounding, RoundingSpec, Scales
+from rlcore.weights.specs import BLOCK_FORMATS, Rounding, RoundingSpec, Scales
 
 BLOCK = 128  # rows and columns that share a scale with scales="block"
 # Weights that vLLM fuses into one, in its order.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Largest magnitude of E4M3 and of symmetric integers.
-_MAX = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int3": 3.0}
+# Largest magnitude of E4M3, of symmetric integers and of E2M1.
+_MAX = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int3": 3.0, "mxfp4": 6.0, "nvfp4": 6.0}
 
 
 def round_tensor(
     weight: torch.Tensor, kind: Rounding, scales: Scales, *, block: int = BLOCK
 ) -> torch.Tensor:
-    """`weight` [out, in] rounded through `kind`, in its own dtype and shape.
-
-    scale = max|w| / (largest value of the format), over the whole tensor, per output channel (row)
-    or per `block` x `block` tile. An all-zero region stays zero.
-    """
+    """`weight` [out, in] rounded through `kind`, in its own dtype and shape."""
     if kind == "none":
         return weight
+    codes, scale = quantise(weight, kind, scales, block=block)
+    return (codes * scale).to(weight.dtype)
+
+
+def quantise(
+    weight: torch.Tensor, kind: Rounding, scales: Scales, *, block: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of the format [out, in] and what they are multiplied by, broadcastable, both float32.
+
+    fp8 (E4M3) and symmetric integers: scale = max|w| / (largest value of the format), over the
+    whole tensor, per output channel (row) or per `block` x `block` tile. mxfp4 and nvfp4 are E2M1,
+    to nearest even, with scales of their own over 32 and 16 columns of a row: the power of two
+    2^(floor(log2 max|w|) - 2) (OCP Microscaling Formats 1.0, section 6.3), and max|w| / 6 in E4M3,
+    in units that let the tensor's largest be 448. An all-zero region stays zero.
+    """
     w = weight.float()
-    amax = _amax(w, scales, block)
-    # 1 for an all-zero region, which would otherwise become NaN
-    scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / _MAX[kind]
-    q = w / scale
-    if kind == "fp8":
-        # Division may exceed the largest value by a bit, and E4M3 has no infinity: it would be NaN.
-        q = q.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+    if kind == "mxfp4":
+        scale = _power_scale(w)
+    elif kind == "nvfp4":
+        scale = _e4m3_scale(w)
     else:
-        q = q.round().clamp(-_MAX[kind], _MAX[kind])
-    return (q * scale).to(weight.dtype)
+        amax = _amax(w, scales, block)
+        # 1 for an all-zero region, which would otherwise become NaN
+        scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / _MAX[kind]
+    # Division may exceed the largest value by a bit, and E4M3 has no infinity: it would be NaN.
+    q = (w / scale).clamp(-_MAX[kind], _MAX[kind])
+    if kind == "fp8":
+        return q.to(torch.float8_e4m3fn).float(), scale
+    return (_e2m1(q) if kind in BLOCK_FORMATS else q.round()), scale
+
+
+def _e2m1(q: torch.Tensor) -> torch.Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code."""
+    size = q.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign((size / step).round() * step, q)
+
+
+def _power_scale(w: torch.Tensor) -> torch.Tensor:
+    """The scale [out, in] of mxfp4, a power of two within E8M0; 1 for an all-zero block."""
+    amax = _column_amax(w, BLOCK_FORMATS["mxfp4"])
+    exponent = torch.frexp(amax).exponent - 3  # frexp's mantissa is below 1
+    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(-126, 127))
+    return torch.where(amax > 0, power, torch.ones_like(amax))
+
+
+def nvfp4_units(w: torch.Tensor) -> torch.Tensor:
+    """How many units of nvfp4's block scales 1 has: then the largest block's scale is 448."""
+    amax = w.float().abs().amax()
+    return torch.where(amax > 0, 448.0 * 6.0 / amax, torch.ones_like(amax))
+
+
+def _e4m3_scale(w: torch.Tensor) -> torch.Tensor:
+    """The scale [out, in] of nvfp4; 1 for a block that is all zero, or too small for E4M3."""
+    units = nvfp4_units(w)
+    amax = _column_amax(w, BLOCK_FORMATS["nvfp4"])
+    scale = (amax * units / 6.0).clamp(max=448.0).to(torch.float8_e4m3fn).float()
+    # a huge scale, by which the whole block rounds to zero
+    return torch.where(scale > 0, scale, torch.full_like(scale, 448.0)) / units
+
+
+def _column_amax(w: torch.Tensor, size: int) -> torch.Tensor:
+    """Largest magnitude over `size` columns of a row, repeated to [out, in]."""
+    rows, cols = w.shape
+    padded = torch.nn.functional.pad(w.abs(), (0, -cols % size))
+    return padded.view(rows, -1, size).amax(-1).repeat_interleave(size, 1)[:, :cols]
 
 
 def _amax(w: torch.Tensor, scales: Scales, block: int) -> torch.Tensor:
@@ -78,23 +129,36 @@ def round_weights(
 ) -> dict[str, torch.Tensor]:
     """All tensors, those that `is_rounded` selects rounded; the others are the same objects.
 
-    fp8 has vLLM's scales: q, k, v share theirs as one weight, and so do gate, up. The integer
-    formats, which vLLM does not quantise to here, have a Hugging Face weight's own.
+    fp8 and nvfp4 have vLLM's scales: q, k, v share theirs (nvfp4: its units) as one weight, and so
+    do gate, up. The other formats, which vLLM does not quantise to here or which need no scale of
+    a whole tensor, have a Hugging Face weight's own.
     """
-    kind = spec.rounding
-    if kind == "none":
+    if spec.rounding == "none":
         return dict(tensors)
     done = dict(tensors)
-    # Weights that share scales, in whatever order they were published.
-    groups: dict[str, list[str]] = {}
-    for n, t in tensors.items():
-        if is_rounded(n, t, spec.keep_high_precision):
-            groups.setdefault(_fused_name(n) if kind == "fp8" else n, []).append(n)
-    for names in groups.values():
-        parts = [tensors[n] for n in sorted(names, key=_place)]
-        whole = round_tensor(torch.cat(parts), kind, spec.scales, block=block)
-        done |= zip(sorted(names, key=_place), whole.split([len(p) for p in parts]), strict=True)
+    rounded = [n for n, t in tensors.items() if is_rounded(n, t, spec.keep_high_precision)]
+    for names in sharing(rounded, spec.rounding):
+        whole = round_together([tensors[n] for n in names], spec, block=block)
+        done |= zip(names, whole, strict=True)
     return done
+
+
+def round_together(
+    parts: Sequence[torch.Tensor], spec: RoundingSpec, *, block: int = BLOCK
+) -> tuple[torch.Tensor, ...]:
+    """Weights [out, in] of one list of `sharing`, rounded as one weight of all their rows."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    rounded = round_tensor(whole, spec.rounding, spec.scales, block=block)
+    return rounded.split([len(p) for p in parts])
+
+
+def sharing(names: Iterable[str], kind: Rounding) -> list[list[str]]:
+    """Names of rounded weights in lists of those that share scales, in the order of their rows,
+    whatever the order in which they are given."""
+    groups: dict[str, list[str]] = {}
+    for n in names:
+        groups.setdefault(_fused_name(n) if kind in ("fp8", "nvfp4") else n, []).append(n)
+    return [sorted(group, key=_place) for group in groups.values()]
 
 
 def _fused_name(name: str) -> str:

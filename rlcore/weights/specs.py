@@ -17,7 +17,9 @@ GROUP_TRANSPORTS: dict[str, str] = {
     "ipc": "rlcore.cluster.transports:VllmGroup",
     "gloo": "rlcore.cluster.transports:GlooGroup",
 }
-Rounding = Literal["none", "fp8", "int8", "int4", "int3"]
+Rounding = Literal["none", "fp8", "int8", "int4", "int3", "mxfp4", "nvfp4"]
+#: four-bit floats, and how many columns of a row share a scale
+BLOCK_FORMATS = {"mxfp4": 32, "nvfp4": 16}
 Scales = Literal["tensor", "channel", "block"]
 
 
@@ -54,7 +56,10 @@ class TransportSpec(Spec):
 class RoundingSpec(Spec):
     """Precision of an actor's weights."""
 
-    rounding: Rounding = setting("none", "emulated weight rounding (CPU)")
+    rounding: Rounding = setting(
+        "none",
+        "emulated weight rounding (CPU); mxfp4, nvfp4: E2M1 with scales of 32 and 16 entries",
+    )
     scales: Scales = setting(
         "tensor", "one scale of quantised weights a tensor, output channel or 128 x 128 block"
     )

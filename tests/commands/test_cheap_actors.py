@@ -62,6 +62,21 @@ def test_emulated_precision_is_called_by_its_name(command, small, tmp_path):
     )  # rounded again at every update
 
 
+@pytest.mark.parametrize("kind", ["int3", "nvfp4"])
+def test_a_learner_that_rounds_as_its_actors_has_no_mismatch(command, small, tmp_path, kind):
+    """Also after updates: actors round what was published, the learner what it trains."""
+    words = (*small, "actor=fp8", f"actor.fp8.rounding={kind}", "schedule=on_policy")
+    found = {}
+    for round_as in ("null", "fp8"):
+        run_dir = tmp_path / round_as
+        own = ("correction=none", "schedule.steps=3", f"learner.round_as={round_as}")
+        _run(command, "train", *words, *own, f"run_dir={run_dir}")
+        assert _kinds(run_dir) == {f"{kind}_emulated"}
+        found[round_as] = [r["mismatch/kl_k3"] for r in rows(run_dir)]
+    assert len(found["fp8"]) == 3 and all(abs(kl) < 1e-6 for kl in found["fp8"])
+    assert all(kl > 1e-3 for kl in found["null"])
+
+
 def distilling(publish):
     return f"learner.distill={{lr:1e-2,lora:{{publish:{publish}}}}}"
 

@@ -17,6 +17,7 @@ LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
+ROUND_AS = (ROUNDED, "learner.round_as=q")
 ROUNDED_TO = "+actor.q={{kind: fp8, rounding: int3, target: {{{}}}}}"
 REFUSED = [  # words; parts that the sentence must hold
     (["modle=tiny"], ["modle=tiny", "perhaps model is meant"]),
@@ -284,6 +285,34 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor.draft.rounding=fp8", "actor.draft.kind=draft"],
     ),
     (["actor.bf16.scales=channel"], ["actor.bf16.scales=channel", "kind=bf16"]),
+    (
+        ["actor=fp8", "actor.fp8.rounding=mxfp4", "actor.fp8.scales=block"],
+        ["actor.fp8.scales=block", "rounding=mxfp4", "32 entries"],
+    ),
+    (["learner.round_as=bf16"], ["learner.round_as=bf16", "actor.bf16.rounding"]),
+    ([ROUNDED, "learner.round_as=p"], ["learner.round_as=p", "choose one of q"]),
+    (
+        ["actor=fp8", "learner.round_as=fp8", "actor.fp8.dtype=bfloat16"],
+        ["round_as=fp8", "actor.fp8.dtype=float32"],
+    ),
+    (
+        [*ROUND_AS, "learner.dtype=bfloat16", "learner.zero_stage=1"],
+        ["round_as=q", "learner.dtype=float32"],
+    ),
+    (
+        [ROUNDED_TO.format("moves: layers, most: 1"), "learner.round_as=q"],
+        ["round_as=q", "actor.q.target.moves=layers"],
+    ),
+    ([*ROUND_AS, "learner.lora={}"], ["round_as=q", "learner.lora"]),
+    ([*ROUND_AS, "learner.draft={}"], ["round_as=q", "learner.draft"]),
+    (
+        [*ROUND_AS, "learner.ranks=2", "learner.tensor_parallel=2"],
+        ["round_as=q", "learner.tensor_parallel=2"],
+    ),
+    (
+        [*ROUND_AS, "algorithm=ppo", "critic=value_head"],
+        ["round_as=q", "critic.kind=value_head"],
+    ),
     (["actor.bf16.num_gpus=2"], ["actor.bf16.num_gpus=2", "tensor_parallel=1", "count"]),
     (
         ["actor.bf16.tensor_parallel=2", "actor.bf16.num_gpus=0.5"],

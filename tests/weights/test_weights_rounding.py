@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.weights.rounding import is_rounded, precise_patterns, round_tensor, round_weights
+from rlcore.weights.rounding import (
+    is_rounded,
+    precise_patterns,
+    quantise,
+    round_tensor,
+    round_weights,
+)
 from rlcore.weights.specs import RoundingSpec
 
 
@@ -18,7 +24,7 @@ def weight(seed: int, rows: int = 40, cols: int = 24) -> torch.Tensor:
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(0, 2**31),
-    st.sampled_from(["fp8", "int8", "int4", "int3"]),
+    st.sampled_from(["fp8", "int8", "int4", "int3", "mxfp4", "nvfp4"]),
     st.sampled_from(["tensor", "channel", "block"]),
     st.floats(1e-3, 1e3),
 )
@@ -49,6 +55,42 @@ def test_fp8_has_three_mantissa_bits_and_the_formats_own_values():
     again = got / scale
     torch.testing.assert_close(again.to(torch.float8_e4m3fn).float(), again, rtol=1e-6, atol=1e-9)
     assert got.abs().max() == w.abs().max()
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("mxfp4", 32), ("nvfp4", 16)])
+def test_four_bit_floats_are_the_nearest_of_eight_sizes_times_their_blocks_scale(kind, columns):
+    w = weight(3, 6, 80)
+    w[0, :16], w[1, 16:32] = 0.0, 1e-9  # nothing, and too little for a block's scale in E4M3
+    codes, scale = quantise(w, kind, "tensor")
+    assert torch.isin(codes.abs(), E2M1).all()
+    assert torch.equal(round_tensor(w, kind, "tensor"), codes * scale)
+    signed = torch.cat([-E2M1, E2M1])
+    nearest = (w.unsqueeze(-1) / scale.unsqueeze(-1) - signed).abs().amin(-1)
+    torch.testing.assert_close((w / scale - codes).abs(), nearest)
+    for start in range(0, 80, columns):
+        part, own = w[:, start : start + columns], scale[:, start : start + columns]
+        assert (own == own[:, :1]).all()
+        largest = part.abs().amax(1)
+        if kind == "mxfp4":
+            exact = own[:, 0].log2()
+            assert torch.equal(exact, exact.round())
+            holds = (largest / own[:, 0] >= 4) & (largest / own[:, 0] < 8)
+        else:
+            units = own[:, 0] * 448 * 6 / w.abs().max()
+            torch.testing.assert_close(units.to(torch.float8_e4m3fn).float(), units)
+            holds = (largest / own[:, 0] - 6).abs() < 6 / 16
+        assert (holds | (largest < 1e-6)).all()
+    assert (round_tensor(w, kind, "tensor")[0, :16] == 0).all()
+
+
+def test_ties_between_four_bit_floats_go_to_the_even_code():
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]])
+    codes, scale = quantise(ties, "mxfp4", "tensor")
+    assert torch.equal(codes, torch.tensor([[0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]]))
+    assert (scale == 1).all()
 
 
 def test_finer_scales_protect_small_rows_from_a_large_one():
@@ -115,5 +157,9 @@ def test_a_larger_k_proj_changes_how_q_proj_of_its_layer_is_rounded():
 
     plain, scaled = both("fp8")
     assert not torch.equal(plain[q], scaled[q]) and torch.equal(plain[other], scaled[other])
+    plain, scaled = both("nvfp4")  # the units of their blocks' scales
+    assert not torch.equal(plain[q], scaled[q]) and torch.equal(plain[other], scaled[other])
+    plain, scaled = both("mxfp4")  # has no scale beyond its blocks
+    assert torch.equal(plain[q], scaled[q])
     plain, scaled = both("int4")
     assert torch.equal(plain[q], scaled[q])  # vLLM has no such format to agree with

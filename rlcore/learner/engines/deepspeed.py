@@ -120,6 +120,14 @@ def splitter(config: dict[str, Any]) -> Split:
     return split
 
 
+def gather_neighbours(policy: Policy) -> None:
+    """Have ZeRO-3 gather, with a layer that rounds, the weights that its scales depend on too."""
+    import deepspeed
+
+    for layer, p in () if policy.rounded is None else policy.rounded.neighbours():
+        deepspeed.zero.register_external_parameter(layer, p)
+
+
 class SplitFrozenPolicy(FrozenPolicy):
     """The frozen policy, divided as the trained one is: a layer is whole while it is computed.
     Every method is collective."""
@@ -135,6 +143,7 @@ class SplitFrozenPolicy(FrozenPolicy):
         own["zero_optimization"] = {k: v for k, v in zero.items() if k != "offload_optimizer"}
         self._engine = deepspeed.initialize(model=policy, config=own)[0]
         self._engine.eval()
+        gather_neighbours(policy)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         import deepspeed
@@ -248,6 +257,7 @@ class ZeroEngine(TrainEngine):
         self.trained = trained
         self._adapted = adapted_layers(policy.lm)
         if self._stage == 3:
+            gather_neighbours(policy)
             # adapted layers may read weights of modules inside them that they do not call, so that
             # ZeRO-3 would not gather those
             for layer in self._adapted.values():
