@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 Split = Literal["train", "heldout"]
-Wake = Literal["weights", "all"]  # what an engine that sleeps takes back of its memory
+Wake = Literal["weights", "all"]  # the memory that a sleeping engine takes back
 Grader = Callable[[Item, str], Grade]
 
 
@@ -96,8 +96,8 @@ class StepLoad:
 
 class Callback(ABC):
     """Code of a user that a run of `rlcore.train` calls, in the driver's process and between two
-    steps. A class overrides what concerns it; all values are plain. An exception ends the run. What
-    returns False ends the run after the present step, with a checkpoint."""
+    steps. A class overrides the methods that it needs; all values are plain. An exception ends the
+    run. A method that returns False ends the run after the present step, with a checkpoint."""
 
     def on_step(self, step: int, metrics: Mapping[str, float | None]) -> bool | None:
         """After an optimizer step, with its row of metrics.jsonl."""
@@ -130,8 +130,8 @@ class RolloutEngine(ABC):
     def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
         """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
 
-        `begun`: what another engine has sampled for some of them and gave up by `cut`; they go on
-        with those tokens.
+        `begun`: tokens of some of these requests that another engine sampled and returned by `cut`;
+        the requests continue from them.
         """
 
     @abstractmethod
@@ -140,7 +140,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
-        """Drop requests and return what they have so far (finish_reason "abort"), also those
+        """Drop requests and return their records so far (finish_reason "abort"), also those
         without a token; unknown ids are ignored."""
 
     @abstractmethod
@@ -189,9 +189,9 @@ class RolloutEngine(ABC):
         """Checksums of the weights as the engine holds them, under their Hugging Face names."""
 
     def sleep(self) -> float:
-        """Optional: schedule.colocated needs it. Free the memory that another process is to have;
-        bytes freed. Requests that run, and new ones, are held until `wake`, and nothing may be
-        decoded."""
+        """Optional: schedule.colocated needs it. Free the memory that another process is to use;
+        returns the bytes freed. Requests that run, and new ones, are held until `wake`, and nothing
+        may be decoded."""
         raise UserError(
             f"schedule.colocated=true needs an engine that frees its memory, and the actor's "
             f"engine {type(self).__name__} has no sleep and wake: choose false, or engine=vllm."
@@ -296,7 +296,7 @@ class Corrected:
 class Correction(ABC):
     """Up to four hooks, each pure, each optional and by default the identity.
 
-    Which samples of a finished group are kept is the buffer's: `algorithm.train_on_best`.
+    The buffer decides which samples of a finished group are kept: `algorithm.train_on_best`.
     """
 
     needs: Needs = Needs()

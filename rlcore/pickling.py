@@ -1,4 +1,5 @@
-"""Small records cross processes by the hundred thousand: they are pickled by their fields alone."""
+"""Fast pickling of small records, which cross processes by the hundred thousand: by their fields
+alone."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from typing import Any
 
 
 class ByFields:
-    """A base of dataclasses that are made by their constructor when they are unpickled. Their own
-    way, by a list of the fields that is looked up each time, takes four times as long."""
+    """A base of dataclasses that are made by their constructor when they are unpickled. A
+    dataclass's own pickling looks the list of its fields up each time and takes four times as
+    long."""
 
     __slots__ = ()
     __match_args__: tuple[str, ...]

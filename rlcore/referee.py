@@ -1,8 +1,8 @@
 """The expected gradient of a loss function, enumerated, beside the policy gradient.
 
 A bandit of two tokens is small enough that every batch of a few answers can be tried, with its
-probability: the expectation is exact, without a sample. What is judged is a function as it stands:
-one of rlcore's form (`LossBatch`), or a loss with the signature of verl, OpenRLHF, SkyRL or TRL.
+probability: the expectation is exact, without a sample. A function is judged unchanged: one of
+rlcore's form (`LossBatch`), or a loss with the signature of verl, OpenRLHF, SkyRL or TRL.
 
     from rlcore.referee import judge
     for verdict in judge(my_loss):
@@ -144,7 +144,7 @@ class Verdict:
     """How far an expected gradient g is from the policy gradient r of p_new.
 
     `scale` is <g, r> / <r, r>, `departure` is |g - scale r| / |scale r|, and `cosine` that of g and
-    r. A scale is the learning rate's matter, a departure is not.
+    r. A learning rate makes up for a scale, not for a departure.
     """
 
     world: World

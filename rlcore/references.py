@@ -1,5 +1,5 @@
-"""Records that stay on the node where they were made: the buffer holds a reference, and whoever
-reads a record gets its bytes from the shard that keeps them."""
+"""Records that stay on the node where they were made: the buffer holds a reference, and a reader
+gets a record's bytes from the shard that keeps them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ShardLost(StageError):
 
 
 def read_records(records: Sequence[Record], fetch: Fetch) -> list[bytes]:
-    """The bytes of records; a shard is asked once for all it has. Raises ShardLost."""
+    """The bytes of records; each shard is asked once, for all of its records. Raises ShardLost."""
     keys = keys_by_shard(records)
     found = fetch(keys) if keys else {}
     read = {
@@ -45,7 +45,7 @@ def read_records(records: Sequence[Record], fetch: Fetch) -> list[bytes]:
 
 
 def keys_by_shard(records: Iterable[Record]) -> dict[str, list[int]]:
-    """The keys of those that are elsewhere."""
+    """The keys of the records that are in shards, by shard."""
     keys: dict[str, list[int]] = defaultdict(list)
     for record in records:
         if isinstance(record, RecordReference):

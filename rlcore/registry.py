@@ -1,6 +1,6 @@
 """Names of implementations: registries are literal dicts from a name to "package.module:Object".
 
-A user's own needs no entry: "my_package.module:Object" or "path/to/file.py:Object".
+An implementation of a user needs no entry: "my_package.module:Object" or "path/to/file.py:Object".
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _public(like: type) -> list[str]:
 
 
 def signature_of(like: type, name: str) -> str:
-    """A method as it is to be written. Example: grad_norm(self) -> float"""
+    """A method's signature as a class must have it. Example: grad_norm(self) -> float"""
     method = inspect.getattr_static(like, name)
     if isinstance(method, property):
         return f"the property {name}"
@@ -125,8 +125,9 @@ def _load_file(path: Path) -> Any:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pydantic models resolve their annotations through sys.modules. Only meanwhile:
-    # what stays there is pickled by reference, and other processes cannot import it by name.
+    # Dataclasses and pydantic models resolve their annotations through sys.modules. Only while it
+    # loads: objects of a module that stays there are pickled by reference, and other processes
+    # cannot import it by name.
     sys.modules[module.__name__] = module
     try:
         spec.loader.exec_module(module)

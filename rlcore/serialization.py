@@ -171,8 +171,8 @@ def read_header(data: bytes) -> RecordHeader:
 
 
 def read_headers(records: Sequence[bytes]) -> list[tuple[RecordHeader, bytes]]:
-    """Records with their headers, without those that do not say whose they are: their samples are
-    asked for again, as after any loss on the way."""
+    """Records with their headers, without records that do not name their sample: such samples are
+    requested again, as after any loss in transit."""
     read = []
     for record in records:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The declaration of settings: once each, in the package that uses them, without importing torch.
+"""The declaration of settings: each once, in the package that uses it, without importing torch.
 
 A specification is a frozen pydantic model. `config/schema.py` composes the packages' specifications
 into the configuration of a run; constructors take them whole. Example:

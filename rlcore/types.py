@@ -248,7 +248,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Score(ByFields):
-    """A grader's verdict on one episode; it joins the episode's records in the buffer.
+    """A grader's verdict on one episode; the buffer joins it with the episode's records.
 
     A failed score has a status and no reward; it is never read as 0.
 

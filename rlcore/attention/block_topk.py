@@ -5,12 +5,12 @@ A sequence is cut into pages of `block_size` tokens; page j holds positions `j*b
 query at position t sees the causal part of `budget` pages out of its `t // block_size + 1`:
 
 - page 0 and its own page (the one that holds t, complete or not) always;
-- of the others those with the highest score: the dot product of the page's mean key with the mean
-  query of the KV head's query group. Equal scores go to the older page.
+- the pages with the highest scores among the others: the dot product of the page's mean key with
+the mean query of the KV head's query group. Equal scores go to the older page.
 
-Only complete pages are ever scored: every page before the query's own is complete, and its own is
-kept unscored. So a page's summary is computed once, from its `block_size` keys, and chunking,
-batching and preemption cannot change it.
+Only complete pages are ever scored: every page before the query's own is complete, and the own page
+is kept without a score. So a page's summary is computed once, from its `block_size` keys, and
+chunking, batching and preemption cannot change it.
 
 Actor and learner must select the same pages from keys that differ in the last bit. Sums here are
 trees of element-wise additions, which give the same bits on every device and memory layout, and
@@ -52,7 +52,7 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def page_summaries(keys: torch.Tensor) -> torch.Tensor:
-    """Mean key of complete pages, rounded to the keys' dtype: an engine stores it so.
+    """Mean key of complete pages, rounded to the keys' dtype: an engine stores it in that dtype.
 
     keys [..., block_size, D], after RoPE, any float dtype -> [..., D] float32.
     """

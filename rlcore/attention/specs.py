@@ -125,5 +125,5 @@ def _under(spec: SparseSpec, rule: PageRule) -> SparseSpec:
 
 
 def _shown(blocks: tuple[int, ...] | None) -> str:
-    """As a user writes it."""
+    """The text by which a user sets it."""
     return "null" if blocks is None else f"[{','.join(map(str, blocks))}]"

@@ -130,7 +130,7 @@ def ais_accumulate(
     ranks."""
     at_least_one("cap", cap)
     difference, _, usable, samples = _samples(logp_ref, logp_inf, advantages, mask, cap)
-    # w around 1, where it lies without mismatch, so that a small variance survives the subtraction
+    # w is centred at 1, its value without mismatch, so that the subtraction keeps a small variance
     shifted = [torch.where(usable, samples[0] - 1.0, 0.0), samples[1], samples[2]]
     values = [usable, difference.abs().clamp(max=CLAMP)]
     for sample in shifted:
@@ -193,7 +193,7 @@ def _samples(
 
 def _signals(m: _Moments, delta: float, gamma: float, beta: float, eps: float) -> dict[str, Number]:
     """alpha and what it is made of, from floats or from 0-d tensors."""
-    degrees = _bounded(m.count - 1, low=1.0)  # of no account below two tokens: no deviation there
+    degrees = _bounded(m.count - 1, low=1.0)  # 0 below two tokens: no deviation
     std_w, std_a, std_aw = (_root(s / degrees) for s in m.squares)
     cv = std_w / _bounded(m.mean_w, low=_TINY)
     alpha_ess = (1.0 + cv**2) ** -0.5

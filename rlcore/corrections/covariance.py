@@ -1,5 +1,5 @@
-"""Clip-Cov and KL-Cov: tokens at which a large advantage meets a likely token are held back, since
-they lower the entropy most."""
+"""Clip-Cov and KL-Cov: likely tokens of large advantage are held back, since they lower the entropy
+most."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class ClipCov(Correction):
     """Weight 0 for a share of the batch's tokens, drawn among those of a covariance between `low`
     and `high` (Clip-Cov, Cui et al. 2025, arXiv 2505.22617).
 
-    Each candidate is drawn by itself with one probability, so that the share is met in the mean;
-    the paper draws exactly as many. A masked token stays in the denominators. p_new is the policy
-    before the step. Draws depend on (run seed, step, sample, position) only.
+    Every candidate is drawn independently with the same probability, so that the share holds in
+    expectation; the paper draws exactly as many. A masked token stays in the denominators. p_new is
+    the policy before the step. Draws depend on (run seed, step, sample, position) only.
     """
 
     needs = Needs(new=True, batch_stats=True)
@@ -131,7 +131,7 @@ class KlCov(Correction):
     (KL-Cov, Cui et al. 2025, arXiv 2505.22617).
 
     The paper's KL, by the estimate whose gradient is that of the reverse KL (k2); verl's code takes
-    the size of the log ratio. At the first step of a phase p_new is p_ref, and there is none.
+    the size of the log ratio. At the first step of a phase p_new is p_ref, and the penalty is 0.
     """
 
     needs = Needs(new=True, batch_stats=True)

@@ -138,8 +138,8 @@ def dppo_mask(
     low: float = _DPPO.low,
     high: float = _DPPO.high,
 ) -> DppoMask:
-    """Tokens outside the region whose update would lead further out. `divergence` [B, T]: of
-    `topk_divergence`, in the place of that of two outcomes."""
+    """Mask tokens outside the region whose update would lead further out. `divergence` [B, T]: from
+    `topk_divergence`, instead of the binary divergence."""
     same_shape(logp_new=logp_new, logp_inf=logp_inf, advantages=advantages, mask=mask)
     require(low >= 0.0, f"low={low} is not accepted: it bounds a divergence, so it is >= 0.")
     require(high >= 0.0, f"high={high} is not accepted: it bounds a divergence, so it is >= 0.")
@@ -212,11 +212,11 @@ class Dppo(Correction):
     """Weight `min(p_new/p_inf, cap)`, and 0 for a token that the update would lead further out of
     the trust region (DPPO, Qi et al. 2026, arXiv 2602.04879); region=smooth: `drpo`.
 
-    The region is around p_inf, which was sampled from, not p_ref, and the weights lead all the way
-    to p_new: it needs a loss that carries no ratio and has no clip (algorithm=dppo). Biased by the
-    region and the cap, and by nothing else; both stay in the loss's denominator. `penalty` adds
-    `penalty (log p_new/p_inf)^2` of every token to the loss, of weight 0 or not: prime-rl's default
-    is 1e-3, with low=high=0.2 and no cap.
+    The region is around p_inf, the policy that sampled, not around p_ref, and the weights lead all
+    the way to p_new: the method needs a loss that carries no ratio and has no clip
+    (algorithm=dppo). Biased by the region and the cap, and by nothing else; both stay in the loss's
+    denominator. `penalty` adds `penalty (log p_new/p_inf)^2` of every token to the loss, of weight
+    0 or not: prime-rl's default is 1e-3, with low=high=0.2 and no cap.
     """
 
     def __init__(self, spec: DppoSpec, run_seed: int) -> None:

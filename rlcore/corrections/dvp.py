@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class DvpSpec(CorrectionSpec):
     """Dynamic vocabulary pruning (papers/dvp.txt).
 
-    Its reference is the policy constrained to its safe set. Where weights lead to p_ref, biased by
-    the safe set of p_ref where it lacks a token of p_new's: that token has weight 0, from a phase's
-    second step on. With zero=trajectory and weights per token also by the sequences that a token
-    outside takes out."""
+    Its reference is the policy constrained to its safe set. Where weights lead to p_ref, it is
+    biased where the safe set of p_ref lacks a token of p_new's set: that token has weight 0, from a
+    phase's second step on. With zero=trajectory and weights per token, it is also biased by the
+    sequences that are dropped for one token outside."""
 
     method: ClassVar[str] = "rlcore.corrections.dvp:Dvp"
     sequence_wise: ClassVar[bool] = True
@@ -89,10 +89,10 @@ class Dvp(Correction):
     whole trajectory.
     The ratio of the two constrained policies is left to another correction (none, TIS, MIS, ...).
 
-    Both estimate the gradient of the constrained policies, which is the bias that the method
-    accepts. Beyond that, `token` is exact with weights per token (prefix and rest from the actor),
-    `trajectory` with weights per sequence; with weights per token it loses what came before and
-    after such a token, `sequence_outside_share` of the sequences.
+    Both values of `zero` estimate the gradient of the constrained policies, a bias that the method
+    accepts. They have no other bias: `token` with weights per token (prefix and rest from the
+    actor), `trajectory` with weights per sequence. With weights per token, `trajectory` loses the
+    tokens before and after such a token, in `sequence_outside_share` of the sequences.
     """
 
     def __init__(self, spec: DvpSpec, run_seed: int) -> None:

@@ -1,14 +1,14 @@
 """Every correction's formula as a pure function of tensors: the stable import path for scripts and
-users, and a library of its own.
+users, usable without the rest of rlcore.
 
 Shapes are [B, T] (sequences, sampled tokens) in float32, masks bool or 0/1, results detached
 (`safe_set_logprobs`, `sampled_kl` and `kl_penalty` alone carry a gradient). `logp_inf` is the
 actor's processed log-prob of the sampled token, `logp_ref` the learner's as the batch entered its
-update phase, `logp_new` the learner's now; `logp_target` is whichever of the two is corrected
-towards. Half precisions are widened, float64 stays, log differences are clamped at +-20 before
-`exp`, a masked token enters no statistic whatever it holds, and an unmasked token whose log-prob is
-NaN leaves the loss (weight 0). Numbers and shapes are checked: InvalidArgument, which is a
-ValueError, names the argument.
+update phase, `logp_new` the learner's now; `logp_target` is either of these two, the policy that is
+corrected towards. Half precisions are widened, float64 stays, log differences are clamped at +-20
+before `exp`, a masked token enters no statistic whatever it holds, and an unmasked token whose
+log-prob is NaN leaves the loss (weight 0). Numbers and shapes are checked: InvalidArgument, which
+is a ValueError, names the argument.
 
 Statistics of a batch that comes in micro-batches, or of several ranks, are taken in two phases:
 
@@ -17,9 +17,9 @@ Statistics of a batch that comes in micro-batches, or of several ranks, are take
     weight, signals = ais_weight(whole, ref, inf, mask)       # of each micro-batch
 
 likewise `jackpot_accumulate` with `jackpot(..., statistics=whole)`, `mismatch_accumulate` with
-`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`, which besides takes the
-maximum of `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what
-returns Python numbers: `ais`, `batch_worth_correcting`, `obrs_calibrate`, `mismatch_values` and
+`mismatch_values`, and `sequence_ess_accumulate` with `sequence_ess`, which also takes the maximum
+of `sequence_ess_largest` over all parts and ranks. Nothing waits for a device, except what returns
+Python numbers: `ais`, `batch_worth_correcting`, `obrs_calibrate`, `mismatch_values` and
 `sequence_ess`. In the one-call forms `reduce` sums over ranks.
 """
 

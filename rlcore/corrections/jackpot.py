@@ -9,7 +9,7 @@ token-mean divides by the tokens kept (over several states this weighs state s b
 share of its tokens that stayed).
 
 Without Z, the sum over accepted tokens of `max(lam, p_t/p_inf) f` divided by all N proposed ones
-has expectation `E_{x~p_t}[f]` in every state, all states counting alike. There a rejected token
+has expectation `E_{x~p_t}[f]` in every state, all states counting alike. Without Z a rejected token
 stays in the mask with weight 0, as the zeros of MIS, IcePop and DVP do. `normaliser=auto` takes
 this wherever the mean is not over all tokens at once: Z would shrink a sum over a constant by the
 acceptance rate, and bias a mean of sequence means (by 25% on the bandit of the tests, at 75%
@@ -58,8 +58,9 @@ class JackpotSpec(CorrectionSpec):
 
     Biased by the truncation at c1 and c2. normaliser=paper also by states of acceptance: a state
     counts by the share of its tokens that stay, and a mean that is not over all tokens at once
-    shrinks. The ablations mode=mask and mode=reweight by half a correction: tokens that stay follow
-    another distribution than p_t, or the weights are those of tokens that stay."""
+    shrinks. The ablations mode=mask and mode=reweight are biased, since each is half of the
+    correction: in the first the tokens that stay do not follow p_t, in the second the weights
+    belong to tokens that stay and are given to all."""
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
     weighs: ClassVar[bool] = True
@@ -128,8 +129,9 @@ class JackpotSpec(CorrectionSpec):
     def under(self, objective: ObjectiveSpec) -> JackpotSpec:
         if self.normaliser != "auto":
             return self
-        # Weights with Z are exact in a mean over all tokens kept. A constant denominator they
-        # shrink by the acceptance rate, a mean of each sequence's kept tokens they bias.
+        # Weights with Z are exact in a mean over all tokens kept. They shrink a sum over a constant
+        # denominator by the acceptance rate, and bias a mean of means over each sequence's kept
+        # tokens.
         drop = objective.aggregation != "token-mean" and self.mode in ("both", "expected")
         return self.model_copy(update={"normaliser": "none" if drop else "paper"})
 
@@ -201,7 +203,7 @@ def obrs_normalizer(
     Returns (z_approx [B, T] float32 in [0, min(1, 1/lam)], unknown_share [B, T] float32: share of
     V_k without p_inf). An id that occurs twice counts once. Matched distributions at lam=1 give
     exactly 1 with `residual`, and with `none` when V_k holds all of p_inf up to rounding. Sums are
-    in float64, which float64 log-probs get back.
+    in float64; float64 log-probs give float64 results.
     """
     positive("lam", lam)
     choice("missing", missing, ("zero", "bound"))
@@ -507,7 +509,8 @@ class Jackpot(Correction):
     (run seed, step, sample, position) only.
 
     Biased by the truncations at c1 and c2 and, under the paper's normaliser, by the error of Z and
-    by states counting by their acceptance; mode `mask` by what p_kept differs from p_t (`kl_kept`).
+    by states that count in proportion to their acceptance; mode `mask` by the difference between
+    p_kept and p_t (`kl_kept`).
     """
 
     def __init__(self, spec: JackpotSpec, run_seed: int) -> None:

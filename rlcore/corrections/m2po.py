@@ -1,4 +1,5 @@
-"""M2PO: the tokens with the largest log ratios weigh 0, until the rest keeps to a budget."""
+"""M2PO: the tokens with the largest log ratios weigh 0, as many as keep the rest within a
+budget."""
 
 from __future__ import annotations
 
@@ -55,9 +56,9 @@ def m2po(
     """M2PO's mask: weight [B, T], 0 or 1 (arXiv 2510.01161, as AReaL computes it).
 
     With m = (log p_target/p_inf)^2, the tokens of the largest m weigh 0 until the mean of m over
-    the tokens that are left is at most the budget. They stay in the loss's denominator. The mean is
-    of all tokens of the batch, over ranks if `reduce` sums over them; tokens of equal m stay or go
-    together. Biased by the mask. Log-probs and mask [B, T].
+    the tokens that are left is at most the budget. Tokens of weight 0 stay in the loss's
+    denominator. The mean is over all tokens of the batch, over ranks if `reduce` sums over them;
+    tokens of equal m stay or go together. Biased by the mask. Log-probs and mask [B, T].
     """
     positive("budget", budget)
     same_shape(logp_target=logp_target, logp_inf=logp_inf, mask=mask)
@@ -72,9 +73,9 @@ class M2po(Correction):
     """Weight 0 for the tokens with the largest squared log ratio, down to a mean of `budget`
     (M2PO, arXiv 2510.01161).
 
-    It weighs by no ratio, so it goes beside a correction that does, and compares the policy that
-    those weights lead to: p_new under a loss without p_new/p_ref, the paper's form, else p_ref. The
-    paper's ratio is not truncated.
+    It weighs by no ratio and can be combined with a correction that does. It compares the policy
+    that the other correction's weights lead to: p_new under a loss without p_new/p_ref, the paper's
+    form, else p_ref. The paper's ratio is not truncated.
     """
 
     needs = Needs(batch_stats=True)

@@ -1,4 +1,4 @@
-"""MinPRO: the smallest ratio of the prefix in the place of the product of all of them."""
+"""MinPRO: the smallest ratio of the prefix replaces the product of its ratios."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def minpro(
     """MinPRO's weight [B, T] `min(rho_t min_{j<t} rho_j, cap)`, rho = p_target/p_inf.
 
     The ratio of a prefix and its next token is `prod_{j<=t} rho_j`; the minimum over the tokens
-    before t takes the place of their product (Lei et al. 2026, arXiv 2601.22718, whose abstract
-    defines it; its equations were not at hand, so the truncation is TIS's). Biased by both.
-    Log-probs and mask [B, T].
+    before t replaces their product (Lei et al. 2026, arXiv 2601.22718, whose abstract defines it;
+    its equations were not at hand, so the truncation is TIS's). Biased by both. Log-probs and mask
+    [B, T].
     """
     at_least_one("cap", cap)
     weight, usable = prefix_minimum(logp_target, logp_inf, mask)

@@ -1,5 +1,5 @@
 """Masked importance sampling, and IcePop, which is masked importance sampling per token with other
-usual bounds."""
+default bounds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MisSpec(CorrectionSpec):
 
 
 class IcePopSpec(CorrectionSpec):
-    """Masked importance sampling per token with its own usual bounds (DistillSparse 2.1).
+    """Masked importance sampling per token with default bounds of its own (DistillSparse 2.1).
 
     Biased by the mask outside [low, high]."""
 

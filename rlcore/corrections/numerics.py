@@ -148,8 +148,8 @@ def smallest_that_fit(values: Tensor, on: Tensor, fits: Fits, reduce: SumReduce 
     `fits` allows. Equal values stay or go together, so that no order among them matters.
 
     Args: fits(counts, sums) says of prefixes of the ascending values whether they may stay; where
-    one may not, no longer one may. Values are compared as float32, and may be infinite. Makes the
-    same few reductions on every rank, and does not wait for the device.
+    one may not, no longer one may. Values are compared as float32, and may be infinite. Every rank
+    makes the same reductions, and none waits for the device.
     """
     bits = values.float().contiguous().view(torch.int32).long()
     keys = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # in the order of the values
@@ -179,8 +179,8 @@ ONE_RANK = OneRank()
 
 
 def inside(step: StepTensors, mask: Tensor, target: Literal["ref", "new"] = "ref") -> Tensor:
-    """The tokens of `mask` [B, T] that have a ratio to p_inf: under a safe set (DVP), those inside
-    that of the target."""
+    """The tokens of `mask` [B, T] that have a ratio to p_inf: under a safe set (DVP), the tokens
+    inside the target's."""
     within = step.ref_inside if target == "ref" else step.new_inside
     return mask if within is None else mask & within
 

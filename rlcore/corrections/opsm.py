@@ -56,9 +56,9 @@ def opsm(
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9): weight [B, T], 0 or 1.
 
     0 where `A < 0` and `mean_t (log p_inf - log p_target) > delta` over the tokens of its sequence,
-    else 1. Such a token stays in the loss's denominator. Biased by the mask: those sequences
-    contribute nothing to what would lower their probability. Log-probs and advantages [B, T], mask
-    [B, T].
+    else 1. Such a token stays in the loss's denominator. Biased by the mask: such sequences
+    contribute nothing that would lower their probability. Log-probs and advantages [B, T], mask [B,
+    T].
     """
     require(delta >= 0.0, f"delta={delta} is not accepted: it bounds a divergence, so it is >= 0.")
     same_shape(logp_target=logp_target, logp_inf=logp_inf, advantages=advantages, mask=mask)
@@ -73,10 +73,11 @@ class Opsm(Correction):
     """Weight 0 for a sequence of negative advantage whose mean `log p_inf - log p_new` exceeds
     delta (DeepSeek-V3.2, arXiv 2512.02556, eq. 9; p_ref in the place of p_new with target=ref).
 
-    It weighs by no ratio, so it goes beside a correction that does, and stays in the denominators
-    as there. Biased by the mask alone: a masked sequence is not made less likely. Under DVP, a
-    token outside the learner's safe set is impossible for p_new, so its sequence is masked where
-    its advantage is negative. The KL is over all sampled tokens, whatever was rejected before.
+    It weighs by no ratio and can be combined with a correction that does. A masked token stays in
+    the denominators. Biased by the mask alone: a masked sequence is not made less likely. Under
+    DVP, a token outside the learner's safe set is impossible for p_new, so its sequence is masked
+    where its advantage is negative. The KL is over all sampled tokens, whatever was rejected
+    before.
     """
 
     def __init__(self, spec: OpsmSpec, run_seed: int) -> None:
@@ -88,7 +89,7 @@ class Opsm(Correction):
         weight = opsm(target, step.logp_inf, step.advantages, step.mask, delta=self.spec.delta)
         kl = sequence_kl(target, step.logp_inf, step.mask)
         present = step.mask.any(-1)
-        possible = present & (kl < 1e3)  # DVP's impossible tokens would be the whole mean
+        possible = present & (kl < 1e3)  # else DVP's impossible tokens would decide the mean alone
         masked = torch.any((weight == 0) & step.mask, dim=-1)
         hits, kl_sum, compared, count = total(
             [masked, kl.where(possible, 0.0), possible, present], reduce

@@ -58,8 +58,9 @@ def divergences(
 ) -> tuple[Tensor, Tensor]:
     """The divergence [B, T] float64 that each token is judged by, and where it is defined [B, T].
 
-    k1's sum and mean are of d itself, then in size: `|sum_t d|` and `|mean_t d|`, of which the
-    exponential is the sequence's ratio or its geometric mean. Log ratios are clamped at +-20.
+    The sum and the mean of k1 are taken over d with its sign, then in absolute value: `|sum_t d|`
+    and `|mean_t d|`, of which the exponential is the sequence's ratio or its geometric mean. Log
+    ratios are clamped at +-20.
     """
     choice("divergence", divergence, ("k1", "k2", "k3"))
     choice("over", over, ("token", "sum", "mean", "worst"))
@@ -101,10 +102,11 @@ def outliers(
 class Outliers(Correction):
     """Weight 0 for tokens or sequences whose divergence from the actor exceeds the threshold.
 
-    It weighs by no ratio, so it goes beside a correction that does, at a level of its own: a mask
-    by sequence beside weights by token, say. It compares the policy that those weights lead to, and
-    judges a sequence by all of its sampled tokens, whatever was rejected before. verl takes masked
-    tokens out of the denominators, too; here they stay, as the zeros of MIS do.
+    It weighs by no ratio and can be combined with a correction that does, at another level: for
+    example a mask by sequence with weights by token. It compares the policy that the other
+    correction's weights lead to, and judges a sequence by all of its sampled tokens, whatever was
+    rejected before. verl takes masked tokens out of the denominators, too; here they stay, as the
+    zeros of MIS do.
     """
 
     def __init__(self, spec: OutliersSpec, run_seed: int) -> None:

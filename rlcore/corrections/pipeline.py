@@ -82,7 +82,7 @@ class Pipeline:
 
     Each correction's statistics cover the tokens that earlier ones left in the loss. Which
     combinations are allowed is checked with the configuration (`config/checks.py`). Where no stage
-    weighs there is no correction of the policy gradient: it is biased by the whole mismatch."""
+    weighs, the policy gradient is not corrected and is biased by the whole mismatch."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Pipeline:
     def advantages(self, step: StepTensors, reduce: Reduce) -> Tensor:
         """The advantages [B, T] to train with: `step.advantages` unless a correction replaces
         them."""
-        step = _outside_is_impossible(step)  # a baseline's weights are those of the gradient
+        step = _outside_is_impossible(step)  # a baseline is weighed like the gradient
         for stage in self.stages:
             replaced = stage.method.advantages(step, reduce)
             if replaced is not None:
@@ -146,9 +146,10 @@ class Pipeline:
         """Weights [B, T], mask [B, T] and step scale of the rank's whole share of a step, before
         its backward pass.
 
-        Every rank calls it once a step, an empty share included: it reduces. It begins with the
-        `usable` tokens. Metrics come under their full keys: mismatch/*, staleness/*, correction/*;
-        without `measure` the first two, which do not affect the weights, are left out.
+        Every rank calls it once a step, with an empty share, too, since it reduces over ranks. It
+        begins with the `usable` tokens. Metrics come under their full keys: mismatch/*,
+        staleness/*, correction/*; without `measure` the first two, which do not affect the weights,
+        are left out.
         """
         step = replace(step, mask=step.mask != 0)
         metrics = self._measured(step, reduce) if measure else {}
@@ -174,7 +175,8 @@ class Pipeline:
         usable = self.usable(step)
         step = _outside_is_impossible(replace(step, mask=usable))
         current = Corrected(torch.ones_like(at_least_float32(step.logp_inf)), usable, {})
-        # a veto keeps judging actor against p_ref: only weights have to make up for the loss
+        # a veto goes on comparing the actor with p_ref: only weights make up for what the loss does
+        # not carry
         weighed = _towards_new(step) if self.leads_to_new else step
         metrics: dict[str, float] = {}
         scale = 1.0
@@ -199,8 +201,8 @@ class Pipeline:
         """Weight [B, T] that leads sampled tokens to p_new, for a term without a ratio of its own
         (the KL in the loss); detached, 0 for a token of weight 0 or off the mask.
 
-        It is `min(p_new/p_inf, cap)`. Tokens that survived a rejection do not follow p_inf: theirs
-        is `weight * min(p_new/p_ref, cap)`. The arguments have the rows of `corrected`.
+        It is `min(p_new/p_inf, cap)`. Tokens that a rejection kept do not follow p_inf: their
+        weight is `weight * min(p_new/p_ref, cap)`. The arguments have the rows of `corrected`.
         """
         if not self._rejects:
             # the correction's own weight may stop short of its target (AIS), or be a sequence's
@@ -214,8 +216,8 @@ class Pipeline:
         """Weight [B, T] of a term that sums over the vocabulary at each state (the full KL): 0 for
         a token of weight 0 or off the mask, else 1.
 
-        Of a state's tokens a rejection keeps a share: there it is the weight, whose mean over the
-        kept ones makes up for the others.
+        Where a rejection keeps a share of a state's tokens, it is the correction's weight, whose
+        mean over the kept tokens makes up for the rejected ones.
         """
         if self._rejects:
             return corrected.weight * corrected.mask
@@ -223,7 +225,7 @@ class Pipeline:
 
 
 def _towards_new(step: StepTensors) -> StepTensors:
-    """The same step with p_new in the place of the policy that weights lead to."""
+    """The step with p_new as the policy that weights lead to."""
     return replace(
         step,
         logp_ref=step.logp_new,
@@ -276,13 +278,15 @@ class StratifiedPipeline(Pipeline):
     """The corrections of a run whose actors are of several kinds: each stratum has its own list and
     statistics of the batch, over its own samples of all ranks.
 
-    Metrics are pooled and, under `name@kind`, by kind. Those of a stage come by kind where a
-    stratum is one kind; pooled, they and the step scale are means over the strata by tokens.
-    RAPID's baseline stays a mean over the whole group: its weights lead every sample to p_new."""
+    Metrics are pooled and, under `name@kind`, by kind. Metrics of a stage are given by kind where a
+    stratum is one kind; their pooled values and the step scale are means over the strata, weighted
+    by tokens. RAPID's baseline stays a mean over the whole group: its weights lead every sample to
+    p_new."""
 
     def __init__(self, usual: Pipeline, lists: Sequence[tuple[tuple[str, ...], Pipeline]]) -> None:
         """`lists`: labels of kinds, which `StepTensors.kinds` counts in this order, and their
-        pipeline. `usual`: of samples of all other kinds, which the run once had."""
+        pipeline. `usual`: the pipeline for samples of all other kinds, left from before a
+        resume."""
         carries = not usual.leads_to_new
         super().__init__(
             usual.stages, loss_carries_ratio=carries, overlong_filter=usual._overlong_filter
@@ -307,7 +311,7 @@ class StratifiedPipeline(Pipeline):
         weight, mask = torch.ones_like(at_least_float32(step.logp_inf)), step.mask.clone()
         score: Tensor | None = None
         tokens, scale = 0.0, 0.0
-        sums: dict[str, tuple[float, float]] = {}  # of metrics by name, and their tokens
+        sums: dict[str, tuple[float, float]] = {}  # sums of metrics by name, and their tokens
         by_kind: dict[str, float] = {}
         for kinds, rows, pipeline in self._each(step.kinds):
             part = step.rows(rows)

@@ -33,7 +33,7 @@ def batch_worth_correcting(plain: Tensor, corrected: Tensor, answers: int = 1) -
 
     plain, corrected [K, D]: the uncorrected and the corrected gradient of K parts of a batch, with
     respect to any D parameters or projections of them, each the mean over `answers` answers; K = 2
-    are two halves. The corrected one counts as unbiased. With means over all parts
+    are two halves. The corrected gradient counts as unbiased. With means over all parts
 
         bias^2 = mean over pairs i != j of (plain_i - corrected_i) (plain_j - corrected_j)
         N* = (var(corrected) - var(plain)) / bias^2,   variances of one answer
@@ -164,8 +164,8 @@ def agreement_by_stretch(
     stretch: Tensor,
     reduce: SumReduce | None = None,
 ) -> dict[str, float]:
-    """`stretch_<n>/agreement_p5`: that of `mismatch_tails` over the tokens of stretch n - 1, for
-    each that has some.
+    """`stretch_<n>/agreement_p5`: `agreement_p5` of `mismatch_tails` over the tokens of stretch n -
+    1, for each stretch that has tokens.
 
     stretch [B, T] int64, 0 .. STRETCHES - 1, or -1 for a token that belongs to none.
     """

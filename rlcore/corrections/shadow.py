@@ -35,7 +35,7 @@ def refuse_further_needs(
 ) -> None:
     """Raise UserError for a list that needs what the learner does not compute for the run.
 
-    `scores_once`: a phase has several steps, and p_new of a later one is computed only where a
+    `scores_once`: a phase has several steps, and p_new of a later step is computed only where a
     correction of the run asks for it.
     """
     for label, shadow in shadows.items():
@@ -89,7 +89,7 @@ def _weights(corrected: Corrected) -> Tensor:
 def _compared(
     on: Tensor, advantages: Tensor, mask: Tensor, weight: Tensor, own: Tensor, reduce: Reduce
 ) -> dict[str, float]:
-    """Of one list; masks [B, T] bool, weights [B, T] float64, 0 off their masks."""
+    """Metrics of one list; masks [B, T] bool, weights [B, T] float64, 0 outside their masks."""
     gains = advantages.double().where(on, 0.0)
     a, b = weight * gains, own * gains
     values = [on, mask & on, weight, weight * weight, a * b, a * a, b * b]

@@ -27,10 +27,10 @@ class CorrectionSpec(Spec):
     #: "package.module:Class" of the method, built as Class(spec, run_seed)
     method: ClassVar[str] = ""
     #: whether it multiplies the objective by an importance ratio towards the learner's policy:
-    #: two of those would correct the same mismatch twice and are refused
+    #: two such corrections would correct the same mismatch twice and are refused
     weighs: ClassVar[bool] = False
-    #: whether it judges tokens by the policy that the weights of others lead to, where some weigh;
-    #: one that weighs does so anyway
+    #: whether it judges tokens by the policy that the weights of others lead to, where others
+    #: weigh; one that weighs does so anyway
     follows_weights: ClassVar[bool] = False
     #: whether a sequence's weights and mask depend on its own tokens alone and reject none, so that
     #: a micro-batch can be corrected on its own
@@ -71,7 +71,7 @@ class CorrectionSpec(Spec):
 
     # Asked by the pipeline before it builds the method, so that a method never sees an objective.
     def under(self, objective: ObjectiveSpec) -> CorrectionSpec:
-        """This specification with what depends on the objective decided."""
+        """This specification with its choices that depend on the objective made."""
         return self
 
 

@@ -29,7 +29,7 @@ class TisSpec(CorrectionSpec):
     """Truncated importance sampling (Jackpot eq. 6; adjusted: Jackpot B.1).
 
     Biased by the truncation at `cap` and `floor`, and with `normalised` by the batch mean, which
-    the truncated ratios have below or above 1."""
+    for truncated ratios is not 1."""
 
     method: ClassVar[str] = "rlcore.corrections.tis:Tis"
     weighs: ClassVar[bool] = True

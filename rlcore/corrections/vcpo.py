@@ -54,7 +54,7 @@ def sequence_ess_largest(
     logp_target: Tensor, logp_inf: Tensor, mask: Tensor, *, cap: float | None = None
 ) -> Tensor:
     """The largest `sequence_log_ratios`, 0-d float64, of some of a batch's sequences; -inf without
-    one. That of the whole batch is the maximum over micro-batches and ranks."""
+    one. The whole batch's value is the maximum over micro-batches and ranks."""
     logs, present = sequence_log_ratios(logp_target, logp_inf, mask, cap=cap)
     return torch.cat([logs.new_tensor([-inf]), logs[present]]).max()
 
@@ -105,12 +105,13 @@ class Vcpo(Correction):
     w)^2 / sum w^2` over the n sequences of the global batch and `w = prod_t p_new/p_inf` (VCPO,
     arXiv 2602.17616, section 4.1; p_ref in the place of p_new with target=ref).
 
-    Weights and mask stay: the expected gradient is what it was, and a step of few effective
-    samples is short. Goes beside any correction; the sequences are those that enter the pipeline,
-    whatever is rejected later. The rate's schedule never sees the factor, which depends on the
-    step's batch alone: there is no state, and a resumed step takes the same one. Under AdamW the
-    decay of that step is scaled too. Every rank computes it from the same reduced sums. The paper's
-    other half, a baseline that takes the norm of every sample's gradient, is not here.
+    Weights and mask stay as they are: the expected gradient does not change, and a step of few
+    effective samples is short. It can be combined with any correction; the sequences are those that
+    enter the pipeline, whatever is rejected later. The rate's schedule never sees the factor, which
+    depends on the step's batch alone: there is no state, and a resumed step takes the same one.
+    Under AdamW the decay of that step is scaled too. Every rank computes it from the same reduced
+    sums. The paper's other half, a baseline that takes the norm of every sample's gradient, is not
+    here.
     """
 
     def __init__(self, spec: VcpoSpec, run_seed: int) -> None:

@@ -1,4 +1,4 @@
-"""VESPO: a soft kernel of the sequence's ratio in the place of a truncation."""
+"""VESPO: a soft kernel of the sequence's ratio instead of a truncation."""
 
 from __future__ import annotations
 

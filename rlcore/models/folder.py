@@ -88,9 +88,9 @@ def read_weights(model_path: str | Path) -> dict[str, torch.Tensor]:
 def weight_files(model_path: str | Path, *, key: str = "model.path") -> list[Path]:
     """The safetensors files of the folder's model: those of its index, or model.safetensors.
 
-    Others beside them (`consolidated.safetensors`, adapters) have other names for the same weights,
-    and transformers does not read them either. Raises UserError, naming `key`, if there is none or
-    one is missing.
+    Further files in the folder (`consolidated.safetensors`, adapters) name the same weights
+    differently, and transformers does not read them either. Raises UserError, naming `key`, if
+    there is none or one is missing.
     """
     folder = Path(model_path)
     if (folder / INDEX_FILE).is_file():

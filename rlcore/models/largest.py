@@ -11,7 +11,7 @@ _BLOCK = 64  # columns of a block
 
 def row_maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
     """Row maxima [n, 1], and for a later top k the maxima [n, nb] of blocks: block j holds columns
-    j, j + nb, ... None where rows are too short for them to pay. z: [n, V]."""
+    j, j + nb, ... None where rows are too short for blocks to save time. z: [n, V]."""
     v = z.shape[1]
     nb = v // _BLOCK
     if k == 0 or nb <= 4 * k:
@@ -25,7 +25,8 @@ def row_maxima(z: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
 
 def largest_columns(z: Tensor, blocks: Tensor | None, k: int) -> Tensor:
     """Columns [n, k] of the exact top k of z [n, V], the largest first: the k blocks of largest
-    maxima hold it. `blocks`: what `row_maxima` gave, also of rows that were shifted since."""
+    maxima hold it. `blocks`: the result of `row_maxima`, valid also for rows that were shifted
+    since."""
     if blocks is None:
         return z.topk(k, dim=1).indices
     candidates = _candidates(z.shape[1], blocks, k)

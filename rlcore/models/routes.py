@@ -24,17 +24,16 @@ def route_bytes(layers: int, chosen: int, experts: int) -> int:
 
 
 class RouteLog:
-    """Collects what an engine says of one request, over all times that it is queued.
-
-    An engine begins anew with the first token whenever a request is queued; what it says of tokens
-    that were read before is left out.
+    """Collects the routes that an engine reports for one request, each time that it is queued. An
+    engine begins with the first token again whenever a request is queued; routes of tokens that
+    were read before are left out.
 
     Example: after add([[[0, 1]], [[2, 0]]]), restart() and add([[[3, 1]], [[2, 0]], [[1, 2]]]),
     rows() is [[[0, 1]], [[2, 0]], [[1, 2]]]
     """
 
     def __init__(self, known: np.ndarray | None = None) -> None:
-        """`known`: what another engine said of the first tokens."""
+        """`known`: routes of the first tokens, from another engine."""
         self._chunks = [] if known is None else [known]
         self._known = 0 if known is None else len(known)
         self._read = 0  # tokens since the request was queued last
@@ -52,15 +51,15 @@ class RouteLog:
             self._known += len(new)
 
     def rows(self) -> np.ndarray | None:
-        """[R, layers, k]; None: the engine said nothing."""
+        """[R, layers, k]; None: the engine reported none."""
         if len(self._chunks) > 1:
             self._chunks = [np.concatenate(self._chunks)]
         return self._chunks[0] if self._chunks else None
 
 
 def joined(turns: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    """The routes of an episode's part, whose turns each begin with the tokens of those before:
-    of each token, those of the turn that first read it."""
+    """The routes of an episode's part, whose turns each begin with the tokens of earlier turns:
+    each token has the routes of the turn that first read it."""
     log = RouteLog()
     for t in turns:
         log.restart()

@@ -138,7 +138,7 @@ def _encoded(tokenizer: Any, text: str, *, split: bool, begins: bool = False) ->
     return list(tokenizer.encode(text, add_special_tokens=begins, **further))
 
 
-# Characters of no script: between them stands the number of a special token that a text spells.
+# Private-use characters: between them stands the number of a special token that a text spells.
 _OPEN, _CLOSE = "\U000f0000", "\U000f0001"
 
 
@@ -210,9 +210,9 @@ class Spelled:
 
 
 def encode_opening(tokenizer: Any, text: str, control_tokens: str = "text") -> list[int]:
-    """Token ids of a text that begins a sequence, behind what the tokenizer itself puts before one:
-    a BOS token or nothing. A text that begins with the BOS token gets no second one, and what the
-    tokenizer puts behind a sequence is left out, since the model continues it."""
+    """Token ids of a text that begins a sequence, after the BOS token if the tokenizer adds one. A
+    text that begins with the BOS token gets no second one, and tokens that the tokenizer adds at
+    the end of a sequence are left out, since the model continues it."""
     split = _splits(tokenizer, text, control_tokens)
     plain = _encoded(tokenizer, text, split=split)
     given = _encoded(tokenizer, text, split=split, begins=True)

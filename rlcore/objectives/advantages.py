@@ -76,14 +76,14 @@ def turn_advantages(
     present: Tensor,
 ) -> Tensor:
     """Advantage [B, K] float32 of each turn from its reward to go, [B, K]; 0 where not `present`
-    [B, K] bool. tokens [B, K]: sampled ones of each turn.
+    [B, K] bool. tokens [B, K]: sampled tokens of each turn.
 
     A turn is compared with the group's turns of the same number, of the samples that have one;
     statistics of the batch are over all its turns. Biased by what is compared: a turn that no other
     sample of the group reaches has nothing to be compared with and advantage 0, as a group of one
     has. So under `rloo` the gradient of turn t is scaled by the probability that another sample
-    reaches it, under `group_mean` by the mean of (m - 1)/m with m the samples that do; both are the
-    gradient of the expected reward in direction, turn by turn.
+    reaches it, under `group_mean` by the mean of (m - 1)/m with m the samples that do; turn by
+    turn, both point in the direction of the gradient of the expected reward.
     """
     turns = torch.arange(to_go.shape[1], device=to_go.device)
     ids = group_ids[:, None] * to_go.shape[1] + turns
@@ -104,7 +104,7 @@ OWN_REWARD = Bias("own reward", {"advantage": "rloo"})
 class GroupMean(Advantage):
     """`r - mean(group)`: Dr. GRPO's advantage, also AIS's and RAPID's on-policy limit.
 
-    Biased in size by its own reward, which the mean holds: by (n - 1)/n in a group of n.
+    Biased in size by the episode's own reward in the mean: by (n - 1)/n in a group of n.
     """
 
     compares_group = True
@@ -118,8 +118,8 @@ class Grpo(Advantage):
     """`(r - mean) / (std + 1e-6)` over the group (DeepSeekMath), std is the sample standard
     deviation.
 
-    Biased by its own reward in the mean and, also in direction, by the deviation: a group whose
-    rewards differ little counts as much as one whose rewards differ much.
+    Biased by the episode's own reward in the mean and, also in direction, by the deviation: a group
+    whose rewards differ little counts as much as one whose rewards differ much.
     """
 
     compares_group = True
@@ -151,10 +151,10 @@ class ReinforcePp(Advantage):
 
     `whitening=episodes`: `(r - mean) / (std + 1e-6)`, std the sample standard deviation over
     episodes. `tokens`: `(r - mean) / sqrt(max(var, 1e-8))`, mean and variance over the batch's
-    sampled tokens, each with its episode's reward, less what of a KL in the reward is to go: a long
-    response counts as often as it has tokens (OpenRLHF's). Tokens that are later rejected or
-    filtered count. Biased in size alone, by the deviation, which scales a whole step; the mean
-    contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
+    sampled tokens, each with its episode's reward, less the sum of a KL in the reward from that
+    token on: a long response counts as often as it has tokens (OpenRLHF's). Tokens that are later
+    rejected or filtered count. Biased in size alone, by the deviation, which scales a whole step;
+    the mean contains the episode's own reward, a share of 1/episodes (or its share of the tokens).
     """
 
     own_settings = ("whitening",)
@@ -169,7 +169,8 @@ class ReinforcePp(Advantage):
         return self._whitened(rewards, values, weight)
 
     def of_tokens(self, rewards: Rewards, penalty: Tensor, mask: Tensor) -> Tensor:
-        """As published over tokens: what is whitened is the reward less the penalty to go."""
+        """Over tokens, as published: whitens the reward less the sum of the penalty from each token
+        on."""
         if not self._by_tokens:
             return super().of_tokens(rewards, penalty, mask)
         values = (self.centred(rewards)[:, None] - penalty)[mask]
@@ -195,8 +196,8 @@ class ReinforcePpBaseline(ReinforcePp):
     """REINFORCE++ with its group baseline: `r - mean(group)`, whitened over the global batch as
     REINFORCE++ whitens rewards (Hu et al. 2025, arXiv 2501.03262).
 
-    Over tokens the batch's mean of these is not 0: lengths differ within a group. Biased in size by
-    its own reward in the group's mean and by the deviation of the batch.
+    Over tokens the batch's mean of these differences is not 0: lengths differ within a group.
+    Biased in size by its own reward in the group's mean and by the deviation of the batch.
     """
 
     compares_group = True
@@ -208,9 +209,8 @@ class ReinforcePpBaseline(ReinforcePp):
 
 class Opo(Advantage):
     """`r - b`, b the mean of the group's rewards weighted by tokens (OPO, Hao et al. 2025, arXiv
-    2505.23585): the baseline of least variance where every token's gradient has one size.
-
-    Biased by its own reward, which the mean holds: by its tokens' share of the group's.
+    2505.23585): the baseline of least variance if the gradients of all tokens have equal norm.
+    Biased by the episode's own reward in the mean, by its tokens' share of the group's tokens.
     """
 
     compares_group = True
@@ -227,8 +227,8 @@ class Gpg(Advantage):
     (GPG, Chu et al. 2025, arXiv 2504.02546, F_norm = 1).
 
     Such groups have no gradient, and the factor makes up for their share of the denominator. verl's
-    code counts rewards of 0 in the place of M; this is the text's. Biased in size alone: by its own
-    reward, which the mean holds, and by the factor.
+    code counts rewards of 0 instead of M; this is the paper's text. Biased in size alone: by the
+    episode's own reward in the mean, and by the factor.
     """
 
     compares_group = True
@@ -243,14 +243,14 @@ class Gpg(Advantage):
 
 
 class PassK(Advantage):
-    """Gradient of the expected best reward of k attempts, for rewards of 0 and 1 that of pass@k
+    """Gradient of the expected best reward of k attempts, which for rewards of 0 and 1 is pass@k
     (PKPO, Walder and Karkhanis 2025, arXiv 2505.15201, with its baseline over k - 1).
 
     `A_i = k mean_S [max over S of r - max over S less i of r]`, S the sets of k of the group's n
-    samples that hold i: what i adds to the best of k. Unbiased for every k <= n as to that: the
-    baseline does not depend on i. As to the expected reward, biased towards the best of k. With
-    k = n only the best sample has one, its lead over the second (arXiv 2503.19595). A smaller
-    group, after failed scores, counts with its own size as k.
+    samples that hold i: what i adds to the best of k. Unbiased for that objective for every k <= n:
+    the baseline does not depend on i. For the expected reward it is biased towards the best of k.
+    With k = n only the best sample has an advantage, its lead over the second (arXiv 2503.19595). A
+    smaller group, after failed scores, counts with its own size as k.
     """
 
     compares_group = True
@@ -282,7 +282,7 @@ class PassK(Advantage):
 class Gae(Advantage):
     """Advantages of tokens or turns from a critic's values, GAE(lambda) and off policy V-trace
     (`objectives/values.py`). Biased by the critic's errors as far as lambda is below 1 and the caps
-    of its traces bind, and by `critic.whiten`, which takes the batch's mean off."""
+    of its traces bind, and by `critic.whiten`, which subtracts the batch's mean."""
 
     needs_values = True
     biases = (Bias("critic"),)

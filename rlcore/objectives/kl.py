@@ -2,7 +2,7 @@
 entropy.
 
 In a loss, a sampled KL is corrected like the policy loss: its tokens are the actor's, so it carries
-the ratio to p_new (`penalty_weight`), and a token that the corrections dropped has none
+the ratio to p_new (`penalty_weight`), and a token that the corrections dropped has no KL
 (`kl_penalty`). The full KL sums over the vocabulary at each state and carries no ratio.
 """
 
@@ -28,8 +28,8 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 Estimator = Literal["k1", "k2", "k3"]
-# Bound of p_base/p_new in k3 as a penalty: beyond it the value stays at 6.7 nats, and the gradient
-# at 9 in size instead of vanishing as that of a clamped value would.
+# Bound of p_base/p_new in k3 as a penalty: beyond it the value stays at 6.7 nats and the gradient's
+# size at 9, where the gradient of a clamped value would vanish.
 RATIO_BOUND = 10.0
 
 
@@ -67,10 +67,10 @@ def kl_penalty(kind: Estimator, logp_new: Tensor, logp_base: Tensor, weight: Ten
     0 where a token has no KL), with the gradient to descend.
 
     k1 and k2: the gradient of KL(p_new || p_base), by the score `weight (log p_new - log p_base)
-    grad log p_new` (differentiating k1's value would give 0 in expectation). k3: that of the
-    forward KL(p_base || p_new), GRPO's convention. Values are bounded: log differences at +-20, and
-    k3's p_base/p_new at 10, in value and in gradient. That bound and the cap of the weight are the
-    only biases. `logp_new` carries the gradient.
+    grad log p_new` (differentiating k1's value would give 0 in expectation). k3: the gradient of
+    the forward KL(p_base || p_new), GRPO's convention. Values are bounded: log differences at +-20,
+    and k3's p_base/p_new at 10, in value and in gradient. That bound and the cap of the weight are
+    the only biases. `logp_new` carries the gradient.
     """
     on = weight != 0
     logp_new = torch.where(on, at_least_float32(logp_new), 0.0)
@@ -85,7 +85,7 @@ def kl_penalty(kind: Estimator, logp_new: Tensor, logp_base: Tensor, weight: Ten
         d = d.clamp(max=log(RATIO_BOUND))
         value = torch.expm1(d) - d
         slope = -torch.expm1(d)
-    # a value that changes along `slope` only: written so that both can be bounded
+    # the gradient is that of `slope` alone, so that value and gradient can be bounded separately
     return weight.detach() * (value + slope * (logp_new - logp_new.detach()))
 
 
@@ -93,10 +93,9 @@ def kl_penalty(kind: Estimator, logp_new: Tensor, logp_base: Tensor, weight: Ten
 
 
 def kl_to_go(logp: Tensor, logp_base: Tensor, mask: Tensor) -> Tensor:
-    """Sum of k1 over a token and those after it, [B, T] float64; tokens off the mask have none.
-
-    Its mean over answers of the policy of `logp` is the KL of what is left of an answer. Log
-    differences are bounded at +-20. All arguments [B, T], detached.
+    """Sum of k1 over a token and those after it, [B, T] float64; tokens off the mask count 0. Its
+    mean over answers of the policy of `logp` is the KL of the rest of an answer. Log differences
+    are bounded at +-20. All arguments [B, T], detached.
     """
     d = sampled_kl("k1", logp, logp_base, mask).clamp(-CLAMP, CLAMP).double()
     return d.flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,5 @@
-"""Policy losses, one class each. No torch at import: the configuration reads their traits."""
+"""Policy losses, one class each. No torch at import, since the configuration reads class
+attributes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def policy_loss(
     A `score` adds the gradient of `SG(score) log p_new`, and nothing to the value.
 
     With `short_circuit` the ratio is `p_new/SG(p_new)`: its value is 1, so no clip ever binds
-    (TIS-adjusted and Jackpot B.1). The mean of an indicator over the global mask is the metric of
-    that name: the loss's own, and `ratio`.
+    (TIS-adjusted and Jackpot B.1). Indicators are those of the loss, and `ratio`; the mean of each
+    over the global mask is the metric of that name.
     """
     on = tokens.mask != 0
     logp_new = at_least_float32(tokens.logp_new)
@@ -94,7 +95,7 @@ class Ppo(PolicyLoss):
     """`f = min(r A, clip(r, low, high) A)` (Schulman et al. 2017).
 
     DAPO's clip-higher is eps_high > eps_low. With `dual_clip` c, `max(f, c A)` where A < 0 (Ye et
-    al. 2020, arXiv 1912.09729, eq. 5): f alone falls without bound as r grows there.
+    al. 2020, arXiv 1912.09729, eq. 5): without it f falls without bound as r grows.
 
     Biased by the clips: a token beyond one of them has no gradient (`clip_*_share`,
     `dual_clip_share`). The clip binds where r is above `high` and A > 0, or below `low` and A < 0,
@@ -136,10 +137,10 @@ class Ppo(PolicyLoss):
 class Gspo(Ppo):
     """PPO's clip on the geometric mean of the sequence's token ratios (Zheng et al. 2025, eq. 7).
 
-    The mean is over every sampled token of the sequence: over those that a correction kept it
-    would be biased by their selection. In the paper's token form, `SG(s) p_new/SG(p_new)`: each
-    token carries its own gradient, so that a weight per token weighs that token; with equal weights
-    the gradient is that of s itself.
+    The mean is over every sampled token of the sequence: a mean over the tokens that a correction
+    kept would be biased by their selection. The paper's token form is used, `SG(s)
+    p_new/SG(p_new)`: each token carries its own gradient, so that a weight per token weighs that
+    token; with equal weights the gradient is that of s itself.
 
     Biased by the clip (`clip_*_share`), and by design: the geometric mean s is the sequence's own
     ratio to the power 1/length, so that beyond the first step of a phase it undercorrects; at s = 1
@@ -163,9 +164,8 @@ class Gmpo(Gspo):
 
     `f = A prod_t c_t^(1/length)`, `c_t = min(r_t, 1 + eps_high)` where A > 0, else
     `max(r_t, 1 - eps_low)`; the paper's range (e^-0.4, e^0.4) is eps_low=0.3297, eps_high=0.4918.
-    A clipped token has no gradient and counts in the mean. In a token form as Gspo's.
-
-    Biased by the clip (`clip_*_share`), and by design by the geometric mean, as Gspo.
+    A clipped token has no gradient and counts in the mean. The token form is that of Gspo. Biased
+    by the clip (`clip_*_share`), and by design by the geometric mean, like Gspo.
     """
 
     def __call__(self, log_ratio: Tensor, advantages: Tensor, sampled: Tensor) -> Terms:
@@ -184,7 +184,7 @@ class Gmpo(Gspo):
 
 
 class Sapo(PolicyLoss):
-    """`f = A (1 + 2/tau tanh(tau (r - 1)/2))`: a soft gate in the place of a clip (SAPO, Gao et al.
+    """`f = A (1 + 2/tau tanh(tau (r - 1)/2))`: a soft gate instead of a clip (SAPO, Gao et al.
     2025, arXiv 2511.20347).
 
     It is the paper's `A 4/tau sigmoid(tau (r - 1))` less a constant, for a readable value: at r = 1
@@ -234,7 +234,7 @@ class Cispo(PolicyLoss):
 class Reinforce(PolicyLoss):
     """`A log p_new`, anchored at SG(p_new): only the weights correct, nothing is clipped.
 
-    Not biased by itself: what the weights leave uncorrected is its bias.
+    Without a bias of its own: its bias is what the weights leave uncorrected.
     """
 
     carries_ratio = False

@@ -1,5 +1,5 @@
 """Base classes of advantages and policy losses, and the tensors that they take. No torch at import,
-so that the configuration can read their traits.
+so that the configuration can read class attributes.
 
 One class, and one line in `objectives/specs.py`, make a new one:
 
@@ -30,12 +30,12 @@ WIDE = 1e9  # a threshold that never binds
 
 # What a method declares of its expected gradient: the ways in which it departs from its reference.
 #
-# The reference of a token-level method: prefix and continuation of a token as the actor draws them,
-# the token itself from the policy that is differentiated. Of a sequence-level method: all of the
-# sequence from the policy that its weights lead to. Advantages are fixed, and denominators count
-# the batch before any rejection. A method without a declared bias is exact; the tests enumerate
-# every combination of methods and hold each to its declarations (docs/corrections-grid.md). No
-# torch.
+# The reference of a token-level method is the gradient with prefix and continuation of a token as
+# the actor draws them, and the token itself from the policy that is differentiated. The reference
+# of a sequence-level method has the whole sequence from the policy that its weights lead to.
+# Advantages are fixed, and denominators count the batch before any rejection. A method without a
+# declared bias is exact; the tests enumerate every combination of methods and hold each to its
+# declarations (docs/corrections-grid.md). No torch.
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Rewards:
 
     @property
     def tokens(self) -> Tensor:
-        """[B] float64: sampled tokens of each episode. Raises ValueError if nobody said."""
+        """[B] float64: sampled tokens of each episode. Raises ValueError if they were not given."""
         if self._tokens is None:
             raise ValueError("the numbers of sampled tokens were not given")
         return self._tokens.double()
@@ -171,8 +171,8 @@ class Rewards:
 class Advantage(ABC):
     """Computes one number per episode from the rewards of a step. Built as Class(spec).
 
-    With `turn_share` it is besides called with turns in the place of episodes: their rewards to go,
-    and as group the turns of the same number of a group.
+    With `turn_share` it is also called with turns instead of episodes: with the rewards to go of
+    turns, where a group is the turns of equal number in a group of episodes.
     """
 
     #: whether it compares the episodes of a group, so that a group of one gives no signal

@@ -17,8 +17,9 @@ class ObjectiveSpec(Spec):
     """The objective of a step: advantages, loss, aggregation, regularisers.
 
     A sampled KL is biased by the truncation of the ratio that it carries, and by k3's bound; both
-    kinds of KL and the entropy bonus by the biases of the corrections, whose weights of 0 have
-    neither. The overlong filter biases all of them towards what ends by itself.
+    kinds of KL and the entropy bonus are biased as the corrections are, since a token of weight 0
+    has neither KL nor bonus. The overlong filter biases all terms towards responses that end by
+    themselves.
     """
 
     #: of the KL term; the policy loss's own are on its class

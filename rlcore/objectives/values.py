@@ -10,13 +10,13 @@ discount gamma
     rho_t = min(rho_cap, r),  c_t = lambda min(c_cap, r)
 
 (IMPALA, arXiv 1802.01561, section 4.1, with remark 2's lambda.) v_t is what the critic learns. A_t
-has no ratio of its own action, which the corrections of the run weigh by; lambda = 1 is IMPALA's
-`r + gamma v_{t+1} - V_t`. With p_ref = p_inf and caps of at least 1, A_t is GAE(gamma, lambda)
-(arXiv 1506.02438, eq. 16) and v_t = V_t + A_t.
+does not contain the ratio of its own action, since the corrections of the run weigh by it; lambda =
+1 is IMPALA's `r + gamma v_{t+1} - V_t`. With p_ref = p_inf and caps of at least 1, A_t is
+GAE(gamma, lambda) (arXiv 1506.02438, eq. 16) and v_t = V_t + A_t.
 
 With caps that do not bind and lambda = 1, v_t and A_t + V_t are unbiased for the value and the
-action value under p_ref, whatever V is. A cap of rho leads V to the policy between both that IMPALA
-describes; lambda below 1 and the cap of c leave V's error in A_t.
+action value under p_ref, whatever V is. A cap of rho leads V to the policy between p_inf and p_ref
+that IMPALA describes; lambda below 1 and the cap of c leave V's error in A_t.
 
 No torch at import.
 """
@@ -102,7 +102,7 @@ def estimates(
     rewards, values [B, K] float64, 0 behind an episode's last state. log_ratio [B, K]: log of
     p_ref/p_inf of what was sampled after each state, 0 on policy, -inf for what p_ref cannot
     sample. count [B] int64: states. cut [B] bool: the episode did not end after its last state,
-    whose value then stands for all that was to come, and which has no target itself.
+    whose value then stands for all later rewards, and which has no target itself.
     """
     width = rewards.shape[1]
     numbers = torch.arange(width, device=rewards.device)
@@ -127,8 +127,9 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Half the squared error of each value, any shape, and which of them the clip has cut off.
 
-    With a clip the larger of two errors counts: of the value, and of the value kept within `clip`
-    of `old`, which it was as the phase began (PPO's value clipping). `values` carries the gradient.
+    With a clip the larger of two errors counts: that of the value, and that of the value kept
+    within `clip` of `old`, its value as the phase began (PPO's value clipping). `values` carries
+    the gradient.
     """
     error = (values - targets).square()
     if clip is None:

@@ -1,4 +1,4 @@
-"""Low-rank adapters as they are published by themselves, over base weights that the actors have.
+"""Low-rank adapters that are published alone, for base weights that the actors already have.
 
 The adapter of a weight W [out, in] is two tensors beside its name, A [rank, in] and B [out, rank],
 of which B is published with the adapter's scale: the actors compute x W^T + (x A^T) B^T. No torch.
@@ -49,7 +49,8 @@ def adapter_shapes(model: Shapes, adapter: AdapterShape) -> dict[str, tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class InParts:
-    """A transport's handles of one set in several parts, of which others receive some as well."""
+    """A transport's handles of one set in several parts, some of which other actors receive,
+    too."""
 
     parts: Sequence[tuple[WeightManifest, Any]]  # of each part, with its handle
 
@@ -57,7 +58,7 @@ class InParts:
 def together(manifests: Sequence[WeightManifest]) -> WeightManifest:
     """The manifest of one set that is published in several parts, of one version and dtype.
 
-    Raises ValueError if they differ in those or share a name.
+    Raises ValueError if they differ in version or dtype, or share a name.
     """
     names = tuple(n for m in manifests for n in m.names)
     if len(set(names)) < len(names) or len({(m.version, m.dtype) for m in manifests}) > 1:

@@ -1,4 +1,4 @@
-"""The meeting of a receiver that has stopped for new weights with the calls of their sender.
+"""Synchronisation of a receiver that has stopped for new weights with the calls of their sender.
 
 The loop has every receiver stop between two steps first and lets the learner send only then, so a
 collective never begins before all of its ranks are there to enter it. No torch.
@@ -55,7 +55,8 @@ class Arrival:
         self._requests: queue.Queue[TransferRequest] = queue.Queue()
 
     def ask(self, verb: str, payload: Any = None) -> None:
-        """Return when the receiver has done it. Raises what went wrong there, or TimeoutError."""
+        """Return when the receiver has carried out the request. Raises the receiver's exception, or
+        TimeoutError."""
         request = TransferRequest(verb, payload)
         self._requests.put(request)
         request.answer.result(self._timeout_s)
@@ -83,8 +84,8 @@ class Arrival:
 
 
 class EngineTransfer:
-    """Stands in for the buckets of a `WeightStream`: an engine that knows how receives them without
-    this process seeing a tensor."""
+    """Replaces the buckets of a `WeightStream` for an engine that receives weights itself, without
+    a tensor in this process."""
 
     def __init__(self, arrival: Arrival) -> None:
         self._arrival = arrival

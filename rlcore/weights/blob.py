@@ -67,7 +67,7 @@ def write_stream(
 
 
 def from_blob(blob: np.ndarray) -> dict[str, torch.Tensor]:
-    """Views into `blob` ([bytes] uint8), by name; read-only if it is. Copies nothing.
+    """Views into `blob` ([bytes] uint8), by name; read-only if `blob` is. Copies nothing.
 
     Raises ValueError if the blob is truncated.
     """

@@ -19,7 +19,7 @@ from rlcore.weights.stream import arriving, in_buckets, in_order
 
 
 class ObjectStoreTransport(WeightTransport):
-    """Uses the `put` and `get` of an object store, which alone holds a whole set."""
+    """Uses the `put` and `get` of an object store; only the store holds a whole set."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class ObjectStoreTransport(WeightTransport):
 
     @classmethod
     def between(cls, ends: TransportEnds) -> WeightTransport:
-        """With `full_weights_every` above 1, one that sends what has changed."""
+        """With `full_weights_every` above 1, a `DeltaTransport`."""
         if ends.full_weights_every > 1:
             return DeltaTransport.between(ends)
         return cls(ends.put, ends.get, bucket_bytes=ends.bucket_bytes)
@@ -74,7 +74,7 @@ class DiskTransport(WeightTransport):
     """A folder that learner and actors share. Keeps the newest `keep` versions."""
 
     def __init__(self, folder: str | Path, *, bucket_bytes: int, keep: int = 2) -> None:
-        """`bucket_bytes`: of the buckets that a reader is given."""
+        """`bucket_bytes`: size of the buckets that a reader is given."""
         self._folder = Path(folder)
         self._bucket_bytes = bucket_bytes
         self._keep = keep

@@ -2,12 +2,12 @@
 
 At the small learning rates of reinforcement learning most weights keep their bfloat16 value from
 one version to the next. A patch of a tensor is the flat indices of what changed and the new values;
-a tensor of which more changed than a patch saves travels whole. Every few versions a whole set is
+a tensor is sent whole where a patch would be larger. Every few versions a whole set is
 sent. A handle names the newest whole set and all patches since, so that a process that has just
-started, or that has passed over versions, catches up from the same handle.
+started, or that skipped versions, catches up from the same handle.
 
-Each end keeps a copy of the set on the CPU: the sender to compare with, the receiver to patch. What
-an engine is given is always whole, and is proven by the same checksums as ever.
+Each end keeps a copy of the set on the CPU: the sender to compare with, the receiver to patch. An
+engine is always given whole tensors, which the usual checksums verify.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class DeltaTransport(WeightTransport):
 
         Raises ArrivalError if they are not as announced.
         """
-        # an engine may fail while it takes them, but what is held here is whole by then
+        # an engine may fail while it takes the buckets, but the copy held here is whole by then
         self._catch_up(handle)
         given = ((name, self._held[name]) for name in manifest.names if name in self._held)
         return arriving(manifest, in_buckets(given, self._bucket_bytes))
@@ -196,7 +196,7 @@ class DeltaTransport(WeightTransport):
         if self._get is None:
             raise RuntimeError("this side of the transport was built without get: it only sends")
         arrived = from_blob(self._get(part))
-        # a bucket's indices stand before its values or behind them, as their widths have it
+        # the wider dtype comes first, so a bucket's indices stand before or behind its values
         for label, tensor in sorted(arrived.items(), key=lambda item: item[0].rpartition("#")[2]):
             name, _, kind = label.rpartition("#")
             if kind == _WHOLE:
@@ -214,8 +214,8 @@ class DeltaTransport(WeightTransport):
 
 
 def changed_entries(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Flat indices of the entries whose bits differ, ascending: [n] int32, or int64 where those do
-    not reach. Both [m], of one dtype."""
+    """Flat indices of the entries whose bits differ, ascending: [n] int32, or int64 where int32 is
+    too small. Both [m], of one dtype."""
     bits = _BITS[before.element_size()]
     found = torch.nonzero(before.view(bits) != after.view(bits)).view(-1)
     return found if before.numel() > 2**31 - 1 else found.to(torch.int32)

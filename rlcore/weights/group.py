@@ -1,7 +1,7 @@
 """Weights by broadcast among processes, over gloo: the group transport of machines without a GPU.
 
 It follows the same calls in the same order as the transports of GPUs (`vllm_transfer.py`), so that
-what is tested here on CPU is their control as well. torch's process group is used directly, outside
+tests of it on CPU cover their order of calls, too. torch's process group is used directly, outside
 the default group.
 """
 
@@ -96,8 +96,8 @@ class GroupSender(ABC):
         self, manifest: WeightManifest, receivers: Receivers, read: Callable[[], Pairs]
     ) -> Sending | None:
         """Send a set to all receivers; returns when they have loaded it. Forms the group anew if
-        the receivers are others than before. Rank 0 returns what patches took; None: a whole
-        set."""
+        the receivers are others than before. Rank 0 returns the `Sending` of a patch; None: a whole
+        set was sent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of a publication, and the checks that all of it arrived."""
+"""The manifest of a publication, and the checks that it arrived whole."""
 
 from __future__ import annotations
 

@@ -127,11 +127,11 @@ def precise_patterns(names: Iterable[str], count: int) -> tuple[str, ...]:
 def round_weights(
     tensors: Mapping[str, torch.Tensor], spec: RoundingSpec, *, block: int = BLOCK
 ) -> dict[str, torch.Tensor]:
-    """All tensors, those that `is_rounded` selects rounded; the others are the same objects.
+    """All tensors; those that `is_rounded` selects are rounded, the others are the objects given.
 
-    fp8 and nvfp4 have vLLM's scales: q, k, v share theirs (nvfp4: its units) as one weight, and so
-    do gate, up. The other formats, which vLLM does not quantise to here or which need no scale of
-    a whole tensor, have a Hugging Face weight's own.
+    fp8 and nvfp4 have vLLM's scales: q, k and v share one (nvfp4: its unit) as one weight, and so
+    do gate and up. In the other formats, to which vLLM does not quantise here or which need no
+    scale of a whole tensor, each Hugging Face weight has its own scales.
     """
     if spec.rounding == "none":
         return dict(tensors)

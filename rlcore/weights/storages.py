@@ -1,4 +1,4 @@
-"""Memory of tensors that is given away for a while: the tensors and every view of them stay valid
+"""Memory of tensors that is freed for a while: the tensors and every view of them stay valid
 objects, whose storage is empty meanwhile."""
 
 from __future__ import annotations

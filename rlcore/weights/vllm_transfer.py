@@ -2,7 +2,7 @@
 every tensor-parallel rank in the group) and `ipc` (processes that share GPUs).
 
 `ipc` has run on one H100 with one receiver; `nccl` is UNPROVEN on GPUs. The only file of this
-package that imports vLLM, whose sender classes drive the calls (vllm/distributed/weight_transfer).
+package that imports vLLM, whose sender classes make the calls (vllm/distributed/weight_transfer).
 The order of the calls on CPU, with a group whose collectives block as NCCL's do, is tested in
 tests/weights/test_vllm_transfer.py.
 """
@@ -184,10 +184,10 @@ REACH = 2**31 - 1  # entries of a tensor that vLLM's indices, int32, can name
 # of whole tensors in checkpoint coordinates, which each engine's own loader takes apart.
 #
 # UNPROVEN on GPUs; with a group whose collectives block as NCCL's do it is tested on CPU
-# (tests/weights/test_vllm_patches.py). Whole sets go by `nccl` as ever, over the same communicator.
+# (tests/weights/test_vllm_patches.py). Whole sets go by `nccl`, over the same communicator.
 # vLLM marks entries that stay with NaN and writes into the parameters as they are
 # (vllm/model_executor/model_loader/checkpoint_weight_patch.py), so NaN cannot be sent, and engines
-# that lay weights out anew cannot be patched.
+# that change the layout of weights cannot be patched.
 
 
 class PatchSender(GroupSender):
@@ -203,7 +203,7 @@ class PatchSender(GroupSender):
         self._bucket_bytes = bucket_bytes
         self._whole_every = full_weights_every
         self._held: dict[str, torch.Tensor] = {}  # on the host, as the receivers hold them
-        self._since: int | None = None  # versions sent since a whole one; None: none to go on from
+        self._since: int | None = None  # versions sent since a whole one; None: a whole one is due
 
     def send(
         self, manifest: WeightManifest, receivers: Receivers, read: Callable[[], Pairs]
