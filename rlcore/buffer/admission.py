@@ -14,8 +14,8 @@ from rlcore.serialization import record_bytes
 
 # The groups that later steps may use, in the order in which they are due.
 #
-# Admission, arrival and departure of a group cost the same whatever waits. A batch is looked for by
-# counts, of which there is one for every deadline: as many as published versions have groups
+# Admission, arrival and departure of a group cost the same however many groups wait. A batch is
+# found by counts, one for every deadline: as many as there are published versions with groups
 # waiting.
 
 
@@ -44,7 +44,7 @@ class Due:
         return len(self.ids)
 
     def put(self, group_id: int, *, finished: bool) -> None:
-        """A group, new or changed; one that is finished stays so."""
+        """Add or update a group; a finished one stays finished."""
         if group_id not in self.ids:
             self.ids.add(group_id)
             if not self._order or group_id > self._order[-1]:
@@ -57,7 +57,7 @@ class Due:
             self.finished.add(group_id)
 
     def remove(self, group_id: int) -> None:
-        """A group that has left."""
+        """Remove a group that has left."""
         if self._at == len(self._order) or group_id < self._order[self._at]:
             self._before -= 1
         self.ids.remove(group_id)
@@ -76,7 +76,7 @@ class Due:
 
 
 class WaitingGroups:
-    """All of them. `changes` counts how often it became another set of groups."""
+    """All waiting groups. `changes` counts how often the set of groups changed."""
 
     def __init__(self, groups: Iterable[Candidate] = ()) -> None:
         self.uses_left = 0  # over all of them
@@ -92,11 +92,11 @@ class WaitingGroups:
         return len(self._groups)
 
     def candidates(self) -> list[Candidate]:
-        """All of them, ascending by id."""
+        """All waiting groups, ascending by id."""
         return [self._groups[i] for i in sorted(self._groups)]
 
     def get(self, group_id: int) -> Candidate | None:
-        """A group, if it waits."""
+        """A group, None unless it waits."""
         return self._groups.get(group_id)
 
     def put(self, candidate: Candidate) -> None:
@@ -114,7 +114,7 @@ class WaitingGroups:
         due.put(candidate.group_id, finished=candidate.finished)
 
     def remove(self, group_id: int) -> None:
-        """Forget a group; it may be one that does not wait."""
+        """Remove a group; no error if it does not wait."""
         before = self._groups.pop(group_id, None)
         if before is None:
             return
@@ -133,7 +133,7 @@ class WaitingGroups:
 
     def first(self, count: int, *, strict: bool) -> ReadyGroups | None:
         """The first `count` finished groups by (deadline, id), or None while there are fewer.
-        `strict`: the first of all, or None while one of these is unfinished."""
+        `strict`: the first `count` of all groups, or None while one of them is unfinished."""
         taken: list[tuple[int, int]] = []
         lacking = count
         for deadline, due in self._in_order():
@@ -147,7 +147,7 @@ class WaitingGroups:
         return None
 
     def due(self) -> Iterator[tuple[int, int]]:
-        """(deadline, groups of it), ascending."""
+        """(deadline, number of its groups), ascending by deadline."""
         return ((deadline, len(due)) for deadline, due in self._in_order())
 
     def finished_first(self, deadline: int, count: int) -> list[int]:
@@ -166,12 +166,12 @@ class ReadyGroups:
     taken: list[tuple[int, int]]  # (deadline, how many of its first finished groups)
 
     def ids(self) -> list[int]:
-        """Their ids, ascending."""
+        """Ids of these groups, ascending."""
         of_each = (self.waiting.finished_first(deadline, n) for deadline, n in self.taken)
         return sorted(group_id for ids in of_each for group_id in ids)
 
     def rest(self) -> Iterator[tuple[int, int]]:
-        """(deadline, groups of it that are not among them), ascending."""
+        """(deadline, number of its groups that are not in this choice), ascending by deadline."""
         taken = dict(self.taken)
         return ((deadline, n - taken.get(deadline, 0)) for deadline, n in self.waiting.due())
 
@@ -192,9 +192,9 @@ class ReadyGroups:
 #     deadline = a + cap - (E-1)*M
 #
 # With M*E = 1 the cap is H - 1 + eta and the deadline a + cap. Two rules keep every deadline, and
-# neither throws anything away. They count batches: only the first M steps of a phase take a new
-# one. Write W for the groups waiting (in flight or finished, not yet taken), n for the number of
-# the next batch, and N(d) for the number of batches whose first step is d or an earlier one.
+# neither discards a group. They count batches: only the first M steps of a phase take a new one.
+# Write W for the groups waiting (in flight or finished, not yet taken), n for the number of the
+# next batch, and N(d) for the number of batches whose first step is d or an earlier one.
 #
 # Admission. At published version a, |W| may grow to (N(a + cap - (E-1)*M) - n) * G: what the
 # batches up to the deadline can use. Dropped groups (failed, filtered, evicted) do not count.
@@ -216,8 +216,8 @@ class ReadyGroups:
 # that the first steps of these batches, up to s + M - 1, are not after a + cap - (E-1)*M: there is
 # room for all of them. If G groups wait and all are finished, the G earliest deadlines satisfy the
 # release condition by I(n), since every count falls by G or to zero. In between, only stragglers
-# whose deadline is at stake are waited for. Among finished groups the earliest deadlines lower
-# every count at once, so if they may not be released no other choice may.
+# whose deadline is at stake are waited for. Taking the earliest deadlines lowers every count at
+# once, so if they may not be released no other choice may.
 #
 # With eta = 0 the order of training must not depend on timing: groups are then taken strictly by id
 # (`strict`), which also satisfies the release condition. Which ids survive filtering does not
@@ -315,11 +315,12 @@ def check_capacity(
     expert_bytes: int = 0,
 ) -> None:
     """Refuse a limit below the size of one update phase's groups at full length: p_ref is computed
-    for all of them before the first step. With a fixed lag, of the batches of so many steps more.
+    for all of them before the first step. With a fixed lag, the groups of that many further steps
+    count, too.
 
-    max_len: tokens of an episode; max_new_tokens: how many of them are sampled; expert_bytes: of
-    each token's experts (`models/routes.py`). A smaller limit would work only as long as responses
-    are short, and then end the run."""
+    max_len: tokens of an episode; max_new_tokens: how many of them are sampled; expert_bytes: bytes
+    of each token's experts (`models/routes.py`). A smaller limit would work only as long as
+    responses are short, and then end the run."""
     longest = record_bytes(max_len, max_new_tokens, max(0, logprobs_k)) + max_len * expert_bytes
     groups = batching.groups_per_step
     batches = batching.phases.batches + (batching.lag or 0)
@@ -343,8 +344,8 @@ def groups_that_fit(
     in_flight: int,
     missing: int,
 ) -> int:
-    """How many of `room` groups may be admitted: those in flight are expected to take the mean size
-    so far, and at least what a step lacks is admitted.
+    """How many of `room` groups may be admitted: groups in flight are expected to take the mean
+    size so far, and at least the groups that a step lacks are admitted.
 
     completed: (groups completed so far, bytes they kept). missing: groups that a step lacks.
     """

@@ -66,8 +66,8 @@ class Sampler:
         self._run_seed = run_seed
         self.weights = weights
         self.drawn: Counter[str] = Counter()
-        # (what waited, which task had no finished group, how many it had): until one of these is
-        # another, there is no batch
+        # (what waited, which task had no finished group, how many it had): until one of these
+        # changes, there is no batch
         self._lacked: tuple[int, str, int] | None = None
 
     @property
@@ -98,14 +98,14 @@ class Sampler:
             self.drawn[task] += sign
 
     def restore(self, drawn: Mapping[str, int], weights: Mapping[str, float] | None) -> None:
-        """Continue from a checkpoint. Under other weights than before (`weights`), shares are
-        counted anew: else a task would first make up for what it had not been due."""
+        """Continue from a checkpoint. Where the `weights` have changed, shares are counted from 0:
+        else a task would first make up for steps in which it was due less."""
         self._lacked = None
         self.drawn = Counter(drawn if weights == self.weights else {})
 
     def _by_task(self, waiting: WaitingGroups) -> list[int] | None:
-        """Each place goes to the task furthest behind its share; a task without waiting groups is
-        skipped."""
+        """Every place of the batch goes to the task furthest behind its share; a task without
+        waiting groups is skipped."""
         if self._lacked is not None:
             changes, task, finished = self._lacked
             if (waiting.changes, waiting.finished_of[task]) == (changes, finished):
@@ -164,17 +164,16 @@ class Batches:
         self._pinned_ids: set[int] | None = None  # of all in `pinned`; None: to be collected
 
     def limit(self, staleness: int) -> None:
-        """Admit as a schedule of this `max_staleness` does, at least 1 and at most its own. What
-        was admitted keeps its deadline; the bound of a synchronous schedule does not move."""
+        """Admit as a schedule of this `max_staleness` does, at least 1 and at most the configured
+        one. Admitted groups keep their deadlines; the bound of a synchronous schedule does not
+        move."""
         if not self.bound.synchronous:
             least = min(max(staleness, 1), self.bound.max_staleness)
             self._admitting = replace(self.bound, max_staleness=least)
 
     def room(self) -> int:
-        """Groups that may be admitted now.
-
-        0 while the records exceed max_bytes. Raises UserError if less than one phase's groups
-        does.
+        """Groups that may be admitted now; 0 while the records exceed max_bytes. Raises UserError
+        if the records of less than one phase's groups exceed it.
         """
         live, waiting = self._live, self.waiting()
         room = self.admissible()
@@ -270,8 +269,8 @@ class Batches:
             self.next_step = later
 
     def resume(self) -> None:
-        """After a restore: put back what was not committed, and evict what can no longer be trained
-        on in time, also out of batches that were chosen by another bound."""
+        """After a restore: put back what was not committed, and evict groups that can no longer be
+        trained on in time, also out of batches that were chosen by another bound."""
         self.forget()
         if self.taken:
             self.rollback(min(self.taken))
@@ -296,7 +295,7 @@ class Batches:
         return first < self.next_step or all(first <= self.bound.deadline(a) for a in admitted)
 
     def expire(self) -> None:
-        """The hard cap of orders that may pass a group over: evict those past their deadline."""
+        """The hard cap of samplers that may pass a group over: evict groups past their deadline."""
         if not self.sampler.hard_cap:
             return
         pinned, horizon = self._all_pinned(), self._horizon
@@ -330,7 +329,7 @@ class Batches:
         self._found = self._pinned_ids = None
 
     def _touch(self, group_ids: Sequence[int]) -> None:
-        """Batches with these groups were taken, pinned or committed."""
+        """Note that batches with these groups were taken, pinned or committed."""
         self._touched += group_ids
         self._pinned_ids = None
 
@@ -347,7 +346,7 @@ class Batches:
         return [candidate for candidate in found if candidate is not None]
 
     def _candidate(self, entry: LiveGroup) -> Candidate | None:
-        """Return a group as the rules see it, or None if no later step may use it."""
+        """Return a group as the rules of admission see it, or None if no later step may use it."""
         uses_left = self._max_uses - entry.uses - len(entry.taken_by)
         leaves_at_commit = entry.taken_by and self._expired(entry)
         if uses_left <= 0 or entry.group_id in self._all_pinned() or leaves_at_commit:

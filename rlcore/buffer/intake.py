@@ -1,4 +1,4 @@
-"""Arrival: the records of a drawing and its score come separately and are paired here.
+"""Arrival: the records of a drawing and its score arrive separately and are paired here.
 
 A sample has arrived when all parts of one drawing's record and its score are there, in whichever
 order. A sample may be drawn more than once (its first actor seemed lost): the first complete
@@ -26,7 +26,8 @@ MOST_UNSUMMED = 64  # different rewards
 
 @dataclass(slots=True)
 class ArrivalTotals:
-    """Running sums over every sample that arrived, kept or not. Rewards over usable samples only.
+    """Running sums over every sample that arrived, kept or not. Sums of rewards are over usable
+    samples only.
 
     Rewards are summed exactly: rounded sums would depend on the order in which samples arrive.
     """
@@ -36,7 +37,7 @@ class ArrivalTotals:
     scored: int = 0
     reward_sum: Fraction = Fraction(0)
     reward_squares: Fraction = Fraction(0)
-    # rewards that the sums do not hold yet: most are of few values, and fractions are slow
+    # rewards that are not in the sums yet, counted by value: values are few, and fractions are slow
     _unsummed: Counter[float] = field(default_factory=Counter)
 
     def add(self, sample: ArrivedSample) -> None:
@@ -82,7 +83,8 @@ class ArrivalTotals:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ArrivalTotals:
-        """The inverse of `state`; also of an earlier one, whose sums are numbers."""
+        """The inverse of `state`; it reads states of earlier versions, too, whose sums are
+        numbers."""
         return cls(**{**state, **{name: Fraction(state[name]) for name in _EXACT}})
 
 
@@ -90,8 +92,8 @@ _EXACT = ("reward_sum", "reward_squares")
 
 
 def task_metrics(entries: Iterable[LiveGroup], tasks: Sequence[str]) -> dict[str, float]:
-    """Metrics of groups by task, for a run with several: `task/<task>/...`; of a task without
-    groups in the batch only their number."""
+    """Metrics of groups by task, for a run with several: `task/<task>/...`; for a task without
+    groups in the batch only the number of groups, 0."""
     groups = list(entries)
     metrics: dict[str, float] = {}
     for task in tasks:
@@ -130,8 +132,8 @@ _TASK_NAMES = {
 def batch_metrics(entries: Iterable[LiveGroup]) -> dict[str, float]:
     """Rewards and lengths (sampled tokens) over all usable samples of a batch, before selection.
 
-    Summed exactly (`math.fsum`): in whatever order samples came, two runs of one seed agree to the
-    bit.
+    Summed exactly (`math.fsum`): the order in which samples came does not matter, and two runs of
+    one seed agree to the bit.
     """
     return _of_samples([s for e in entries for s in e.samples.values() if s.usable])
 
@@ -275,7 +277,7 @@ class Intake:
     def _forget(
         self, entry: LiveGroup, kept: Attempt | None, drawings: Collection[Attempt]
     ) -> None:
-        """One of these drawings has become the sample; the records of all but it are dropped."""
+        """Drop the records of all drawings of a sample except the one that has become it."""
         for drawing in drawings:
             if drawing is not kept:
                 self._live.release(record for _, record in drawing.records.values())
@@ -309,7 +311,8 @@ class Intake:
                 self._complete(entry)
 
     def _complete(self, entry: LiveGroup) -> None:
-        """All samples of the group have arrived: fail it, filter it, or keep what is trained on."""
+        """Once all samples of the group have arrived: fail it, filter it, or keep the samples to
+        train on."""
         live = self._live
         usable = entry.usable()
         rewards = [s.score.reward for s in usable if s.score.reward is not None]

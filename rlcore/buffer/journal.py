@@ -7,8 +7,8 @@
                    ["files"] names all files, and ["places"] says in which one each record is
 
 `save` writes a folder beside, flushes it to disk and renames it, so a folder under the final name
-is complete. The checksums (BLAKE2b) of all files are verified before anything is used. Records
-and scores that are not paired yet are in no snapshot: their samples are asked for again."""
+is complete. The checksums (BLAKE2b) of all files are verified before anything is used. Records and
+scores that are not paired yet are in no snapshot: their samples are requested again."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ ReadShards = Callable[[Path, Mapping[str, Sequence[RecordFile]]], Mapping[str, S
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """How shards are asked to write and read their parts of a checkpoint, as `WriteShards` and
-    `ReadShards` with a deadline in seconds after the other arguments. Both block, and raise
+    """The calls by which shards write and read their parts of a checkpoint: `WriteShards` and
+    `ReadShards` with a deadline in seconds as last argument. Both block, and raise
     DeadlineExceeded."""
 
     write: Callable[[Path, Mapping[str, Sequence[int]], float], Mapping[str, str]]
@@ -83,7 +83,7 @@ def file_of(shard: str) -> str:
 
 
 def write_record_file(path: Path, records: Iterable[bytes]) -> str:
-    """Write records end to end; their checksum."""
+    """Write records end to end; returns their checksum."""
     digest = hashlib.blake2b(digest_size=16)
     with new_file(path, durable=True) as file:
         for record in records:
@@ -93,7 +93,7 @@ def write_record_file(path: Path, records: Iterable[bytes]) -> str:
 
 
 def read_record_file(folder: Path, file: RecordFile) -> list[bytes]:
-    """The records of a file. Raises JournalError if it is not as it was written."""
+    """The records of a file. Raises JournalError if its checksum differs."""
     path, digest, records = folder / file.name, hashlib.blake2b(digest_size=16), []
     try:
         with path.open("rb") as source:
@@ -111,8 +111,8 @@ def read_record_file(folder: Path, file: RecordFile) -> list[bytes]:
 
 
 def dealt(files: Iterable[RecordFile], shards: Sequence[str]) -> dict[str, list[RecordFile]]:
-    """Files by the shard that is to read them: the largest first, each to the one that has least.
-    Shards without a file are left out."""
+    """Files by the shard that reads them: the largest file first, each to the shard with the fewest
+    bytes. Shards without a file are left out."""
     loads = [(0, place) for place in range(len(shards))]
     found: dict[str, list[RecordFile]] = {}
     for file in sorted(files, key=lambda f: (-f.size, f.name)):
@@ -132,7 +132,7 @@ class Span:
 
 
 def spans(sizes: Sequence[int], files: Sequence[str], places: Sequence[int]) -> list[Span]:
-    """Where all records are, of which `places` says in which of the files each is."""
+    """The span of each record; `places` says in which file each is."""
     at = [0] * len(files)
     found = []
     for size, place in zip(sizes, places, strict=True):
@@ -154,7 +154,8 @@ class Written:
         self._folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY) if places else None
 
     def read(self, group_id: int, sample_index: int, draw_id: str) -> tuple[bytes, ...] | None:
-        """The records of a sample by part, if they are in it and it has not been removed."""
+        """The records of a sample by part, None unless the checkpoint holds them and still
+        exists."""
         place = self._places.get((group_id, sample_index, draw_id))
         if place is None or self._folder is None:
             return None
@@ -171,7 +172,7 @@ class Written:
             os.close(file)
 
     def close(self) -> None:
-        """A newer one takes its place."""
+        """Stop reading: a newer checkpoint replaces this one."""
         if self._folder is not None:
             os.close(self._folder)
 
@@ -205,7 +206,7 @@ class BufferSnapshot:
 
 def cut(buffer: ReplayBuffer) -> BufferSnapshot:
     """Return the contents of a checkpoint of this moment; later changes of the buffer do not affect
-    it. Cheap, since the buffer's process answers no call meanwhile."""
+    them. Cheap, since the buffer's process answers no call meanwhile."""
     live, intake, batches = buffer.live, buffer.intake, buffer.batches
     state = {
         "published": live.published,
@@ -230,7 +231,7 @@ def cut(buffer: ReplayBuffer) -> BufferSnapshot:
 
 
 def snapshot(cut: BufferSnapshot) -> Snapshot:
-    """All of it. Safe to run in another thread."""
+    """The whole snapshot. Safe to run in another thread."""
     samples = [s for e in cut.entries for _, s in e.ordered()]
     records = [record for s in samples for record in s.records]
     scores = [s.score for s in samples]
@@ -244,7 +245,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     their ids and admitted versions and are listed by `buffer.in_flight()`.
 
     If the settings changed since, groups that can no longer be trained on in time are evicted as
-    stale, and groups that have as many samples as are asked for now are finished. Raises
+    stale, and groups that have as many samples as the settings now ask for are finished. Raises
     LedgerError if the snapshot contradicts itself.
     """
     state, records, scores = saved.state, iter(saved.records), iter(saved.scores)
@@ -278,7 +279,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
 def save(directory: str | Path, cut: BufferSnapshot, write: WriteShards = no_shards) -> Written:
     """Write a buffer to a folder that must not exist yet. Safe to run in another thread.
 
-    `write`: has shards write what they keep. Raises FileExistsError if the folder exists, OSError
+    `write`: has shards write their records. Raises FileExistsError if the folder exists, OSError
     (a full disk) and ShardLost with nothing under the final name.
     """
     saved = snapshot(cut)
@@ -320,10 +321,10 @@ def read(
 ) -> Loaded:
     """Read the files of `save`, to `restore` a fresh buffer from. Safe to run in another thread.
 
-    `shards`: names of those that there are now: the records that shards wrote are read by these,
-    through `read_shards`, and are references in the snapshot. Without any, all records are read
-    here. Raises JournalError if the journal is missing, damaged or of another version, and RoleLost
-    if a shard is lost.
+    `shards`: names of the present shards, which read the records that shards wrote, through
+    `read_shards`; the snapshot holds references to them. Without shards, all records are read here.
+    Raises JournalError if the journal is missing, damaged or of another version, and RoleLost if a
+    shard is lost.
     """
     folder = Path(directory)
     try:

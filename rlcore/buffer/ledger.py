@@ -15,7 +15,7 @@ RECENT = 4096  # most recent departures kept by id, for messages and audits
 
 
 class LedgerError(AssertionError):
-    """The accounts do not match: a bug in rlcore, not a user error."""
+    """Accounts that do not match: a bug in rlcore, not a user error."""
 
 
 @dataclass(slots=True)

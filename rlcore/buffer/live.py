@@ -49,8 +49,8 @@ class ArrivedSample:
 
     @classmethod
     def of(cls, drawing: Attempt) -> ArrivedSample:
-        """A complete drawing; a failed score keeps no record, and a record that nothing can be
-        trained on makes it one."""
+        """The sample of a complete drawing. A failed score keeps no record, and a record that
+        cannot be trained on makes the score a failed one."""
         score = drawing.score
         assert score is not None
         parts = [drawing.records[part] for part in sorted(drawing.records)]
@@ -99,7 +99,7 @@ class EntryCut(NamedTuple):
         return sorted(self.samples.items())
 
     def state(self) -> dict[str, Any]:
-        """JSON-able state without records, of which the number is noted, and without scores."""
+        """JSON-able state without records, only their number, and without scores."""
         samples = {
             index: {"tokens": s.tokens, "finish_reason": s.finish_reason, "records": len(s.records)}
             for index, s in self.ordered()
@@ -125,7 +125,8 @@ class LiveGroup:
     taken_by: list[int] = field(default_factory=list)  # uncommitted steps
     losses: int = 0  # times that the actor that sampled it was lost or late
     held: int = 0  # bytes of it that `LiveGroups.bytes` has counted
-    # sampled again after a loss, although it is in a batch or was trained on: it stays as it comes
+    # sampled again after a loss, although it is in a batch or was trained on: it is not filtered
+    # again
     fixed: bool = False
     noted: bool = False  # its pass rate was
 
@@ -171,10 +172,10 @@ class LiveGroup:
         )
 
     def cut(self) -> EntryCut:
-        """The group as it is now, unaffected by what happens to it later; a checkpoint stops the
-        buffer for this alone.
+        """The group at this moment, unaffected by later changes; a checkpoint stops the buffer only
+        for this.
 
-        Incomplete drawings are left out: after a resume their samples are asked for again.
+        Incomplete drawings are left out: after a resume their samples are requested again.
         """
         return EntryCut(_plain(self), self.taken_by.copy(), self.samples.copy())
 
@@ -211,7 +212,8 @@ class LiveGroups:
     def __init__(
         self, samples_per_group: int, tasks: Mapping[str, TaskShare] | None = None
     ) -> None:
-        """`tasks`: whose groups have a size of their own, by the first part of a prompt id."""
+        """`tasks`: settings of tasks whose groups have a size of their own, by the first part of a
+        prompt id."""
         self._samples_per_group = samples_per_group
         self._tasks = dict(tasks or {})
         self.ledger = Ledger()
@@ -249,7 +251,7 @@ class LiveGroups:
 
     @property
     def most_samples(self) -> int:
-        """Of the largest groups."""
+        """Samples of the largest groups."""
         return max([self._samples_per_group, *(t.samples for t in self._tasks.values())])
 
     def admit(self, prompt_id: str) -> int:
@@ -276,7 +278,7 @@ class LiveGroups:
         self.waited_for = sum(not e.finished for e in self.entries.values())
 
     def resize(self, entry: LiveGroup) -> None:
-        """Account for what a group holds now."""
+        """Account for the bytes that a group holds now."""
         size = entry.size
         self.bytes += size - entry.held
         entry.held = size
@@ -326,7 +328,7 @@ class LiveGroups:
         self._drop(entry, reason)
 
     def release(self, records: Iterable[Record]) -> None:
-        """Nobody will read these records any more."""
+        """Note that no process will read these records again."""
         for record in records:
             if isinstance(record, RecordReference) and self.knows(record.shard):
                 self._released[record.shard].append(record.key)
@@ -340,12 +342,13 @@ class LiveGroups:
         return shard not in self._lost_shards
 
     def forget_shard(self, shard: str) -> None:
-        """A shard is lost; what it still sends is not taken."""
+        """A shard is lost; later reports of it are not taken."""
         self._lost_shards.add(shard)
         self._released.pop(shard, None)
 
     def reopen(self, entry: LiveGroup, *, fixed: bool) -> None:
-        """A finished group has lost samples: it is in flight again. `fixed`: it must come back."""
+        """A finished group has lost samples and is in flight again. `fixed`: a batch needs it, so
+        it is not filtered."""
         entry.finished = False
         self.waited_for += 1
         self._touched.append(entry.group_id)
@@ -354,12 +357,12 @@ class LiveGroups:
             self.fix(entry)
 
     def fix(self, entry: LiveGroup) -> None:
-        """A group in flight that a batch has."""
+        """Note that a batch has this group, which is in flight."""
         entry.fixed = True
         self.redrawn.add(entry.group_id)
 
     def finish(self, entry: LiveGroup) -> None:
-        """All of its samples have arrived, and it may be trained on."""
+        """Note that all samples of a group have arrived and that it may be trained on."""
         self._touched.append(entry.group_id)
         self.redrawn.discard(entry.group_id)
         entry.finished = True
@@ -406,7 +409,7 @@ class LiveGroups:
             )
 
     def next_audited(self, count: int) -> list[LiveGroup]:
-        """So many live groups, all of them in turn over several calls."""
+        """The next live groups to audit, `count` of them; several calls go through all in turn."""
         if not self._unaudited:
             self._unaudited = list(self.entries)
         taken, self._unaudited = self._unaudited[-count:], self._unaudited[:-count]

@@ -82,9 +82,9 @@ PAUSE_S = 1e-3  # between two messages, of any shards
 
 # What a node's shard reports to the buffer: the headers and scores of its samples, in few messages.
 #
-# A message costs the buffer far more than a sample in it. One is sent at a time, and after each the
-# buffer says how long to pause, so that all shards together do not send more than it can take: on a
-# few nodes for milliseconds, on 512 for half a second. Nothing waits longer than that.
+# A message costs the buffer far more than a sample in it. One message is sent at a time, and the
+# buffer's reply says how long to pause, so that all shards together do not send more than it can
+# take: milliseconds on a few nodes, half a second on 512. No report waits longer than that.
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ from rlcore.spec import Spec, Unread, refuse, setting
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The update phases of a run, on the clock of optimizer steps. No other code counts them.
+    """The update phases of a run, on the clock of optimizer steps. All code counts phases by this
+    class.
 
     Phase k has M*E steps, k*M*E and those after it. It takes M batches, one p_ref is computed for
     all of them before its first step, and step k*M*E + e*M + j trains on batch j in epoch e. The

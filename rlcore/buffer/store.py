@@ -2,7 +2,7 @@
 for every group.
 
 Plain Python and single-threaded: whatever hosts it (a Ray actor with one thread of execution) calls
-it from one thread at a time. It has no clock; deadlines of requests belong to the caller, who
+it from one thread at a time. It has no clock; the caller keeps the deadlines of requests and
 reports a group as `lost`.
 """
 
@@ -109,8 +109,8 @@ class ReplayBuffer:
         return room
 
     def sampled(self, *, total: int) -> bool:
-        """Return whether all that may be admitted at the published version, of `total` groups over
-        the whole run, has been, and nothing is in flight."""
+        """Return whether every group that may be admitted at the published version, of `total` over
+        the whole run, has been admitted, and none is in flight."""
         if self.live.unfinished():
             return False
         left = total - self.ledger.consumed - len(self.ledger.live)
@@ -120,12 +120,13 @@ class ReplayBuffer:
         """Open one group for each of the first of these prompts that the buffer takes; their ids,
         ascending.
 
-        Capacity and admission are one call: a sample that arrives between two would reduce it.
+        Capacity and admission are one call, since a sample that arrives between two calls would
+        reduce the capacity.
         """
         return [self.live.admit(prompt) for prompt in prompt_ids[: self.room()]]
 
     def in_flight(self, group_ids: Iterable[int] | None = None) -> InFlight:
-        """Return the samples to request from actors: those of these groups, or of all, that have
+        """Return the samples to request from actors: samples of these groups, or of all, that have
         not arrived.
 
         Groups that are finished or have departed are left out.
@@ -133,8 +134,8 @@ class ReplayBuffer:
         return self.live.in_flight(group_ids)
 
     def lost(self, group_ids: Iterable[int], limit: int) -> tuple[InFlight, dict[int, str]]:
-        """Count a loss for each of these that is in flight: (what is still missing of them, those
-        given up now that they were lost `limit` times, with their prompt ids)."""
+        """Count a loss for each of these groups that is in flight. Returns (their missing samples;
+        the groups given up since they were lost `limit` times, with their prompt ids)."""
         given_up = {}
         again = []
         for group_id in self.live.in_flight(group_ids):
@@ -150,9 +151,9 @@ class ReplayBuffer:
     def add_records(self, records: Sequence[bytes]) -> None:
         """Serialised trajectories of training samples, in any order, before or after their scores.
 
-        Only headers are read. A record that nothing can be trained on fails its sample, and one
-        that does not say whose it is is counted. Raises ValueError, taking none of them, if one is
-        of another purpose, was never asked for, is of another prompt than its group, or has a token
+        Only headers are read. A record that cannot be trained on fails its sample, and one that
+        does not name its sample is counted. Raises ValueError, taking none of them, if one is of
+        another purpose, was never asked for, is of another prompt than its group, or has a token
         older than its group's admission.
         """
         self.intake.add_records(records)
@@ -231,7 +232,7 @@ class ReplayBuffer:
 
 
 def _in_turn(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
-    """The first group of each task, then the second of each, and so on."""
+    """Groups in the order: the first of each task, then the second of each, and so on."""
     places: Counter[str] = Counter()
     keyed = []
     for entry in entries:
@@ -241,7 +242,8 @@ def _in_turn(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
 
 
 def _telling_first(entries: Sequence[LiveGroup]) -> list[LiveGroup]:
-    """The first group whose rewards differ, and so teach something, then the others in order."""
+    """Groups in the order: the first whose rewards differ, since it shows what is learned, then the
+    others."""
     telling = (e for e in entries if len({s.score.reward for s in e.kept()}) > 1)
     first = next(telling, entries[0])
     return [first, *(entry for entry in entries if entry is not first)]
@@ -251,8 +253,8 @@ AUDITED = 256  # groups that are looked at in one call
 
 
 def audit(buffer: ReplayBuffer, groups: int | None = None) -> None:
-    """Raise LedgerError unless all accounts match: the counts of all groups, and what is in so many
-    groups, the next ones each time; None: in all."""
+    """Raise LedgerError unless all accounts match: the counts of all groups, and the contents of
+    the next `groups` groups in turn; None: of all."""
     live, batches = buffer.live, buffer.batches
     live.check()
     batches.check()
@@ -263,7 +265,7 @@ def audit(buffer: ReplayBuffer, groups: int | None = None) -> None:
 
 
 def metrics(buffer: ReplayBuffer) -> dict[str, float]:
-    """`buffer/*` and `ledger/*` as they stand now. Raises LedgerError unless all accounts match, as
+    """Present values of `buffer/*` and `ledger/*`. Raises LedgerError unless all accounts match, as
     far as `audit` looks."""
     audit(buffer, AUDITED)
     live, intake = buffer.live, buffer.intake
@@ -312,7 +314,7 @@ def failed_scores(buffer: ReplayBuffer) -> tuple[int, str]:
 Recover = Callable[[int, int, str], tuple[bytes, ...] | None]
 
 
-# A shard is lost with its node: what only it had is asked for again.
+# A shard is lost with its node: samples that only it had are requested again.
 #
 # A group keeps its id, its account and, since seeds depend on these, the seeds of its samples. It
 # is in flight again until its samples have arrived a second time. A group that a batch has, or that
@@ -321,7 +323,8 @@ Recover = Callable[[int, int, str], tuple[bytes, ...] | None]
 
 
 def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
-    """The records of a shard are gone; what to ask actors for again."""
+    """Account for the loss of a shard's records; returns the samples to request from actors
+    again."""
     live, promised = buffer.live, buffer.batches.promised()
     live.forget_shard(shard)
     again = []
@@ -337,7 +340,7 @@ def lose_shard(buffer: ReplayBuffer, shard: str, recover: Recover) -> InFlight:
 
 
 def _forget(entry: LiveGroup, shard: str, recover: Recover) -> bool:
-    """Drop what an entry has in a shard; whether something of it must be sampled again."""
+    """Drop a group's records in a shard; returns whether samples of it must be drawn again."""
     missing = False
     for drawings in entry.drawings.values():
         for draw_id, drawing in list(drawings.items()):

@@ -58,9 +58,8 @@ class JackpotSpec(CorrectionSpec):
 
     Biased by the truncation at c1 and c2. normaliser=paper also by states of acceptance: a state
     counts by the share of its tokens that stay, and a mean that is not over all tokens at once
-    shrinks. The ablations mode=mask and mode=reweight are biased, since each is half of the
-    correction: in the first the tokens that stay do not follow p_t, in the second the weights
-    belong to tokens that stay and are given to all."""
+    shrinks. The ablations mode=mask and mode=reweight are biased as halves of the correction:
+    tokens that stay do not follow p_t, or their weights are given to all tokens."""
 
     method: ClassVar[str] = "rlcore.corrections.jackpot:Jackpot"
     weighs: ClassVar[bool] = True
@@ -130,8 +129,7 @@ class JackpotSpec(CorrectionSpec):
         if self.normaliser != "auto":
             return self
         # Weights with Z are exact in a mean over all tokens kept. They shrink a sum over a constant
-        # denominator by the acceptance rate, and bias a mean of means over each sequence's kept
-        # tokens.
+        # by the acceptance rate, and bias a mean of sequence means.
         drop = objective.aggregation != "token-mean" and self.mode in ("both", "expected")
         return self.model_copy(update={"normaliser": "none" if drop else "paper"})
 
@@ -509,8 +507,8 @@ class Jackpot(Correction):
     (run seed, step, sample, position) only.
 
     Biased by the truncations at c1 and c2 and, under the paper's normaliser, by the error of Z and
-    by states that count in proportion to their acceptance; mode `mask` by the difference between
-    p_kept and p_t (`kl_kept`).
+    by states counting by acceptance; mode `mask` by the difference between p_kept and p_t
+    (`kl_kept`).
     """
 
     def __init__(self, spec: JackpotSpec, run_seed: int) -> None:

@@ -33,7 +33,8 @@ class Answers:
         self._next = 0
 
     def put(self, request: Request, runs: Runs, actor: str, draw_id: str, shard: str) -> Answered:
-        """A finished answer. `runs`: what sampled its simulated tokens. `shard`: of its node."""
+        """A finished answer. `runs`: versions and numbers of its simulated tokens. `shard`: the
+        shard of its node."""
         key = self._next
         self._next += 1
         self._runs[key] = runs
@@ -135,7 +136,7 @@ class PlannedScorer(FakeScorer):
             not_before = clock() + reply.pause_s
 
     async def samples(self, step: int, count: int) -> list[dict[str, Any]]:
-        """None can be shown."""
+        """None: simulated answers cannot be shown."""
         return []
 
 
@@ -147,12 +148,12 @@ Runs = tuple[tuple[int, int], ...]  # (version, tokens that it sampled one after
 class RatedActor(FakeActor):
     """`unit` tokens of a real run are one token here, so that long answers stay cheap to simulate.
 
-    What a published version stops is a decode step that ends first; running requests then have
-    their prefixes computed again, unless they were finished before (`schedule.on_publish`).
+    A published version waits for the end of a decode step; prefixes of running requests are then
+    computed again, unless these requests were let finish first (`schedule.on_publish`).
 
     Running requests sample together, so that one count of steps stands for all of them: an answer
     ends at a count that is known when it begins, and the versions that sampled it follow from the
-    counts at which the version changed. An event then costs the same whatever is running.
+    counts at which the version changed. An event then costs the same however many requests run.
     """
 
     def __init__(
@@ -282,8 +283,8 @@ class RatedActor(FakeActor):
         return super()._drop(name)
 
     def _stopped(self, drawing: SimulatedRequest) -> Runs:
-        """A running request leaves the engine: what sampled its tokens, which are written into it
-        too."""
+        """A running request leaves the engine; returns the versions of its tokens, which are
+        written into it, too."""
         runs = self._runs(drawing)
         self._had -= self._sampled(drawing)
         drawing.decoding_s += self._decoded_s - self._began.pop(drawing.name)[1]
@@ -301,7 +302,7 @@ class RatedActor(FakeActor):
         }
 
     async def _disturbed(self, seconds: float) -> bool:
-        """Decode for so long, or until something reaches the actor: whether it did."""
+        """Decode for `seconds`, or until something reaches the actor; returns whether it did."""
         over: list[bool] = []
 
         def end() -> None:
@@ -328,8 +329,8 @@ class RatedActor(FakeActor):
 
 
 def uniform(run_seed: int, purpose: str, *indices: int) -> float:
-    """A number between 0 and 1 that depends on these alone. A generator would take ten times as
-    long to begin."""
+    """A number between 0 and 1 that depends on the arguments alone. Starting a generator would take
+    ten times as long."""
     return (derive_seed(run_seed, purpose, *indices) + 0.5) / 2**63
 
 

@@ -40,7 +40,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """The role that the others wait for, in a word."""
+        """The name of the role that the others wait for."""
         idle = {
             "learner": self.learner_idle,
             "actors": self.actors_idle,
@@ -67,8 +67,8 @@ def forecast(fleet: PlannedFleet) -> Forecast:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Python's collector would look at all objects of a fleet again and again, for more time than
-    all else takes, and free nothing: what a forecast drops is in no cycles."""
+    """Without Python's cyclic collector, which would examine all objects of a fleet again and
+    again, for more time than the rest takes, and free nothing: a forecast drops no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,8 +86,8 @@ async def _simulated(fleet: PlannedFleet, folder: Path) -> Forecast:
 
 def _steady(run: PlannedRun) -> Forecast:
     rows, marks, planned = run.reporter.rows, run.reporter.marks, run.planned
-    # What may be sampled ahead is sampled before the first steps, and less and less of it before
-    # the last ones; the very last row waits for an evaluation.
+    # Actors sample ahead before the first steps, and less and less before the last ones; the very
+    # last row waits for an evaluation.
     ahead = planned.schedule.max_staleness
     last = len(rows) - 2 - ahead
     if last < 1:
@@ -135,7 +135,7 @@ class Split:
 
 
 def least_ranks(parameters: float, memory_gib: float) -> int:
-    """Ranks that hold the learner's state, sharded among all (ZeRO-3)."""
+    """The least ranks that can hold the learner's state, sharded among all (ZeRO-3)."""
     return max(1, math.ceil(STATE_BYTES * parameters / (memory_gib * 2**30 * STATE_SHARE)))
 
 
@@ -145,8 +145,8 @@ def searched(
     """The divisions that were tried, by their number of actors.
 
     `each`: GPUs of an actor; the learner gets all others, at least `least`. A coarse grid, then
-    steps of half the width about the best: throughput rises with actors until they are no longer
-    what the others wait for, and falls from there. `simulate(ranks, actors)`. Raises ValueError
+    steps of half the width about the best: throughput rises with the number of actors until they
+    are no longer the bottleneck, and falls from there. `simulate(ranks, actors)`. Raises ValueError
     where no actor is left.
     """
     most = (gpus - least) // each
@@ -171,5 +171,5 @@ def searched(
 
 
 def best_of(splits: Sequence[Split]) -> Split:
-    """The one that trains on most tokens a second; of equal ones that with fewer actors."""
+    """The division that trains on most tokens a second; of equal ones the one with fewer actors."""
     return max(splits, key=lambda s: (s.forecast.train_tokens_per_s, -s.actors))

@@ -1,8 +1,8 @@
 """Rates of GPUs by the cost model of DistillSparse, appendix B: decoding reads weights and keys,
 and computes 2 FLOPs a parameter and token; the two add up.
 
-Bandwidth and FLOPs are the manufacturers', dense. The shares of them that are reached are
-assumptions that a measurement replaces (`rates=FILE`): nothing here has run on a GPU.
+Bandwidth and FLOPs are the manufacturers' dense figures. The shares of them that programs reach are
+assumptions, which a measurement replaces (`rates=FILE`): nothing here has run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFILL_REACHED = 0.5  # of the FLOPs, prompts
 DECODE_REACHED = 0.3  # of the FLOPs, decoding in batches
 TRAIN_REACHED = 0.30  # of the FLOPs, forward and backward: layers are eager
 LINK_REACHED = 0.7
-STEP_S = 0.002  # of a decode step beside what the card does: scheduling, sampling
+STEP_S = 0.002  # of a decode step besides the card's work: scheduling, sampling
 LAUNCH_S = 0.05  # of an optimizer step beside its tokens
 
 
@@ -54,7 +54,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: float) -> Shape:
-        """Of a folder's config.json."""
+        """The shape that a folder's config.json states."""
         heads = int(config["num_attention_heads"])
         head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
         kv_heads = config.get("num_key_value_heads") or heads
@@ -87,7 +87,7 @@ class EngineShape:
 
 
 def actor_rates(gpu: Gpu, shape: Shape, engine: EngineShape, *, context: float) -> ActorRates:
-    """Of one engine whose requests have `context` tokens on average.
+    """Rates of one engine whose requests have `context` tokens on average.
 
     Raises ValueError if model and one request do not fit.
     """
@@ -114,8 +114,8 @@ def actor_rates(gpu: Gpu, shape: Shape, engine: EngineShape, *, context: float) 
 
 
 def learner_rates(gpu: Gpu, shape: Shape, gpus: int) -> LearnerRates:
-    """Of all ranks together, one on each of `gpus`: 6 FLOPs a parameter and token, 2 for a pass
-    without gradient."""
+    """Rates of all ranks together, one on each of `gpus`: 6 FLOPs a parameter and token, 2 for a
+    pass without gradient."""
     flops = gpus * TERA * gpu.bf16 * TRAIN_REACHED
     return LearnerRates(
         step_s=LAUNCH_S + 16 * shape.parameters / (gpus * GB * gpu.bandwidth * BANDWIDTH_REACHED),

@@ -1,4 +1,4 @@
-"""Rates of a machine from the metrics of runs that it has done."""
+"""Rates of a machine from the metrics of past runs on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeasuredRun:
 
     @property
     def steady(self) -> Sequence[Row]:
-        """The rows that count. Raises UserError if they are too few."""
+        """The rows that are measured. Raises UserError if they are too few."""
         steady = self.rows[WARM_UP:-1]  # the last row waits for an evaluation
         if len(steady) < FEWEST:
             raise UserError(
@@ -58,11 +58,11 @@ class MeasuredRun:
         return np.array(values, float)
 
     def mean(self, name: str) -> float:
-        """Over the steady rows that have the metric."""
+        """Mean over the steady rows that have the metric."""
         return float(self.column(name).mean())
 
     def a_step(self, name: str) -> float:
-        """Mean over all steady rows of what not every one has."""
+        """Mean over all steady rows of a metric that some rows lack, which count as 0."""
         return float(self.column(name).sum() / len(self.steady))
 
     @property
@@ -78,9 +78,9 @@ class MeasuredRun:
 
 
 def measured(runs: Sequence[MeasuredRun], *, grade_s: float | None) -> Rates:
-    """Rates of what these runs did. They hold for as many processes on the same machine.
-
-    `grade_s`: of one answer; None: the default. Raises UserError for a run with too few steps.
+    """Rates of these runs. They hold for the same number of processes on the same machine.
+    `grade_s`: seconds to grade one answer; None: the default. Raises UserError for a run with too
+    few steps.
     """
     grading = {} if grade_s is None else {"grade_s": grade_s}
     return Rates(actor=_actor(runs), learner=_learner(runs), lengths=_lengths(runs), **grading)
@@ -121,7 +121,7 @@ def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
 
 
 def _ref_seconds(run: MeasuredRun) -> np.ndarray:
-    """[N] of p_ref's pass, where it is one of its own."""
+    """[N]: seconds of p_ref's pass, where it has one of its own."""
     name = "time/learner_ref_s"
     return run.column(name) if run.ref_pass else np.zeros_like(run.column(name))
 
@@ -139,7 +139,7 @@ def _publications(run: MeasuredRun) -> float:
 
 
 def _beside(run: MeasuredRun) -> float:
-    """Seconds of a step that the learner neither waits, computes nor publishes."""
+    """Seconds of a step in which the learner neither waits, computes nor publishes."""
     stands = run.a_step("time/publish_s") if run.synchronous else _gathering(run)
     known = run.mean("time/wait_data_s") + run.mean("time/learn_s") + stands
     return run.mean("time/step_s") - known - run.mean("time/checkpoint_s")

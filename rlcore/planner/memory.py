@@ -1,4 +1,4 @@
-"""Peak memory of a run's processes by what holds it, counted from shapes: nothing is loaded.
+"""Peak memory of a run's processes by purpose, counted from shapes without loading anything.
 
 The learner's figures follow what DeepSpeed 0.19 allocates (`learner/engines/deepspeed.py`), and are
 compared with what real ranks of small models hold in benchmarks/memory_table.py. Allocators and
@@ -44,7 +44,7 @@ class ModelSizes:
     experts: float = 0.0  # all of them, in all layers
 
     def held(self, spec: LearnerSpec) -> float:
-        """Entries of the model that a rank computes with, but for ZeRO-3."""
+        """Entries of the model that a rank computes with, without ZeRO-3."""
         divided = (self.parameters - self.ends) / spec.tensor_parallel
         return self.ends + divided - self.experts * (1 - 1 / spec.expert_parallel)
 
@@ -97,8 +97,7 @@ def learner_rank(
 def waiting_rank(
     sizes: ModelSizes, spec: LearnerSpec, *, kl: bool = False, trained: float | None = None
 ) -> Parts:
-    """Bytes that a rank keeps on the device while engines have it in their turn
-    (`schedule.colocated`)."""
+    """Bytes that a rank keeps on the device during the engines' turn (`schedule.colocated`)."""
     parts = _held(sizes, spec, sizes.held(spec) if trained is None else trained)
     if spec.offload_while_sampling:
         parts = {name: size for name, size in parts.items() if name not in OFFLOADED}
@@ -116,8 +115,9 @@ def _frozen(sizes: ModelSizes, spec: LearnerSpec) -> float:
 
 
 def _partition(sizes: ModelSizes, spec: LearnerSpec, own: float) -> float:
-    """Entries of a rank's part of what ZeRO divides: of `own` among the ranks that would hold the
-    same. Experts that are held by fewer are divided among fewer, so that all parts are equal."""
+    """Entries of a rank's part of the state that ZeRO divides: `own` entries are divided among the
+    ranks that would hold the same ones. Experts that fewer ranks hold are divided among fewer, so
+    that all parts are equal."""
     if spec.expert_parallel > 1:
         return sizes.parameters / spec.ranks
     return own / (spec.ranks // spec.tensor_parallel)
@@ -159,8 +159,9 @@ def _offloaded(sizes: ModelSizes, spec: LearnerSpec, own: float, *, kl: bool) ->
 
 
 def _passing(sizes: ModelSizes, spec: LearnerSpec, own: float) -> Parts:
-    """Return the memory that a forward and backward pass holds in addition. Models that fit into
-    one bucket of gradients are reduced at its end, when activations are gone."""
+    """Return the memory that a forward and backward pass holds in addition. The gradients of a
+    model that fits into one bucket are reduced at the end of the pass, when activations are
+    freed."""
     stage, width = spec.zero_stage, BYTES[spec.compute_dtype]
     mixed = width < 4
     parts = _activations(sizes, spec, width)
@@ -226,7 +227,7 @@ def learner_host(
     """Peak bytes in the host memory of one rank: what its GPU offloads, a checkpoint on its way to
     the disk, and, on rank 0, a publication by the object store.
 
-    `kept_width`: bytes an entry of the set that rank 0 keeps to find out what has changed
+    `kept_width`: bytes an entry of the set that rank 0 keeps to find changed entries
     (`cluster.full_weights_every`); 0: none."""
     own = sizes.parameters if trained is None else trained
     largest = sizes.largest * BYTES[spec.compute_dtype]

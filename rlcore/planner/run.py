@@ -76,7 +76,7 @@ class PlannedFleet:
         return max(1, whole + int(more))
 
     def scenario(self) -> Scenario:
-        """As the simulation is given it."""
+        """The scenario that the simulation is given."""
         return Scenario(
             self.schedule,
             supervision=self.supervision,
@@ -92,7 +92,7 @@ class PlannedFleet:
 
 
 class RatedLearner(FakeLearner):
-    """Takes the time that its tokens cost, and notes the staleness of those it trains on."""
+    """A learner that takes the time of its tokens, and records their staleness."""
 
     fleet: PlannedFleet
     answers: Answers
@@ -158,7 +158,7 @@ class PlannedActor(RatedActor):
         )
 
     async def _call(self, work: Callable[[], Awaitable[T]], what: str) -> T:
-        """It may die but never hangs, so that a call needs no task and no deadline of its own."""
+        """The actor may die but never hangs, so a call needs no task and no deadline of its own."""
         if not self.dead:
             answer = await work()
         if self.dead:
@@ -173,7 +173,7 @@ class PlannedReporter(FakeReporter):
     """Keeps the rows. The timelines of a large fleet would take more memory than all else."""
 
     def __init__(self, engines: Sequence[RatedActor]) -> None:
-        """`engines`: every process that was started, as they come."""
+        """`engines`: the list to which every started process is added."""
         super().__init__()
         self.marks: list[tuple[float, float]] = []  # (clock, busy seconds of all) at each row
         self._engines = engines
@@ -218,7 +218,7 @@ class PlannedRun(Simulation):
         return [ActorPool(label, self._begin, n) for label, n in planned.actors.items()]
 
     def make_actor(self, name: str, **arguments: Any) -> RatedActor:
-        """A process of an actor. `arguments`: the further ones of `RatedActor`."""
+        """The process of an actor. `arguments`: further arguments of `RatedActor`."""
         actor = PlannedActor(name, self.buffer, self.scorer, **arguments)
         actor.answers = self.answers
         actor.shard = f"simulated-{self.buffer.nodes.of(name)}"
@@ -239,7 +239,7 @@ class PlannedRun(Simulation):
         return spawned(actor)
 
     async def failing(self, simulation: Simulation) -> None:
-        """Kills processes of actors at random times, as often as the rates say."""
+        """Kills processes of actors at random times, at the given rate."""
         per_s = self.planned.rates.failures_per_day * sum(self.planned.actors.values()) / DAY_S
         rng = np.random.default_rng(derive_seed(self.planned.run_seed, "failures"))
         while True:

@@ -6,7 +6,7 @@ from rlcore.spec import Spec, setting
 
 
 class ActorRates(Spec):
-    """One engine of one kind, whatever number of GPUs it has.
+    """One engine of one kind, with any number of GPUs.
 
     A decode step of n requests takes `decode_s + n * decode_request_s + c * decode_context_s`,
     where c sums, over the requests, their context or `context_budget`, whichever is less.
@@ -28,7 +28,8 @@ class ActorRates(Spec):
         return context if self.context_budget is None else min(context, self.context_budget)
 
     def step_seconds(self, requests: int, read: float) -> float:
-        """Of a decode step of so many requests that reads so many tokens of their contexts."""
+        """Seconds of a decode step of `requests` requests that reads `read` tokens of their
+        contexts."""
         return self.decode_s + requests * self.decode_request_s + read * self.decode_context_s
 
 
@@ -53,7 +54,7 @@ class LengthSpec(Spec):
 
 
 class Rates(Spec):
-    """Everything that a forecast needs beside a run's configuration.
+    """Everything that a forecast needs besides a run's configuration.
 
     Example: Rates(actor=ActorRates(decode_s=0.02), learner=LearnerRates(token_s=1e-5))
     """

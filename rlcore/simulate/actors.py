@@ -19,7 +19,7 @@ from rlcore.simulate.clock import After
 from rlcore.testing.records import make_trajectory
 from rlcore.types import PAGE_RULE, OnPublish, Request, Trajectory, WeightManifest
 
-PROMPT = [1]  # tokens of what is asked, whatever it is
+PROMPT = [1]  # tokens of every prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class FakeActor(ActorClient):
         tokens: Callable[[Request], int],
         limits: tuple[ScheduleSpec, SupervisionSpec],
     ) -> None:
-        """`tokens`: how many a request samples; 0: it vanishes unnoticed. `limits`: whose deadlines
-        its calls have."""
+        """`tokens`: how many a request samples; 0: it vanishes unnoticed. `limits`: the deadlines
+        of its calls."""
         self.name = name
         self.pid = next(self._pids)
         self.version = -1
@@ -131,7 +131,7 @@ class FakeActor(ActorClient):
     # ---- what happens to it ----------------------------------------------------------------------
 
     def die(self) -> None:
-        """As `kill -9`."""
+        """The effect of `kill -9`."""
         if not self.dead:
             self.dead = True
             self._death.set_result(None)
@@ -141,11 +141,11 @@ class FakeActor(ActorClient):
     kill = die
 
     def hang(self) -> None:
-        """As `kill -STOP`: it computes nothing and answers nothing."""
+        """The effect of `kill -STOP`: it computes nothing and answers nothing."""
         self._awake.clear()
 
     def wake(self) -> None:
-        """As `kill -CONT`."""
+        """The effect of `kill -CONT`."""
         self._awake.set()
 
     @property
@@ -188,13 +188,13 @@ class FakeActor(ActorClient):
             self._running[name] = self._waiting.pop(name)
 
     def _left(self, drawing: SimulatedRequest) -> str:
-        """The engine has finished a request; the name of its drawing."""
+        """Remove a request that the engine has finished; returns the name of its drawing."""
         del self._running[drawing.name]
         self._work.set()
         return f"{self.name}:{self.pid}:{next(self._drawn)}"
 
     def _drop(self, name: str) -> SimulatedRequest | None:
-        """Let go of a request; None where there is none of that name."""
+        """Remove a request; returns None if there is none of that name."""
         return self._waiting.pop(name, None) or self._running.pop(name, None)
 
     def _finish(self, drawing: SimulatedRequest) -> None:

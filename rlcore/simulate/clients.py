@@ -43,7 +43,7 @@ Reward = Callable[[Answer], float | None]  # None: the grader raises
 
 
 class FakeBuffer(BufferClient):
-    """The real buffer and its host, without a process between."""
+    """The real buffer and its host, in this process."""
 
     def __init__(self, buffer: ReplayBuffer, nodes: int = 1) -> None:
         """`nodes`: of the simulated cluster."""
@@ -58,7 +58,7 @@ class FakeBuffer(BufferClient):
         self._started = False
 
     async def start(self) -> FakeBuffer:
-        """Hand the buffer over; itself."""
+        """Start the buffer; returns this client."""
         await self.actor.start(self._buffer)
         return self
 
@@ -145,7 +145,7 @@ class FakeLearner(LearnerClient):
         publish_s: float = 0.1,
         beside: Callable[[], Iterable[Any]] | None = None,
     ) -> None:
-        """`beside`: the engines that it has its memory in turns with, which must sleep while it
+        """`beside`: the engines that it shares memory with in turns, which must sleep while it
         trains."""
         self.trained: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
         self.published: list[int] = []
@@ -285,7 +285,7 @@ class FakeLearner(LearnerClient):
 
 
 class FakeScorer(ScorerClient):
-    """Grades one answer after another, on every node by itself. `restart` loses what waits, as
+    """Grades one answer after another, on every node by itself. `restart` loses waiting answers, as
     killed processes do."""
 
     def __init__(self, buffer: FakeBuffer, *, reward: Reward, grade_s: float = 0.01) -> None:
@@ -436,13 +436,12 @@ class FakeNodes:
             shard.drop(await self._buffer.released(shard.name))
 
     def revive(self, node: int) -> None:
-        """A new process takes the place of a shard that died alone."""
+        """A new process replaces a shard that died alone."""
         shard = self.shards[node] = Shard(f"shard-{node}#2")
         self._reporters[node] = ShardReporter(shard, self._report)
 
     def die(self, node: int) -> None:
-        """The node's records are gone; its actors are another matter: until `revive` they send to
-        the buffer."""
+        """The node's records are gone; its actors go on, and send to the buffer until `revive`."""
         self.lost.append(self.shards.pop(node).name)
         del self._reporters[node]
         if node in self._sending:

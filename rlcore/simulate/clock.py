@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Where a selector would sleep until the next timer, the clock is set to it."""
+    """A selector that sets the clock to the next timer instead of sleeping until then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,8 +29,8 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own, which starts at 0. What would run in a thread runs at
-    once, in no time."""
+    """An event loop with a clock of its own, which starts at 0. Work for a thread runs at once and
+    takes no time."""
 
     def __init__(self) -> None:
         self._clock = _JumpingSelector()
@@ -66,7 +66,7 @@ def run_simulated(main: Coroutine[Any, Any, T], *, limit_s: float | None = 1e6) 
 
 
 class After:
-    """Done some seconds after it was made, unless `fails` says why not."""
+    """An awaitable that is done some seconds after it was made, or fails with the text `fails`."""
 
     def __init__(self, seconds: float, fails: str = "") -> None:
         self._at = asyncio.get_running_loop().time() + seconds

@@ -90,7 +90,7 @@ class FakeReporter(Reporter):
 
 
 class FakeWatch(RoleWatch):
-    """Notices within a heartbeat that the graders were restarted, and what a test says is lost."""
+    """Notices within a heartbeat that graders were restarted, or the losses that a test sets."""
 
     def __init__(self, buffer: FakeBuffer, scorer: FakeScorer, *, heartbeat_s: float) -> None:
         self.lost = ""  # a role that the run cannot do without
@@ -187,7 +187,7 @@ class Scenario:
     layers: Mapping[str, int] = field(default_factory=dict)
 
     def plan(self) -> Plan:
-        """As the loop is given it."""
+        """The plan that the loop is given."""
         return Plan(
             self.schedule,
             self.supervision,
@@ -210,7 +210,8 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, root: Path, *, beside: Reporter | None = None) -> None:
-        """`root`: of the run's checkpoints. `beside`: is given all that is reported, too."""
+        """`root`: the folder of the run's checkpoints. `beside`: a reporter that receives all
+        reports, too."""
         self.scenario = scenario
         self.root = root
         self.reporter = self.make_reporter(beside)
@@ -321,7 +322,7 @@ class Simulation:
         return wanted
 
     async def run(self, events: Events | None = None, *, resume: bool = False) -> Simulation:
-        """Run to the end beside `events`; itself. Raises what ended the run.
+        """Run to the end beside `events`; returns this simulation. Raises what ended the run.
 
         `resume`: from the newest checkpoint in `root`.
         """
