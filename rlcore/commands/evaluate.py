@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from rlcore.commands.memory import stored_bytes
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.owner import own
 from rlcore.commands.preflight import Prepared, ask_lean_servers, note, prepare
-from rlcore.commands.processes import Session, connected
-from rlcore.commands.warm_up import with_drafts
+from rlcore.commands.processes import Session, connected, learner_jobs
+from rlcore.commands.warm_up import fresh_model, with_drafts
 from rlcore.config.schema import RunConfig
 from rlcore.errors import UserError
 from rlcore.files import replace_file
+from rlcore.learner.exporting import export_stored
 from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
 from rlcore.metrics.intervals import normal_half
 from rlcore.metrics.rows import Row, read_rows
 from rlcore.spec import refuse
+from rlcore.types import POLICY
 
 
 def named_or_newest(
@@ -134,7 +137,8 @@ def _no_samples(version: int, label: str, verdicts: Sequence[Mapping[str, Any]])
 
 
 def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = False) -> int:
-    """Write a checkpoint's policy and its tokenizer to `out`.
+    """Write a checkpoint's policy and its tokenizer to `out`, in this process: no role is started,
+    and no GPU is needed.
 
     Beneath it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter),
     `draft` (co-trained), and with `optimizer` the learner's state as whole float32 tensors in
@@ -145,20 +149,14 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
         raise UserError(f"run_dir={config.run_dir} holds no valid checkpoint to export.")
     refuse(Path(out).exists(), f"out={out} exists: choose another folder.")
     prepared = prepare(config, trains=False, evaluates=False)
-    state = checkpoint.state_of(folder)
-    with connected(config, actors=False):
-        model_path = str(state["model_path"])
-        if config.learner.draft is not None:
-            config = with_drafts(config, prepared, note)
-        pad_id = prepared.pad_id
-        session = Session(config, model_path, pad_id=pad_id, note=note, with_actors=False)
-        try:
-            assert session.learner is not None
-            session.learner.load(str(folder / "learner"))
-            session.learner.export(out)
-        finally:
-            session.close()
-    # The ranks write models; a folder is only usable with its tokenizer.
+    progress = checkpoint.state_of(folder)
+    model_path = str(progress["model_path"])
+    with tempfile.TemporaryDirectory() as made:
+        config = _with_drafts(config, prepared, Path(made))
+        for name, job in learner_jobs(config, model_path, prepared.pad_id).items():
+            state, sub = ("learner", "") if name == POLICY else (name, name)
+            export_stored(job, folder / state, Path(out) / sub)
+    # a folder is only usable with its tokenizer
     for sub in ("", "sparse", "draft"):
         if (Path(out) / sub).is_dir():
             prepared.tokenizer.save_pretrained(Path(out) / sub)
@@ -166,10 +164,23 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
         from rlcore.learner.state_files import join_state
 
         join_state(folder / "learner", Path(out) / "learner")
-    card = model_card(config, model_path, int(state["progress"]["step"]))
+    card = model_card(config, model_path, int(progress["progress"]["step"]))
     (Path(out) / "README.md").write_text(card, encoding="utf-8")
     note(f"{folder.name} written to {out}; to serve it: vllm serve {shlex.quote(out)}")
     return 0
+
+
+def _with_drafts(config: RunConfig, prepared: Prepared, folder: Path) -> RunConfig:
+    """The configuration with a model folder for every draft that the run made: one of random
+    weights, since a checkpoint holds all that a trained draft has."""
+    actors = dict(config.actor)
+    for label, actor in config.actor.items():
+        if config.learner.draft is not None and actor.draft_fresh is not None:
+            model = config.model.model_copy(update={"fresh": actor.draft_fresh})
+            own = config.model_copy(update={"model": model})
+            path = str(fresh_model(own, prepared, folder / label))
+            actors[label] = actor.model_copy(update={"draft_path": path, "draft_fresh": None})
+    return config.model_copy(update={"actor": actors})
 
 
 def model_card(config: RunConfig, base: str, step: int) -> str:

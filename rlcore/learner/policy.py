@@ -24,7 +24,7 @@ from rlcore.learner.packing import MicroBatch
 from rlcore.learner.ranks import Shards
 from rlcore.learner.rounded import RoundedLayers
 from rlcore.learner.split_loading import Split, UnsplitNamesError, load_split
-from rlcore.models.folder import register_architecture
+from rlcore.models.folder import register_architecture, without_dropout
 from rlcore.types import TokenScores
 
 NONE = -1  # in place of experts: the token's are chosen by the learner itself
@@ -109,8 +109,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Literal["sdpa", "varlen", "flash_attention_2"]
 # before the name of an attention, where it exchanges the positions that other ranks hold
 IN_PARTS = "in_parts_"
-# parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
-_DROPOUT = ("dropout", "pdrop", "layerdrop")
 # settings of configurations by which a head does more to its logits than one product
 _SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -185,23 +183,6 @@ def _implementation(attention: Attention, sparse: bool) -> str:
     if sparse:
         return register(attention)
     return register_varlen() if attention == "varlen" else attention
-
-
-def without_dropout(config: Any) -> None:
-    """Set every dropout probability of a configuration, and of those within it, to 0, in place.
-
-    The ratios compare two passes over one policy: with dropout they would differ by its noise.
-    """
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict"):  # the configuration of a model's text part, for example
-            without_dropout(value)
-        elif any(part in name for part in _DROPOUT) and _is_probability(value):
-            setattr(config, name, 0.0)
-
-
-def _is_probability(value: Any) -> bool:
-    """Return whether a setting is a number above 0 (a bool is not a number)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:

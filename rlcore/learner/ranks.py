@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlcore.interfaces import Reduce
-from rlcore.learner.packing import MicroBatch
 from rlcore.learner.specs import LearnerSpec, RankPlace
 from rlcore.weights.group import rendezvous_store
+
+if TYPE_CHECKING:
+    from rlcore.learner.packing import MicroBatch
 
 
 def join_ranks(place: RankPlace, device: torch.device) -> None:

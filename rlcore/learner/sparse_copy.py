@@ -17,7 +17,6 @@ on those alone, and a loss without a ratio would not correct for the actor at al
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from rlcore.interfaces import Reduce
 from rlcore.learner.batch import StepBatch
+from rlcore.learner.exporting import write_attention
 from rlcore.learner.lm_head import HeadSpec, KlTarget, TopkTarget
 from rlcore.learner.metric_sums import LOSS, Declared, Sums, take_step
 from rlcore.learner.packing import MicroBatch
@@ -35,7 +35,6 @@ from rlcore.learner.ranks import is_first_rank
 from rlcore.learner.specs import SPARSE_COPY, DistillSpec, LearnerJob
 from rlcore.learner.state import export_model
 from rlcore.learner.update import StepLoss
-from rlcore.models.folder import ATTENTION_FILE
 from rlcore.objectives.advantages import without_truncated
 from rlcore.objectives.kl import CLAMP, distill_sampled
 from rlcore.objectives.losses import CLIP_SHARES, coefficients, counts
@@ -211,10 +210,7 @@ class SparseCopy(Companion):
         """Write theta + phi merged, phi as an adapter on the policy's export, and the rule."""
         export_model(folder, self.engine, str(policy_folder.resolve()), lora=self._distill.lora)
         if is_first_rank():
-            # these weights are made for this attention, and would load for any other as well
-            assert self._job.sparse is not None
-            text = json.dumps({"sparse": self._job.sparse.model_dump()}, indent=1)
-            (folder / ATTENTION_FILE).write_text(text)
+            write_attention(folder, self._job)
 
 
 def _objective(objective: ObjectiveSpec) -> ObjectiveSpec:

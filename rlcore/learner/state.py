@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.files import follow_umask
+from rlcore.learner.exporting import write_model
 from rlcore.learner.lora import save_adapter
 from rlcore.learner.policy import DTYPES
 from rlcore.learner.protocols import Companion, TrainEngine
@@ -19,14 +17,6 @@ from rlcore.learner.ranks import is_first_rank
 from rlcore.learner.specs import LearnerJob, LoraSpec
 from rlcore.learner.state_files import Part, Schedule, Source
 from rlcore.types import POLICY
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 def export_model(
@@ -44,16 +34,8 @@ def export_model(
             save_adapter(folder / "adapter", adapters, lora, model_path)
     # every rank iterates: gathering a sharded weight is collective
     state = {name: w.contiguous() for name, w in engine.weights(wanted=writes)}
-    if not writes:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    follow_umask(folder / "model.safetensors")
-    engine.policy.lm.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
-    for name in TOKENIZER_FILES:
-        source = Path(model_path) / name
-        if source.is_file():
-            shutil.copy(source, folder / name)
+    if writes:
+        write_model(folder, state, engine.policy.lm.config, model_path)
 
 
 class RankState:

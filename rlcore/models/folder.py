@@ -21,6 +21,8 @@ ATTENTION_FILE = "rlcore.json"  # of an exported folder: the sparse attention it
 # registers it there. All are masked-diffusion models.
 ARCHITECTURES = {"llada": "rlcore.extras.diffusion.llada:LladaForMaskedDiffusion"}
 
+# parts of the names of dropout probabilities in configurations (GPT-2's are attn_pdrop, ...)
+_DROPOUT = ("dropout", "pdrop", "layerdrop")
 _T = TypeVar("_T")
 
 
@@ -35,6 +37,23 @@ def register_architecture(model_path: str | Path) -> None:
     kind = read_config(model_path).get("model_type") if path.is_file() else None
     if kind in ARCHITECTURES:
         load_object(ARCHITECTURES[kind])
+
+
+def without_dropout(config: Any) -> None:
+    """Set every dropout probability of a configuration, and of those within it, to 0, in place.
+
+    The ratios compare two passes over one policy: with dropout they would differ by its noise.
+    """
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict"):  # the configuration of a model's text part, for example
+            without_dropout(value)
+        elif any(part in name for part in _DROPOUT) and _is_probability(value):
+            setattr(config, name, 0.0)
+
+
+def _is_probability(value: Any) -> bool:
+    """Return whether a setting is a number above 0 (a bool is not a number)."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def read_config(model_path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
