@@ -1,5 +1,5 @@
-"""A rank's share of one optimizer step as tensors: what the actors sent, and what the learner's
-passes add to it.
+"""A rank's share of one optimizer step as tensors: the records of the actors, and the scores of the
+learner's passes.
 
 Rows are episodes, columns their sampled tokens over all turns and parts, in order.
 """
@@ -59,7 +59,7 @@ class PolicyScores:
         parts: Sequence[tuple[MicroBatch, TokenScores]],
         device: torch.device,
     ) -> PolicyScores:
-        """From the scores of micro-batches that together cover the step."""
+        """Make the scores of a step from those of micro-batches that together cover it."""
         # as wide as the scores: float32, or float64 where a policy is
         dtype = parts[0][1].logp.dtype if parts else torch.float32
         empty = torch.zeros(shape, dtype=dtype, device=device)
@@ -82,7 +82,7 @@ class PolicyScores:
 
     @classmethod
     def of(cls, mb: MicroBatch, scores: TokenScores, width: int) -> PolicyScores:
-        """One micro-batch's episodes alone, [b, width]."""
+        """The scores of one micro-batch's episodes, [b, width]."""
         return cls(**{name: mb.dense(values, width) for name, values in _present(scores, cls)})
 
 
@@ -105,7 +105,7 @@ class TurnSpans:
     token_rewards: Tensor  # [B, T] float64; a turn's, where only turns were rewarded, on its last
 
     def ending_with(self, rewards: Tensor, tokens: Tensor) -> TurnSpans:
-        """The same turns, with further rewards [B] on the last of each episode's tokens [B]."""
+        """These turns with further rewards [B], each added at the last token of its episode [B]."""
         turns, by_token = self.rewards.clone(), self.token_rewards.clone()
         row = torch.nonzero(tokens > 0)[:, 0]  # an episode without a token has no last one
         turns[row, self.count[row] - 1] += rewards[row].to(turns)
@@ -113,8 +113,8 @@ class TurnSpans:
         return replace(self, rewards=turns, token_rewards=by_token)
 
     def less(self, to_go: Tensor) -> TurnSpans:
-        """The same tokens, each with its own part of a penalty taken off: `to_go` [B, T] float64 is
-        the sum from a token on. Rewards of turns are as before."""
+        """These turns less a penalty by token: `to_go` [B, T] float64 is its sum from each token
+        on. Rewards of turns do not change."""
         following = torch.cat([to_go[:, 1:], to_go.new_zeros(len(to_go), 1)], dim=1)
         return replace(self, token_rewards=self.token_rewards - (to_go - following))
 
@@ -124,7 +124,7 @@ class StepBatch:
     """One rank's whole groups of a step: B episodes of at most T sampled tokens. B may be 0."""
 
     episodes: list[EpisodeTokens]
-    sent: StepTensors  # what came from actors and graders; the learner's log-probs are zeros here
+    sent: StepTensors  # from actors and graders; the learner's log-probs are zeros here
     arrival_version: Tensor  # [B] int32
     turns: TurnSpans
     tasks: tuple[str, ...] = ()  # of the episodes [B], as their prompt ids say
@@ -185,9 +185,9 @@ def observed(
 def sample_details(
     batch: StepBatch, samples: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], dict[str, Any]]:
-    """Of those episodes (group id, sample index) that are here: "log_ratio", log p_ref - log p_inf
-    of each sampled token, None where there is none; after the batch's step also "advantage", the
-    mean over the episode's tokens. Empty before p_ref is known."""
+    """Details of the episodes (group id, sample index) that this rank has: "log_ratio", log p_ref -
+    log p_inf of each sampled token, None where there is none; after the batch's step also
+    "advantage", the mean over the episode's tokens. Empty before p_ref is known."""
     sent, ref = batch.sent, batch.ref
     if ref is None:
         return {}
@@ -387,7 +387,7 @@ def kept_set_metrics(batch: StepBatch, sampling: SamplingSpec, reduce: Reduce) -
 
 
 def _turn_rewards(episode: Episode, count: int, numbers: np.ndarray) -> Sequence[float]:
-    """Of its `count` turns. `numbers` [S]: the turn of each sampled token."""
+    """Rewards of the `count` turns of an episode. `numbers` [S]: the turn of each sampled token."""
     score, name = episode.score, episode.parts[0].request_id
     if score.token_rewards:
         if len(score.token_rewards) != len(numbers):
@@ -403,7 +403,8 @@ def _turn_rewards(episode: Episode, count: int, numbers: np.ndarray) -> Sequence
 
 
 def _on_last_tokens(given: Sequence[float], numbers: np.ndarray) -> np.ndarray:
-    """[S]: rewards of turns on their last tokens; one without a token has its on the one before."""
+    """[S]: rewards of turns, at their last tokens; the reward of a turn without a token is at the
+    token before it."""
     out = np.zeros(len(numbers))
     if len(numbers):
         last = np.searchsorted(numbers, np.arange(len(given)), side="right") - 1

@@ -63,10 +63,10 @@ def share_prefixes(
     """Prepare a model that was loaded with SDPA for shared prefixes; one that attends by `rule`
     with block top-k attention beside SDPA.
 
-    Returns None, or why it cannot be: then it is as before. Windows and chunks of attention are
-    found in its configuration, everything else in a pass over a few tokens. `divided`: its
-    parameters are not whole here, so that a random model with the first layers of its kind answers
-    for it.
+    Returns None, or the reason why it cannot be prepared and is unchanged. Windows and chunks of
+    attention are found in its configuration, everything else in a pass over a few tokens.
+    `divided`: its parameters are not whole here, so that a small random model of its architecture
+    is tried instead.
     """
     odd = odd_attention(lm)
     if odd is not None:
@@ -135,7 +135,7 @@ def _states(policy: Policy, mb: MicroBatch) -> Tensor:
 
 @contextmanager
 def _training(lm: nn.Module) -> Iterator[None]:
-    """In training mode, as the model will be: what is random there shows as a difference."""
+    """In training mode, as the model will run, so that random operations show as a difference."""
     was = lm.training
     lm.train()
     try:
@@ -149,10 +149,9 @@ KEY = "learner.sequence_parallel"
 
 
 def hold_in_parts(lm: Any, shards: Shards, split: SplitAttention, device: torch.device) -> None:
-    """Prepare a model, already as it will attend, for parts of sequences, in place. Collective.
-
-    Raises UserError for one that cannot be split: everything that reads other positions than its
-    own outside of attention shows in a pass over a few tokens of a random model of its kind.
+    """Prepare a model, whose attention is set, for parts of sequences, in place. Collective. Raises
+    UserError for a model that cannot be split: a pass over a few tokens of a random model of its
+    kind shows operations outside of attention that read other positions.
     """
     reason = odd_attention(lm)
     if reason is None:
@@ -230,7 +229,7 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
     shadows = build_shadows(job.shadow, job.run_seed, job.objective, job.strata)
     update = Update(job, engine, frozen, pipeline, reduce, shadows, critic)
     if spec.distill is not None:
-        # its optimizer is the policy's but for the rate
+        # its optimizer is the policy's, with a rate of its own
         its_spec = spec.model_copy(update={"lr": spec.distill.lr})
         its_engine = engine_class(models.sparse_copy(), its_spec, job.total_steps, device)
         companions.append(SparseCopy(job, spec.distill, its_engine, engine, reduce))
@@ -250,12 +249,13 @@ def build_parts(job: LearnerJob, place: RankPlace) -> RankParts:
 
 
 def reader_of(job: LearnerJob) -> Reader:
-    """How the job's causal models read a record."""
+    """The reader by which the job's causal models read a record."""
     return read_with_routes if job.learner.router_replay else read_next_tokens
 
 
 def _estimator(job: LearnerJob) -> LogProbEstimator | None:
-    """Raises UserError for a folder without a mask token."""
+    """The estimator of a masked model, else None. Raises UserError for a folder without a mask
+    token."""
     if job.diffusion is None:
         return None
     made = resolve(ESTIMATORS, "diffusion", key="model", like=LogProbEstimator)
@@ -363,7 +363,7 @@ class _Models:
             add_adapters(lm, lora, seed=derive_seed(self._job.run_seed, seed), key=key)
         if self._spec.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        # the frozen policy has none: it chooses its own experts
+        # the frozen policy replays none: it chooses its own experts
         replay = Replay(lm) if self._spec.router_replay else None
         return self._ready(lm.train(), rule, replay, rounded=True)
 
@@ -372,7 +372,7 @@ class _Models:
         spec, rule = self._spec, self._job.sparse
         return (
             spec.share_prefix == "auto"
-            # unproven on GPUs, whose kernels for long masked rows are others
+            # unproven on GPUs, whose kernels for long masked rows differ
             and spec.device == "cpu"
             and self.attention == "sdpa"
             and self._job.diffusion is None  # positions see what follows them
@@ -384,7 +384,7 @@ class _Models:
         )
 
     def _share_too(self, lm: nn.Module, rule: SparseSpec | None) -> None:
-        """Prepare a model that is run over the policy's micro-batches, or give up sharing."""
+        """Prepare a further model for the policy's micro-batches, or give up sharing for all."""
         if self.costs is not None and not self._shares(lm, rule):
             self.costs = None
 
@@ -422,7 +422,7 @@ def _spare_cores(spec: LearnerSpec) -> SpareCores | None:
 
 
 def layer_sizes(lm: nn.Module) -> LayerSizes:
-    """Of a causal LM, whole or divided among the ranks."""
+    """Sizes of a causal LM, whole or divided among the ranks."""
     config = lm.config.get_text_config()  # type: ignore[union-attr, operator]
     # asked for by name: architectures store some of them under names of their own
     found: dict[str, Any] = {name: getattr(config, name, None) for name in NAMES}
@@ -448,7 +448,7 @@ def _attention(spec: LearnerSpec) -> Attention:
         return "varlen"
     from transformers.utils import is_flash_attn_2_available
 
-    # it looks at the distribution: the package of flash-attn-4 has the same name
+    # the distribution is looked up, since the package of flash-attn-4 has the same import name
     return "flash_attention_2" if is_flash_attn_2_available() else "varlen"
 
 

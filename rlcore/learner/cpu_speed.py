@@ -28,10 +28,9 @@ _PROBE = (5, 24)  # rows and width of the input that a kind of norm is tried wit
 
 
 def own_norms(lm: nn.Module) -> int:
-    """Have those modules of `lm` that compute exactly `rms_norm` use it, in place; their number.
-
-    Each kind of module is asked by running it: one that does anything else (Gemma's multiplies by 1
-    + weight) stays as it is.
+    """Have the modules of `lm` that compute exactly `rms_norm` use it, in place; returns their
+    number. Each class of modules is tried by running it: a class that computes anything else
+    (Gemma's multiplies by 1 + weight) is not changed.
     """
     kinds: dict[type[nn.Module], bool] = {}
     found = 0
@@ -122,14 +121,14 @@ FREE = 0.7  # of a core: what must have been free for one more thread
 
 # Compute threads of a rank on CPU that follow the machine's load.
 #
-# In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can take
-# these, and has to give them back within a fraction of a step. How many threads compute changes how
-# sums round, so that this is for runs whose results depend on timing anyway.
+# In an asynchronous run, engines that wait for the learner leave their cores idle. A rank can use
+# these, and has to give them back within a fraction of a step. The number of threads changes how
+# sums round, so this is only for runs whose results depend on timing anyway.
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of this machine and process, since some moment of the past.
+    """Processor time of this machine and process, since some moment of the past.
 
     Example: Usage(at_s=12.0, own_s=3.5, idle_s=7.0)
     """
@@ -140,7 +139,7 @@ class Usage:
 
 
 def usage(cores: Collection[int], path: Path = STAT) -> Usage:
-    """The present one, by the times that Linux counts for each core."""
+    """The present usage, by the times that Linux counts for each core."""
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in path.read_text().splitlines()]
     ticks = sum(int(words[4]) for words in lines if words and words[0] in names)
@@ -148,7 +147,7 @@ def usage(cores: Collection[int], path: Path = STAT) -> Usage:
 
 
 def threads_for(before: Usage, now: Usage, *, fewest: int, most: int) -> int:
-    """As many as the cores that this process used between the two and those that were idle.
+    """Threads for as many cores as this process used between the two moments, plus the idle ones.
 
     Example: with one core used and 0.8 of another idle it is 2."""
     free = now.own_s - before.own_s + now.idle_s - before.idle_s
@@ -176,7 +175,8 @@ class SpareCores:
         self._before = self._read()
 
     def follow(self, *_: Any) -> None:
-        """Look again, unless that was a moment ago. A hook of modules and of gradients."""
+        """Measure the load again and set the threads, unless that was a moment ago. A hook of
+        modules and of gradients."""
         if time.monotonic() - self._before.at_s < WINDOW_S:
             return
         now = self._read()
@@ -187,7 +187,7 @@ class SpareCores:
             self._set_threads(threads)
 
     def attach(self, lm: nn.Module) -> None:
-        """Look before each layer of a causal LM, forward and backward."""
+        """Measure the load before each layer of a causal LM, forward and backward."""
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             states = output if isinstance(output, Tensor) else output[0]

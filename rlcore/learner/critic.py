@@ -1,9 +1,9 @@
 """A critic beside the policy: its values, the advantages and targets of a batch, and its own step.
 
-The critic is a companion with an engine of its own that is not published: its optimizer, ZeRO
-stage, checkpoint and resume are those of every trained model here. `value_head` has the policy's
-own tensors, frozen, as its trunk; `model` starts as a copy of the starting policy. Both predict
-values by a linear map of the last hidden state, 0 at first, in float32.
+The critic is a companion with an engine of its own that is not published: it has optimizer, ZeRO
+stage, checkpoint and resume like every trained model. `value_head` has the policy's own tensors,
+frozen, as its trunk; `model` starts as a copy of the starting policy. Both predict values by a
+linear map of the last hidden state, 0 at first, in float32.
 
 Values are taken once a phase, before its first step, as p_ref is: every epoch has the same targets.
 """
@@ -67,7 +67,7 @@ class ValueModel(Policy):
 
 
 def freeze_trunk(lm: nn.Module) -> None:
-    """Leave nothing but the head to be trained, in place."""
+    """Freeze everything but the head, in place."""
     for name, p in lm.named_parameters():
         p.requires_grad_(name.startswith(HEAD))
 
@@ -152,8 +152,8 @@ class Critic(Companion):
         return torch.where(sent.mask, torch.where(usable, ratio, -torch.inf), 0.0)
 
     def _whitened(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Advantages less their mean over all tokens of the global batch, by their deviation; of a
-        batch whose advantages are all equal 0."""
+        """Advantages less their mean over all tokens of the global batch, divided by their
+        deviation; 0 if the batch's advantages are all equal."""
         summed, tokens = total([advantages.double(), mask], self._reduce)
         centred = torch.where(mask, advantages.double() - summed / max(tokens, 1.0), 0.0)
         (squares,) = total([centred.square()], self._reduce)
@@ -200,7 +200,8 @@ class Critic(Companion):
     def _explained(
         self, found: Estimates, values: Tensor, advantages: Tensor, mask: Tensor
     ) -> dict[str, float]:
-        """Of the global batch, how well the phase's values predicted their targets. Collective."""
+        """Metrics of how well the phase's values predicted their targets, over the global batch.
+        Collective."""
         on = found.known
         targets, errors = found.targets.where(on, 0.0), (found.targets - values).where(on, 0.0)
         scale, tokens = total([advantages.double().square(), mask], self._reduce)
@@ -217,4 +218,4 @@ class Critic(Companion):
         }
 
     def export(self, folder: Path, *, policy_folder: Path) -> None:
-        """Nothing: a critic is a part of training, and checkpoints hold it."""
+        """Write nothing: a critic is a part of training, and checkpoints hold it."""

@@ -1,4 +1,4 @@
-"""How many positions a micro-batch may have, by what a layer keeps of each. No torch."""
+"""The number of positions of a micro-batch, by the memory that a layer keeps for each. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ActivationBudget:
     most: int  # with more, nothing was gained (benchmarks/results/profile_cpu.md)
 
 
-# on GPUs unproven: that of configs/learner/gpu.yaml, where 4 GiB hold it
+# unproven on GPUs: the size of configs/learner/gpu.yaml, where 4 GiB hold it
 ROOM = {
     "cpu": ActivationBudget(512 << 20, 1024, 4096),
     "cuda": ActivationBudget(4 << 30, 1024, 16384),
@@ -54,7 +54,7 @@ class LayerSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, qk_norm: bool) -> LayerSizes:
-        """Of a config.json. `qk_norm`: queries and keys are normalised."""
+        """The sizes that a config.json states. `qk_norm`: queries and keys are normalised."""
         heads = int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
         chosen = config.get("num_experts_per_tok") or 0
@@ -69,9 +69,9 @@ class LayerSizes:
         )
 
     def position_bytes(self, width: int, parts: int = 1) -> float:
-        """Kept for the backward pass of one position in one layer, in a dtype of `width` bytes: the
-        two norms (in float32), attention with a variable-length kernel, and the gated MLP; of the
-        last two a rank has one of `parts`."""
+        """Bytes kept for the backward pass of one position in one layer, in a dtype of `width`
+        bytes: the two norms (in float32), attention with a variable-length kernel, and the gated
+        MLP; a rank has one of `parts` of attention and MLP."""
         norm = 4 + 2 * width
         attended = self.queries + self.keys
         divided = 2 * width * attended + 4 * width * self.inner

@@ -41,8 +41,8 @@ class HeadSpec:
 
     def slices(self, n: int) -> list[slice]:
         """The chunks of n positions: `chunk` at most, and an eighth of n, but never fewer than
-        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times). Of none, an empty
-        one: a rank that predicts no token takes part all the same."""
+        `_FEWEST` because of n (benchmarks/results/head_memory_cpu.md has times). 0 positions have
+        one empty chunk, so that a rank that predicts no token joins the collectives."""
         rows = min(self.chunk, max(_FEWEST, -(-n // 8)))
         return [slice(start, min(start + rows, n)) for start in range(0, max(n, 1), rows)]
 
@@ -123,9 +123,9 @@ def _log_probs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 # Positions go through the head in chunks. Of each chunk only `[N]`- and `[N, k]`-sized results and
 # the softmax's row statistics survive; the backward pass recomputes the chunk's logits. A pass
 # holds two `[chunk, V]` float32 buffers, and a chunk is an eighth of the positions at most, so that
-# this is no [N, V] for a short micro-batch either.
+# they are much smaller than [N, V] for a short micro-batch, too.
 #
-# Liger's fused kernels cannot take its place: `fused_linear_scaled_cross_entropy` (0.8.5) gives
+# Liger's fused kernels cannot replace it: `fused_linear_scaled_cross_entropy` (0.8.5) gives
 # log-probs and entropy, but no top k, no log-probs of other ids and no safe set
 # (benchmarks/results/head_memory_cpu.md, with the measured size of a chunk).
 
@@ -203,15 +203,15 @@ def _keep_safe(e: Tensor, rho: float) -> Tensor:
 
 
 def _largest_kept(z: Tensor, kept: Tensor, top: Tensor) -> Tensor:
-    """[n, 1]: the largest logit of each kept set, `top` where there is none. What is shifted by it
-    loses nothing where the set is far below the row's maximum."""
+    """[n, 1]: the largest logit of each kept set, `top` where there is none. Logits shifted by it
+    lose no precision where the set is far below the row's maximum."""
     values = z.gather(1, kept.clamp_min(0)).masked_fill_(kept < 0, -torch.inf)
     largest = values.amax(dim=1, keepdim=True)
     return torch.where(torch.isfinite(largest), largest, top)
 
 
 def _keep_listed(e: Tensor, kept: Tensor) -> Tensor:
-    """Zero the exponentials [n, V] outside the kept sets [n, k], in place, but for rows without a
+    """Zero the exponentials [n, V] outside the kept sets [n, k], in place, except in rows without a
     set."""
     columns, absent = kept.clamp_min(0), kept < 0
     values = e.gather(1, columns).masked_fill_(absent, 0.0)
@@ -220,7 +220,8 @@ def _keep_listed(e: Tensor, kept: Tensor) -> Tensor:
 
 
 def _condition(e: Tensor, spec: HeadSpec, kept: Tensor | None) -> Tensor:
-    """Zero the exponentials of what probabilities are not conditioned on, in place."""
+    """Zero the exponentials of tokens outside the set that probabilities are conditioned on, in
+    place."""
     if spec.safe_set_rho is not None:
         e = _keep_safe(e, spec.safe_set_rho)
     return e if kept is None else _keep_listed(e, kept)
@@ -233,7 +234,7 @@ def _below(rho: float) -> float:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """sum_v a[n, v] * b[n, v] without a temporary of that size."""
+    """sum_v a[n, v] * b[n, v] without a temporary of [n, V]."""
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
 
 
@@ -391,7 +392,7 @@ def head_pass(
     weight.T / temperature`, rounded to that dtype unless `spec.fp32`. Gradients flow to `hidden`
     and `weight` through `logp` (and `entropy` if `spec.entropy_grad`). With a safe set (DVP) they
     are exactly 0 at logits outside it, and `logp` of a token outside it is the constant
-    OUTSIDE_LOGP. With kept sets, which are `ids`, the same holds of these.
+    OUTSIDE_LOGP. With kept sets, which are `ids`, the same is true of these sets.
     """
     logp, entropy, *extras = _HeadFunction.apply(hidden, weight, targets, ids, spec)
     return TokenScores(logp, entropy if spec.entropy_grad else entropy.detach(), *extras)

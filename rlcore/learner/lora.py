@@ -34,7 +34,7 @@ _BASE = ".base_layer."
 
 
 def _peft(spec: LoraSpec) -> LoraConfig:
-    """PEFT's own configuration of the same."""
+    """PEFT's configuration of the specification."""
     return LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # PEFT divides it: any number is accepted
@@ -90,8 +90,8 @@ def factors(layer: LoraLayer) -> list[nn.Parameter]:
 
 
 def published_factors(name: str, layer: LoraLayer) -> dict[str, tuple[nn.Parameter, float]]:
-    """Names of the factors of the adapted weight `name` as they are published, and by what each is
-    multiplied before (`weights/adapters.py`)."""
+    """Names of the factors of the adapted weight `name` as they are published, and the factor by
+    which each is multiplied first (`weights/adapters.py`)."""
     a, b = factors(layer)
     name_a, name_b = factor_names(name)
     return {name_a: (a, 1.0), name_b: (b, layer.scaling[_ADAPTER])}

@@ -39,7 +39,8 @@ TRAINED = {
 
 
 class Sums:
-    """Running sums by name, of one rank. A rank that added nothing still reduces."""
+    """Running sums by name, of one rank. A rank that added nothing takes part in reductions,
+    too."""
 
     def __init__(self, declared: Mapping[str, Declared]) -> None:
         self.declared = dict(declared)
@@ -49,7 +50,7 @@ class Sums:
     def of_step(
         cls, losses: Mapping[str, Declared], episodes: Sequence[EpisodeTokens], device: torch.device
     ) -> Sums:
-        """Sums of a training step: `losses` and TRAINED, of which the sizes are known at once."""
+        """Sums of a training step: `losses` and TRAINED; `sizes` are added at once."""
         sums = cls({**losses, **TRAINED})
         tokens = sum(s.scored for parts in episodes for s in parts)
         sizes = {"train/tokens": tokens, "train/sequences": len(episodes)}

@@ -48,7 +48,7 @@ class PrefixTree:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Of each sequence: positions, and those that it added."""
+        """(positions, positions that it added) of each sequence."""
         return [(len(path), len(path) - first) for path, first in zip(self.paths, self.firsts)]
 
     @classmethod
@@ -76,9 +76,9 @@ def in_batches(parts: Sequence[Sequence[TokenSequence]], budget: int) -> list[li
     """Divide episodes into micro-batches of at most `budget` distinct prefixes each.
 
     Episodes that begin alike follow each other, those with the longest sequences first; a group
-    that does not fit is continued in another micro-batch, which computes its prompt again. What
-    attention reads of shared positions, once for every sequence, is bounded too. An episode beyond
-    the budget is alone; those without sequences are left out.
+    that does not fit is continued in another micro-batch, which computes its prompt again. The
+    shared positions that attention reads, once for every sequence, are bounded, too. An episode
+    beyond the budget is alone; those without sequences are left out.
     """
     batches: list[list[int]] = []
     before: TokenSequence | None = None
@@ -135,23 +135,23 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 # Floating-point operations of matrix products that take as long as one of attention, and as moving
 # one number to where attention reads it and its gradient back. Measured on CPU with models of 0.6M
-# to 135M parameters; what is chosen depends little on them, as the layers outweigh both.
+# to 135M parameters; the choice depends little on them, since the layers outweigh both.
 _ATTENTION = 4.0
 _MOVE = 24.0
-# Those that take as long as what a layer costs at any size: a third of 6 to 19 ms a micro-batch of
+# Operations that take as long as a layer's cost at any size: a third of 6 to 19 ms a micro-batch of
 # four layers, at 100 GFLOP/s
 _BATCH = 1e8
 
 
 @dataclass(frozen=True, slots=True)
 class PassCosts:
-    """Floating-point operations of a forward pass, by what it consists of; the head is left out,
-    whose work is the same in every layout.
+    """Floating-point operations of a forward pass, by its parts; the head is left out, since its
+    work does not depend on the layout.
 
     Example: PassCosts(position=2.7e8, score=2.8e5, key=2.8e5, query=8.3e5)
     """
 
-    position: float  # one position in every layer, but for attention
+    position: float  # one position in every layer, without attention
     score: float  # one pair of query and key in every layer
     key: float  # gathering one position's key and value for attention, in every layer
     query: float  # gathering one query, and its output back
@@ -159,7 +159,7 @@ class PassCosts:
 
     @classmethod
     def of(cls, lm: Any) -> PassCosts:
-        """Of a causal LM, whole or divided among the ranks."""
+        """The costs of a causal LM, whole or divided among the ranks."""
         config = lm.config.get_text_config()
         heads, layers = config.num_attention_heads, config.num_hidden_layers
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -182,7 +182,7 @@ class PassCosts:
     def cuts(self, lengths: Sequence[int], rows: Sequence[int], budget: int) -> list[int]:
         """Where to divide padded rows for the least work: the end of each micro-batch.
 
-        Of items in order of falling length, `rows` each, a micro-batch has at most `budget`
+        For items in order of falling length, `rows` each, a micro-batch has at most `budget`
         positions, or one item. The shortest path over all divisions.
         """
         ends = np.concatenate([[0], np.cumsum(rows)])
@@ -323,7 +323,7 @@ def _plain_batches(
     rows = width = total = 0
     for i in order:
         lengths = [len(s) for s in parts[i]]
-        # what the micro-batch would be with this episode in it
+        # the micro-batch with this episode in it
         rows, width, total = rows + len(lengths), max(width, *lengths), total + sum(lengths)
         needed = rows * width if layout == "sorted" else total
         if not batches or needed > budget:
@@ -371,7 +371,7 @@ class _Laid:
 
 def _padded_rows(sequences: Sequence[ScoredSequence], pad_id: int) -> _Laid:
     width = max(len(s) for s in sequences)
-    # which token pads is of no consequence: no real position attends to it
+    # the padding token does not matter: no real position attends to it
     input_ids = np.full((len(sequences), width), pad_id, dtype=np.int64)
     for row, s in zip(input_ids, sequences):
         row[: len(s)] = s.inputs
@@ -427,7 +427,7 @@ def _micro_batch(
 
 
 def _page_rules(sequences: Sequence[ScoredSequence]) -> tuple[PageRule | None, ...] | None:
-    """Where no sequence has a rule of its own: None."""
+    """The page rule of each sequence; None where no sequence has a rule of its own."""
     found = tuple(s.page_rule if isinstance(s, TokenSequence) else None for s in sequences)
     return found if any(rule is not None for rule in found) else None
 
@@ -435,7 +435,7 @@ def _page_rules(sequences: Sequence[ScoredSequence]) -> tuple[PageRule | None, .
 def _routes(
     sequences: Sequence[ScoredSequence], laid: _Laid, device: torch.device | str
 ) -> Tensor | None:
-    """Where no sequence has routes: None."""
+    """The routes of each position; None where no sequence has routes."""
     given = [s.routes if isinstance(s, TokenSequence) else None for s in sequences]
     shape = next((r.shape[1:] for r in given if r is not None), None)
     if shape is None:
@@ -478,7 +478,7 @@ class KeptPasses:
     `learner.activation_cache_mib` on every rank.
 
     Judged by the bytes that one position held in the first pass measured: shapes alone decide, so
-    that runs of one seed stay equal. Ranks have other shapes, and keep or drop together.
+    that runs of one seed stay equal. Ranks differ in shapes, and keep or drop passes together.
     """
 
     def __init__(self, spec: LearnerSpec, reduce: Reduce) -> None:
@@ -496,7 +496,7 @@ class KeptPasses:
 
     @contextlib.contextmanager
     def measured(self, mb: MicroBatch, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """The differentiated pass of `mb` within the block is measured, once."""
+        """A context that measures the differentiated pass of `mb`, once in a run."""
         if self._per_position is not None:
             yield
             return

@@ -78,7 +78,7 @@ class Replay:
         return args, kept
 
     def _choose(self, router: nn.Module, args: Any, output: Any) -> Any:
-        """In place of the router's (logits [N, E], weights [N, k], experts [N, k])."""
+        """Replaces the router's result (logits [N, E], weights [N, k], experts [N, k])."""
         del args
         logits, weights, live = output
         routes = self._now[router]
@@ -89,7 +89,7 @@ class Replay:
         if torch.is_grad_enabled():
             self._differing = self._differing + differs.sum()
             self._pairs = self._pairs + given.sum()
-        # in the learner's own order where the experts are the same: then nothing changes
+        # in the learner's own order where the experts are equal, so that the pass is then unchanged
         experts = torch.where(differs[:, None], routes, live)
         scores = torch.softmax(logits, dim=-1, dtype=torch.float).gather(-1, experts)
         if router.norm_topk_prob:
@@ -97,7 +97,7 @@ class Replay:
         return logits, scores.to(weights.dtype), experts
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
-        """Of the differentiated passes since the last call, over all ranks. Collective."""
+        """Metrics of the differentiated passes since the last call, over all ranks. Collective."""
         counts = [torch.as_tensor(n, dtype=torch.float64) for n in (self._differing, self._pairs)]
         self._differing = self._pairs = 0
         differing, pairs = reduce(torch.stack([n.cpu() for n in counts])).tolist()
@@ -179,14 +179,14 @@ def _load_split(
 
 
 def _implementation(attention: Attention, sparse: bool) -> str:
-    """Its name in transformers."""
+    """The name of an attention in transformers."""
     if sparse:
         return register(attention)
     return register_varlen() if attention == "varlen" else attention
 
 
 def _refuse_odd_head(path: str | Path, lm: nn.Module) -> None:
-    """The head pass computes hidden @ weight.T and nothing else."""
+    """Raise UserError for a head that computes anything but hidden @ weight.T."""
     odd = [k for k in _SCALED_LOGITS if getattr(lm.config, k, None)]
     if getattr(lm.get_output_embeddings(), "bias", None) is not None:  # type: ignore[operator]
         odd.append("a bias")
@@ -243,7 +243,7 @@ class Policy(nn.Module):
     def hidden(self, mb: MicroBatch) -> Tensor:
         """[N, D]: the state that predicts each sampled token, times its `sharper`: the head, which
         knows one temperature, then gives log-probs at the one that sampled the token. With
-        `shards`, [n, D] of those that are predicted here."""
+        `shards`, [n, D] for the tokens predicted on this rank."""
         if self.shards is None:
             return self._hidden(mb, self._attending(mb))
         whole = self.shards.padded(mb)
@@ -266,7 +266,7 @@ class Policy(nn.Module):
         return {} if self.replay is None or mb.routes is None else {"routes": mb.routes}
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
-        """Make the inputs of the attention of every layer for a micro-batch, once."""
+        """Make the inputs of attention for a micro-batch, once for all layers."""
         if mb.segments is not None:
             return {"segments": mb.segments}
         name: Any = self.lm.config._attn_implementation  # type: ignore[union-attr]
@@ -287,7 +287,7 @@ class Policy(nn.Module):
             bounds = {"cu_seq_lens_q": s.bounds, "cu_seq_lens_k": s.bounds}
             return {**bounds, "max_length_q": s.longest, "max_length_k": s.longest}
         if self.shards is not None and mb.input_ids.shape[0] == 1:
-            # transformers would make it of the positions that are here
+            # transformers would make it of the positions that this rank has
             return {"whole_mask": _packed_mask(mb.position_ids[0])}
         return {}
 
@@ -301,13 +301,12 @@ class Policy(nn.Module):
         """KL to `base` or None, then the fields of TokenScores in order, all [N] or [N, k].
 
         ids [N, k'] int64 are the actor's top ids; base is another policy at the same positions,
-        with `shards` at those here.
-        Without `spec`, the states `hidden` alone.
+        with `shards` at this rank's positions. Without `spec`, the states `hidden` alone.
         """
         hidden = self.hidden(mb)
         if spec is None:
             return hidden
-        if not spec.fp32:  # float32 of a product with `sharper`
+        if not spec.fp32:  # a product with `sharper` is float32
             hidden = hidden.to(self.head.weight.dtype)
         if self.shards is None:
             return self.head(hidden, mb.targets, ids, spec, base)

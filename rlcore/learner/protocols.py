@@ -43,7 +43,7 @@ class TrainEngine(ABC):
     policy: Policy
     names: Mapping[str, Tensor]  # the model's weights by Hugging Face name
     trained: Mapping[str, Tensor]  # what the optimizer trains: the same, or adapters on them
-    optimizer_steps: int  # taken since the fresh model
+    optimizer_steps: int  # optimizer steps since the fresh model
     divides_layers: ClassVar[bool] = False  # knows learner.tensor_parallel, expert_parallel
 
     @staticmethod
@@ -54,14 +54,14 @@ class TrainEngine(ABC):
 
     @staticmethod
     def splitter(spec: LearnerSpec) -> Split | None:
-        """Optional. What divides each parameter among the ranks as a model is loaded; None, which
-        is the default: the engine is given whole models."""
+        """Optional. The function that divides each parameter among the ranks as a model is loaded;
+        None (default): the engine is given whole models."""
         return None
 
     @staticmethod
     def frozen(policy: Policy, spec: LearnerSpec, device: torch.device) -> FrozenPolicy:
-        """Optional. A policy without gradients, loaded as the trained one is, and held as it is:
-        by default whole."""
+        """Optional. A policy without gradients, loaded like the trained one; the engine decides how
+        ranks hold it, by default whole."""
         from rlcore.learner.policy import FrozenPolicy
 
         return FrozenPolicy(policy.to(device))
@@ -86,7 +86,7 @@ class TrainEngine(ABC):
         """Scores, with the KL [N] to `base`, another policy at the same positions."""
 
     def outputs(self, mb: MicroBatch) -> Tensor:
-        """Optional: critic.kind needs it. What the model gives for the positions that predict, with
+        """Optional: critic.kind needs it. The model's outputs at the positions that predict, with
         gradients according to torch's grad mode: values [N] of a critic, else hidden states."""
         raise UserError(
             f"critic.kind needs an engine that gives a model's values, and the learner.engine "
@@ -137,13 +137,13 @@ class TrainEngine(ABC):
         those named, if any are. `on_device`: where the model is, possibly its own tensor, which
         training changes.
 
-        Adapters are merged. One weight at a time is whole. All ranks iterate; where it is not
-        `wanted`, nothing is given, and only what others need is computed.
+        Adapters are merged. One weight at a time is whole. All ranks iterate; a rank that does not
+        want the weights (`wanted`) gets none and computes only what others need.
         """
 
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Optional: learner.lora.publish=adapter needs it. As `shapes`, of what `adapter` gives.
-        Not collective."""
+        """Optional: learner.lora.publish=adapter needs it. Shapes of the tensors that `adapter`
+        gives. Not collective."""
         raise UserError(
             f"learner.lora.publish=adapter needs an engine that gives its adapter, and the "
             f"learner.engine {type(self).__name__} has no adapter_shapes and adapter: use merged."
@@ -157,14 +157,14 @@ class TrainEngine(ABC):
         wanted: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
         """Optional, with `adapter_shapes`. Every (name, whole copy in float32) of the adapter's
-        factors as they are published (`weights/adapters.py`); the arguments and the ranks are as
-        of `weights`."""
+        factors as they are published (`weights/adapters.py`); arguments and ranks as in
+        `weights`."""
         raise RuntimeError(f"{type(self).__name__} publishes no adapter")
 
     @abstractmethod
     def trained_weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Every (parameter name, whole float32 CPU copy) of what is trained; `wanted` and the ranks
-        are as of `weights`."""
+        as in `weights`."""
 
     @abstractmethod
     def held_weights(self) -> dict[str, Part]:
@@ -172,18 +172,17 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load_weights(self, sources: Mapping[str, Source]) -> None:
-        """Replace the trained weights and nothing of the optimizer; a rank reads what it holds.
-
+        """Replace the trained weights and nothing of the optimizer; a rank reads its own part.
         Raises StageError if the names do not match.
         """
 
     def release(self) -> int:
-        """Optional. Give up memory until `reclaim`, where the engine has any that neither
-        `weights` nor `save` needs on the device; bytes. By default none. Not collective."""
+        """Optional. Free memory on the device until `reclaim`, where neither `weights` nor `save`
+        needs it; returns the bytes freed, by default 0. Not collective."""
         return 0
 
     def reclaim(self) -> None:
-        """Optional, with `release`. Take it back, to train. Not collective."""
+        """Optional, with `release`. Take the memory back, to train. Not collective."""
         return None
 
     @abstractmethod
@@ -196,7 +195,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Continue from `save`, whatever the number of ranks and the sharding that wrote it.
+        """Continue from `save`, also by other ranks or with another sharding.
 
         Raises StageError if names or shapes do not match the model.
         """
@@ -224,7 +223,8 @@ class Companion(ABC):
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """The policy's weights were replaced (a load): take over what is shared with it."""
+        """Called when the policy's weights were replaced (a load): take over the tensors shared
+        with it."""
 
     @abstractmethod
     def export(self, folder: Path, *, policy_folder: Path) -> None:
@@ -252,7 +252,7 @@ class LogProbEstimator(ABC):
     def metrics(
         self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], reduce: Reduce
     ) -> dict[str, float]:
-        """Metrics of pairs of log-probs [S] of `twice`. Collective."""
+        """Metrics of the pairs of log-probs [S] that `twice` leads to. Collective."""
 
 
 class RateSchedule:

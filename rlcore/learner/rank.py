@@ -96,12 +96,11 @@ def dense_acceptance(logp_ref: Tensor, logp_inf: Tensor, mask: Tensor) -> Tensor
 def keep_accepted(
     groups: Sequence[Group], batch: StepBatch, ref: PolicyScores, keep: int
 ) -> tuple[list[Group], Tensor]:
-    """The groups with the `keep` responses of highest dense acceptance each, and which rows of
-    `batch` [B] bool those are.
-
-    `batch` was built of `groups`, `ref` are its scores. Ties go to the earlier sample. The kept
-    responses do not follow the actor's policy any more, and nothing corrects for that: advantages
-    are normalised over them, and the gradient is biased towards what the learner finds likely.
+    """The groups with the `keep` responses of highest dense acceptance each, and the rows of
+    `batch` [B] bool of these responses. `batch` was built from `groups`, `ref` are its scores. Ties
+    go to the earlier sample. The kept responses do not follow the actor's policy any more, and
+    nothing corrects for that: advantages are normalised over them, and the gradient is biased
+    towards what the learner finds likely.
     """
     acceptance = dense_acceptance(ref.logp, batch.sent.logp_inf, batch.sent.mask)
     kept = best_of_group(acceptance, batch.sent.group_ids, keep=keep)
@@ -168,10 +167,10 @@ class LearnerRank(RankState):
         """Take this rank's whole groups for each batch of an update phase, and compute what
         precedes its first step.
 
-        `steps` of the phase; None: as many as batches. Those beyond them train on the batches again
-        in the same order, under the same p_ref. Ranks may have unequal shares, also empty ones, but
-        the same number of batches. `first=False`: the rest of a phase whose first step was taken
-        before a checkpoint, so p_new is no longer p_ref.
+        `steps` of the phase; None: as many as batches. Further steps train on the batches again in
+        the same order, with the same p_ref. Ranks may have unequal shares, also empty ones, but the
+        same number of batches. `first=False`: the rest of a phase whose first step was taken before
+        a checkpoint, so p_new is no longer p_ref.
         """
         start = time.monotonic()
         self._phase = [self._batch(groups) for groups in groups_per_step]
@@ -182,7 +181,7 @@ class LearnerRank(RankState):
         self._ref_seconds = time.monotonic() - start
 
     def _batch(self, groups: Sequence[Group]) -> StepBatch:
-        """The batch of some groups, in micro-batches; of those responses that are trained on."""
+        """The batch of some groups, in micro-batches, with the responses that are trained on."""
         built = partial(
             build_batch,
             with_topk=self._update.topk > 0,
@@ -248,7 +247,7 @@ class LearnerRank(RankState):
             metrics |= rounded.metrics()
         metrics |= self._update.advantages.metrics(batch, self._reduce)
         metrics["time/learner_update_s"] = time.monotonic() - start
-        # after the policy's own step, so that what is shared with it is as of now
+        # after the policy's own step, so that shared tensors are up to date
         for companion in self.companions:
             metrics |= companion.step(batch, step, gradient.advantages)
         metrics["time/learner_ref_s"] = self._ref_seconds if first else 0.0
@@ -270,9 +269,9 @@ class LearnerRank(RankState):
         """`train_step`, and the part of each sampled token in its loss by (group id, sample): the
         derivative "slope" of the loss by log p_new, and "weight", "kept" and "advantage".
 
-        `folder`: where the gradient of the parameters is written if nothing is there, and else
-        compared with what is; the third part of the result. The samples are this rank's, all else
-        is global. Collective.
+        `folder`: the gradient of the parameters is written there, or compared with the one that is
+        there already: the third part of the result. The samples are this rank's, all else is
+        global. Collective.
         """
         trace: list[TokenTrace] = []
         self._update.trace = trace
@@ -328,8 +327,8 @@ class LearnerRank(RankState):
     def load(self, folder: str | Path, *, keep_phase: bool = False) -> None:
         """Continue from `save`.
 
-        `keep_phase`: the phase just begun stays (its p_ref was computed under other weights than
-        those loaded); without it, a phase must be begun again.
+        `keep_phase`: the phase that was just begun stays (its p_ref was computed before the weights
+        are loaded); without it, a phase must be begun again.
         """
         super().load(folder)
         adapted = Path(folder) / KL_FILE

@@ -87,8 +87,9 @@ class RankReduce(Reduce):
 # The ranks of a group have the same micro-batches. Each computes the layers at its own positions, a
 # contiguous part of every row, and the scores of the tokens that these predict; attention exchanges
 # positions for heads (`engines/ulysses.py`). Scores are then gathered, so that corrections and
-# losses see whole sequences and every rank of a group has the same loss. Its gradient at the scores
-# of other ranks is dropped: the sum over all ranks is the gradient of each sequence once.
+# losses see whole sequences and every rank of a group has the same loss. The gradient at the scores
+# of other ranks is dropped, so that the sum over all ranks counts the gradient of each sequence
+# once.
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Shards:
     count: int
 
     def padded(self, mb: MicroBatch) -> MicroBatch:
-        """The same micro-batch, its rows as long as a multiple of `count`.
+        """The micro-batch with rows padded to a multiple of `count`.
 
         Padding continues the last sequence of a row: causal attention keeps it out of the others.
         """
@@ -118,13 +119,13 @@ class Shards:
         )
 
     def tokens(self, mb: MicroBatch) -> Tensor:
-        """[n] int64: which of the tokens of a padded micro-batch are predicted here."""
+        """[n] int64: the tokens of a padded micro-batch that this rank predicts."""
         width = mb.input_ids.shape[1]
         return torch.nonzero(mb.predict % width // (width // self.count) == self.index)[:, 0]
 
     def own(self, mb: MicroBatch) -> MicroBatch:
         """This rank's positions [R, W / count] of a padded micro-batch, and the tokens that they
-        predict; what is said of episodes stays as it is."""
+        predict; its episodes are unchanged."""
         width = mb.input_ids.shape[1]
         part, mine = width // self.count, self.tokens(mb)
         here = slice(self.index * part, (self.index + 1) * part)
@@ -140,7 +141,7 @@ class Shards:
 
     def joined(self, values: Tensor, tokens: Tensor, count: int) -> Tensor:
         """[count, ...] of every rank's `values` [n, ...] at its `tokens` [n]. Collective;
-        differentiable where all ranks make the same of it."""
+        differentiable where all ranks compute the same loss from it."""
         joined: Tensor = _Joined.apply(values, tokens, count, self.group)
         return joined
 
@@ -168,7 +169,7 @@ class _Joined(torch.autograd.Function):
 
 def join_groups(spec: LearnerSpec) -> tuple[Shards | None, Any]:
     """The ranks that hold the same sequences as this one, None where it holds them whole, and the
-    group of those that hold the same part as this one of other shares. Collective."""
+    group of the ranks that hold the same part of other shares. Collective."""
     parts = spec.parts
     if parts == 1:
         return None, None

@@ -1,10 +1,8 @@
 """The sequences that the model is run over: tokens in order, and a mark on those that are scored.
-NumPy alone.
-
-How the log-probs of a response are computed is decided here and nowhere else in the learner: a
-`Reader` makes a sequence of each record, and packing, passes, losses and corrections ask only what
-it reads, which of its positions predict, and what. Models without exact log-probs have a reader of
-their own (`learner/protocols.py: LogProbEstimator`).
+NumPy alone. Only this file decides how the log-probs of a response are computed: a `Reader` makes a
+sequence of each record, and packing, passes, losses and corrections see only its inputs, the
+positions that predict, and their targets. Models without exact log-probs have a reader of their own
+(`learner/protocols.py: LogProbEstimator`).
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ class TokenSequence:
 
     @classmethod
     def of_answer(cls, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> TokenSequence:
-        """A prompt and an answer of which every token is scored."""
+        """The sequence of a prompt and an answer whose tokens are all scored."""
         token_ids = np.array([*prompt_ids, *answer_ids], dtype=np.int64)
         return cls(token_ids, np.arange(len(token_ids)) >= len(prompt_ids))
 
@@ -102,7 +100,7 @@ class ScoredSequence(Protocol):
 
     @property
     def targets(self) -> np.ndarray:
-        """[S]: their tokens."""
+        """[S]: the tokens that these positions predict."""
 
     @property
     def scored(self) -> int:
@@ -114,20 +112,20 @@ class ScoredSequence(Protocol):
 
     @property
     def sharper(self) -> float:
-        """As of `TokenSequence`."""
+        """See `TokenSequence`."""
 
 
 Reader = Callable[[Trajectory, float], ScoredSequence]  # of a record and its `sharper`
 
 
 def read_next_tokens(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
-    """As a causal model reads a record: each token is predicted by what precedes it."""
+    """The reader of causal models: each token is predicted from the tokens before it."""
     return TokenSequence(t.token_ids, t.sampled, sharper, page_rule=PageRule.of_record(t.extras))
 
 
 def read_with_routes(t: Trajectory, sharper: float = 1.0) -> TokenSequence:
-    """As `read_next_tokens`, computed with the experts that the actor chose. Raises ValueError for
-    a record without them."""
+    """The reader of causal models that compute the experts that the actor chose. Raises ValueError
+    for a record without them."""
     routes = t.extras.get(ROUTES)
     if routes is None and t.sampled.any():
         raise ValueError(

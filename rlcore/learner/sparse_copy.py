@@ -1,14 +1,14 @@
 """DistillSparse, algorithm 1, steps 5 and 7: adapters phi that make the sparse actor follow the
 dense policy theta.
 
-The sparse copy is theta's own tensors (shared, frozen, always as theta stands now) with low-rank
+The sparse copy is theta's own tensors (shared and frozen, so always up to date) with low-rank
 adapters, attending by the actors' rule. Its loss on the actor's own samples is PPO's against the
 actor's log-probs plus `kl_coef` times the reverse KL to the dense policy.
 
-The dense log-probs of the KL. At the first step of an update phase they are those that the policy's
-own update has computed (step 4), one optimizer step before the weights that the copy shares. At the
-later steps of a phase those belong to an older teacher, so k1, k3 and topk take a pass of theta as
-it is now; `full` always does.
+The dense log-probs of the KL: at the first step of an update phase they are taken from the policy's
+own update (step 4), one optimizer step before the weights that the copy shares. At the later steps
+of a phase those belong to an older teacher, so k1, k3 and topk take a pass of theta as it is now;
+`full` always does.
 
 The loss is PPO's whatever the policy's is, since p_old is the actor here: the ratio is
 p_sparse/p_inf and contains the actor's numerics. GSPO's clip of 3e-4 on the ratio's mean would bind
@@ -133,7 +133,8 @@ class SparseCopy(Companion):
         advantages: Tensor,
         on: Tensor,
     ) -> LossTensors:
-        """The actor is p_old of the policy loss: it is this copy, maybe older."""
+        """Tensors of the policy loss, whose p_old is the actor: this copy, perhaps at an older
+        version."""
         rows = mb.episodes
         logp_inf = torch.where(on, batch.sent.logp_inf[rows], 0.0)
         return LossTensors(
@@ -214,7 +215,7 @@ class SparseCopy(Companion):
 
 
 def _objective(objective: ObjectiveSpec) -> ObjectiveSpec:
-    """The copy's: PPO, with the run's own clip where that is one per token too.
+    """The copy's objective: PPO, with the run's clip where that is per token, too.
 
     Its distance is to the policy instead of the frozen one, and it has no entropy bonus.
     """

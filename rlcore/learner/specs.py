@@ -439,7 +439,8 @@ class LearnerSpec(OptimizerSpec):
 
     @property
     def shares(self) -> int:
-        """Shares of a batch: ranks that hold parts of the same have one together."""
+        """Shares of a batch: ranks that hold parts of the same sequences have one share
+        together."""
         return self.ranks // self.parts
 
     @property

@@ -21,7 +21,7 @@ Split = Callable[[nn.Parameter], None]
 
 
 class UnsplitNamesError(ValueError):
-    """A folder names its weights in another way than the model that transformers makes of it."""
+    """A folder whose weights have other names than in the model that transformers makes of it."""
 
 
 def load_split(path: str | Path, config: Any, split: Split, device: torch.device) -> nn.Module:
@@ -61,7 +61,7 @@ def load_split(path: str | Path, config: Any, split: Split, device: torch.device
 
 @contextmanager
 def _open_folder(path: str | Path) -> Iterator[Callable[[str], Tensor]]:
-    """Reads single tensors of a model folder by name."""
+    """A context with a function that reads single tensors of a model folder by name."""
     with ExitStack() as stack:
         places: Mapping[str, Any] = {
             name: file

@@ -92,7 +92,7 @@ class RankState:
         once, or the factors of an adapter that is published alone; `only` those named, if any are.
         On the CPU, or `on_device`, where training must wait.
 
-        `name`: one of `published`. Gives nothing on ranks other than 0, unless `everywhere`; all
+        `name`: one of `published`. Yields nothing on ranks other than 0, unless `everywhere`; all
         ranks must exhaust it.
         """
         engine = self.engine_of(name)
@@ -105,8 +105,8 @@ class RankState:
             del given
 
     def release(self) -> tuple[int, int]:
-        """Give up the memory that is not needed to publish or save: bytes that were freed, and the
-        most that torch had on a GPU since the last call. Not collective."""
+        """Free the memory that is not needed to publish or save. Returns the bytes freed, and the
+        peak of torch's memory on the GPU since the last call. Not collective."""
         device = self.engine.device
         cuda = device.type == "cuda"
         before = torch.cuda.mem_get_info(device)[0] if cuda else 0
@@ -114,7 +114,7 @@ class RankState:
         if not cuda:
             return moved, 0
         gc.collect()
-        torch.cuda.empty_cache()  # what passes have left in torch's cache
+        torch.cuda.empty_cache()  # memory that passes have left in torch's cache
         freed = torch.cuda.mem_get_info(device)[0] - before
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -129,8 +129,8 @@ class RankState:
         return [self.engine, *(companion.engine for companion in self.companions)]
 
     def held_weights(self) -> dict[str, Part]:
-        """This rank's part of what is trained (weights, or adapters on them) in float32, a copy on
-        the CPU; written by `write_parts`, `load_weights` takes it back.
+        """This rank's part of the trained weights or adapters in float32, a copy on the CPU;
+        `write_parts` writes it, `load_weights` reads it.
 
         A companion's names begin with its own.
         """
@@ -141,7 +141,7 @@ class RankState:
         return held
 
     def load_weights(self, sources: Mapping[str, Source]) -> None:
-        """Replace what is trained (named as `held_weights` names it) and nothing else."""
+        """Replace the trained weights (named as by `held_weights`) and nothing else."""
         policy = dict(sources)
         for companion in self.companions:
             prefix = f"{companion.name}/"

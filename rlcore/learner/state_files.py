@@ -101,7 +101,7 @@ class StateWriter:
         self._bytes = 0
 
     def finish(self) -> Listing:
-        """Write what remains; what all files hold."""
+        """Write the last file; returns what all files hold."""
         self._flush()
         return self._listing
 
@@ -118,7 +118,7 @@ class StateWriter:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Facts given to `StateWriter.close`.
+    """The facts that `StateWriter.close` was given.
 
     Raises FileNotFoundError for a folder without a finished state.
     """
@@ -134,7 +134,7 @@ class _Piece(NamedTuple):
 
 
 class StoredTensor:
-    """One tensor of a state, of which only what is asked for is read."""
+    """One tensor of a state, of which only the entries asked for are read."""
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[_Piece]) -> None:
         """`pieces`: in order."""
@@ -213,8 +213,8 @@ def _refuse_gaps(folder: Path, name: str, entries: int, pieces: Sequence[_Piece]
 
 
 def join_state(folder: Path, out: Path) -> None:
-    """Write the state of `folder` to `out` with whole tensors, one in memory at a time but for what
-    a file of `SHARD_BYTES` collects."""
+    """Write the state of `folder` to `out` with whole tensors, one in memory at a time, besides the
+    file of `SHARD_BYTES` that is being collected."""
     writer = StateWriter(out)
     with open_state(folder) as sources:
         for name, source in sources.items():

@@ -127,8 +127,8 @@ class TaskAdvantages:
         self, batch: StepBatch, reduce: Reduce, penalty: Tensor | None = None
     ) -> Tensor:
         """[B, T] float32: `(1 - turn_share) A(episode) + turn_share A(turn)`, 0 where there is no
-        token. With a `penalty` [B, T] float64 that is taken off the rewards to go, A(episode) alone
-        (`Advantage.of_tokens`)."""
+        token. With a `penalty` [B, T] float64, which is subtracted from the rewards to go,
+        A(episode) alone (`Advantage.of_tokens`)."""
         sent, mask = batch.sent, batch.sent.mask
         if penalty is not None:
 
@@ -185,7 +185,7 @@ class TaskAdvantages:
         return TurnSpans(rewards, mask.sum(dim=1), torch.where(mask, columns, 0), rewards)
 
     def metrics(self, batch: StepBatch, reduce: Reduce) -> dict[str, float]:
-        """Of turns, where advantages are made of them."""
+        """Metrics of turns, where advantages are computed by turn."""
         if not self._share:
             return {}
         turns, ids = self._turns(batch), batch.sent.group_ids
@@ -253,8 +253,8 @@ class Update:
         critic: Critic | None = None,
     ) -> None:
         """`frozen`: the starting policy, required where the objective has a KL term. `shadows`:
-        lists whose weights are measured beside. `critic`: what advantages are of, where they are of
-        values."""
+        lists whose weights are measured beside. `critic`: the source of advantages where they are
+        computed from values."""
         self.critic = critic
         self.engine = engine
         self.frozen = frozen
@@ -293,7 +293,7 @@ class Update:
         `first`: the phase holds its first step. The rest of a resumed phase does not: its p_ref is
         not p_new. `steps`: that train on these batches; None: one on each.
         """
-        # Several steps on one batch: a resume must compute the p_ref that the first of them had.
+        # Several steps on one batch: a resume must compute the p_ref of the first of them.
         alone = first and (len(phase) if steps is None else steps) == 1
         one_pass = self._to_inf or (alone and self._one_pass_suffices(phase[0]))
         for batch in phase:
@@ -358,8 +358,8 @@ class Update:
     def _observe(
         self, batch: StepBatch, *, first: bool
     ) -> tuple[PolicyScores, PolicyScores, list[Forward]]:
-        """Scores under p_ref and p_new as corrections look at them, and the differentiated passes
-        where they were taken from them."""
+        """Scores under p_ref and p_new that corrections see, and the differentiated passes where
+        the scores were taken from them."""
         needs = self.pipeline.needs
         # at the first step p_new is p_ref; later it is looked at only where a correction asks
         if batch.ref is not None and (first or not needs.new):
@@ -439,7 +439,7 @@ class Update:
             tokens = self._loss_tensors(shared, mb, scores, corrected)
             if self.trace is not None:
                 tokens.logp_new.retain_grad()
-            # as the full KL: of a token that the corrections dropped or weighed 0 there is none
+            # like the full KL: a token that the corrections dropped or weighed 0 has none
             entropy = mb.dense(scores.entropy, width) * self.pipeline.state_weight(corrected)
             distance = self._kl(shared, mb, forward, tokens, corrected)
             loss, values = self.loss(tokens, shared.coefficients[rows], entropy, distance)
@@ -447,7 +447,7 @@ class Update:
             values["nonfinite_logp"] = (~torch.isfinite(scores.logp)).sum()
             shared.sums.add(values)
         else:
-            # Nothing of this rank's, but it must still join the others' collectives. Every output
+            # A dummy: it adds nothing, but must join the other ranks' collectives. Every output
             # that they differentiate must be in this graph too: ZeRO-3 gathers once for each, and
             # the ranks would otherwise wait for each other until the deadline.
             outputs = [
@@ -469,7 +469,7 @@ class Update:
         tokens: LossTensors,
         corrected: Corrected,
     ) -> Tensor | None:
-        """KL to the frozen policy [b, T] as the loss takes it, or None where it has no such term.
+        """KL to the frozen policy [b, T] in the loss, or None where the loss has no such term.
 
         A token that the corrections dropped or weighed 0 has no KL either. The full KL sums over
         the vocabulary and carries no ratio to p_new; the sampled estimators' tokens are the
@@ -529,8 +529,8 @@ class Update:
         return self.advantages.over_tokens(batch, self.reduce, penalty)
 
     def _kl_to_go(self, batch: StepBatch) -> Tensor:
-        """[B, T] float64, of p_ref to the frozen policy. A token outside the safe set of either has
-        no KL."""
+        """[B, T] float64: the KL of p_ref to the frozen policy from each token on. A token outside
+        the safe set of either has no KL."""
         ref, base, on = batch.ref, batch.base, batch.sent.mask
         if ref is None or base is None:
             raise RuntimeError("a KL in the reward before p_ref and the frozen policy are known")
@@ -539,7 +539,8 @@ class Update:
         return kl_to_go(ref.logp, base.logp, on)
 
     def _followed_kl(self, batch: StepBatch) -> dict[str, float]:
-        """Metrics of a KL in the reward, if it is there; its coefficient follows it. Collective."""
+        """Metrics of a KL in the reward, if the objective has one; adapts its coefficient.
+        Collective."""
         if not self._objective.kl_in_reward:
             return {}
         summed, answers = total([self._kl_to_go(batch)[:, 0], batch.sent.mask[:, 0]], self.reduce)
@@ -548,8 +549,8 @@ class Update:
         return found
 
     def _shape_rewards(self, batch: StepBatch) -> None:
-        """Adds the overlong penalty to what advantages and RAPID's baseline are taken of: to the
-        reward of each episode, which is that of its last turn and token."""
+        """Add the overlong penalty to the rewards of which advantages and RAPID's baseline are
+        computed: of each episode, and of its last turn and token."""
         tokens = batch.sent.mask.sum(dim=1)
         penalty = overlong_penalty(
             tokens,

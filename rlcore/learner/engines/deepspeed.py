@@ -57,7 +57,7 @@ from rlcore.weights.experts import single_shapes, singles
 
 
 def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
-    """Without what depends on the model."""
+    """DeepSpeed's configuration, without the entries that depend on the model."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         # not used for accumulation: see `deepspeed.py`
@@ -86,7 +86,7 @@ def deepspeed_config(spec: LearnerSpec) -> dict[str, Any]:
         },
     }
     if spec.compute_dtype == "bfloat16":
-        # sums of many micro-batches in bfloat16 would lose the small ones
+        # sums of many micro-batches in bfloat16 would lose small gradients
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
         config["communication_data_type"] = "fp32"
@@ -109,7 +109,8 @@ def parameter_groups(policy: nn.Module, spec: LearnerSpec) -> list[dict[str, Any
 
 
 def splitter(config: dict[str, Any]) -> Split:
-    """Divides one parameter after another by DeepSpeed's zero.Init. `config`: DeepSpeed's."""
+    """A function that divides one parameter after another by DeepSpeed's zero.Init. `config`:
+    DeepSpeed's."""
     import deepspeed
 
     def split(p: nn.Parameter) -> None:
@@ -133,7 +134,7 @@ class SplitFrozenPolicy(FrozenPolicy):
     Every method is collective."""
 
     def __init__(self, policy: Policy, config: dict[str, Any]) -> None:
-        """`config`: DeepSpeed's of the trained policy."""
+        """`config`: DeepSpeed's configuration of the trained policy."""
         import deepspeed
 
         super().__init__(policy)
@@ -160,7 +161,7 @@ class SplitFrozenPolicy(FrozenPolicy):
 
     @torch.no_grad()
     def base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
-        """The head's weight is a whole copy, which lives until the micro-batch's KL is computed."""
+        """The head's weight is a whole copy, freed once the micro-batch's KL is computed."""
         import deepspeed
 
         hidden = self._engine(mb, None, None)
@@ -206,7 +207,7 @@ class ZeroEngine(TrainEngine):
 
     @staticmethod
     def split_attention(lm: nn.Module, shards: Shards) -> None:
-        # what it registers with transformers is DeepSpeed's, which is imported late
+        # imported late, since it imports DeepSpeed
         from rlcore.learner.engines.ulysses import split_attention
 
         split_attention(lm, shards)
@@ -391,7 +392,7 @@ class ZeroEngine(TrainEngine):
                         yield n, part.clone() if self._stage == 3 else part
 
     def _gathered(self, *parts: Tensor) -> AbstractContextManager[None]:
-        """While it is open, these are whole on every rank; it is collective at stage 3."""
+        """A context in which these parameters are whole on every rank; collective at stage 3."""
         import deepspeed
 
         return deepspeed.zero.GatheredParameters(list(parts), enabled=self._stage == 3)

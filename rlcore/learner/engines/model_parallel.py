@@ -25,15 +25,16 @@ class ModelParts(Protocol):
         """Of the whole parameter."""
 
     def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
-        """All ranks' parts of what `read` gives for what is held of a parameter, in its shape."""
+        """The whole tensor of a parameter: all ranks' parts, each given by `read` for the part
+        held."""
 
     def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """(parameter held here, its part of a whole tensor)."""
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """Sum of squares of gradients (parameter, gradient), whose sum over ranks counts every
-        entry once: over those of `group` if `all_held`, when a rank has whole gradients of what it
-        holds, and over all ranks where ZeRO has divided them."""
+        """Sum of squares of gradients (parameter, gradient), such that the sum over ranks counts
+        every entry once: over the ranks of `group` if `all_held`, where a rank has whole gradients
+        of its parameters, and over all ranks where ZeRO has divided them."""
 
 
 def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:
@@ -53,7 +54,7 @@ def gradients_of(optimizer: Any, model: nn.Module) -> Iterator[Any]:
 TENSOR_KEY = "learner.tensor_parallel"
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_INPUTS = ("o_proj", "down_proj")
-# norms over one head: a rank's gradient is that of its own heads
+# norms over one head: a rank's gradient is from its own heads alone
 _OF_HEADS = ("q_norm", "k_norm")
 
 
@@ -82,8 +83,8 @@ def autotp_config(count: int) -> dict[str, Any]:
 
 
 def check_layers(lm: Any, count: int) -> None:
-    """Raise UserError for a model whose layers hold anything that this division does not know, or
-    whose heads or MLP the ranks do not divide evenly."""
+    """Raise UserError for a model whose layers hold a parameter that this division does not know,
+    or whose heads or MLP cannot be divided evenly among the ranks."""
     odd = [name for name, p in lm.named_parameters() if not _known(name, p, lm)]
     if odd:
         raise UserError.choice(
@@ -141,7 +142,7 @@ class TensorParts:
         return torch.Size(sizes)
 
     def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
-        """All ranks' parts of what `read` gives for the parameter, in its shape."""
+        """See `ModelParts`."""
         part = read(p)
         if p not in self._dims:
             return part
@@ -157,7 +158,8 @@ class TensorParts:
         return [(p, whole.chunk(self.count, dim=self._dims[p])[self.index])]
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """See `ModelParts`: all ranks of the group hold what is not divided, of a partition too."""
+        """See `ModelParts`: all ranks of the group hold the parameters that are not divided, and
+        their partitions."""
         del all_held
         each = [
             g.detach().float().square().sum() / (1 if p in self._dims else self.count)
@@ -190,16 +192,15 @@ _ROUTER, _MOVED = ".mlp.gate.weight", ".mlp.router.gate.weight"
 # A rank has E / N of the E experts of every layer; their tokens come to it from the other ranks of
 # its group, by an all-to-all around the experts, and go back. Everything else is whole on every
 # rank. AutoEP holds a layer's experts as w1 (gate), w3 (up) [E / N, I, H] and w2 (down) [E / N, H,
-# I], and the router's weight one module deeper. Under the names that transformers gives them, which
-# publications and checkpoints know, stand parameters without storage, in the shapes of whole
-# tensors.
+# I], and the router's weight one module deeper. Parameters without storage, in the shapes of whole
+# tensors, have the names that transformers gives them, for publications and checkpoints.
 #
-# DeepSpeed's clipping is not used: it averages norms over ranks that have other experts, so that
-# these would scale their gradients unequally.
+# DeepSpeed's clipping is not used: it averages norms over ranks with different experts, which would
+# then scale their gradients unequally.
 
 
 def check_experts(lm: Any, count: int) -> None:
-    """Raise UserError for a model whose experts cannot be divided so."""
+    """Raise UserError for a model whose experts AutoEP cannot divide."""
     config = lm.config.get_text_config()
     reason = None
     if config.model_type not in FAMILIES:
@@ -217,8 +218,8 @@ def check_experts(lm: Any, count: int) -> None:
 
 
 def autoep_config(lm: Any, count: int) -> dict[str, Any]:
-    """DeepSpeed's section `expert_parallel`. It sees the policy around the model, and reads no
-    configuration of that."""
+    """DeepSpeed's section `expert_parallel`. It sees the policy around the model, whose
+    configuration it cannot read."""
     config = lm.config.get_text_config()
     return {
         "enabled": True,
@@ -262,11 +263,12 @@ class ExpertParts:
         return p
 
     def shape(self, p: Tensor) -> torch.Size:
-        """Of the whole parameter, which stand-ins have."""
+        """Shape of the whole parameter, which stand-ins have."""
         return p.shape
 
     def whole(self, p: Tensor, read: Callable[[Any], Tensor]) -> Tensor:
-        """[E, rows, columns] of all ranks' experts; of any other parameter what `read` gives."""
+        """[E, rows, columns] of all ranks' experts; for any other parameter the result of
+        `read`."""
         if p not in self._pieces:
             return read(p)
         mine = torch.cat([read(piece).detach() for piece in self._pieces[p]], dim=1)
@@ -275,7 +277,7 @@ class ExpertParts:
         return torch.cat(found)
 
     def own(self, p: nn.Parameter, whole: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """This rank's experts of it, by what AutoEP holds them as."""
+        """This rank's experts of a stacked parameter, by the parameters that AutoEP holds."""
         if p not in self._pieces:
             return [(p, whole)]
         pieces = self._pieces[p]
@@ -283,7 +285,7 @@ class ExpertParts:
         return list(zip(pieces, mine.chunk(len(pieces), dim=1), strict=True))
 
     def squares(self, pairs: Iterator[tuple[Tensor, Tensor]], *, all_held: bool) -> Tensor:
-        """See `ModelParts`: what is no expert's, all ranks of the group hold."""
+        """See `ModelParts`: all ranks of the group hold the parameters that are not of experts."""
         each = [
             g.detach().float().square().sum()
             / (self.count if all_held and p not in self._divided else 1)

@@ -3,8 +3,8 @@
 S. A. Jacobs and others, DeepSpeed Ulysses (arXiv:2309.14509).
 
 Two all-to-all exchanges a layer. Before attention each rank gives its positions of all heads and
-receives all positions of its share of the heads; after it, the reverse. What is between them is the
-attention that the model was loaded with, over whole sequences.
+receives all positions of its share of the heads; after attention, the reverse. Between them runs
+the attention that the model was loaded with, over whole sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Attend = Callable[..., tuple[Tensor, Any]]
 
 
 def split_attention(lm: Any, shards: Shards) -> None:
-    """Let a model's attention exchange positions for heads, in place; each of its forwards must
-    then have this rank's part. Raises UserError where heads cannot be divided."""
+    """Let a model's attention exchange positions for heads, in place; each forward is then given
+    this rank's part. Raises UserError where heads cannot be divided."""
     config = lm.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -63,7 +63,7 @@ def _exchanging(core: Attend, shards: Shards) -> Attend:
         # rows of shared prefixes have no outputs for padding
         return F.pad(out, (0, 0, 0, 0, 0, query.shape[2] - out.shape[1])), weights
 
-    made: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}  # each is for one number of rows
+    made: dict[tuple[int, ...], UlyssesSPAttentionHF] = {}  # each module serves one number of rows
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, **kwargs: Any

@@ -72,7 +72,7 @@ _locks: list[int] = []  # descriptors that hold this process's folders until it 
 
 
 def offload_config(spec: LearnerSpec) -> dict[str, dict[str, Any]]:
-    """Entries of DeepSpeed's `zero_optimization`; of NVMe without its folder."""
+    """Entries of DeepSpeed's `zero_optimization`; for NVMe without the folder."""
     offload = spec.offload
     pinned = offload.pin_memory and spec.num_gpus > 0  # there is no faster copy to a CPU
     found: dict[str, dict[str, Any]] = {}
@@ -84,9 +84,8 @@ def offload_config(spec: LearnerSpec) -> dict[str, dict[str, Any]]:
 
 
 def swap_folder(parent: Path) -> str:
-    """A new folder for this process's files; those of processes that have died are removed.
-
-    DeepSpeed names its files by rank alone, and leaves them. Raises UserError if it has no
+    """A new folder for this process's files; folders of processes that have died are removed.
+    DeepSpeed names its files by rank alone and leaves them behind. Raises UserError if it has no
     asynchronous file access here.
     """
     _refuse_without_aio()
@@ -133,10 +132,8 @@ ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroState:
-    """The state of one optimizer. Every method is collective.
-
-    `trained`: what it trains, by parameter name. A key is "weight" (the float32 master) or one of
-    ADAM_STATES.
+    """The state of one optimizer. Every method is collective. `trained`: its parameters by name. A
+    key is "weight" (the float32 master) or one of ADAM_STATES.
     """
 
     def __init__(
@@ -146,7 +143,8 @@ class ZeroState:
         trained: Mapping[str, nn.Parameter],
         parts: ModelParts | None = None,
     ) -> None:
-        """`parts`: which of them are parts of larger ones, whose whole tensors are saved."""
+        """`parts`: says which of them are parts of larger parameters, whose whole tensors are
+        saved."""
         self._parts = parts
         self._optimizer = optimizer
         self._stage = stage
@@ -158,8 +156,8 @@ class ZeroState:
     # ----- memory -----
 
     def park(self) -> int:
-        """Move masters, moments and buffers of gradients to the host, under the same tensors;
-        bytes. They can still be saved. Not collective."""
+        """Move the memory of masters, moments and buffers of gradients to the host, and return its
+        bytes. The tensors stay valid and can be saved. Not collective."""
         if self._parked is None:
             inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
             keys = ("weight", *ADAM_STATES) if inner.state else ("weight",)
@@ -172,7 +170,7 @@ class ZeroState:
         return self._parked.size
 
     def unpark(self) -> None:
-        """Move them back, if they are there."""
+        """Move them back to the device, if they are on the host."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None
@@ -207,7 +205,7 @@ class ZeroState:
         write_parts(folder, parts, run, optimizer_steps=optimizer_steps)
 
     def load(self, folder: Path) -> int:
-        """Take over what `save` wrote at any stage and number of ranks; its step count.
+        """Load what `save` wrote at any stage and number of ranks; returns its step count.
 
         Raises StageError if names or shapes do not match.
         """
@@ -240,7 +238,8 @@ class ZeroState:
             )
 
     def weights(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every (parameter name, whole float32 CPU copy), where they are `wanted`."""
+        """Every (parameter name, whole float32 CPU copy); nothing on ranks where they are not
+        `wanted`."""
         for group, held in self._groups():
             with self._in_memory(group):
                 for name, p in held.items():
@@ -296,7 +295,7 @@ class ZeroState:
 
     @contextmanager
     def _in_memory(self, group: int, *, changed: bool = False) -> Iterator[None]:
-        """While it is open, masters and moments of the group are in memory. DeepSpeed's own access
+        """A context in which masters and moments of the group are in memory. DeepSpeed's own access
         to one tensor would read the whole group for each."""
         if not self._on_disk(group):
             yield
@@ -346,7 +345,7 @@ class ZeroState:
         return whole.narrow(0, start, entries)
 
     def _write(self, p: nn.Parameter, key: str, value: Source) -> None:
-        """Replace the whole tensor of a parameter, of which this rank reads what it holds;
+        """Replace the whole tensor of a parameter, of which this rank reads its own part;
         `_publish_masters` then updates the model."""
         for piece, own in self._own(p, value):
             held = self._held(piece, key)
@@ -378,7 +377,8 @@ class ZeroState:
         return Part(start, tuple(self._shape(p)), copy)
 
     def _held(self, p: nn.Parameter, key: str) -> tuple[int, Tensor] | None:
-        """(first entry, entries in place, flat) of what this rank holds of a tensor, if any."""
+        """(first entry, entries in place, flat) of this rank's part of a tensor; None without
+        one."""
         if self._parked is not None:
             return self._parked_views[p, key]
         state = None if key == "weight" else key
@@ -399,9 +399,8 @@ class ZeroState:
         return fragment.lp_fragment_address.start, fragment.get_hp_fragment(state).data
 
     def _make_moments(self, group: int, optimizer_steps: int) -> None:
-        """Create zero moments: Adam does so at its first step, a loaded state needs them before.
-
-        After 0 steps there are none.
+        """Create zero moments: Adam creates them at its first step, a loaded state needs them
+        before. After 0 steps there are none.
         """
         inner = self._optimizer if self._stage == 0 else self._optimizer.optimizer
         flats = flat_masters(self._optimizer, self._stage)
