@@ -340,7 +340,8 @@ def read(
         keys = read_shards(folder, given) if given else {}
         for shard, its in given.items():
             for file, first in zip(its, keys[shard], strict=True):
-                found[file.name] = _references(shard, first, file.sizes)
+                places_in = enumerate(file.sizes, first)
+                found[file.name] = iter([RecordReference(shard, at, n) for at, n in places_in])
         records = [next(found[names[place]]) for place in places]
         kept = _elsewhere(records, scores, _counts(state))
         snapshot = Snapshot(state, records, scores, kept)
@@ -366,10 +367,6 @@ def _record_files(state: Mapping[str, Any]) -> list[RecordFile]:
     for size, place in zip(state["sizes"], state["places"], strict=True):
         sizes[place].append(size)
     return [RecordFile(n, its, state["checksums"][n]) for n, its in zip(state["files"], sizes)]
-
-
-def _references(shard: str, first: int, sizes: Sequence[int]) -> Iterator[Record]:
-    return (RecordReference(shard, first + i, size) for i, size in enumerate(sizes))
 
 
 def _counts(state: Mapping[str, Any]) -> Iterator[int]:

@@ -251,19 +251,17 @@ class Policy(nn.Module):
 
     def _hidden(self, mb: MicroBatch, attending: dict[str, Any]) -> Tensor:
         base = self.lm.base_model
+        replayed = self.replay is not None and mb.routes is not None
+        routing = {"routes": mb.routes} if replayed else {}
         states = base(  # type: ignore[operator]
             input_ids=mb.input_ids,
             position_ids=mb.position_ids,
             use_cache=False,
             # no mask: padding is at the right, and positions separate packed sequences
-            **{"attention_mask": None, **attending, **self._routing(mb)},
+            **{"attention_mask": None, **attending, **routing},
         ).last_hidden_state
         predicting: Tensor = states.flatten(0, 1).index_select(0, mb.predict)
         return predicting if mb.sharper is None else predicting * mb.sharper[:, None]
-
-    def _routing(self, mb: MicroBatch) -> dict[str, Any]:
-        """The experts that the routers of every layer are to choose."""
-        return {} if self.replay is None or mb.routes is None else {"routes": mb.routes}
 
     def _attending(self, mb: MicroBatch) -> dict[str, Any]:
         """Make the inputs of attention for a micro-batch, once for all layers."""

@@ -86,10 +86,9 @@ class RankReduce(Reduce):
 #
 # The ranks of a group have the same micro-batches. Each computes the layers at its own positions, a
 # contiguous part of every row, and the scores of the tokens that these predict; attention exchanges
-# positions for heads (`engines/ulysses.py`). Scores are then gathered, so that corrections and
-# losses see whole sequences and every rank of a group has the same loss. The gradient at the scores
-# of other ranks is dropped, so that the sum over all ranks counts the gradient of each sequence
-# once.
+# positions for heads (`split_attention`). Scores are then gathered, so that corrections and losses
+# see whole sequences and every rank of a group has the same loss. The gradient at the scores of
+# other ranks is dropped, so that the sum over all ranks counts the gradient of each sequence once.
 
 
 @dataclass(frozen=True, slots=True)

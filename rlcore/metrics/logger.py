@@ -99,7 +99,8 @@ class MetricsLogger:
         try:
             self._each(lambda sink: sink.log(clean))
         except OwnershipLost:
-            self._leave_folder()
+            # the run folder is another command's from now on
+            self.sinks = [sink for sink in self.sinks if not sink.in_folder]
             raise
 
     def samples(self, name: str, decoded: Sequence[Decoded]) -> None:
@@ -169,10 +170,6 @@ class MetricsLogger:
         del self._off[sink]
         if was_off:
             self.note(f"{sink.title} is written again; what came in between is missing there")
-
-    def _leave_folder(self) -> None:
-        """The run folder is another command's from now on."""
-        self.sinks = [sink for sink in self.sinks if not sink.in_folder]
 
     def __enter__(self) -> MetricsLogger:
         return self

@@ -116,7 +116,7 @@ def _learner(runs: Sequence[MeasuredRun]) -> LearnerRates:
         step_s=step_s + max(0.0, fmean(_beside(r) for r in runs)),
         token_s=token_s,
         ref_token_s=float(ref_s.sum() / tokens.sum()),
-        publish_s=max(fmean(_gathering(r) / _publications(r) for r in runs), 1e-4),
+        publish_s=max(fmean(_gathering(r) / _publications_a_step(r) for r in runs), 1e-4),
     )
 
 
@@ -133,8 +133,7 @@ def _gathering(run: MeasuredRun) -> float:
     return run.a_step("time/publish_s") - loading
 
 
-def _publications(run: MeasuredRun) -> float:
-    """A step."""
+def _publications_a_step(run: MeasuredRun) -> float:
     return len(run.column("time/publish_stop_s")) / len(run.steady)
 
 

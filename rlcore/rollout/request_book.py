@@ -1,5 +1,5 @@
-"""The requests of one engine: those its core decodes, those held back, and the version that samples
-their tokens. Independent of the engine."""
+"""The requests of one engine: the ones that its core decodes, the ones held back, and the version
+that samples their tokens. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RequestBook:
     def add(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> None:
         """Queue requests, all or none. Raises ValueError for one that the engine cannot serve.
 
-        `begun`: what other engines gave up by `cut`; those requests keep the tokens they have.
+        `begun`: records that `cut` of other engines returned; their requests keep these tokens.
         """
         for request in requests:
             self._check(request)
@@ -141,8 +141,8 @@ class RequestBook:
             self._submit(draw)
 
     def _continues(self, draw: Draw, t: Trajectory) -> bool:
-        """Return whether the response can go on from tokens of another actor: versions of a
-        response never go back, and tokens must be left of its limit."""
+        """Return whether the response can go on from tokens of another actor: versions within a
+        response never decrease, and its limit must allow further tokens."""
         sampled = len(t.token_version)
         return 0 < sampled < draw.budget and t.token_version[-1] <= self.version
 
@@ -181,7 +181,7 @@ class RequestBook:
         request = draw.request
         draw.routes.restart()
         seed = request.seed
-        if draw.resubmissions:  # do not repeat the draws that followed the same seed before
+        if draw.resubmissions:  # a resubmitted request must not repeat the draws of its first seed
             seed = derive_seed(seed, "rollout/resubmit", draw.resubmissions)
         stop_ids, _ = split_stops(self._tokenizer, request.sampling.stop)
         self._core.add(
@@ -213,8 +213,8 @@ class RequestBook:
         self._core.abort([i for i in ids if self.active.pop(i, None) is not None])
 
     def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
-        """Drop requests and return what they have so far, also those without a token; unknown ids
-        are ignored."""
+        """Drop requests and return their records so far, also of requests without a token; unknown
+        ids are ignored."""
         ids = set(request_ids)
         draws = [d for i, d in self.active.items() if i in ids]
         draws += [d for d in self._held if d.request.request_id in ids]
@@ -237,9 +237,8 @@ class RequestBook:
         return done
 
     def settle(self) -> list[Trajectory]:
-        """Take what the core's steps have yet to give; the trajectories that finished with it.
-
-        Until then tokens may be on their way that the current version sampled.
+        """Take the remaining outputs of the core's steps; returns the trajectories that finished.
+        Before this call tokens of the current version may still be under way.
         """
         done = self._take(self._core.settle)
         self._settled += self.step_load
@@ -314,7 +313,7 @@ class RequestBook:
             self._held += self.withdraw(started=False)
 
     def hold_all(self) -> None:
-        """Take every request out of the core, with the tokens it has, and hold it and all new ones
+        """Take every request out of the core, with its tokens, and hold it and all new requests
         until `end_drain`."""
         self._draining = True
         self._held += self.withdraw(started=True)
@@ -330,13 +329,13 @@ class RequestBook:
         return self._draining and not self.active
 
     def withdraw(self, *, started: bool) -> list[Draw]:
-        """Take requests out of the core, in order: those that it has not begun with and, if
-        `started`, the others too."""
+        """Take requests out of the core, in order: the requests that it has not begun and, if
+        `started`, the others, too."""
         draws = [d for d in self.active.values() if started or not d.started]
         ids = [d.request.request_id for d in draws]
         spent = self.decoding_s()
         for request_id, draw in zip(ids, draws, strict=True):
-            # Its time in the queue after it is resubmitted does not count.
+            # Time in the queue after a resubmission does not count.
             draw.decoded_s = spent.get(request_id, 0.0)
             draw.withdrawn()
             del self.active[request_id]
@@ -374,7 +373,7 @@ class BookedEngine(RolloutEngine):
         self._book.abort(request_ids)
 
     def cut(self, request_ids: Iterable[str]) -> list[Trajectory]:
-        """Drop requests and return what they have so far."""
+        """Drop requests and return their records so far."""
         return self._book.cut(request_ids)
 
     def unfinished(self) -> int:
@@ -412,8 +411,8 @@ class BookedEngine(RolloutEngine):
         return self._book.drained()
 
     def sleep(self) -> float:
-        """Free the memory that another process is to have; bytes freed. Requests that run, and new
-        ones, are held until `wake`."""
+        """Free the memory that another process is to use; returns the bytes freed. Requests that
+        run, and new ones, are held until `wake`."""
         self._ready += self._book.settle()
         self._book.hold_all()
         return self._free()
@@ -430,7 +429,7 @@ class BookedEngine(RolloutEngine):
         return 0.0
 
     def _take_back(self, what: Wake) -> None:
-        """Undo it."""
+        """Take back the memory that `_free` gave up."""
 
     def set_version(self, version: int) -> None:
         """Have tokens carry `version` from the next step on; the weights stay (a frozen draft)."""
@@ -438,7 +437,7 @@ class BookedEngine(RolloutEngine):
         self._book.set_version(version)
 
     def _finish_active(self) -> None:
-        """Decode what is in the core to its end."""
+        """Decode the core's requests to their ends."""
         while self._book.active:
             self._ready += self._book.decode()
         self._ready += self._book.settle()

@@ -53,7 +53,7 @@ class Draw:
         return self.started_at is not None
 
     def withdrawn(self) -> None:
-        """It left its engine; what it has sampled stays."""
+        """The draw has left its engine; its sampled tokens stay."""
         self.decoding_since = None
         if not self.tokens:
             self.started_at = None
@@ -76,7 +76,7 @@ class Draw:
         self._blocks += 1
 
     def go_on(self, begun: Trajectory) -> None:
-        """Take over what another engine sampled for this request before it was cut."""
+        """Take over the tokens that another engine sampled for this request before it was cut."""
         versions = begun.token_version
         starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
         self.tokens = begun.sampled_ids.tolist()
@@ -172,8 +172,8 @@ def _padding(tokens: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _joined(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """[sum n, width]: rows one below the other; fewer columns where an engine gives fewer: it has
-    no more than its vocabulary."""
+    """[sum n, width]: rows concatenated; fewer columns where an engine gives fewer, since its
+    vocabulary is smaller."""
     try:
         return np.concatenate(rows)[:, :width]
     except ValueError:

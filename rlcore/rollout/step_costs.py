@@ -1,4 +1,4 @@
-"""The cost of an engine's steps by their contents: least squares over all of them, in constant
+"""The cost of an engine's steps by their contents: least squares over all steps, in constant
 memory."""
 
 from __future__ import annotations

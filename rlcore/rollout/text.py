@@ -42,7 +42,7 @@ def read_answer(
 
     The trajectory keeps the tokens of the stop string: they were sampled, and the learner must be
     able to reinforce them. `prompt`: the prompt's text, for display. `in_pieces`: whether the text
-    of every token is wanted besides."""
+    of every token is wanted, too."""
     versions = trajectory.token_version
     ids: list[int] = trajectory.sampled_ids.tolist()
     text = decode(ids)
@@ -119,13 +119,13 @@ class PromptEncoder:
     """Fills the empty `prompt_ids` of requests. May be called from any thread."""
 
     def __init__(self, tokenizer: Any, settings: TextSettings) -> None:
-        """`tokenizer`: used by nobody else, since it is not made for two threads."""
+        """`tokenizer`: used by this object alone, since tokenizers are not made for two threads."""
         self._tokenizer = tokenizer
         self._settings = settings
         self._lock = threading.Lock()
 
     def encoded(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests with the tokens of what they ask, one encoding a prompt. Raises UserError
+        """The requests with the tokens of their prompts; a prompt is encoded once. Raises UserError
         for a prompt that the template refuses or the model cannot hold."""
         made: dict[str, np.ndarray] = {}
         with self._lock:

@@ -47,7 +47,7 @@ class Counters:
         return max(0.0, time.monotonic() - max(self.heartbeat, self.loading_until))
 
 
-# Errors that only the caller gets; the engine continues.
+# Errors that only the caller receives; the engine continues.
 _REFUSED = (ValueError, KeyError, UserError)
 
 
@@ -98,7 +98,7 @@ class CommandQueue:
         return command.future
 
     def take(self, *, updates: bool) -> EngineCall | WeightUpdate | None:
-        """The next command, None if there is none or if it is an update and those must wait."""
+        """The next command, None if there is none or if it is an update and updates must wait."""
         if not self._commands or (isinstance(self._commands[0], WeightUpdate) and not updates):
             return None
         return self._commands.popleft()
@@ -265,7 +265,8 @@ class RolloutWorker:
 
     def submit(self, requests: Sequence[Request], begun: Sequence[Trajectory] = ()) -> Future[None]:
         """Queue requests: all enter the engine between the same two steps, in order, or none does
-        (ValueError). `begun`: what `cut` of another worker gave of them."""
+        (ValueError). `begun`: the records of these requests that `cut` of another worker
+        returned."""
         batch = list(requests)
 
         def run() -> None:
@@ -280,8 +281,8 @@ class RolloutWorker:
         return self._commands.put(EngineCall(lambda: self._engine.abort(ids)))
 
     def cut(self, request_ids: Iterable[str]) -> Future[list[Trajectory]]:
-        """Drop requests and return what they have so far; those that have finished are not among
-        them, and are delivered."""
+        """Drop requests and return their records so far; finished requests are not among them, and
+        are delivered."""
         ids = list(request_ids)
         return self._commands.put(EngineCall(lambda: self._engine.cut(ids)))
 

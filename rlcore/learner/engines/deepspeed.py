@@ -34,6 +34,7 @@ from rlcore.learner.engines.model_parallel import (
     check_experts,
     check_layers,
     gradients_of,
+    split_attention,
 )
 from rlcore.learner.engines.zero_state import ZeroState, offload_config, swap_folder
 from rlcore.learner.lm_head import HeadSpec, KlTarget
@@ -207,9 +208,6 @@ class ZeroEngine(TrainEngine):
 
     @staticmethod
     def split_attention(lm: nn.Module, shards: Shards) -> None:
-        # imported late, since it imports DeepSpeed
-        from rlcore.learner.engines.ulysses import split_attention
-
         split_attention(lm, shards)
 
     def __init__(

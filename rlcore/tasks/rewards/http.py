@@ -55,12 +55,10 @@ def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | Rewar
         reward = finite(value, "the reward in the reply")
     except Unjudged as e:
         return e
-    numbers = {name: column[index] for name, column in logs.items() if _is_shown(column[index])}
-    return RewardVerdict("ok", reward, {name: float(number) for name, number in numbers.items()})
-
-
-def _is_shown(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= MOST_REWARD
+    values = {name: column[index] for name, column in logs.items()}
+    numbers = {n: float(v) for n, v in values.items() if isinstance(v, int | float)}
+    shown = {name: number for name, number in numbers.items() if abs(number) <= MOST_REWARD}
+    return RewardVerdict("ok", reward, shown)
 
 
 def _logs(data: dict[str, Any], count: int) -> dict[str, list[Any]]:

@@ -221,7 +221,7 @@ REWARDS: dict[str, str] = {
     "http": "rlcore.tasks.rewards.http:HttpReward",
     "judge": "rlcore.tasks.rewards.http:JudgeReward",
     "classifier": "rlcore.tasks.rewards.classifier:ClassifierReward",
-    "lean": "rlcore.extras.lean_server:LeanReward",
+    "lean": "rlcore.extras.lean:LeanReward",
 }
 KINDS = (*REWARDS, "own")
 

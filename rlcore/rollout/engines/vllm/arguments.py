@@ -1,4 +1,4 @@
-"""From an `EngineJob` to vLLM's engine arguments."""
+"""vLLM's engine arguments of an `EngineJob`, and the errors that they add to an actor's logits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import save_file
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from rlcore.rollout.engines.vllm.noise import processors
 from rlcore.rollout.engines.vllm.worker_side import BACKENDS, LOAD_FORMAT, WorkerSide
 from rlcore.rollout.specs import ActorSpec, EngineJob
+from rlcore.seeding import derive_seed
 
 
 def quantization_options(actor: ActorSpec) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def quantization_options(actor: ActorSpec) -> dict[str, Any]:
     }
 
 
-# what vLLM can lay an adapter's buffers out for (vllm/config/lora.py: MaxLoRARanks)
+# ranks that vLLM's buffers of an adapter can have (vllm/config/lora.py: MaxLoRARanks)
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -82,7 +84,8 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
         **_transfer_options(job),
         **_adapter_options(job),
         **quantization_options(actor),
-        **_head_options(actor),
+        # vLLM reads the head's dtype from the model's own configuration
+        hf_overrides={"head_dtype": "float32"} if actor.fp32_head else {},
         **_cpu_options(actor),
         **_sparse_options(actor),
         logits_processors=processors(actor),
@@ -92,8 +95,8 @@ def engine_args(job: EngineJob, vocab: int) -> EngineArgs:
 
 
 def _memory_share(actor: ActorSpec) -> float:
-    """The share of GPU memory that vLLM plans with. The summaries of a sparse actor's pages, one
-    key for each page of keys and values, are not in its plan."""
+    """The share of GPU memory that vLLM plans with. Its plan leaves out the summaries of a sparse
+    actor's pages, one key for each page of keys and values."""
     if actor.sparse is None:
         return actor.gpu_memory_utilization
     return actor.gpu_memory_utilization / (1 + 1 / (2 * actor.sparse.block_size))
@@ -129,11 +132,6 @@ def _cpu_options(actor: ActorSpec) -> dict[str, Any]:
     }
 
 
-def _head_options(actor: ActorSpec) -> dict[str, Any]:
-    """vLLM reads the head's dtype from the model's own configuration."""
-    return {"hf_overrides": {"head_dtype": "float32"}} if actor.fp32_head else {}
-
-
 def _sparse_options(actor: ActorSpec) -> dict[str, Any]:
     """The rule's pages, and the backend that ours replaces: on some GPUs vLLM prefers another."""
     if actor.sparse is None:
@@ -145,10 +143,9 @@ def _sparse_options(actor: ActorSpec) -> dict[str, Any]:
 
 
 def _expert_options(job: EngineJob) -> dict[str, Any]:
-    """Of mixtures of experts; other models ignore them.
-
-    Triton's kernels read w13 and w2 as they were loaded. Others swap the halves of w13 or lay both
-    out in blocks, so that weights could not be replaced in place.
+    """Options for mixtures of experts, which other models ignore. Triton's kernels read w13 and w2
+    as they were loaded. Other kernels swap the halves of w13 or store both in blocks, so that
+    weights could not be replaced in place.
     """
     if job.actor.on_cpu:
         return {}
@@ -156,7 +153,7 @@ def _expert_options(job: EngineJob) -> dict[str, Any]:
 
 
 def _own_config(actor: ActorSpec) -> dict[str, Any]:
-    """Read in the engine's workers by the processors of `noise.py` and by `FolderLoader`."""
+    """Read in the engine's workers by the processors below and by `FolderLoader`."""
     config: dict[str, Any] = {}
     if actor.logit_noise:
         config["logit_noise"] = actor.logit_noise
@@ -165,3 +162,71 @@ def _own_config(actor: ActorSpec) -> dict[str, Any]:
     if actor.on_cpu:
         config["cpu_fast_path"] = actor.cpu_fast_path
     return config
+
+
+# Errors on an actor's logits, to study mismatch: noise, and a floor of probabilities.
+
+
+def processors(actor: ActorSpec) -> list[str | type[LogitsProcessor]] | None:
+    """The errors that an actor's settings ask for, in the order in which they are applied."""
+    noise = [NoiseProcessor] if actor.logit_noise else []
+    floor = [FloorProcessor] if actor.probability_floor else []
+    return [*noise, *floor] or None
+
+
+class NoiseProcessor(LogitsProcessor):
+    """Gaussian noise of `additional_config["logit_noise"]`; the processed log-probs include it.
+
+    The noise depends on (request seed, position) alone, not on the batch or a recomputation.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._std = float(vllm_config.additional_config["logit_noise"])
+        # batch row -> (request seed, its output tokens so far)
+        self._rows: dict[int, tuple[int, list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(
+            self._rows, batch_update, lambda params, _, out: (int(params.seed or 0), out)
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator()
+        for row, (seed, output) in self._rows.items():
+            generator.manual_seed(derive_seed(seed, "rollout/logit_noise", len(output)))
+            noise = torch.randn(logits.shape[1], generator=generator)
+            logits[row] += self._std * noise.to(logits.device, logits.dtype)
+        return logits
+
+
+class FloorProcessor(LogitsProcessor):
+    """The floor e of `additional_config["probability_floor"]` under every token's probability.
+
+    p_inf = (p + e)/(1 + V e) with p the distribution over all V tokens at the request's
+    temperature. Top-p, top-k and min-p are applied to p_inf afterwards, as in an engine whose
+    softmax has a floor; the processed log-probs include all of them.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._floor = float(vllm_config.additional_config["probability_floor"])
+        self._temperatures: dict[int, float] = {}  # by batch row
+
+    def is_argmax_invariant(self) -> bool:
+        return False  # it is, but vLLM applies such processors after min-p
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(
+            self._temperatures,
+            batch_update,
+            lambda params, *_: params.temperature or 1.0,  # greedy: the order alone counts
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        values = [self._temperatures.get(row, 1.0) for row in range(len(logits))]
+        at = torch.tensor(values, device=logits.device, dtype=torch.float32)[:, None]
+        # vLLM divides by the temperature next
+        floored = at * ((logits.float() / at).softmax(-1) + self._floor).log()
+        return floored.to(logits.dtype)

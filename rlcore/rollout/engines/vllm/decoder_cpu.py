@@ -1,7 +1,7 @@
-"""Runs the layers of a plain decoder on the CPU one operation after the other.
+"""Runs the layers of a plain decoder on the CPU without vLLM's modules.
 
-With a small model most of a decode step is not arithmetic but what vLLM's modules do around each
-operation: custom operations that look their layer up again, calls of modules, parameters whose
+With a small model most of a decode step is not arithmetic but the overhead of vLLM's modules around
+each operation: custom operations that look their layer up again, calls of modules, parameters whose
 class intercepts every operation. Here a model's weights and sizes are read once, and a step calls
 the same kernels in the same order, so that its values are the same to the bit.
 """
@@ -112,7 +112,7 @@ class Cache:
 
     @classmethod
     def of(cls, attention: Any) -> Cache:
-        """As vLLM's backend divides it."""
+        """Divide a cache as vLLM's backend does."""
         whole = attention.kv_cache
         blocks, heads, size, _ = whole.shape
         return cls(*whole.view(blocks, heads, size * 2, -1).chunk(2, dim=2))
@@ -148,8 +148,7 @@ class Layer:
         return self._down(F.silu(gate).mul_(up)), residual
 
     def _attended(self, qkv: Tensor, positions: Tensor, its: Any) -> Tensor:
-        """[n, query heads * head dim], with the keys and values stored. `its`: the step's
-        metadata."""
+        """[n, query heads * head dim]; stores keys and values. `its`: the step's metadata."""
         attention = self._attention
         impl = attention.impl
         size, n = impl.head_size, len(qkv)
@@ -197,7 +196,7 @@ class Layer:
 
 
 class PlainDecoder:
-    """In place of a model runner's forward pass. It stays as it was where `reason` says why."""
+    """Replaces a model runner's forward pass, unless `reason` says why it cannot."""
 
     def __init__(self, runner: Any) -> None:
         self.reason = _unsuited(runner)

@@ -39,8 +39,8 @@ _FINISH: dict[VllmFinish, FinishReason] = {VllmFinish.STOP: "stop", VllmFinish.L
 
 # vLLM's engine core, driven directly.
 #
-# Its outputs stay the arrays they are: vLLM's own output processor turns every log-prob into Python
-# objects, which costs more than computing them (see benchmarks/rollout_logprobs.py).
+# Its outputs stay arrays: vLLM's own output processor turns every log-prob into Python objects,
+# which costs more than computing them (see benchmarks/rollout_logprobs.py).
 
 
 class VllmCore(DecodeCore):
@@ -64,7 +64,7 @@ class VllmCore(DecodeCore):
         self._names: dict[str, str] = {}  # request id -> vLLM's name for it
         self._count = itertools.count()
         self.rpc("rl_plain_gather")
-        #: why the model runs as vLLM's modules; None: `decoder_cpu` runs it
+        #: why vLLM's modules run the model; None: `decoder_cpu` runs it
         self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are
         self.unshared: str | None = "cpu_fast_path is false"
@@ -154,8 +154,8 @@ class VllmCore(DecodeCore):
             yield Output(request_id, out.new_token_ids, rows, finish, routes=out.routed_experts)
 
     def settle(self) -> Iterable[Output]:
-        """With asynchronous scheduling a step is under way between two calls of `step`: what it
-        gives, without another being scheduled. Raises as `step` does."""
+        """Outputs of the step that is under way between two calls of `step` with asynchronous
+        scheduling; schedules no further step. Raises as `step` does."""
         engine: Any = self._core.engine_core  # type: ignore[attr-defined]
         if engine.batch_queue is None:
             return
@@ -192,8 +192,8 @@ class VllmCore(DecodeCore):
         """Free keys and values, and on GPUs the weights, which are copied to the host; bytes freed
         on the first rank. No request may be queued or running.
 
-        Not vLLM's level 2, which drops the weights and with them tensors that are neither
-        parameters nor buffers and that no publication brings (vLLM's issue 29341).
+        vLLM's level 2 is not used: with the weights it drops tensors that are neither parameters
+        nor buffers, which no publication contains (vLLM's issue 29341).
         """
         if on_cpu():
             self.forget_prefixes()
@@ -203,12 +203,12 @@ class VllmCore(DecodeCore):
         return float(self.rpc("rl_free_bytes") - before)
 
     def wake(self, what: Wake) -> None:
-        """Take memory back: of the weights, then of all."""
+        """Take memory back: for the weights, then for everything."""
         if on_cpu():
             if what == "all":
                 self.rpc("rl_take_back")
             return
-        # without tags vLLM would map again what is awake already
+        # without tags vLLM would map memory again that is awake already
         asleep: set[str] = self._llm.model_executor.sleeping_tags
         self._llm.wake_up(tags=["weights"] if what == "weights" else sorted(asleep))
 
@@ -227,7 +227,7 @@ class VllmCore(DecodeCore):
             return self.rpc("rl_with_file", method, path, *args)
 
     def load_adapter(self, folder: str) -> None:
-        """Replace the adapter of all requests on every rank, by that of a PEFT folder."""
+        """Replace the adapter of all requests on every rank by the one in a PEFT folder."""
         new = LoRARequest(_ADAPTER.lora_name, _ADAPTER.lora_int_id, folder, load_inplace=True)
         if not self._llm.add_lora(new):
             raise RuntimeError("vLLM did not load the adapter that was published")
@@ -330,7 +330,7 @@ class VllmEngine(BookedEngine):
                 f"version {version} is older than {self.version} while requests are unfinished"
             )
         self._weights.check(weights.shapes)
-        # Tokens that scheduled steps have yet to give are the old weights'.
+        # Tokens of steps that are already scheduled belong to the old weights.
         self._ready += self._book.settle()
         if on_publish == "finish":
             self._book.begin_drain()

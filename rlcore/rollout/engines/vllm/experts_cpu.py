@@ -60,10 +60,10 @@ def mixed(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, experts: Tensor) 
 # The experts that a mixture chooses on the CPU, recorded for every token.
 #
 # vLLM returns them from its second model runner alone (vllm/config/vllm.py:
-# _verify_aux_output_compatibility), whose kernels are written for GPUs. So this stands in its
-# scheduler where that runner's connector would, in the one process that scheduler and model share
-# here. As vLLM 0.26 did, it keeps experts by the slot of a token's keys and values: what a prefix
-# cache hit reads of another request's keys and values, it reads of their experts too.
+# _verify_aux_output_compatibility), whose kernels are written for GPUs. Here this class replaces
+# that runner's connector in the scheduler, which shares a process with the model. Like vLLM 0.26 it
+# keeps experts by the slot of a token's keys and values: a prefix cache hit that reads another
+# request's keys and values reads their experts, too.
 
 
 class RoutesOnCpu:
@@ -91,7 +91,7 @@ class RoutesOnCpu:
                 module.router.set_capture_fn(partial(self._note, module.layer_id))
 
     def _note(self, layer: int, experts: Tensor) -> None:
-        """experts [U, k]: of the positions that are computed."""
+        """Note the experts [U, k] of the positions that are computed."""
         found = None if self._shared is None else self._shared.positions
         if found is not None:
             experts = experts.index_select(0, found.of_each)
@@ -112,8 +112,8 @@ class RoutesOnCpu:
         """A step is scheduled."""
 
     def take_output(self, request: Any, output: Any) -> np.ndarray:
-        """[n, layers, k]: of the tokens that a step has read, a request's first step those of its
-        prompt, which other requests may have computed."""
+        """[n, layers, k]: experts of the tokens that a step has read; in a request's first step
+        those of its prompt, which other requests may have computed."""
         del output
         end = request.num_tokens - 1
         start = 0 if request.num_output_tokens <= 1 else end - 1

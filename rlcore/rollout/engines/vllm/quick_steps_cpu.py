@@ -1,10 +1,10 @@
-"""Decode steps on the CPU that pass vLLM's scheduler and runner by.
+"""Decode steps on the CPU without vLLM's scheduler and runner.
 
-Most steps continue the requests of the step before, one token each. vLLM plans, prepares and takes
-apart such a step like any other, request by request, which is more work than a small model. Here a
-step is arrays over all requests, with vLLM's own functions where something happens to one: it needs
-another block of the cache, or ends. Its state is kept as vLLM would have it, so that any step may
-be one of vLLM's again: those with prompts, after a change of weights, or short of memory.
+Most steps continue the requests of the step before, one token each. vLLM plans, prepares and
+unpacks such a step like any other, request by request, which takes longer than a small model's
+pass. Here a step is arrays over all requests, with vLLM's own functions where a request needs
+another block of the cache, or ends. vLLM's state is kept up to date, so that any step may be vLLM's
+again: steps with prompts, after a change of weights, or short of memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LARGEST = 2**31
 # Draws of seeded requests on the CPU, without an operation of torch for each request and token.
 #
 # vLLM takes one number from the generator of every request in every step. Here a request's next
-# numbers are drawn together: the same ones in the same order, so that tokens stay what they were.
+# numbers are drawn together: the same numbers in the same order, so that tokens do not change.
 
 
 class SeededDraws:
-    """In place of vLLM's CPU sampler of one model runner."""
+    """Replaces vLLM's CPU sampler of one model runner."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -45,7 +45,7 @@ class SeededDraws:
         self._ahead: dict[str, list[int]] = {}
 
     def install(self) -> None:
-        """Replace what the runner samples with, where that is vLLM's own for seeds."""
+        """Replace the runner's sampler, where it is vLLM's own for seeds."""
         sampler = self._runner.sampler.topk_topp_sampler
         own = getattr(sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
         if own and not sampler.use_fp64_gumbel and sampler.logprobs_mode == "processed_logprobs":
@@ -112,7 +112,7 @@ class QuickSteps:
 
     @classmethod
     def of(cls, scheduler: Any, runner: Any, decoder: PlainDecoder | None) -> QuickSteps | None:
-        """None where steps need something that is not done here."""
+        """The quick steps of an engine; None where its steps need more than is done here."""
         plain = (
             decoder is not None
             and decoder.reason is None
@@ -129,7 +129,7 @@ class QuickSteps:
 
     @torch.inference_mode()
     def step(self) -> list[Sampled] | None:
-        """One token of every running request; None: the next step has to be one of vLLM's."""
+        """Sample one token of every running request; None: the next step has to be vLLM's."""
         if not self._ready() or not self._allocated():
             self._rows = []
             return None
@@ -149,7 +149,7 @@ class QuickSteps:
         return self._found()
 
     def _found(self) -> bool:
-        """Read what runs; False: some of it has more than its next token to compute."""
+        """Read the running requests; False: some have more than their next token to compute."""
         scheduler, runner = self._scheduler, self._runner
         running = {request.request_id: request for request in scheduler.running}
         batch = runner.input_batch
@@ -184,7 +184,7 @@ class QuickSteps:
         return True
 
     def _states(self) -> torch.Tensor:
-        """[n, D]: what the model makes of the last token of each request."""
+        """[n, D]: the hidden state of each request's last token."""
         batch, n = self._runner.input_batch, len(self._rows)
         rows, computed = np.arange(n), batch.num_computed_tokens_cpu[:n]
         blocks = self._table.get_numpy_array()[rows, computed // self._size].astype(np.int64)
@@ -206,7 +206,7 @@ class QuickSteps:
         return self._decoder.states(token_ids, positions, builder.build(0, step))
 
     def _taken(self, output: Any) -> list[Sampled]:
-        """Note what was sampled, as vLLM's runner and scheduler do."""
+        """Record the sampled tokens, as vLLM's runner and scheduler do."""
         batch, n = self._runner.input_batch, len(self._rows)
         rows, ends = np.arange(n), batch.num_tokens_no_spec[:n]
         sampled = output.sampled_token_ids[:, 0].numpy()

@@ -1,10 +1,10 @@
-"""Computes what requests of one engine step have in common once, on the CPU.
+"""Computes the common prefixes of an engine step's requests once, on the CPU.
 
 A group's samples have one prompt, and after new weights every running request is computed again
 from its prompt on. vLLM's prefix cache shares whole blocks of 128 tokens there, so a step that
-computes prompts holds the same positions many times. Here the model gets every distinct prefix
-once, and only attention takes the requests apart again: keys and values go to the blocks of every
-request, as without this.
+computes prompts holds the same positions many times. Here the model computes every distinct prefix
+once, and only attention treats requests separately: keys and values are written to the blocks of
+every request, as without sharing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Positions:
     def of(
         cls, tokens: np.ndarray, bounds: Sequence[int], before: Sequence[tuple[int, ...]]
     ) -> Positions:
-        """From the tokens [N] of requests, each from one bound to the next. `before`: what stands
-        for the positions of each request that were computed in earlier steps."""
+        """From the tokens [N] of requests, each from one bound to the next. `before`: a key for
+        each request's positions that were computed in earlier steps."""
         nodes: dict[tuple[Any, int], int] = {}  # (node before it, token) -> node
         paths: dict[tuple[Any, bytes], np.ndarray] = {}
         kept: list[int] = []
@@ -61,7 +61,7 @@ class Positions:
 
 
 class SharedPrompts:
-    """Makes a model runner share positions. It stays as it was where `reason` says why."""
+    """Makes a model runner share positions, unless `reason` says why it cannot."""
 
     def __init__(self, runner: Any) -> None:
         #: of the pass that runs; None: it computes all positions
@@ -104,7 +104,8 @@ class SharedPrompts:
         return found if len(found.kept) <= _WORTH * len(input_ids) else None
 
     def _computed(self, metadata: Any, request: int, tokens: int) -> tuple[int, ...]:
-        """Equal for two requests only if their first `tokens` positions are the same ones."""
+        """A key that two requests share only if their first `tokens` positions hold the same
+        tokens."""
         if tokens % self._block_size:
             return (-1 - request,)  # its last block is its own
         return tuple(metadata.block_table[request, : tokens // self._block_size].tolist())

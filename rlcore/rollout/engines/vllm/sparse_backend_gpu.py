@@ -74,7 +74,7 @@ def install(rule: SparseSpec) -> None:
 
 
 def bind(model_runner: Any) -> None:
-    """As `sparse_cpu.bind`."""
+    """See `sparse_cpu.bind`."""
     bind_requests(model_runner, SparseGPUBuilder)
 
 

@@ -1,9 +1,7 @@
 """The tensor operations of the CUDA backend: rows of a step, selection of pages, FlashAttention on
-the kept ones.
-
-The kernels are arguments, so that everything around them can be tested without a GPU. Shapes as in
-`sparse_backend_gpu`: a cache is [blocks, kv_heads, block_size, 2 * head_dim], head-major, keys in
-the first half.
+the kept pages. The kernels are arguments, so that the code around them can be tested without a GPU.
+Shapes as in `sparse_backend_gpu`: a cache is [blocks, kv_heads, block_size, 2 * head_dim],
+head-major, keys in the first half.
 """
 
 from __future__ import annotations

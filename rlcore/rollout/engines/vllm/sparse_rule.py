@@ -51,8 +51,8 @@ class RowRequests(Protocol):
 
     vLLM's own count stays the prompt's through preemption and recomputation. A request that was
     resubmitted with part of its response as the prompt carries its true length:
-    `SamplingParams(extra_args={"prompt_len": P})`. One with pages of its own carries its rule
-    there, so that whatever is computed again of it is computed by the same rule.
+    `SamplingParams(extra_args={"prompt_len": P})`. A request with pages of its own carries its rule
+    there, so that recomputed positions follow the same rule.
     """
 
     def __call__(self, rows: int, slots: np.ndarray | None) -> AskedOfRows:
@@ -61,7 +61,7 @@ class RowRequests(Protocol):
 
 
 class BatchRequests(RowRequests):
-    """Of the first runner, whose batch is in the order of the rows."""
+    """Requests of the first runner, whose batch is in the order of the rows."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
@@ -81,8 +81,8 @@ class BatchRequests(RowRequests):
 
 
 class SlotRequests(RowRequests):
-    """Of the second runner, which keeps no sampling parameters: they are noted as its sampler gets
-    them, when a request enters the batch or comes back into it."""
+    """Requests of the second runner, which keeps no sampling parameters: they are recorded when its
+    sampler receives them, as a request enters the batch or returns to it."""
 
     def __init__(self, model_runner: Any) -> None:
         self._states = model_runner.req_states
@@ -132,15 +132,16 @@ def set_rule(rule: SparseSpec, *, kernel: str) -> None:
 
 
 def installed_rule() -> SparseSpec:
-    """The rule. Raises RuntimeError without one: vLLM then built the model in another process."""
+    """The installed rule. Raises RuntimeError without one: vLLM then built the model in another
+    process."""
     if _installed is None:
         raise RuntimeError("install() was not called in the process that hosts the model")
     return _installed
 
 
 class StepPlanner:
-    """Mixed into vLLM's metadata builders: which rows of a step attend densely and which by the
-    rule."""
+    """A mixin of vLLM's metadata builders that plans which rows of a step attend densely and which
+    by the rule."""
 
     rule: SparseSpec
     asked: RowRequests | None = None  # `bind_requests` sets it

@@ -1,5 +1,5 @@
-"""The weights of one engine: loads what was published, rounded and cast for its kind of actor, and
-reports checksums that prove what it holds."""
+"""The weights of one engine: loads published weights, rounded and cast for its kind of actor, and
+reports checksums that prove which weights it holds."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class WeightLoader:
     def load(self, weights: WeightStream) -> None:
         """Replace all weights, a bucket at a time.
 
-        Of a set that vLLM quantises, what will be asked for is kept until it is. Raises
-        RuntimeError if vLLM did not take every one: the engine must not serve then.
+        Of a set that vLLM quantises, the weights whose checksums will be asked for are kept until
+        then. Raises RuntimeError if vLLM did not take every weight: the engine must not serve then.
         """
         self._arrived = {}
         self._proven = {}
@@ -109,7 +109,7 @@ class WeightLoader:
             self._to_prove = lambda: kept
 
     def _with_precise(self, layers: int) -> RoundingSpec:
-        """The actor's rounding, but for its last decoder layers."""
+        """The actor's rounding, without its last decoder layers."""
         kept = (*self._actor.keep_high_precision, *precise_patterns(self._shapes, layers))
         return self._actor.model_copy(update={"keep_high_precision": kept})
 
@@ -119,10 +119,9 @@ class WeightLoader:
             self._ranks.load_adapter(folder)
 
     def receive(self, transfer: EngineTransfer, proven: Collection[str] | None) -> None:
-        """Have vLLM's workers receive a set by themselves; `proven`: what will be asked for.
-
-        Raises RuntimeError if vLLM did not take every weight that was sent: all of them, but for
-        patches.
+        """Have vLLM's workers receive a set by themselves; `proven`: names whose checksums will be
+        asked for. Raises RuntimeError if vLLM did not take every weight that was sent: of patches
+        the changed ones, otherwise all.
         """
         self._arrived = {}
         self._proven = {}
@@ -170,8 +169,8 @@ class WeightLoader:
         """Checksums of the weights as the engine holds them, under their Hugging Face names.
 
         With emulated rounding or another dtype than the published one, a weight that is exactly the
-        rounding of what was published reports the published checksum, anything else its own. The
-        same holds for a weight that vLLM quantised: what was published is quantised once more and
+        rounding of what was published reports the published checksum, anything else its own. A
+        weight that vLLM quantised is proven alike: the published weight is quantised once more and
         compared with the bits held. A loaded set is kept for this until the first call only; a
         quantised weight that differs, or was not asked for then, is missing from the answer. Raises
         KeyError for a name that the model lacks.

@@ -45,16 +45,16 @@ class WeightExtension:
             )
 
     def rl_release(self) -> int:
-        """On the CPU: free keys and values; bytes."""
+        """On the CPU: free keys and values; returns their bytes."""
         self.rl_freed = EmptiedStorages(self.model_runner.kv_caches, keep=False)
         return self.rl_freed.size
 
     def rl_take_back(self) -> None:
-        """Allocate their memory again."""
+        """Allocate the memory of keys and values again."""
         self.rl_freed.restore()
 
     def rl_begin_load(self, quantised: bool) -> None:
-        """A set of weights follows, in buckets. `quantised`: vLLM quantises and lays them out for
+        """A set of weights follows, in buckets. `quantised`: vLLM quantises them in the layout of
         its kernels again."""
         self.rl_loaded = set()
         self.rl_relaying = quantised
@@ -87,8 +87,9 @@ class WeightExtension:
 
     @torch.no_grad()
     def rl_check_patched(self, loaded: Collection[str]) -> None:
-        """Raise RuntimeError if one of these parameters holds NaN: vLLM marks by it what a patch
-        leaves as it is, and a loader that does not write by `Tensor.copy_` takes it for a value."""
+        """Raise RuntimeError if one of these parameters holds NaN: vLLM marks by NaN the entries
+        that a patch leaves unchanged, and a loader that does not write by `Tensor.copy_` takes it
+        for a value."""
         held = dict(self.model_runner.model.named_parameters())
         broken = {n: held[n].isnan().any() for n in loaded if n in held}
         if found := [n for n, nan in broken.items() if nan]:
@@ -102,7 +103,8 @@ class WeightExtension:
         raise NotImplementedError
 
     def rl_end_relayout(self) -> None:
-        """Quantise what was loaded and lay it out for vLLM's kernels, at the addresses it had."""
+        """Quantise the loaded weights in the layout of vLLM's kernels, at their former
+        addresses."""
         raise NotImplementedError
 
     def rl_with_file(self, method: str, path: str, *args: Any) -> Any:

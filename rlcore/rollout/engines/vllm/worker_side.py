@@ -41,8 +41,7 @@ BACKENDS = {"nccl": "rlcore_nccl", "ipc": "rlcore_ipc"}  # cluster.transport -> 
 #
 # `ipc` has run on one H100, unquantised; `nccl` and its patches are UNPROVEN on GPUs. vLLM drives
 # the reload of quantised layers itself; see vllm/distributed/weight_transfer/base.py. While it
-# loads patches it puts a function of its own in the place of `torch.Tensor.copy_`, for the whole
-# process.
+# loads patches it replaces `torch.Tensor.copy_` by a function of its own, for the whole process.
 
 
 class Recording:
@@ -128,7 +127,7 @@ class _Lifecycle(NCCLWeightTransferEngine):
             super().finish_weight_update()
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
-        """Of either kind: only patches are counted."""
+        """The update of either kind; only patches are counted."""
         if "num_updates_list" in update_dict:
             return SparseNCCLWeightTransferUpdateInfo(**update_dict)
         return super().parse_update_info(update_dict)
@@ -175,8 +174,8 @@ class FolderLoader(DefaultModelLoader):
         return model_name_or_path, files, True, INDEX_FILE
 
     def load_model(self, vllm_config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """vLLM's own, with norms as `cpu_fast_path` asks: each chooses its function when it is
-        built."""
+        """vLLM's own loading, with norms as `cpu_fast_path` asks: each norm chooses its function
+        when it is built."""
         if not vllm_config.additional_config.get("cpu_fast_path"):
             return super().load_model(vllm_config, *args, **kwargs)
         from rlcore.rollout.engines.vllm.decoder_cpu import norm_kernels
@@ -205,7 +204,8 @@ class WorkerSide(WeightExtension):
             SeededDraws(self.model_runner).install()
 
     def rl_run_plainly(self) -> str | None:
-        """Run the model's layers without vLLM's modules, on the CPU. Why not, if so."""
+        """Run the model's layers without vLLM's modules, on the CPU. Returns why not, None if it
+        does."""
         if not on_cpu():
             return "its graphs do so on GPUs"
         from rlcore.rollout.engines.vllm.decoder_cpu import PlainDecoder
@@ -214,7 +214,8 @@ class WorkerSide(WeightExtension):
         return self.model_runner.rl_decoder.reason
 
     def rl_share_prompts(self) -> str | None:
-        """Compute what requests of a step have in common once, on the CPU. Why not, if so."""
+        """Compute the common prefixes of a step's requests once, on the CPU. Returns why not, None
+        if it does."""
         if not on_cpu():
             return "vLLM's prefix cache shares the blocks of prompts on GPUs"
         from rlcore.rollout.engines.vllm.shared_prompts_cpu import SharedPrompts
@@ -249,7 +250,7 @@ class WorkerSide(WeightExtension):
         return {n: tensor_checksum(kept[n]) for n in self.rl_proven(kept)}
 
     def rl_free_bytes(self) -> int:
-        """Bytes of this rank's GPU that no process has."""
+        """Free bytes of this rank's GPU."""
         free, _ = torch.cuda.mem_get_info()
         return int(free)
 
@@ -259,7 +260,7 @@ class WorkerSide(WeightExtension):
         initialize_layerwise_reload(self.model_runner.model)
 
     def rl_end_relayout(self) -> None:
-        """The last of its steps."""
+        """The last step of vLLM's reload."""
         runner = self.model_runner
         finalize_layerwise_reload(runner.model, runner.model_config)
 
@@ -272,7 +273,7 @@ def _gather_logprobs(
 
     `logprobs` [n, V], `token_ids` [n] -> rows [n, 1 + num_logprobs], the sampled token first.
     """
-    # torch's own takes several times as long on CPU; the other way is unproven on GPUs
+    # torch's own top k takes several times as long on CPU; this one is unproven on GPUs
     find = largest if on_cpu() else torch.topk
     top, top_ids = find(logprobs, num_logprobs)
     sampled = token_ids.unsqueeze(-1)
