@@ -26,7 +26,7 @@ class Assignments:
     aborts are queued, in order."""
 
     def __init__(self, roster: Roster, supervisor: Supervisor) -> None:
-        self.cut_requests = 0  # that were moved to another member with what they had
+        self.cut_requests = 0  # that were moved to another member with their tokens
         self._roster = roster
         self._supervisor = supervisor
         self._moving: set[int] = set()
@@ -94,7 +94,7 @@ class Assignments:
         return list(parts.items())
 
     def _submit_given(self, member: Member, given: Sequence[Given]) -> None:
-        """Submit to a member the requests that it has not lost again since it was chosen."""
+        """Submit to a member the requests that were not withdrawn since it was chosen."""
         held = member.groups
         batch = [r for g, requests in given if held.get(g) is requests for r in requests]
         if batch:
@@ -144,13 +144,13 @@ class Assignments:
         return taken
 
     def assign_waiting(self, waiting: Reassignments) -> None:
-        """Assign them with the requests that they wait with."""
+        """Assign waiting groups with their waiting requests."""
         self.assign(waiting.lost | waiting.idle)
         self.assign(waiting.delayed, beside=True)
 
     def overrunning(self, request_timeout_s: float) -> list[int]:
-        """Training groups with a request that has decoded for longer than it may, where another
-        member of the same pool could go on with it. Time in a queue does not count."""
+        """Training groups with a request that exceeds its decoding time, where another member of
+        the same pool could continue it. Time in a queue does not count."""
         found = set()
         for member in self._roster.members:
             for group_id in _slow(member, request_timeout_s):
@@ -161,8 +161,8 @@ class Assignments:
         return sorted(found)
 
     def _successors(self, member: Member, group_id: int) -> list[Member]:
-        """Members that could go on with what a member has sampled: of its kind, and not behind it,
-        since the versions of a response never go back."""
+        """Members that could continue a member's responses: of its kind, and with weights at least
+        as new, since versions within a response never decrease."""
         return [
             m
             for m in self._roster.rotation()
@@ -173,7 +173,7 @@ class Assignments:
         ]
 
     def move(self, group_ids: Iterable[int]) -> None:
-        """Have the least loaded other members go on with these groups, from the tokens they have.
+        """Have the least loaded other members continue these groups, from their present tokens.
         Counts `cut_requests`."""
         for group_id in group_ids:
             for member in self._roster.work.holders(group_id)[:1]:
@@ -196,7 +196,7 @@ class Assignments:
             return  # all have finished and are on their way
         self.cut_requests += len(left)
         self._roster.work.take(member, group_id)
-        # it may have become the only one: then it goes on itself
+        # no successor is left: the member continues them itself
         able = self._successors(member, group_id) or [member]
         successor = min(able, key=lambda m: m.load)
         self._roster.work.give(successor, group_id, left)
@@ -218,7 +218,7 @@ class Assignments:
 
 
 def _slow(member: Member, request_timeout_s: float) -> set[int]:
-    """Groups of a member with a request that has decoded for longer than it may."""
+    """Groups of a member with a request that exceeds its decoding time."""
     found = set()
     for name, seconds in member.process.status.get("decoding_s", {}).items():
         if seconds <= request_timeout_s:
@@ -231,5 +231,6 @@ def _slow(member: Member, request_timeout_s: float) -> set[int]:
 
 
 def allowed_s(request: Request, request_timeout_s: float) -> float:
-    """Seconds of decoding that a request may take: more for one that asks for more tokens."""
+    """Seconds of decoding that a request may take, in proportion to its tokens beyond
+    TOKENS_A_TIMEOUT."""
     return request_timeout_s * max(1.0, request.sampling.max_new_tokens / TOKENS_A_TIMEOUT)

@@ -32,12 +32,12 @@ MANIFEST = "MANIFEST.json"
 STATE = "controller.json"
 ROWS = "metrics.jsonl"
 LEARNER_INDEX = "learner.json"
-PINNED = "PINNED"  # in a checkpoint that somebody needs for longer; not part of it
+PINNED = "PINNED"  # in a checkpoint that a process still reads; not part of it
 NAME = re.compile(r"step_\d{6,}")
 REMOVED = ".removed-"
 DAMAGED = ".damaged-"
 OTHER = ".other-version-"
-# What only a writer or a remover that was killed leaves, and what an earlier start found damaged.
+# Folders left by killed writers and removers, and checkpoints that an earlier start found damaged.
 LEFTOVERS = (".step_*.partial", ".step_*.stale", f"{REMOVED}*", f"{DAMAGED}*")
 PARTS = ("learner/learner.json", "buffer/state.json")  # every checkpoint has them
 
@@ -127,7 +127,7 @@ def prune(
 ) -> None:
     """Remove the checkpoints that are not `kept`. `newest`, which was just written, stays.
 
-    Each gets another name first, so that one that is half removed never counts as a checkpoint.
+    Each is renamed first, so that a half removed one never counts as a checkpoint.
     """
     folders = _all(root)
     for old in sorted(set(folders) - kept(folders, spec, scores, awaited) - {newest}):
@@ -137,10 +137,10 @@ def prune(
 
 
 def sweep(root: Path) -> str:
-    """Remove what killed writers have left of checkpoints, and those that an earlier start found
-    damaged; only for the owner of the run. Returns a sentence about it, or "".
+    """Remove parts of checkpoints that killed writers left, and checkpoints that an earlier start
+    found damaged; only for the owner of the run. Returns a sentence about it, or "".
 
-    The names are free when this returns; the files go in a thread, for as long as that takes.
+    The names are free when this returns; a thread removes the files.
     """
     for stale in root.glob(".step_*.stale"):  # its writer died between two renames
         whole = root / stale.name.removeprefix(".").removesuffix(".stale")
@@ -163,8 +163,8 @@ def sweep(root: Path) -> str:
 
 
 def _all(root: Path) -> list[Path]:
-    """Finished checkpoints in the order of their steps. Other names are nobody's business here: a
-    user may keep a copy beside them."""
+    """Finished checkpoints in the order of their steps. Other names are left alone: a user may keep
+    a copy beside them."""
     found = (p for p in root.glob("step_*") if NAME.fullmatch(p.name) and p.is_dir())
     return sorted(found, key=step_of)
 
@@ -219,7 +219,7 @@ def _other_format(folder: Path) -> str | None:
             parts = [state.get("files", {}), state.get("shapes", {})]
         except (ValueError, AttributeError) as e:
             return f"{name} is of another format ({type(e).__name__})"
-        # An index of this version names no format: one that does is of a later one.
+        # An index of this version names no format, one of a later version does.
         if "format" in state or not all(isinstance(part, dict) for part in parts):
             return f"{name} is of another format than this version of rlcore reads"
     return None
@@ -231,7 +231,7 @@ def newest_valid(root: Path, note: Callable[[str], None]) -> Path | None:
 
 
 def _newest(root: Path, note: Callable[[str], None]) -> tuple[Path | None, dict[Path, str]]:
-    """That, and the newer ones with the names that they are put aside under."""
+    """The newest valid checkpoint, and the newer ones with the names to which they are renamed."""
     aside: dict[Path, str] = {}
     for folder in reversed(_all(root)):
         damage = _damage(folder)

@@ -94,11 +94,11 @@ class BatchQueue:
             self._next_phase = None
 
 
-SPACE_POLL_S = 2.0  # between two looks whether a full disk has space again
+SPACE_POLL_S = 2.0  # between two checks whether a full disk has space again
 
 
 class RowWriter:
-    """Writes one row a step. Counts of a resumed run go on from its checkpoint's."""
+    """Writes one row a step. Counts of a resumed run continue from its checkpoint."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RowWriter:
         self, metrics: Mapping[str, float], clocks: Clocks, others: Mapping[str, float]
     ) -> None:
         """Report the step just taken. `metrics`: the learner's, the batch's and an evaluation's.
-        `others`: of publications that ended and of dispatch."""
+        `others`: metrics of publications that ended and of dispatch."""
         progress, at = self._progress, now()
         step_s, self._row_at = at - self._row_at, at
         progress.seconds += step_s
@@ -208,14 +208,14 @@ class ShownSamples:
         self._step = 0
 
     async def fetch(self, first: int) -> None:
-        """Show samples of the batch of step `first`, of which nothing else is known yet."""
+        """Show samples of the batch of step `first`, before its step."""
         if not self._count:
             return
         self._step = first
         self._samples = await self._scorer.samples(first, self._count)
         for sample in self._samples:
             sample["learner_version"] = first
-        # also now: if the step fails, these are what one looks at
+        # also now: if the step fails, its samples help to find out why
         self._reporter.samples(first + 1, self._samples)
 
     async def complete(self) -> None:
@@ -235,7 +235,7 @@ class ShownSamples:
 
 ANSWER_S = 10.0  # for learner and buffer to answer after a failure
 BETWEEN = "between steps"
-# What the timeline calls the learner's share of an activity.
+# The timeline's names of the learner's activities.
 ACTIVITIES = {
     "start": BETWEEN,
     "rollout": "waiting for a batch",
@@ -257,7 +257,7 @@ class Controller:
         progress: Progress | None = None,
         resumed_from: str | None = None,
     ) -> None:
-        """`resumed_from`: the learner's folder of the checkpoint that `progress` is of.
+        """`resumed_from`: the learner's folder in the checkpoint of `progress`.
 
         Raises UserError if the plan cannot go on from it.
         """
@@ -324,7 +324,7 @@ class Controller:
             for task in done:
                 task.result()
             await train
-        except Exception as e:  # whatever it is; a second signal, which cancels, saves nothing
+        except Exception as e:  # any error; a second signal, which cancels, saves nothing
             await self._save_after(e, train, background)
             raise
         finally:
@@ -339,7 +339,7 @@ class Controller:
         self, error: Exception, train: asyncio.Task[None], background: list[asyncio.Task[None]]
     ) -> None:
         """Try to take a last checkpoint after a failure, so that no step is lost that learner and
-        buffer still hold. What cannot be saved is noted; raises nothing."""
+        buffer still hold. A checkpoint that cannot be saved is noted; raises nothing."""
         if isinstance(error, OwnershipLost):
             return
         if not isinstance(error, RoleLost):  # then no step would come to its end
@@ -350,7 +350,7 @@ class Controller:
         if not unsaved or not self._between_steps or self._resume_phase_from is not None:
             return
         if self._plan.schedule.lag is not None and self.progress.published < self.progress.step:
-            return  # groups in flight would be sampled by a newer version than they are due
+            return  # groups in flight would be sampled by a newer version than their own
         try:
             async with asyncio.timeout(ANSWER_S):  # an admission is whole, and the last one
                 await self._dispatcher.admitting.acquire()
@@ -409,9 +409,9 @@ class Controller:
         in flight at a resume.
 
         A synchronous resume in the middle of a phase publishes the weights that the phase began
-        with: what is evaluated or drawn again must come from the version that the rest of the phase
-        was drawn from (where several phases share a publish, from a later one). Otherwise newer
-        versions may have been published meanwhile, which groups in flight were admitted at, and the
+        with: evaluations and repeated samples must come from the version that sampled the rest of
+        the phase (where several phases share a publish, from a later one). Otherwise newer versions
+        may have been published meanwhile, which groups in flight were admitted at, and the
         learner's own weights are published.
         """
         progress = self.progress
@@ -487,8 +487,8 @@ class Controller:
         self._dispatcher.gate.set()
 
     async def _follow_targets(self, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Have admission and requests follow the set-points, by the metrics of a step or as they
-        stand."""
+        """Have admission and requests follow the set-points, updated by the metrics of a step if
+        given."""
         self._targets.observe(metrics)
         self._parts.fleet.assignments.page_rules = self._targets.page_rules
         self._parts.fleet.keep_precise(self._targets.precise_layers)
@@ -506,7 +506,8 @@ class Controller:
             self._evaluated |= await self._collect(wait=self._plan.synchronous or last)
 
     def _evaluation_due(self) -> bool:
-        """Colocated engines sleep within a phase: what was due there waits for its end."""
+        """Colocated engines sleep within a phase: an evaluation that was due there waits for its
+        end."""
         step, wants = self.progress.step, self._parts.evaluator.wants
         if not self._colocation.on:
             return wants(step, self._plan.steps)
@@ -520,8 +521,8 @@ class Controller:
         self._parts.evaluator.start(self.progress.published)
 
     async def _collect(self, *, wait: bool) -> dict[str, float]:
-        """Results of the evaluation under way, if they are there; they also mark the checkpoint of
-        its version."""
+        """Collect results of the evaluation under way, if complete; they also score the checkpoint
+        of its version."""
         version = self._parts.evaluator.awaited
         if wait and version is not None:
             self._now("evaluation", f"verdicts on version {version}")

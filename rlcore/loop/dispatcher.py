@@ -70,7 +70,7 @@ class GroupsInFlight:
 
     @property
     def cut_requests(self) -> int:
-        """That took longer than rollout.request_timeout_s allows and were moved."""
+        """Requests that took longer than rollout.request_timeout_s allows and were moved."""
         return self._assignments.cut_requests
 
     async def assign(self, groups: Missing) -> None:
@@ -81,7 +81,7 @@ class GroupsInFlight:
 
     async def admit(self, room: int) -> None:
         """Admit up to `room` of the next prompts, as many as the buffer takes now, and assign
-        them. Nobody else may move the prompts on meanwhile."""
+        them. No other task may advance the prompts meanwhile."""
         prompts, asked = self._requests.prompts, self._requests.asked
         admitted: Missing = {}
         async with self._asking:
@@ -114,8 +114,8 @@ class GroupsInFlight:
             await self.assign(in_flight)
 
     async def look(self) -> None:
-        """Withdraw from the actors what is not in flight any more: finished, evicted or given
-        up."""
+        """Withdraw groups from the actors that are not in flight any more: finished, evicted or
+        given up."""
         async with self._asking:
             left = self._due.keys() & set(await self._buffer.landed())
             for group_id in left:
@@ -125,7 +125,7 @@ class GroupsInFlight:
             self._assignments.withdraw(sorted(left))
 
     async def reissue_waiting(self) -> None:
-        """Assign again what failed actors were working on, and what silent ones are."""
+        """Assign the groups of failed and of silent actors again."""
         assignments = self._assignments
         training, evaluation = assignments.take_waiting().split(lambda g: g >= 0)
         # evaluations have their own deadline and no ledger entry
@@ -163,9 +163,9 @@ class GroupsInFlight:
         return all(request_id("train", group_id, i) in still_open for i in samples)
 
     async def help_slow(self) -> None:
-        """Requests that have decoded for too long are moved to another actor with the tokens they
-        have. Nothing is drawn twice: of two draws the shorter would come first, and long answers
-        would be rarer than the policy gives them."""
+        """Requests that have decoded for too long are moved to another actor with their tokens. No
+        sample is drawn twice: the shorter of two draws would come first, which would make long
+        answers rarer than under the policy."""
         assignments = self._assignments
         slow = assignments.overrunning(self._timeout_s)
         if not slow:
@@ -192,15 +192,15 @@ class GroupsInFlight:
             self._assignments.withdraw(given_up)
 
     async def reissue_unscored(self) -> None:
-        """A graders' process died with its queued answers: request again every sample that no
-        actor is still sampling."""
+        """A graders' process died with its queued answers: request every sample again that no actor
+        is still sampling."""
         before = await self._buffer.in_flight()
         still_open = await self._assignments.open_requests()
         idle = [
             g for g, (_, samples) in before.items() if not self._all_open(g, samples, still_open)
         ]
         async with self._asking:
-            # what they lacked before the actors were asked, of those that are still in flight
+            # missing samples from before the actors were asked, of groups that are still in flight
             in_flight = await self._buffer.in_flight(idle)
             lost = {g: before[g] for g in idle if g in in_flight}
             self._note(
@@ -221,7 +221,7 @@ class GroupsInFlight:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """All of them, briefly: "3-5, 9"."""
+    """The numbers in short: "3-5, 9"."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][1] + 1:
@@ -232,7 +232,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 class Dispatcher:
-    """Admits prompts and watches the fleet; `groups` are those on their way."""
+    """Admits prompts and watches the fleet; `groups` are the groups in flight."""
 
     def __init__(
         self, plan: Plan, buffer: BufferClient, parts: LoopParts, progress: Progress
@@ -260,7 +260,7 @@ class Dispatcher:
             async with self.admitting:
                 if not self.gate.is_set():
                     continue
-                await self.groups.look()  # who has finished what decides who gets more
+                await self.groups.look()  # finished work decides which member gets more
                 await self._admit(await self._room(0.0))
 
     async def _room(self, wait_s: float) -> int:

@@ -180,8 +180,8 @@ async def evaluate_alone(
 
 
 def _sampling(training: SamplingSpec, spec: EvaluationSpec, mode: str) -> SamplingSpec:
-    """How answers are drawn: as in training but for what the evaluation sets. Its own top-p or
-    top-k replaces all truncation; greedy answers have none."""
+    """The sampling of answers: as in training, except for the evaluation's own settings. Its top-p
+    or top-k replaces all truncation; greedy answers have none."""
     own: dict[str, Any] = {"logprobs_k": -1}  # nothing reads the log-probs of an evaluation
     own["temperature"] = 0.0 if mode == "greedy" else spec.temperature
     if mode == "greedy" or spec.top_p is not None or spec.top_k is not None:
@@ -196,7 +196,7 @@ def _sampling(training: SamplingSpec, spec: EvaluationSpec, mode: str) -> Sampli
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One judged answer. `vote`: its text in one spelling; "": there is none."""
+    """One judged answer. `vote`: its text in canonical spelling; "": none."""
 
     sample: int
     correct: bool
@@ -220,8 +220,9 @@ def summarise(
     `failed_share` is their share of all samples. Rewards are means over those that have one.
 
     "Correct" is the grader's part of that name, or the reward where it has none, at 1 or above (to
-    1e-6). `samples`: asked for of each prompt; `report_k`: of how many answers the statistics are,
-    samples if empty. Verdicts may be in any order: it changes nothing, not even by rounding."""
+    1e-6). `samples`: answers requested for each prompt; `report_k`: numbers of answers that
+    statistics are of, `samples` if empty. The order of verdicts does not matter, not even for
+    rounding."""
     name = f"eval/{label}"
     rewarded = [v for v in verdicts if v["status"] == "ok"]
     judged = [v for v in verdicts if v["status"] != "error"]
@@ -269,16 +270,16 @@ def _statistics(prompts: Prompts, k: int, samples: int) -> dict[str, list[list[f
 
 def pass_at(k: int, n: int, correct: int) -> float:
     """The probability that k of n answers drawn without replacement hold a correct one: unbiased
-    for k answers of the policy (Chen et al. 2021, arXiv:2107.03374, equation 1). Of fewer than k
-    answers, whether one is correct."""
+    for k answers of the policy (Chen et al. 2021, arXiv:2107.03374, equation 1). With fewer than k
+    answers: 1 if one is correct, else 0."""
     k = min(k, n)
     return 1 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority(answers: Sequence[Judged]) -> float:
-    """1 if the most frequent answer is correct, else 0; of several, the share of correct ones among
-    them. All correct answers are one, whatever their spelling; those without an answer have no
-    vote."""
+    """1 if the most frequent answer is correct, else 0; with several most frequent answers, the
+    share of correct ones among them. All correct answers count as one, whatever their spelling; a
+    response without an answer has no vote."""
     votes = Counter(None if a.correct else a.vote for a in answers if a.correct or a.vote)
     most = max(votes.values(), default=0)
     winners = [vote for vote, count in votes.items() if count == most]

@@ -1,4 +1,4 @@
-"""The rollout actors of a run: their weights, their number, and what keeps them at work."""
+"""The rollout actors of a run: their weights, number, assignments and supervision."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def members(self) -> Sequence[Member]:
-        """All of them, healthy or not."""
+        """All members, healthy or not."""
         return self._roster.members
 
     def rotation(self) -> list[Member]:
@@ -71,11 +71,11 @@ class Fleet:
         return self._roster.rotation()
 
     def clients(self) -> list[ActorClient]:
-        """The processes as they are now."""
+        """The present processes."""
         return [m.process.client for m in self.members]
 
     def place(self, label: str) -> int:
-        """The place of a pool, which evaluation groups for it name."""
+        """The place of a pool, by which evaluation groups name it."""
         return self._roster.pools[label].place
 
     def sizes(self) -> dict[str, int]:
@@ -123,7 +123,8 @@ class Fleet:
         return took | {"wake_s": wake_s}
 
     async def sleep(self) -> dict[str, float]:
-        """Have every member free its memory: the slowest one's seconds, the least GiB freed."""
+        """Have every member free its memory; returns the slowest one's seconds and the least GiB
+        freed."""
         return await self._every(lambda client: client.sleep())
 
     async def _wake(self, what: Wake) -> dict[str, float]:
@@ -134,8 +135,8 @@ class Fleet:
     async def _every(
         self, call: Callable[[ActorClient], Awaitable[dict[str, float]]]
     ) -> dict[str, float]:
-        """Call all members; what they say, the largest of each. Raises what kept one from
-        answering."""
+        """Call all members; returns the largest value of each entry of their answers. Raises the
+        error of a member that did not answer."""
         asked = [
             self.supervisor.ask(member, member.process, call) for member in self._roster.healthy()
         ]
@@ -150,7 +151,7 @@ class Fleet:
         return await self._weights.catch_up(member, self.supervisor.ask)
 
     def resize(self, counts: Mapping[str, int]) -> None:
-        """Make the fleet have `counts` members of each label named. The run continues meanwhile.
+        """Give the fleet `counts` members of each label named. The run continues meanwhile.
 
         New members enter the rotation when they hold the newest weights; groups of removed ones
         are lost and assigned again. Raises UserError for an unknown label or a fleet without

@@ -16,8 +16,8 @@ from rlcore.loop.specs import ScheduleSpec, SupervisionSpec
 from rlcore.loop.timing import now
 from rlcore.types import POLICY, OnPublish
 
-# A member is a straggler when it takes so many times as long as half of the members took, and a
-# heartbeat more, to load new weights
+# A member is a straggler when loading new weights takes this many times as long as half of the
+# members took, and a heartbeat more
 STRAGGLER = 2.0
 RECHECK_S = 1.0
 FEW = 16  # members still loading besides the silent ones: each that ends is looked at
@@ -34,8 +34,8 @@ class Ask(Protocol):
 
 
 class _Missing:
-    """Members that are still loading; each that ends is noted once, and wakes the waiter only where
-    that could change its mind."""
+    """Members that are still loading; each end is noted once, and wakes the waiter only where its
+    decision could change."""
 
     def __init__(self, loads: Loads) -> None:
         self._loading = {m: t for m, t in loads.items() if not t.done()}
@@ -63,7 +63,7 @@ class _Missing:
         return self._silent == len(self._loading)
 
     async def news(self, timeout_s: float) -> None:
-        """Return when one of the last has ended, or after `timeout_s`."""
+        """Return when one of the last members has ended, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._ended.wait()
@@ -136,8 +136,8 @@ class WeightLoading:
         return process.loading
 
     async def _load_newest(self, member: Member, process: Process, ask: Ask) -> dict[str, float]:
-        """Seconds of the last load, in parts. Versions that were published while another one was
-        being loaded are passed over."""
+        """Load the newest weights; returns the seconds of the last load, in parts. Versions that
+        were published while another was being loaded are skipped."""
         took: dict[str, float] | None = {}
         try:
             while (newest := self._newest) is not None and process.version != newest.version:
@@ -153,7 +153,7 @@ class WeightLoading:
         self, member: Member, publication: Publication
     ) -> Callable[[ActorClient], Awaitable[dict[str, float]]]:
         weights = member.pool.weights
-        if weights is None:  # a frozen draft: the version alone is news to it
+        if weights is None:  # a frozen draft: only the version changes
             return lambda client: client.set_version(publication.version)
         manifest, handle = publication.sets[weights]
         layers = self.precise_layers.get(member.pool.label)
@@ -168,10 +168,10 @@ Party = tuple[Member, Process]
 
 # Delivers weights through a group transport: to all actors at once, while the learner waits.
 #
-# Every actor stops between two steps first, and only those that did are sent the weights, so the
-# loss of an actor before that costs nothing: the learner forms the group anew from those that are
-# there. The loss of one while weights are being sent leaves others with half of them, and costs a
-# recovery.
+# Every actor stops between two steps first, and the weights are sent only to actors that stopped,
+# so the loss of an actor before that costs nothing: the learner forms a new group of the remaining
+# ones. The loss of an actor while weights are being sent leaves others with half of the weights,
+# and costs a recovery.
 
 
 class JointLoading:
@@ -215,10 +215,10 @@ class JointLoading:
         return {k: max(p[k] for p in parts) for k in parts[0]} if parts else {}
 
     def _parties(self) -> tuple[list[Party], dict[Member, tuple[Process, asyncio.Future[bool]]]]:
-        """(who takes part, those of them that are new)."""
+        """(members that take part, the new ones among them)."""
         joining, self._joining = self._joining, {}
         healthy = self._roster.healthy()
-        # if all are silent, they are what there is
+        # if all are silent, there are no others
         members = [m for m in healthy if not m.suspect] or healthy
         new = [(m, process) for m, (process, _) in joining.items() if m.process is process]
         return [*((m, m.process) for m in members), *new], joining
@@ -238,7 +238,7 @@ def _current(party: Party) -> bool:
 async def _each(
     parties: Sequence[Party], ask: Ask, call: Callable[[ActorClient], Awaitable[T]]
 ) -> dict[Party, T]:
-    """The answers of those whose call did not fail."""
+    """The answers of the members whose calls did not fail."""
 
     async def one(party: Party) -> tuple[Party, tuple[T] | None]:
         async def answered(client: ActorClient) -> tuple[T]:

@@ -18,8 +18,8 @@ from rlcore.types import POLICY, Request
 Purpose = Literal["all", "training", "evaluation"]
 Held = dict[int, list[Request]]  # group id -> requests of it
 
-# Work that a member may do: training groups, evaluation groups of no pool in particular, and those
-# of one pool, which have its place.
+# Work that a member may do: training groups, evaluation groups of no particular pool, and
+# evaluation groups of one pool, which have its place.
 TRAINING, EVALUATION = -1, 0
 _IDS = 1 << 40  # evaluation groups of one place
 
@@ -68,7 +68,7 @@ class CallQueue:
             self._running = None
 
     def close(self) -> None:
-        """Drop what waits and stop waiting for what was sent."""
+        """Drop queued calls and stop waiting for calls that were made."""
         self._calls.clear()
         if self._running is not None:
             self._running.cancel()
@@ -89,7 +89,7 @@ class Process:
     beats: HeartbeatSpans = field(default_factory=HeartbeatSpans)
 
     def close(self) -> None:
-        """Stop waiting for anything of it."""
+        """Stop waiting for this process."""
         self.work.close()
         for task in (self.loading, self.checking):
             if task is not None:
@@ -136,7 +136,7 @@ class Reassignments:
         return bool(self.lost or self.idle or self.delayed)
 
     def split(self, keep: Callable[[int], bool]) -> tuple[Reassignments, Reassignments]:
-        """(those whose group id satisfies `keep`, the rest)."""
+        """(the groups whose id satisfies `keep`, the rest)."""
         kept, rest = Reassignments(), Reassignments()
         for name in ("lost", "idle", "delayed"):
             for group_id, requests in getattr(self, name).items():
@@ -144,7 +144,7 @@ class Reassignments:
         return kept, rest
 
     def requests(self, group_id: int) -> list[Request]:
-        """All that a group waits with."""
+        """All requests that a group waits with."""
         return [r for held in (self.lost, self.idle, self.delayed) for r in held.get(group_id, ())]
 
     def drop(self, group_ids: Iterable[int]) -> None:
@@ -160,7 +160,8 @@ Entry = tuple[int, int]  # (load, number of the member)
 Choose = Callable[[int, Sequence[str]], Member | None]
 
 
-# Who works on what: the groups of each member, the members of each group, and who has least to do.
+# Who works on what: the groups of each member, the members of each group, and which member has
+# least to do.
 #
 # Every change costs O(log n) in the number of members, however many groups there are.
 
@@ -177,24 +178,25 @@ class Workload:
         self._heaps: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
 
     def add(self, member: Member) -> None:
-        """A further member, which comes after the others where loads are equal."""
+        """Add a member, which comes after the others where loads are equal."""
         member.number = next(self._numbers)
         self._members[member.number] = member
         self._push(member)
 
     def remove(self, member: Member) -> None:
-        """A member leaves; it must hold nothing afterwards (`take_all`)."""
+        """Remove a member, which must hold no group (`take_all`)."""
         self._members.pop(member.number, None)
 
     def give(self, member: Member, group_id: int, requests: list[Request]) -> None:
-        """A member works on these requests of a group, of which it has none."""
+        """Note that a member works on these requests of a group that it had no part of."""
         member.groups[group_id] = requests
         member.load += len(requests)
         self._holders.setdefault(group_id, []).append(member)
         self._push(member)
 
     def take(self, member: Member, group_id: int) -> list[Request]:
-        """A member does not work on a group any more; the requests that it had of it."""
+        """Note that a member does not work on a group any more; returns its requests of the
+        group."""
         requests = member.groups.pop(group_id)
         member.load -= len(requests)
         holders = self._holders[group_id]
@@ -205,7 +207,7 @@ class Workload:
         return requests
 
     def take_all(self, member: Member) -> Held:
-        """All that a member had."""
+        """Take all groups of a member."""
         return {group_id: self.take(member, group_id) for group_id in list(member.groups)}
 
     def holders(self, group_id: int) -> list[Member]:
@@ -221,7 +223,8 @@ class Workload:
         """A function that gives the least loaded of the `able` members that serve a group, have one
         of some labels and do not hold it, ties by order; None if there is none.
 
-        Who is able must not change meanwhile: the others are looked at once, not for every group.
+        The able members must not change meanwhile: the others are passed over once, not for every
+        group.
         """
         aside: list[tuple[list[Entry], Entry]] = []
 
@@ -282,12 +285,12 @@ class Roster:
         self._named = dict.fromkeys(self.pools, 0)
 
     def add(self, member: Member) -> None:
-        """A further member."""
+        """Add a member."""
         self.members.append(member)
         self.work.add(member)
 
     def remove(self, member: Member) -> None:
-        """A member leaves for good."""
+        """Remove a member for good."""
         self.members.remove(member)
         self.work.remove(member)
 

@@ -20,7 +20,7 @@ from rlcore.loop.targets import PageRange
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run as the loop sees it: specifications, and the few single settings it needs of others.
+    """A run as the loop sees it: specifications, and single settings of others.
 
     Example: Plan(ScheduleSpec(steps=20), SupervisionSpec(), CheckpointSpec(),
     request_timeout_s=600, samples_per_step=4, verify_full=False)

@@ -161,8 +161,8 @@ SEEDS = 1 << 63  # `derive_seed` is below
 class Difficulty:
     """The remembered pass rates of one task's problems, by index.
 
-    Whether a problem is passed over depends on (seed, cursor) and on what is remembered, never on
-    timing; a problem that was not seen yet is always drawn.
+    Skipping a problem depends on (seed, cursor) and on the remembered rates, never on timing; a
+    problem that was not seen yet is always drawn.
     """
 
     def __init__(self, spec: DifficultySpec, run_seed: int) -> None:
@@ -222,11 +222,11 @@ class PromptSource:
         overlong: OverlongRows = "refuse",
         bos: int | None = None,
     ) -> None:
-        """`encode`: for checks, and for what is made of prompts in this process; actors encode by
-        themselves. None: an environment says what the model is asked, where the episode is played.
-        `difficulty`: what decides which problems are passed over; its number of problems, or
-        the task's, must be finite. `overlong`: what becomes of problems with longer prompts, of
-        which "skip" holds once they are checked. `bos`: the BOS token, if there is one."""
+        """`encode`: for checks, and for prompts that are encoded in this process; actors encode by
+        themselves. None: an environment makes the prompts, where the episode is played.
+        `difficulty`: the rule by which problems are skipped; its number of problems, or the task's,
+        must be finite. `overlong`: the treatment of problems with longer prompts; "skip" applies
+        once they are checked. `bos`: the BOS token, if there is one."""
         self.task = task
         self.max_prompt_tokens = max_prompt_tokens
         self.overlong: dict[Split, tuple[int, int]] = {}  # (longer prompts, checked ones)
@@ -240,7 +240,7 @@ class PromptSource:
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, permutation)
 
     def source(self, prompt_id: str) -> PromptSource:
-        """Where a prompt comes from: one task has one source."""
+        """The source of a prompt: this one, the only source of the task."""
         return self
 
     def another_walk(self, *, run_seed: int, max_prompt_tokens: int) -> PromptSource:
@@ -273,8 +273,8 @@ class PromptSource:
             self.cursor = self._ahead(count)[-1] + 1
 
     def _ahead(self, count: int) -> list[int]:
-        """Where the next `count` items are, passing over what difficulty leaves out; never a whole
-        epoch, so that something is always found."""
+        """Places of the next `count` items, without the problems that difficulty skips; at most an
+        epoch is skipped, so that an item is always found."""
         if self._difficulty is None:
             return list(range(self.cursor, self.cursor + count))
         found: list[int] = []
@@ -288,7 +288,7 @@ class PromptSource:
         return found
 
     def size(self, split: Split) -> int | None:
-        """Problems of a split without those that are left out; None: without end."""
+        """Problems of a split, without those that are left out; None: without end."""
         kept = self._kept.get(split)
         return self.task.size(split) if kept is None else len(kept)
 
@@ -314,7 +314,7 @@ class PromptSource:
         return self.index("train", int(self._order[1][place]))
 
     def encode(self, item: Item) -> np.ndarray:
-        """Prompt tokens [P] int32, none where an environment gives them. Raises UserError for a
+        """Prompt tokens [P] int32, empty where an environment gives them. Raises UserError for a
         prompt that the model cannot hold."""
         if self._encode is None:
             return NO_TOKENS
@@ -335,8 +335,8 @@ class PromptSource:
 
     def check(self, split: Split, limit: int) -> None:
         """Encode the first `limit` items of a split, so that a bad row is refused before anything
-        starts. Rows that are to be left out for their length are, and only the first `limit`
-        others are kept. Raises UserError, also if none is left."""
+        starts. Rows that are too long are left out where that is asked for, and only the first
+        `limit` others are kept. Raises UserError, also if none is left."""
         if self._encode is None:
             return
         size = self.task.size(split)
@@ -407,7 +407,8 @@ class PromptSource:
                 self._difficulty.note(split_and_index(prompt_id)[1], rate)
 
     def metrics(self) -> dict[str, float]:
-        """`task/<task>/<count>` of what is remembered; nothing without difficulty pools."""
+        """`task/<task>/<count>`: counts of remembered pass rates; nothing without difficulty
+        pools."""
         counts = {} if self._difficulty is None else self._difficulty.metrics()
         return {f"task/{self.task.name}/{name}": value for name, value in counts.items()}
 
@@ -470,7 +471,7 @@ class RequestMaker:
         run_seed: int,
         tasks: Mapping[str, SampleSettings] | None = None,
     ) -> None:
-        """`tasks`: what is asked for instead of `sampling` and `samples`, by task."""
+        """`tasks`: settings that replace `sampling` and `samples`, by task."""
         self.prompts = prompts
         self._usual = SampleSettings(sampling, samples)
         self._tasks = dict(tasks or {})
@@ -505,7 +506,8 @@ class HeldOutRequests:
         run_seed: int,
         tasks: Mapping[str, SampleSettings] | None = None,
     ) -> None:
-        """`sampling`: that of training, which evaluations change. `tasks`: that of single ones."""
+        """`sampling`: the sampling of training, which evaluations change. `tasks`: the sampling of
+        single tasks."""
         self.sources = dict(sources)
         self._sampling = sampling
         self._tasks = dict(tasks or {})

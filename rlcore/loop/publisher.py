@@ -17,14 +17,14 @@ from rlcore.loop.timing import PUBLICATIONS, Timeline, now
 #     engines generate -> they sleep -> the learner takes the steps of a phase -> it makes room ->
 #     engines wake their weights, receive the new ones, wake their caches -> engines generate
 #
-# A phase ends with a publication, and nothing is drawn within one: so nothing runs on an engine
-# that goes to sleep but copies of groups that another one has finished, which it holds until it
-# wakes. An engine that is lost is not replaced, for its GPU may be the learner's by then: the
-# attempt ends, and the run goes on from its newest checkpoint.
+# A phase ends with a publication, and nothing is drawn within one: so an engine that goes to sleep
+# runs only copies of groups that another engine has finished, and holds them until it wakes. A lost
+# engine is not replaced, since its GPU may be the learner's by then: the attempt ends, and the run
+# goes on from its newest checkpoint.
 
 
 class Colocation:
-    """Whose turn it is. Engines are asleep when a session starts."""
+    """The turns of engines and learner. Engines are asleep when a session starts."""
 
     def __init__(self, learner: LearnerClient, fleet: Fleet, *, on: bool) -> None:
         self.on = on
@@ -58,7 +58,7 @@ class Colocation:
         self._learners_turn = False
 
     def awake(self, took: Mapping[str, float]) -> None:
-        """A publication has woken all engines, in these seconds."""
+        """Note that a publication has woken all engines, in these seconds."""
         if not self.on:
             return
         self._add("time/wake_s", took.get("wake_s", 0.0))
@@ -128,7 +128,8 @@ class Publisher:
         return {"time/publish_s": now() - start, **named}
 
     async def _all_sampled(self) -> None:
-        """With a fixed lag, every group is of the version that it was admitted at."""
+        """With a fixed lag, wait until every group is sampled by the version that it was admitted
+        at."""
         plan, left = self._plan, self._plan.schedule.wait_data_timeout_s
         beat = plan.supervision.heartbeat_s
         while not await self._buffer.wait_sampled(min(beat, left), plan.total_groups):
@@ -147,8 +148,8 @@ class Publisher:
         self._changed = sent.changed_share
 
     async def done(self) -> None:
-        """Wait until the actors have verified the current publication. Raises what the delivery
-        raised."""
+        """Wait until the actors have verified the current publication. Raises the delivery's
+        error."""
         if self._delivering is None:
             return
         self._add(await self._delivering)

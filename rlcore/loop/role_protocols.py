@@ -33,7 +33,7 @@ class Sent:
     """The size and duration of a publication. Example: Sent(120.5, 0.03)"""
 
     mib: float = 0.0  # to an actor that has the version before
-    changed_share: float = 1.0  # of all entries, what was sent as changed; 1: whole sets
+    changed_share: float = 1.0  # share of all entries that was sent as changed; 1: whole sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class BufferClient(Protocol):
         dropped."""
 
     async def lost(self, group_ids: Sequence[int], limit: int) -> tuple[Missing, dict[int, str]]:
-        """Count a loss of each: (what is still missing of them, those given up at `limit`)."""
+        """Count a loss of each group: (their missing samples, groups given up at `limit`)."""
 
     async def shard_lost(self, shard: str) -> Missing:
-        """The records of a shard are gone with its node: what is missing now of the groups that it
-        had records of."""
+        """The records of a shard are gone with its node; returns the missing samples of its
+        groups."""
 
     async def outcomes(self) -> list[tuple[str, float]]:
         """(prompt id, pass rate) of the groups that have arrived since the last call, of tasks
@@ -137,18 +137,18 @@ class LearnerClient(Protocol):
     async def sample_details(
         self, samples: Sequence[SampleKey]
     ) -> Mapping[SampleKey, SampleDetails]:
-        """Of some samples of the current phase, after its first step: "log_ratio", log p_ref -
-        log p_inf of the sampled tokens, and "advantage". Those that it does not train on are left
-        out."""
+        """Details of some samples of the current phase, after its first step: "log_ratio", log
+        p_ref - log p_inf of the sampled tokens, and "advantage". Samples that it does not train on
+        are left out."""
         return {}
 
     async def release(self) -> dict[str, float]:
-        """Give up the memory that engines on the same GPUs are to have: "release_s", "freed_gib",
-        "peak_gib" (held since the last call). What is published and saved can still be read."""
+        """Free memory for engines on the same GPUs: "release_s", "freed_gib",
+        "peak_gib" (held since the last call). Weights can still be published and saved."""
         return {}
 
     async def reclaim(self) -> dict[str, float]:
-        """Take it back, to train: "reclaim_s"."""
+        """Take the memory back, to train: "reclaim_s"."""
         return {}
 
     async def publish(self, version: int, *, full: bool, resumed: str | None) -> Publication:
@@ -173,14 +173,14 @@ class ActorClient(Protocol):
 
     async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
         """Queue requests. Raises UserError for what the engine cannot serve. `begun`: from `cut` of
-        another actor; those requests keep the tokens that they have."""
+        another actor; these requests keep their tokens."""
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Drop requests; unknown ids are ignored."""
 
     async def cut(self, request_ids: Sequence[str]) -> tuple[list[str], Any]:
-        """Drop requests: (ids of those that were not finished, a handle to what they have sampled
-        so far, for `submit`)."""
+        """Drop requests: (ids of the unfinished ones, a handle to their tokens so far, for
+        `submit`)."""
 
     async def open_requests(self) -> list[str]:
         """Requests taken and not finished."""
@@ -205,12 +205,12 @@ class ActorClient(Protocol):
         return {}
 
     async def awaken(self, what: Wake) -> dict[str, float]:
-        """Take it back: for the "weights", so that they can be loaded, then for "all", with which
-        it goes on: "wake_s"."""
+        """Take the memory back: for the "weights", so that they can be loaded, then for "all", to
+        go on decoding: "wake_s"."""
         return {}
 
     async def status(self) -> dict[str, Any]:
-        """A heartbeat. What the loop reads of it: "error" (None, or what ended the engine),
+        """A heartbeat. The loop reads: "error" (None, or what ended the engine),
         "heartbeat_age_s" (seconds since the engine's thread last turned), "pid", "steps", "busy_s"
         (seconds inside engine steps), "decoding_s" (request id -> seconds, of those that have
         sampled a token) and, if there, "costs" (of an engine step, seconds by name)."""

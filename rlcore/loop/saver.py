@@ -53,7 +53,7 @@ class Disk(Executor):
                 result = fn(*args, **kwargs)
             except BaseException as e:  # passed to the waiter, as by any executor
                 error = e
-            # first: who sees the result must not see the job running
+            # first: a waiter that sees the result must not see the job running
             with self._lock:
                 self._running -= 1
             if error is None:
@@ -104,7 +104,7 @@ class CheckpointPace:
         self._standstill_s = 0.0  # since the last `take_standstill_s`
 
     def begin(self) -> None:
-        """The time to the first checkpoint begins."""
+        """Start the time to the first checkpoint."""
         self._since = now()
 
     def due_by_steps(self, step: int) -> bool:
@@ -117,7 +117,8 @@ class CheckpointPace:
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """Around all that training stands still for. The interval grows if that was too long."""
+        """A context around everything that training stands still for. The interval grows if that
+        took too long."""
         begun = now()
         try:
             yield
@@ -158,7 +159,7 @@ class CheckpointRequest:
     awaited: int | None = None  # the version whose evaluation is running
 
     def state(self) -> dict[str, Any]:
-        """As JSON. A resume finds no evaluation under way: what is due is started again."""
+        """As JSON. A resume finds no evaluation under way: one that is due is started again."""
         progress = asdict(self.progress)
         if self.awaited is not None:
             progress["evaluated"] = -1
@@ -166,7 +167,7 @@ class CheckpointRequest:
 
 
 def _unguarded() -> None:
-    """The folder has no owner to ask for."""
+    """No guard: the folder has no owner."""
 
 
 class Saver:
@@ -215,8 +216,8 @@ class Saver:
 
     async def begin(self, clients: Clients, cut: CheckpointRequest, *, last: bool = False) -> None:
         """Snapshot the state of all processes, which must not change meanwhile, and start writing
-        it. The `last` one waits a moment for what the disk still does, such as removing what was
-        written of an earlier one."""
+        it. The `last` one waits a moment for pending work of the disk, such as the removal of an
+        earlier, unfinished one."""
         stack, step = ExitStack(), cut.progress.step
         state = cut.state() | self._facts
 
@@ -274,8 +275,8 @@ class Saver:
         self._remove(progress["scores"], awaited)
 
     def _remove(self, scores: Mapping[str, Mapping[str, float]], awaited: int | None) -> None:
-        """Remove older checkpoints, in the background: what they cost is space alone, and what is
-        left now the next removal takes."""
+        """Remove older checkpoints, in the background: they only take space, and the next removal
+        takes any that are left."""
         if self._removing.running:
             return
         spec, newest = self._spec, self._root / self._newest
@@ -294,7 +295,7 @@ class Saver:
         )
 
     def _abandon(self, stack: ExitStack, why: BaseException) -> None:
-        """Have what was written of a checkpoint removed."""
+        """Have the written part of a checkpoint removed."""
         self._disk.leave(lambda: stack.__exit__(type(why), why, why.__traceback__))
 
     async def done(self, *, last: bool = False) -> None:
@@ -307,7 +308,7 @@ class Saver:
             await writing
         except (RoleLost, OwnershipLost):
             raise
-        except (OSError, StageError, DeadlineExceeded) as e:  # also a disk that is only slow
+        except (OSError, StageError, DeadlineExceeded) as e:  # also for a disk that is only slow
             self._refused(e, last)
             return
         if self._unsaved:

@@ -12,13 +12,13 @@ from rlcore.loop.specs import ShareSpec
 
 
 class KindShares:
-    """Decides at admission who samples a group, and remembers it until the group has landed.
+    """Decides at admission which kind samples a group, and remembers it until the group has landed.
 
     A share says which part of the groups that are admitted at a step a kind samples, with mixed
-    groups which part of the samples. What a choice leaves a kind short of is carried over to the
-    next one, so that the number of groups of a kind never differs from the sum of its shares by one
-    or more where there are two kinds, whatever the schedule. Kinds without a share divide the rest
-    by load, with mixed groups in proportion to their engines. Nothing is drawn at random.
+    groups which part of the samples. A kind's shortfall is carried over to the next choice, so that
+    the number of groups of a kind never differs from the sum of its shares by one or more where
+    there are two kinds, whatever the schedule. Kinds without a share divide the rest by load, with
+    mixed groups in proportion to their engines. Nothing is drawn at random.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KindShares:
         self._kinds = {int(group): list(kinds) for group, kinds in state.get("groups", {}).items()}
 
     def admit(self, group_id: int, samples: int, step: int) -> None:
-        """A group was admitted after so many optimizer steps."""
+        """Decide for a group that was admitted after `step` optimizer steps."""
         if not self._on:
             return
         self._now = self._at(step)
@@ -52,11 +52,11 @@ class KindShares:
             self._admitted[label] = self._admitted.get(label, 0) + 1
 
     def limit(self, parts: Mapping[str, float]) -> None:
-        """Kinds have these parts of their shares from now on."""
+        """Set the parts of their shares that kinds have from now on."""
         self._limits = dict(parts)
 
     def _at(self, step: int) -> dict[str, float]:
-        """The share of each kind; under "" that of all kinds without one."""
+        """The share of each kind; under "" the rest, for all kinds without a share."""
         found = {
             label: spec.at(step) * self._limits.get(label, 1.0)
             for label, spec in self._shares.items()
@@ -83,7 +83,7 @@ class KindShares:
         return (label,) if label else self._others
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """These groups are not in flight any more."""
+        """Forget groups that are not in flight any more."""
         for group_id in group_ids:
             self._kinds.pop(group_id, None)
 
@@ -153,7 +153,7 @@ class Mix(NamedTuple):
 
 def best_mix(kinds: Mapping[str, KindRate], most_below: float) -> Mix | None:
     """The mix of most effective tokens whose share of tokens below the tolerated agreement is at
-    most `most_below`; None where no kind holds that.
+    most `most_below`; None where no kind meets that bound.
 
     With shares x of the tokens, which add up to 1, it maximises sum x e / sum x/r under sum x b <=
     most_below: a ratio of linear functions over a polytope with one such bound, so that one kind,

@@ -31,7 +31,7 @@ class ShareSpec(Spec):
         return {"start": float(data)} if number else data
 
     def at(self, step: int) -> float:
-        """The share of groups that are admitted after so many steps."""
+        """The share of groups that are admitted after this many steps."""
         if self.shape == "constant" or self.end is None:
             return self.start
         done = min(1.0, step / self.steps)
@@ -50,8 +50,8 @@ class ShareSpec(Spec):
 
 
 class TargetSpec(Spec):
-    """A set-point of the mismatch of a kind of actors: something that they may deviate by is moved
-    so that the statistic stays at the value.
+    """A set-point of the mismatch of a kind of actors: a setting that bounds their deviation is
+    moved so that the statistic stays at the value.
 
     Examples: TargetSpec(statistic="p05", value=0.86), TargetSpec(moves="pages")"""
 
@@ -240,7 +240,7 @@ class EvaluationSpec(Spec):
     )
 
     def of(self, label: str) -> EvaluationSpec:
-        """The settings as they are for a task."""
+        """The settings of evaluation for a task."""
         own = self.tasks.get(label)
         given = {name: getattr(own, name, None) for name in OWN_EVALUATION}
         return self.model_copy(update={n: v for n, v in given.items() if v is not None})

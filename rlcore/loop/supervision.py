@@ -32,9 +32,9 @@ class Replacements:
         ended: Callable[[Exception | None], None],
         note: Callable[[str], None],
     ) -> None:
-        """`catch_up`: loads the newest weights into a new process; whether that succeeded.
-        `failed`: called with a process that did not start, and why. `ended`: called when one has
-        joined, or with an error that no replacement can mend."""
+        """`catch_up`: loads the newest weights into a new process and returns whether that
+        succeeded. `failed`: called with a process that did not start, and why. `ended`: called when
+        one has joined, or with an error that no replacement can mend."""
         self._roster = roster
         self._limit = start_timeout_s
         self._catch_up = catch_up
@@ -128,7 +128,7 @@ class Supervisor:
         replaces: bool = True,
     ) -> None:
         """`joined`: weights come to all members at once, with the next publication only.
-        `catch_up`: loads the newest weights into a new process; whether that succeeded.
+        `catch_up`: loads the newest weights into a new process and returns whether that succeeded.
         `replaces`: there are always resources for a new process in place of a lost one."""
         self.replacements = 0
         self._replaces = replaces
@@ -182,7 +182,7 @@ class Supervisor:
                 RoleLost(f"{member.name} is lost, and its GPU is the learner's too: {reason}")
             )
         elif self._joined and not self._others_serve(member):
-            # its replacement would wait for a publication, and that for what it is to sample
+            # its replacement would wait for a publication, which waits for its samples
             lost = f"{member.name} is lost, and no other actor of its purpose is left: {reason}"
             self._end(RoleLost(lost))
         # counted per member, because a lost node takes many members with it
@@ -194,7 +194,7 @@ class Supervisor:
             self._starting.replace(member)
 
     def _others_serve(self, member: Member) -> bool:
-        """Return whether another healthy member is given the work that this one was given."""
+        """Return whether another healthy member can do the work of this one."""
         purposes = {member.pool.purpose, "all"}
         return any(m.pool.purpose in purposes for m in self._roster.healthy() if m is not member)
 
@@ -215,7 +215,7 @@ class Supervisor:
         self._starting.add(name, pool)
 
     def _end(self, error: Exception | None) -> None:
-        """There is news; an error ends the run at the next `watch`."""
+        """Wake waiters; an error ends the run at the next `watch`."""
         self._failure = self._failure or error
         self._news.set()
 
@@ -304,7 +304,7 @@ class Supervisor:
 
 def _engine_stands_still(process: Process, limit: float) -> bool:
     """Return whether the engine's thread is silent although its process answers: a slow engine is
-    not, nor one that loads weights."""
+    not silent, nor one that loads weights."""
     status = process.status
     if not status or process.loading is not None:
         return False

@@ -1,5 +1,5 @@
-"""Set-points of the mismatch: slow controllers move what a kind of actors may deviate, so that a
-statistic of its tokens stays at its target."""
+"""Set-points of the mismatch: slow controllers move the bounds on the deviation of a kind of
+actors, so that a statistic of its tokens stays at its target."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class _Integral:
 
         u <- clip(u +- rate (most - least) clip((s - value)/(1 - value), -1, 1), least, most)
 
-    with + where more of it means less agreement. Pages are moved by factors: u, least and most are
-    then logarithms. The value in force follows u once they differ by more than a threshold, so that
-    a statistic near its target does not make it swing.
+    with + where a larger value means less agreement. Pages are moved by factors: u, least and most
+    are then logarithms. The value in force follows u once they differ by more than a threshold, so
+    that a statistic near its target does not make it swing.
     """
 
     def __init__(self, least: float, most: float, start: float, *, helps: bool) -> None:
-        """`helps`: more of it means more agreement."""
+        """`helps`: a larger value means more agreement."""
         self._least, self._most = min(least, most), most
         self._sign = -1.0 if helps else 1.0
         self.value = float(min(max(start, self._least), most))
@@ -71,7 +71,7 @@ class _Integral:
         self.value = min(max(float(value), self._least), self._most)
 
     def move(self, target: TargetSpec, found: float) -> None:
-        """Take in the statistic of a step."""
+        """Move the value by the statistic of a step."""
         error = (found - target.value) / (1.0 - target.value)
         if abs(found - target.value) > target.band:
             least, most = self._code(self._least), self._code(self._most)
@@ -102,14 +102,14 @@ class _Share(_Integral):
 
 
 class SetPoints:
-    """The targets of a run's kinds, and what they have moved: admitted staleness, pages by
-    position, layers that stay precise, and shares of new groups.
+    """The targets of a run's kinds, and the values that they have moved: admitted staleness, pages
+    by position, layers that stay precise, and shares of new groups.
 
-    A share follows the statistic of all tokens, the others that of their own kind. A step without a
-    token of a kind moves nothing. Lowering the staleness discards nothing: groups
-    that were admitted keep their deadlines; among several targets the least holds. Requests keep
-    the pages that they were sent with, layers change with a publication, and shares are of groups
-    that are admitted later.
+    A share follows the statistic of all tokens, the other values the statistic of their own kind. A
+    step without a token of a kind moves nothing. Lowering the staleness discards nothing: groups
+    that were admitted keep their deadlines; among several targets the least value is in force.
+    Requests keep the pages that they were sent with, layers change with a publication, and shares
+    are of groups that are admitted later.
     """
 
     def __init__(
