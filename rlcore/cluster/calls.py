@@ -16,7 +16,7 @@ from ray.exceptions import (
 
 from rlcore.errors import DeadlineExceeded, RoleLost, StageError, UserError
 
-# What a call of a dead process raises; the second, of one that was bound to a node which is gone
+# errors of calls to a dead process; the second if it was bound to a node which is gone
 DEAD = (RayActorError, ActorUnschedulableError)
 # Peers of a dead process may fail before its death is reported: wait this long for the report
 LOST_RANK_GRACE_S = 5.0
@@ -38,7 +38,7 @@ async def call(
 
 
 async def answer(ref: Any, what: str, who: str) -> Any:
-    """Await a Ray reference as `call` does, without a deadline: the caller has one."""
+    """Await a Ray reference as `call` does, without a deadline: the caller sets one."""
     try:
         return await ref
     except RayTaskError as e:
@@ -58,7 +58,7 @@ def get(refs: Any, *, timeout_s: float, what: str, key: str) -> Any:
     except GetTimeoutError as e:
         raise DeadlineExceeded(f"waited {timeout_s:g} s for {what} ({key}={timeout_s:g}).") from e
     except RayTaskError as e:
-        # a rank fails within moments of another's death, which is the reason to name
+        # a rank fails within moments of another rank's death, which is the reason to report
         for ref in refs if isinstance(refs, list) else []:
             with contextlib.suppress(RayTaskError, GetTimeoutError):
                 _alive(ref, what)

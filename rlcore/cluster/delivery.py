@@ -24,16 +24,15 @@ from rlcore.types import Answer, Score, Trajectory
 
 MAX_UNDELIVERED = 64  # messages in transit above which delivery waits
 RECHECK_S = 1.0
-LOOK_S = 5.0  # between two looks for a process of the own node
+LOOK_S = 5.0  # between two searches for the own node's process
 
 
 class NodeOutlet:
-    """Calls one method of the actor of a name, or of another one where there is none of that name.
-
-    Waits while too much of what it sent has not arrived: a slow receiver must not fill this
-    process's memory. What a process of the own node did not take before it died goes to the other
-    one, and so does all else until there is a process of that name again. What a receiver raises is
-    its own to report.
+    """Calls one method of the actor with a name, or of another actor where no actor has that name.
+    Waits while too many messages have not arrived: a slow receiver must not fill this process's
+    memory. Messages that a process of the own node did not take before it died go to the other
+    actor, and so do all others until a process has that name again. A receiver reports its own
+    errors.
     """
 
     def __init__(self, method: str, near: str, far: Any) -> None:
@@ -65,7 +64,7 @@ class NodeOutlet:
         return self._far if self._near is None else self._near
 
     def _settle(self, timeout_s: float) -> None:
-        """Look at what has arrived since."""
+        """Account for the messages that have arrived."""
         waiting = list(self._sent)
         done, _ = ray.wait(
             waiting, num_returns=len(waiting) if not timeout_s else 1, timeout=timeout_s
@@ -102,8 +101,8 @@ class Outlets:
 
 class Delivery:
     """Serialises each trajectory once and decodes its text. Evaluation trajectories go to the
-    graders alone, with the text of their prompt. One that nothing can be trained on, or that has no
-    text, is its sample's failure."""
+    graders alone, with the text of their prompt. A trajectory that cannot be trained on, or that
+    has no text, fails its sample."""
 
     def __init__(
         self,
@@ -141,12 +140,12 @@ class Delivery:
         try:
             while (batch := self._next()) is not None:
                 self._send(batch)
-        # whatever it was, the actor reports it with its next heartbeat and is replaced
+        # any error: the actor reports it with its next heartbeat and is replaced
         except BaseException as e:
             self.error = e
 
     def _next(self) -> list[Trajectory | Played] | None:
-        """All that is queued, at least one batch; None at the end."""
+        """All queued batches, at least one; None at the end."""
         batch = self._queue.get()
         while batch is not None and not self._queue.empty():
             more = self._queue.get()
@@ -168,7 +167,7 @@ class Delivery:
         for t in plain:
             try:
                 answers.append(self._answer(t))
-            except Exception as e:  # whatever a tokenizer raises at these tokens
+            except Exception as e:  # any error of a tokenizer at these tokens
                 scored.append(_unreadable(t, e))
         if answers:
             self._outlets.answers(answers)
@@ -180,7 +179,7 @@ class Delivery:
         try:
             require_trainable(t, self._vocab_size)
             return dump_trajectory(t)
-        except Exception as e:  # an engine or environment of a user's own gives whatever it likes
+        except Exception as e:  # a user's engine or environment may return anything
             return dump_unusable(t, f"{t.actor_id} gave a malformed record: {e}")
 
     def _answer(self, t: Trajectory) -> Answer:

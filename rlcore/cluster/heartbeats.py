@@ -21,8 +21,8 @@ RESTARTS = 2  # restarts of the graders' process in a row
 
 
 class RayRoleWatch(RoleWatch):
-    """Raises RoleLost for what the run cannot do without, and sees the graders' process
-    restarted."""
+    """Raises RoleLost for a role that the run needs, and notices restarts of the graders'
+    process."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RayRoleWatch(RoleWatch):
         shards: RayShards,
         beside: RayNodeScorers,
     ) -> None:
-        """`scorer`: the graders beside the driver; `beside`: those beside actors."""
+        """`scorer`: the graders beside the driver; `beside`: the graders beside actors."""
         self._roles = [(buffer.handle, "the replay buffer"), *learner.roles()]
         self._scorer = scorer
         self._spec = supervision

@@ -62,8 +62,8 @@ def other_actor_nodes(*, own_nodes: bool) -> Mapping[str, Mapping[str, float]]:
 
 
 class SharedPlaces:
-    """Where engines and learner ranks are that have a GPU together, in turns or each a share:
-    engine i and rank i in bundle i of a placement group, whose GPU is theirs alone."""
+    """The placement of engines and learner ranks that share a GPU, in turns or each a part of it:
+    engine i and rank i are in bundle i of a placement group, whose GPU no other process uses."""
 
     def __init__(self, bundles: Sequence[Mapping[str, float]], *, start_timeout_s: float) -> None:
         """Block until the cluster has resources for all bundles. Raises DeadlineExceeded."""
@@ -76,12 +76,12 @@ class SharedPlaces:
         self._engines = itertools.count()
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Options of a learner rank's process."""
+        """Ray's options for a learner rank's process."""
         return self._in_bundle(rank)
 
     def of_next_engine(self) -> dict[str, Any]:
-        """Options of the next engine's process. Beyond the first of each bundle it is another one
-        in the place of an engine that was lost: Ray finds the bundle with room."""
+        """Ray's options for the next engine's process. After the first of each bundle, an engine
+        replaces a lost one: Ray finds the bundle with free resources."""
         index = next(self._engines)
         return self._in_bundle(index if index < len(self._group.bundle_specs) else ANY)
 
@@ -103,7 +103,7 @@ def shard_name(buffer: str, node_id: str) -> str:
 def rendezvous(
     ranks: Sequence[Any], *, port: int, joined: bool, start_timeout_s: float
 ) -> tuple[str, int]:
-    """Where the ranks of one learner find each other: on rank 0's node in a cluster that was
+    """The address at which the ranks of one learner meet: on rank 0's node in a cluster that was
     `joined`, on loopback in one of our own.
 
     `port` 0: any free one. Raises UserError if it is given and taken there.

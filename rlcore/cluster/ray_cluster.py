@@ -69,10 +69,10 @@ def cluster(
     the end.
 
     `store_bytes`: of one publication in the object store. Raises UserError when the machine or the
-    cluster cannot hold the roles. With `patience_s` (a run that has been there before) a joined
-    cluster has that long to answer and to have enough resources again; DeadlineExceeded then.
-    `stderr` is given what processes of the cluster that this driver started write to their standard
-    error: (name and process id, text), from a thread.
+    cluster cannot hold the roles. With `patience_s` (for a run that continues) a joined cluster has
+    that long to answer and to have enough resources again; DeadlineExceeded after that. `stderr` is
+    given what processes of the cluster that this driver started write to their standard error:
+    (name and process id, text), from a thread.
     """
     address = joined_address(spec.address)
     cpus = 0
@@ -163,7 +163,8 @@ def _check_store(spec: RaySpec, store_bytes: int) -> None:
 
 
 def _check_joined_store(store_bytes: int) -> None:
-    """By the largest node of those that are there now: which ones the roles get is not known."""
+    """Check by the largest of the present nodes, since it is not known on which nodes Ray will
+    place the roles."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     largest = max((node["Resources"].get("object_store_memory", 0.0) for node in nodes), default=0)
     if store_bytes > largest:
@@ -195,8 +196,8 @@ def _local_cpus(spec: RaySpec, needed_cpus: float, needed_gpus: float) -> int:
 
 
 def _shut_down(before: set[psutil.Process], *, ours: bool) -> None:
-    """Disconnect, and end what is left of a cluster of `ours`: every child that was not there
-    `before`."""
+    """Disconnect, and end the remaining processes of a cluster of `ours`: every child that did not
+    exist `before`."""
     started = [p for child in set(psutil.Process().children()) - before for p in _family(child)]
     ray.shutdown()
     if ours:
@@ -204,8 +205,7 @@ def _shut_down(before: set[psutil.Process], *, ours: bool) -> None:
 
 
 def _local_gpus() -> int:
-    """The GPUs that Ray will find on this machine: those that CUDA_VISIBLE_DEVICES leaves
-    visible."""
+    """The GPUs that Ray will find on this machine, as CUDA_VISIBLE_DEVICES limits them."""
     count = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
     visible = NvidiaGPUAcceleratorManager.get_current_process_visible_accelerator_ids()
     return count if visible is None else min(count, len(visible))
@@ -235,7 +235,8 @@ def _poll(check: Callable[[], None], deadline: float, patience_s: float) -> None
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries to reach a lost head for many minutes, with no timeout that we can set."""
+    """Raise UserError if the head cannot be reached: Ray itself would try for many minutes, without
+    a timeout that we can set."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return  # "auto" and the like: Ray knows where to look
@@ -278,7 +279,8 @@ def _family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """Kill what Ray's own shutdown left of a local cluster (agents outlive a head that died)."""
+    """Kill the processes that Ray's own shutdown left of a local cluster (agents outlive a head
+    that died)."""
     _, alive = psutil.wait_procs(processes, timeout=2.0)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -4,8 +4,8 @@
 
 A share is written by the rank that fetched it, beside training. Batches are kept back to a
 checkpoint that precedes the last `logging.recorder.steps` steps: from it `rlcore replay` trains
-again, which gives the optimizer's state to the bit. The batches of a step that gave cause for a
-warning stay for longer, and so does the checkpoint before it, which is marked for that.
+again, which gives the optimizer's state to the bit. The batches of a step with a warning are kept
+longer, and so is the checkpoint before it, which is marked for that.
 
 A file holds the length of its head (8 bytes, little-endian), the head as JSON, its BLAKE2b digest
 (16 bytes), and the records of `rlcore.serialization` end to end.
@@ -37,7 +37,7 @@ class RecordingError(UserError):
 
 
 def folder_of(run_dir: str | Path, step: int) -> Path:
-    """Where the shares of a step's batch are. `step`: the version that was trained on it."""
+    """The folder of the shares of a step's batch. `step`: the version that was trained on it."""
     return Path(run_dir) / RECORDER / f"step_{step:06d}"
 
 
@@ -79,7 +79,7 @@ def _whole(record: object) -> bytes:
 
 
 def write_recording(path: Path, groups: Sequence[StoredGroup]) -> int:
-    """Write one share; its bytes. Raises OSError."""
+    """Write one share; returns its bytes. Raises OSError."""
     head, records = dump_groups(groups)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [len(head).to_bytes(8, "little"), head, _digest(head), *records]
@@ -152,7 +152,7 @@ class Recorder:
         self._sizes: dict[int, int] | None = None  # bytes by step; None: not looked at yet
 
     def keep(self, step: int, groups: Sequence[StoredGroup]) -> None:
-        """Write the batch of `step`, and remove those that are not needed or do not fit. A disk
+        """Write the batch of `step`, and remove batches that are not needed or do not fit. A disk
         that refuses ends the recording, not the run."""
         if self._off:
             return
@@ -168,8 +168,9 @@ class Recorder:
             _say(f"the recorder is off (logging.recorder): {error}")
 
     def _prune(self, sizes: dict[int, int], newest: int) -> None:
-        """Remove what no step needs. Above the budget the oldest batches of the last steps go
-        first, then warned steps, the oldest first and each with all that it needs."""
+        """Remove batches that no step needs. Above the budget the oldest batches of the last steps
+        are removed first, then warned steps, the oldest first and each with all batches that it
+        needs."""
         checkpoints = steps_in(self._checkpoints)
         first = max((s for s in checkpoints if s <= newest + 1 - self._steps), default=0)
         warned = self._warned(sizes, checkpoints)
@@ -205,14 +206,14 @@ class Recorder:
         return found
 
     def _forget(self, warned: dict[int, int], sizes: dict[int, int], first: int) -> list[int]:
-        """Give the oldest warned step up; the batches that nothing else needs."""
+        """Give up the oldest warned step; returns the batches that no other step needs."""
         oldest = min(warned)
         begin = warned.pop(oldest)
         return [s for s in sizes if begin <= s <= oldest and s < first and not _in(warned, s)]
 
     def _pin(self, warned: dict[int, int], sizes: dict[int, int], first: int) -> list[int]:
-        """Mark the checkpoints that warned steps need, so that they stay: no more bytes of them
-        than of batches. The steps whose batches went with one that does not fit."""
+        """Mark the checkpoints that warned steps need, so that they stay, at most as many bytes of
+        checkpoints as of batches. Returns the steps whose checkpoint does not fit."""
         dropped: list[int] = []
         while warned and sum(map(self._bytes, {*warned.values()})) > self._most:
             gone = self._forget(warned, sizes, first)
@@ -229,7 +230,7 @@ class Recorder:
         return dropped
 
     def _bytes(self, checkpoint: int) -> int:
-        """Of a checkpoint's files; 0 for the start of the run."""
+        """Bytes of a checkpoint's files; 0 for the start of the run."""
         if checkpoint and checkpoint not in self._checkpoint_bytes:
             files = (self._checkpoints / name_of(checkpoint)).rglob("*")
             with contextlib.suppress(FileNotFoundError):  # it was removed just now
@@ -252,5 +253,5 @@ def _in(warned: Mapping[int, int], step: int) -> bool:
 
 
 def _say(sentence: str) -> None:
-    """To the run's log, which has every role's standard error."""
+    """Write to standard error, which the run's log contains."""
     print(sentence, file=sys.stderr, flush=True)

@@ -46,8 +46,8 @@ def first_shown(verdicts: Iterable[dict[str, Any]], count: int) -> list[dict[str
 
 
 def readable(episode: StoredEpisode, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """One sample as `samples/` shows it: of several turns, everything after the first prompt, and
-    besides turn by turn.
+    """One sample as `samples/` shows it: with several turns, everything after the first prompt, and
+    each turn by itself.
 
     "token_versions": [[version, tokens in a row that it sampled], ...]. "pieces": for each turn the
     text of each sampled token, of the first PIECES_KEPT tokens.

@@ -1,7 +1,7 @@
 """Starting the processes of a run. Each function returns at once, with a client; `wait_started`
 waits until all of them answer.
 
-Whatever has started when one of them fails is taken down by the end of the cluster.
+If one fails to start, the others are ended with the cluster.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Starting(Protocol):
 
 
 def wait_started(hosting: Hosting, clients: Iterable[Starting]) -> None:
-    """Block until every process answers. Raises what kept one from starting, or DeadlineExceeded
-    after cluster.start_timeout_s."""
+    """Block until every process answers. Raises the error of a process that did not start, or
+    DeadlineExceeded after cluster.start_timeout_s."""
     limit = hosting.supervision.start_timeout_s
     for client in clients:
         for ref, what in client.starting:
@@ -100,9 +100,8 @@ def start_learners(
     """The policy's ranks, and those of each companion that has ranks of its own.
 
     `jobs`: POLICY first, then companions by name; the number of ranks is `job.learner.ranks`.
-    `buffer` None: supervised training and export alone. `places`: of ranks that have their GPUs in
-    turns with engines. Blocks, in a cluster that was joined, until
-    rank 0 has a place.
+    `buffer` None: supervised training and export alone. `places`: for ranks that share GPUs with
+    engines. Blocks, in a cluster that was joined, until rank 0 has a place.
     """
     groups, started = [], []
     for name, job in jobs.items():
@@ -123,9 +122,9 @@ def start_learners(
 
 
 def _allocator(learner: LearnerSpec, transport: str) -> dict[str, Any]:
-    """Options of ranks on GPUs: torch's memory then grows where it is, so that micro-batches of
-    changing sizes leave no unusable pieces. With ipc it stays as it is: engines open that memory by
-    handles of whole allocations. UNPROVEN on GPUs."""
+    """Options of ranks on GPUs: torch's memory then grows in place, so that micro-batches of
+    changing sizes leave no unusable pieces. With ipc the default allocator is kept: engines open
+    that memory by handles of whole allocations. UNPROVEN on GPUs."""
     named = any(os.environ.get(name) for name in ALLOCATOR)  # the user's own choice stays
     if learner.device == "cpu" or transport == "ipc" or named:
         return {}
@@ -163,7 +162,7 @@ def rollout_spawner(
     places: SharedPlaces | None = None,
 ) -> Spawn:
     """A function that starts one rollout actor of this kind under a name, which `engine.actor_id`
-    becomes. `places`: of engines that have their GPUs in turns with learner ranks."""
+    becomes. `places`: for engines that share GPUs with learner ranks."""
     spec = engine.actor
     actor = actor_class(
         RolloutActor,

@@ -19,8 +19,8 @@ KEY = "cluster.transport"
 
 
 def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
-    """This process's end of a transport that is no group. `sent`: the set that a learner sends by
-    it. Raises UserError for a class that is no transport."""
+    """This process's end of a transport that is not a group. `sent`: the set that a learner sends.
+    Raises UserError for a class that is no transport."""
     spec = hosting.transport
 
     def get(handle: list[Any]) -> Any:
@@ -44,7 +44,7 @@ def make_transport(hosting: Hosting, sent: str = "") -> WeightTransport:
 
 
 def make_group(hosting: Hosting) -> GroupTransport:
-    """The group transport that a run chose. Joins nothing yet."""
+    """The group transport that a run chose, without joining a group yet."""
     cls = resolve(GROUP_TRANSPORTS, hosting.transport.transport, key=KEY, like=GroupTransport)
     group: GroupTransport = cls(hosting)
     return group
@@ -53,7 +53,7 @@ def make_group(hosting: Hosting) -> GroupTransport:
 class GroupTransport(ABC):
     """Learner ranks and engines that join one group, in which weights go to all at once."""
 
-    #: weights are read where the model is; false: as copies on the CPU
+    #: weights are read on the model's device; false: as copies on the CPU
     on_device: ClassVar[bool] = True
 
     def __init__(self, hosting: Hosting) -> None:
@@ -74,7 +74,7 @@ class GroupTransport(ABC):
 
 
 class GlooGroup(GroupTransport):
-    """Between CPUs."""
+    """Weights between CPUs."""
 
     on_device = False
 
@@ -94,7 +94,7 @@ class GlooGroup(GroupTransport):
 
 
 class VllmGroup(GroupTransport):
-    """Between GPUs, by vLLM's weight transfer: nccl, or ipc on a GPU that both share."""
+    """Weights between GPUs, by vLLM's weight transfer: nccl, or ipc on a GPU that both share."""
 
     @property
     def everywhere(self) -> bool:

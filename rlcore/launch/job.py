@@ -35,7 +35,7 @@ class Rendered:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
-        """Everything, readable and in order."""
+        """The files and the command as readable text, in order."""
         parts = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
         return "\n".join([*parts, f"# command\n{shlex.join(self.command)}\n"])
 
@@ -105,8 +105,8 @@ def _values(spec: LaunchSpec, words: Sequence[str]) -> list[str]:
 
 
 def _container_words(spec: LaunchSpec) -> tuple[str, str]:
-    """As shell words: what comes before a command of the first node, and, after `srun`, before a
-    command of another one."""
+    """Shell words that precede a command of the first node, and words that follow `srun` for a
+    command of another node."""
     image = spec.container_image
     if image is None:
         return "", ""

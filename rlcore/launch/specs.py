@@ -1,4 +1,4 @@
-"""Settings of `rlcore launch`: where a run is started, and what its nodes are. No Ray."""
+"""Settings of `rlcore launch`: where a run is started, and its nodes. No Ray."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class LaunchSpec(Spec):
     @classmethod
     def _holds_no_secret(cls, data: Any) -> Any:
         """Refuse variables that look like secrets: `env` is written to config.yaml and to the job's
-        script. A validator and not `check`, so that no other message can show the value."""
+        script. This is a validator, not `check`, so that no other message can show the value."""
         env = data.get("env") if isinstance(data, dict) else None
         if not isinstance(env, dict):
             return data

@@ -28,8 +28,8 @@ class BufferActor:
         shards: ShardFiles = NO_SHARDS,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle`: called when the process has what it starts with, before anything waits for
-        it."""
+        """`settle`: called when the process has its initial objects, before another process waits
+        for it."""
         self._polls: list[Waiter] = []
         self._files = shards
         self._settle = settle
@@ -126,7 +126,7 @@ class BufferActor:
         return again, given_up
 
     async def shard_lost(self, shard: str) -> Missing:
-        """A shard is lost; the samples to ask for again."""
+        """Account for the loss of a shard; returns the samples to request again."""
         written = self._written
         recover = (lambda *sample: None) if written is None else written.read
         self._shards.discard(shard)
@@ -151,8 +151,8 @@ class BufferActor:
     async def stored(
         self, step: int, group_ids: list[int], timeout_s: float = 0.0
     ) -> list[StoredGroup] | None:
-        """Groups of a batch that was taken, for a learner rank. Those that are being sampled again
-        are waited for; None when the time is over."""
+        """Groups of a batch that was taken, for a learner rank. Waits for groups that are being
+        sampled again; None when the time is over."""
         whole = await self._poll(lambda: self.buffer.whole(step, group_ids), timeout_s)
         return self.buffer.stored(step, group_ids) if whole else None
 
@@ -167,8 +167,8 @@ class BufferActor:
         self._saving = True
 
     async def save(self, folder: str, timeout_s: float) -> None:
-        """Write the snapshot in a thread, while other calls are served. The deadline is that of
-        the shards."""
+        """Write the snapshot in a thread, while other calls are served. The deadline is for the
+        shards."""
         cut, self._cut = self._cut, None
         if cut is None:
             raise StageError("the buffer was asked to save without a snapshot")
@@ -183,8 +183,8 @@ class BufferActor:
         self._keep(written)
 
     async def load(self, folder: str, shards: list[str], timeout_s: float) -> None:
-        """Continue from what `save` wrote. `shards`: names of those that there are now, which the
-        deadline is of."""
+        """Continue from what `save` wrote. `shards`: names of the present shards, for which the
+        deadline is."""
 
         def read(
             shared: Path, files: Mapping[str, Sequence[RecordFile]]
@@ -206,14 +206,14 @@ class BufferActor:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def _notify(self) -> None:
-        """Something has changed: wake who waits for what is true now. A waiter is asked here, since
-        it would cost more to wake it in vain."""
+        """Wake the waiters whose condition is true now. Conditions are checked here, since waking a
+        waiter in vain would cost more."""
         for waiting in self._polls:
             if not waiting.woken.done() and _is_worth_a_look(waiting.value):
                 waiting.woken.set_result(None)
 
     async def _poll(self, value: Callable[[], Any], timeout_s: float) -> Any:
-        """The first value that is true, or the last one when the time is over."""
+        """Wait for a true value of `value`; returns it, or the last value when the time is over."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not (current := value()):
@@ -240,5 +240,5 @@ def _is_worth_a_look(value: Callable[[], Any]) -> bool:
     """Return whether a value is true or raises when computed."""
     try:
         return bool(value())
-    except Exception:  # the waiter looks again, and raises it
+    except Exception:  # the waiter computes the value again, which raises the error
         return True

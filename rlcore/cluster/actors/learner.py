@@ -1,4 +1,4 @@
-"""A learner rank's process, and the thread that writes its files behind training."""
+"""A learner rank's process, and the thread that writes its files while training goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Job = Callable[[], object]
 
 
 class WriteBehind:
-    """Jobs of one checkpoint, done in order in a thread that ends with the process.
+    """The jobs of one checkpoint, done in order in a thread that ends with the process.
 
     After an error, or once `wait` has given up, the jobs that have not begun are dropped, and with
     them the memory they hold.
@@ -52,7 +52,7 @@ class WriteBehind:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """No more jobs come."""
+        """Note that no further job comes."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -70,8 +70,8 @@ class WriteBehind:
             self._ended.set_exception(error)
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all is written, after `close`. Raises what a job raised, and DeadlineExceeded
-        after `timeout_s`."""
+        """Return when everything is written, after `close`. Raises a job's error, and
+        DeadlineExceeded after `timeout_s`."""
         try:
             self._ended.exception(timeout_s)
         except TimeoutError as e:
@@ -84,7 +84,7 @@ class WriteBehind:
 
 
 class Discarded(WriteBehind):
-    """In place of a checkpoint that would have to wait for one before it: nothing is written."""
+    """Replaces a checkpoint that would have to wait for an earlier one: nothing is written."""
 
     def __init__(self) -> None:
         """Without a thread."""
@@ -184,8 +184,8 @@ class LearnerActor:
             self._fetched[step] = [load_group(group) for group in stored]
 
     def _read(self, step: int, ids: list[int], deadline: float) -> list[StoredGroup]:
-        """Groups with their records, from the shards that keep them. What is lost with a node is
-        waited for: it is sampled again."""
+        """Groups with their records, from the shards that keep them. Waits for samples that were
+        lost with a node and are drawn again."""
         from rlcore.buffer.shard import with_records
         from rlcore.cluster.clients.shards import fetch_records
 
@@ -210,8 +210,8 @@ class LearnerActor:
         steps; the others train on them again.
 
         `keep_start`: the phase has several steps, so the weights it begins with are kept for a
-        checkpoint in its middle. `resumed`: such a checkpoint; p_ref is computed under the weights
-        kept, then its own are loaded.
+        checkpoint in its middle. `resumed`: such a checkpoint; p_ref is computed with the kept
+        weights, then the checkpoint's weights are loaded.
         """
         fetched = [self._fetched.pop(step) for step in steps[:batches]]
         if resumed is not None:
@@ -252,7 +252,8 @@ class LearnerActor:
         return {name: name in self.rank.over_policy for name in self.rank.published}
 
     def _transport(self, name: str) -> Any:
-        """Sets of one version would otherwise share a file (transport=disk)."""
+        """The transport of one set; with transport=disk sets of one version would otherwise share a
+        file."""
         from rlcore.cluster.transports import make_transport
 
         if name not in self._transports:
@@ -264,10 +265,8 @@ class LearnerActor:
         self, version: int, name: str, dtype: str, full: bool, resumed: str | None
     ) -> tuple[WeightManifest, Any] | None:
         """Gather a set of weights (all ranks take part); rank 0 returns (manifest, handle), the
-        others None. Group transports: it is announced only, and `send` sends it.
-
-        `resumed`: a checkpoint made in the middle of a phase; what the phase began with is
-        published.
+        others None. Group transports: the set is only announced, and `send` sends it. `resumed`: a
+        checkpoint made in the middle of a phase; the phase's first weights are published.
         """
         from rlcore.weights.manifest import announce
 
@@ -288,7 +287,7 @@ class LearnerActor:
 
     def send(self, manifest: WeightManifest, name: str, receivers: Receivers) -> Sending | None:
         """Send the set that was announced to actors that have stopped for it (all ranks take part);
-        returns when they have loaded it. What it took, as of a `GroupSender`."""
+        returns when they have loaded it, with the result of `GroupSender.send`."""
         read = partial(
             self.rank.published_weights,
             name,

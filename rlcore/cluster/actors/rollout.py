@@ -108,7 +108,7 @@ class RolloutActor:
 
     def submit(self, requests: list[Request], begun: Sequence[bytes] = ()) -> None:
         """Queue requests; a list enters the engine as one. Raises UserError for what the engine
-        cannot serve. `begun`: records that `cut` of another actor gave of them."""
+        cannot serve. `begun`: their records that `cut` of another actor returned."""
         self._open |= {r.request_id for r in requests}
         requests = self.prompts.encoded(requests)
         if self.players is not None:
@@ -127,8 +127,8 @@ class RolloutActor:
         self._open -= set(request_ids)
 
     def cut(self, request_ids: list[str]) -> tuple[list[str], list[bytes]]:
-        """Drop requests: (ids of those that were not finished, the records of what they have so
-        far). Episodes stay, since their environments are here."""
+        """Drop requests: (ids of the unfinished ones, their records so far). Episodes stay, since
+        their environments are in this process."""
         cut = self.worker.cut(request_ids).result(timeout=SUBMIT_TIMEOUT_S)
         ids = [t.request_id for t in cut]
         self._open -= set(ids)
@@ -179,11 +179,13 @@ class RolloutActor:
             self._loading.result(timeout=0)
 
     def transfer(self, verb: str, payload: Any) -> None:
-        """The learner's sender: have the engine's thread do this before it goes on."""
+        """Called by the learner's sender: have the engine's thread carry out a request before it
+        goes on."""
         self._arrival.ask(verb, payload)
 
     def finish_weights(self) -> dict[str, float]:
-        """Return when the engine has proven what it was sent, and goes on. Seconds of each part."""
+        """Return when the engine has proven the weights that it was sent, and goes on; seconds of
+        each part."""
         took = self._loading.result(timeout=self._publish_timeout_s)
         return {"receive_s": self._arrival.seconds, **took}
 

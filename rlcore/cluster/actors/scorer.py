@@ -35,9 +35,9 @@ class ScorerActor:
         home: str | None = None,
     ) -> None:
         """`buffer`: its name, since Ray repeats these arguments when it restarts this process.
-        `pools`: one a training task; the first has the evaluation tasks too. `tokenizer_path`: of
-        readable samples. `home`: name of the process beside the driver, for one that is elsewhere;
-        that one starts its graders at once, since actors send to it as soon as they find it."""
+        `pools`: one a training task; the first has the evaluation tasks too. `tokenizer_path`: for
+        readable samples. `home`: name of the process beside the driver, for a process elsewhere,
+        which starts its graders at once, since actors send to it as soon as they find it."""
         self._buffer = ray.get_actor(buffer)
         self._home: Any = ray.get_actor(home) if home else None
         self._pools = pools
@@ -64,8 +64,8 @@ class ScorerActor:
         return os.getpid()
 
     def pid(self) -> int:
-        """This process; another number than before means that what it held is lost. Raises what
-        stopped the scoring."""
+        """The process id; a changed one means that the answers it held are lost. Raises the error
+        that stopped the scoring."""
         self.scorer.check()
         return os.getpid()
 

@@ -100,7 +100,7 @@ class RayBuffer(BufferClient):
         await call(ref, timeout_s=timeout_s, what=what, key=key, who="the replay buffer")
 
     def load(self, folder: str, shards: Sequence[str]) -> None:
-        """Continue from what `save` wrote; these shards read what shards wrote. Blocks: before the
+        """Continue from what `save` wrote; these shards read the shards' files. Blocks: before the
         loop runs."""
         limit = self._start_timeout_s
         get(

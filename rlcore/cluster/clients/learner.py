@@ -51,11 +51,12 @@ class RankGroup:
         self.title = "learner" if name == POLICY else f"{name} learner"
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """The same call on every rank: the references of the answers."""
+        """Make the same call on every rank; returns the references of the answers."""
         return self.ask_each(method, [arguments] * len(self.handles))
 
     def ask_each(self, method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """A call with the arguments of each rank."""
+        """Make a call with separate arguments for each rank; returns the references of the
+        answers."""
         pairs = zip(self.handles, arguments, strict=True)
         return [getattr(handle, method).remote(*own) for handle, own in pairs]
 
@@ -277,7 +278,7 @@ class RayLearner(LearnerClient):
     async def _gather(
         self, group: RankGroup, version: int, full: bool, resumed: str | None
     ) -> dict[str, Any]:
-        """All sets of one group. What its ranks call the policy is the group's own model."""
+        """All sets of one group, whose ranks call their own model the policy."""
         if group.name not in self._sets:
             what = "reading the names of its weights"
             self._sets[group.name] = (await group.answers(group.ask("published"), what))[0]
@@ -304,7 +305,7 @@ class RayLearner(LearnerClient):
         for group in self._groups:
             what = f"writing the checkpoint of the {group.title}"
             calls = [
-                # the rank has the same deadline, and says what it waited for
+                # the rank has the same deadline, and its error says what it waited for
                 call(
                     handle.saved.remote(timeout_s),
                     timeout_s=timeout_s + ANSWER_S,

@@ -17,7 +17,8 @@ WHO = "its process"
 
 
 class RayRolloutActor(ActorClient):
-    """Weights have the deadline of a publication, every other call that of a hung actor."""
+    """Weights have the deadline of a publication, every other call the deadline after which an
+    actor counts as hung."""
 
     def __init__(
         self, handle: Any, name: str, started: Any, hosting: Hosting, *, ranks: int = 1
@@ -39,7 +40,7 @@ class RayRolloutActor(ActorClient):
         return dict(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
 
     async def submit(self, requests: Sequence[Request], begun: Any = None) -> None:
-        # Ray passes on what the reference `begun` is of, without a copy in this process
+        # Ray passes on the object of the reference `begun` without a copy in this process
         more = () if begun is None else (begun,)
         ref = self.handle.submit.remote(list(requests), *more)
         await self._call(ref, f"taking {len(requests)} requests")

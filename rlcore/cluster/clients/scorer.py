@@ -54,7 +54,8 @@ class RayScorer(ScorerClient):
         return list(await call(ref, timeout_s=SAMPLES_TIMEOUT_S, what=what, key=key, who=WHO))
 
     async def pid(self) -> int:
-        """Its process; another number means that it was restarted. Raises what stopped scoring."""
+        """Its process id; a changed one means that it was restarted. Raises the error that stopped
+        the scoring."""
         limit, key = self._hang_timeout_s, "cluster.hang_timeout_s"
         ref, what = self.handle.pid.remote(), f"a heartbeat of {WHO}"
         return int(await call(ref, timeout_s=limit, what=what, key=key, who=WHO))
@@ -90,8 +91,8 @@ def scorer_name(buffer: str, node_id: str = "") -> str:
 
 
 class RayNodeScorers:
-    """The graders' processes that there are beside actors. Ray restarts one whose process dies; one
-    that cannot go on is given up, and the actors of its node then send to the driver's."""
+    """The graders' processes beside actors. Ray restarts one that dies; one that cannot go on is
+    given up, and the actors of its node then send to the driver's graders."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class RayNodeScorers:
         self.start()
 
     def start(self) -> None:
-        """Start those of nodes that are new and have a CPU beside those of the grading
+        """Start a process on each new node that has a CPU besides those of the grading
         processes."""
         found = other_actor_nodes(own_nodes=self._hosting.own_nodes)
         for node_id, resources in found.items():
@@ -136,8 +137,8 @@ class RayNodeScorers:
         return RayScorer(handle, handle.__ray_ready__.remote(), self._hosting)
 
     async def watch(self) -> list[str]:
-        """A heartbeat of all; the nodes whose queued answers are lost, once each. Raises what
-        stopped the scoring anywhere."""
+        """A heartbeat of all processes; returns the nodes whose queued answers are lost, once each.
+        Raises an error that stopped the scoring of any."""
         await asyncio.to_thread(self.start)
         alive = set(other_actor_nodes(own_nodes=self._hosting.own_nodes))
         nodes = list(self._clients)
@@ -179,13 +180,13 @@ class RayNodeScorers:
             client.close()
 
     def kill(self) -> None:
-        """End all of them for good."""
+        """End all processes for good."""
         for client in self._clients.values():
             with contextlib.suppress(RayError):
                 client.kill()
 
 
 def _started(client: RayScorer) -> bool:
-    """Return whether the start of the process is over, well or not: until then it answers no
-    heartbeat."""
+    """Return whether the start of the process has ended, with or without success: until then it
+    answers no heartbeat."""
     return bool(ray.wait([client.starting[0][0]], timeout=0)[0])

@@ -1,8 +1,8 @@
 """Shards of the buffer: one for each node with rollout actors but the driver's, where the buffer
 itself is.
 
-A process has the name of its node's shard, under which actors find it; a shard is named after it
-and after the number of the process, "NAME#2": what an earlier one kept is lost with it."""
+A process has the name of its node's shard, under which actors find it; a shard is named after that
+and the number of the process, "NAME#2": the records of an earlier process are lost with it."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class ShardActor:
         return self._kept(shard, keys)
 
     async def write(self, shard: str, keys: list[int], folder: str) -> str:
-        """Write records to a checkpoint's folder, in a thread; their checksum. Raises as `fetch`
-        does, and OSError."""
+        """Write records to a checkpoint's folder, in a thread; returns their checksum. Raises as
+        `fetch` does, and OSError."""
         records, path = self._kept(shard, keys), Path(folder) / file_of(shard)
         return await asyncio.to_thread(write_record_file, path, records)
 
     async def read(self, shard: str, files: list[RecordFile], folder: str) -> list[int]:
-        """Keep the records of files of a checkpoint, read in a thread; the key of the first record
-        of each. Raises ShardLost as `fetch` does, and JournalError, keeping nothing."""
+        """Keep the records of files of a checkpoint, read in a thread; returns the key of each
+        file's first record. Raises ShardLost as `fetch` does, and JournalError, keeping nothing."""
         self._check(shard)
         read = await asyncio.to_thread(lambda: [read_record_file(Path(folder), f) for f in files])
         return [self._shard.keep(records) for records in read]
@@ -113,8 +113,8 @@ def fetch_records(keys: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
 def write_shards(
     folder: Path, keys: Mapping[str, Sequence[int]], timeout_s: float
 ) -> dict[str, str]:
-    """Every shard writes these of its records to the folder; the checksums of the files. Raises
-    ShardLost, DeadlineExceeded, and what a disk refuses."""
+    """Have every shard write these of its records to the folder; returns the checksums of the
+    files. Raises ShardLost, DeadlineExceeded and OSError."""
     try:
         refs = {s: _process(s).write.remote(s, list(its), str(folder)) for s, its in keys.items()}
         made: list[str] = ray.get(list(refs.values()), timeout=timeout_s)
@@ -130,8 +130,9 @@ def write_shards(
 def read_shards(
     folder: Path, files: Mapping[str, Sequence[RecordFile]], timeout_s: float
 ) -> dict[str, list[int]]:
-    """Every shard reads these files of a checkpoint and keeps their records; the key of the first
-    record of each. Raises RoleLost if one is lost meanwhile, DeadlineExceeded and JournalError."""
+    """Have every shard read these files of a checkpoint and keep their records; returns the key of
+    each file's first record. Raises RoleLost if one is lost meanwhile, DeadlineExceeded and
+    JournalError."""
     try:
         refs = {s: _process(s).read.remote(s, list(its), str(folder)) for s, its in files.items()}
         made: list[list[int]] = ray.get(list(refs.values()), timeout=timeout_s)
@@ -158,8 +159,8 @@ def _process(shard: str) -> Any:
 
 
 class RayShards:
-    """The shards that there are. Where a process alone was lost and not its node, another one takes
-    its place; until then the actors of the node send to the buffer."""
+    """The shards of a run. A process that was lost without its node is replaced; until then the
+    actors of the node send to the buffer."""
 
     def __init__(self, buffer: RayBuffer, hosting: Hosting) -> None:
         self._buffer = buffer
@@ -193,11 +194,11 @@ class RayShards:
 
     @property
     def names(self) -> list[str]:
-        """Of the shards that are not known to be lost."""
+        """Names of the shards that are not known to be lost."""
         return list(self._handles)
 
     async def watch(self) -> list[str]:
-        """A heartbeat of all; the names of those that are lost, once each."""
+        """A heartbeat of all shards; returns the names of lost ones, once each."""
         await asyncio.to_thread(self.start)
         names = self.names
         alive = await asyncio.gather(*(self._alive(name) for name in names))
@@ -217,7 +218,7 @@ class RayShards:
         return True
 
     def kill(self) -> None:
-        """End all of them."""
+        """End all shards."""
         for handle in self._handles.values():
             _kill(handle)
 
