@@ -56,8 +56,8 @@ def devices() -> list[str]:
 
 
 def lacking(machine: GpuMachine) -> Iterator[tuple[str, str]]:
-    """(keys, what the machine lacks for them, "" for nothing). Read in the sources of the locked
-    versions; nothing is started."""
+    """(keys, what the machine lacks for them or ""). The requirements are from the sources of the
+    locked versions; no process is started."""
     gpu = [] if machine.gpus else ["a GPU that torch can use"]
     vllm = [] if "vllm" in machine.packages else ["vLLM's CUDA build (make venv PROFILE=cuda)"]
     ampere = gpu or _capability(machine, AMPERE)
@@ -93,7 +93,7 @@ GIT_S = 5.0
 
 
 def write_about(run_dir: Path) -> None:
-    """Note what the run is done with; a resumed run notes it anew."""
+    """Write the machine, commit and versions of a run; a resumed run writes them again."""
     replace_file(run_dir / "about.json", json.dumps(about(), indent=1) + "\n")
 
 

@@ -42,7 +42,7 @@ def report(
 
 
 def _owned(run_dirs: Sequence[str], out: str | None) -> AbstractContextManager[object]:
-    """Own the run that the report is written into, if it is written into one."""
+    """A context in which this command owns the run that the report is written into, if any."""
     target = Path(out).parent if out else Path(run_dirs[0]) if len(run_dirs) == 1 else Path()
     if not any(target.resolve() == Path(folder).resolve() for folder in run_dirs):
         return nullcontext()
@@ -51,8 +51,8 @@ def _owned(run_dirs: Sequence[str], out: str | None) -> AbstractContextManager[o
 
 
 def _judge(folder: Path, rows: Sequence[Row]) -> list[str]:
-    """A run's warnings by its own bounds. The report is of use without them, so that a run without
-    a configuration, or with one that this version refuses, is said to be not judged."""
+    """A run's warnings by its own bounds. The report is useful without warnings, so a run without a
+    configuration, or with one that this version refuses, is marked as not judged."""
     if not (folder / "config.yaml").is_file():
         return ["not judged, since the folder holds no config.yaml"]
     try:
@@ -74,7 +74,7 @@ class Arm:
 
     @property
     def folder(self) -> Path:
-        """The folder of its first run, which stands for its configuration."""
+        """The folder of its first run, whose configuration is used."""
         return self.runs[0].folder
 
 
@@ -153,8 +153,8 @@ def figures_of(first: Arm, second: Arm, ci: float) -> dict[str, Compared]:
     return found
 
 
-# What a comparison of methods should have alike, with the difference that is not noise: a tenth of
-# the larger, and at least this much.
+# Metrics that should be equal in a comparison of methods, with the least difference that is not
+# noise; it must also be a tenth of the larger.
 ALIKE = {
     "staleness/mean": ("staleness", "steps", 0.1),
     "response_length/mean": ("response length", "tokens", 1.0),
@@ -202,7 +202,7 @@ def _plain(
     compared: Mapping[str, Compared],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The comparison for JSON; a value that a run does not have is left out. With several seeds,
+    """The comparison for JSON; values that a run lacks are left out. With several seeds,
     `a` and `b` are means."""
     settings = [
         {"key": key} | {run: v for run, v in zip("ab", pair) if v is not ABSENT}
@@ -228,7 +228,7 @@ def _plain(
 
 
 def _names(first: Arm, second: Arm) -> tuple[str, str]:
-    """The folders' own names, which are shorter than their paths, where they differ."""
+    """The names of the folders instead of their paths, where the names differ."""
     if first.name != second.name:
         return first.name, second.name
     return str(first.folder), str(second.folder)
@@ -285,7 +285,7 @@ def _table(title: str, names: tuple[str, str]) -> Table:
 
 
 def _shown(value: Any) -> str:
-    """A value as one would write it in YAML."""
+    """A value in YAML."""
     if value is ABSENT:
         return "(no such key)"
     return value if isinstance(value, str) else json.dumps(value)

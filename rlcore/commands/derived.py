@@ -23,8 +23,8 @@ DRAFT = "draft"  # a co-trained draft's weights, among the sets that are publish
 
 
 def needed(config: RunConfig, *, actors: bool = True, learner: bool = True) -> tuple[float, float]:
-    """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: which of them there
-    are."""
+    """(CPUs, GPUs) that the roles ask for together; `actors`, `learner`: whether these roles
+    exist."""
     engines = [*config.actor.values(), *filter(None, [evaluation_actor(config)])] if actors else []
     count, spec = ranks(config) if learner else 0, config.learner
     # The buffer and the graders ask for no CPU: they would otherwise not fit a machine of two.
@@ -79,7 +79,7 @@ def page_ranges(config: RunConfig) -> dict[str, PageRange]:
 def idle_clip(config: RunConfig) -> str | None:
     """A sentence on a loss whose clip can never bind under the run's schedule, or None.
 
-    Nothing is said of the clip that every run has by default: nobody relies on it.
+    The default clip is not mentioned, since no user relies on it.
     """
     loss, declared = config.algorithm.loss, type(config.algorithm).model_fields
     default = all(
@@ -108,7 +108,7 @@ def grader_pools(config: RunConfig) -> tuple[GraderPool, ...]:
 
 
 def most_prompt_tokens(config: RunConfig, label: str, spec: EvalTaskSpec) -> int:
-    """Tokens that a prompt of a task may have: a response must always fit behind it."""
+    """Tokens that a prompt of a task may have, such that a response always fits behind it."""
     if label in config.tasks:
         answer = config.rollout_of(label).max_new_tokens
     else:
@@ -124,8 +124,8 @@ def stop_strings(config: RunConfig) -> StopStrings:
 
 
 def evaluation_actor(config: RunConfig) -> ActorSpec | None:
-    """The engine that evaluates the policy itself, where actors are something else: the first
-    actor's, made plain."""
+    """The engine that evaluates the policy itself, where actors sample from another one: the first
+    actor's settings, without rounding, sparsity or draft."""
     asked = config.evaluation.dense_actor
     if asked is None:
         # A draft's answers say nothing of the policy; other actors' are close to it.
@@ -173,7 +173,7 @@ def wire_dtype(config: RunConfig) -> str:
 
 
 def describe_actor(label: str, actor: ActorSpec, max_len: int) -> str:
-    """One line on what samples under this label."""
+    """One line on the actors of this label."""
     what = _described(actor)
     if actor.fp8_kv_cache:
         what += ", FP8 KV cache"

@@ -1,5 +1,5 @@
 """`rlcore doctor`: checks of this machine, a first step of a run on it, and advice on the mismatch
-that the step shows. Keeps nothing of what it starts."""
+that the step shows. Nothing of the step is kept."""
 
 from __future__ import annotations
 
@@ -134,10 +134,9 @@ class Probe:
 
 def probe(config: RunConfig, *, fresh: bool = False, whole: bool = False) -> Probe:
     """Sample a few hundred tokens of the training prompts with the run's own engines, and take one
-    step on them with its own learner, without corrections. Nothing of it is kept.
-
-    `fresh`: a model of random weights in the place of one that is warmed up. `whole`: answers are
-    as long as the run's. Raises UserError for what a run would refuse.
+    step on them with its own learner, without corrections. Nothing of the step is kept. `fresh`: a
+    model of random weights replaces one that would be warmed up. `whole`: answers are as long as
+    the run's. Raises UserError where a run would.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rlcore-doctor-") as folder:
@@ -164,8 +163,8 @@ def probe(config: RunConfig, *, fresh: bool = False, whole: bool = False) -> Pro
 
 
 def shortened(config: RunConfig, run_dir: str, longest: int = NEW_TOKENS) -> RunConfig:
-    """The run as it is measured: one synchronous step on a few prompts, without corrections,
-    evaluations and checkpoints, which would change what is seen or take longer to see it."""
+    """The run that is measured: one synchronous step on a few prompts, without corrections,
+    evaluations and checkpoints, which would change the measurement or take longer."""
     short = {
         "schedule": {
             "steps": 1,
@@ -230,7 +229,7 @@ def worst_tokens(samples: Sequence[dict[str, Any]], count: int = WORST) -> list[
 
 
 def refusal(config: RunConfig) -> str:
-    """Why the run would be refused before anything starts; empty if it would not be."""
+    """The reason why the run would be refused before a process starts, or ""."""
     try:
         with _quiet():
             prepare(config)
@@ -239,7 +238,7 @@ def refusal(config: RunConfig) -> str:
     return ""
 
 
-# In the order in which they are shown: metric, what it is.
+# (metric, description), in the order in which they are shown.
 FIGURES = {
     "abs_dlogp_mean": "mean |log p_ref - log p_inf| (nats)",
     "abs_dlogp_max": "largest |log p_ref - log p_inf| (nats)",
@@ -258,7 +257,7 @@ FIGURES = {
 
 
 def diagnosis(config: RunConfig, found: Probe, forecast: Sequence[str]) -> dict[str, Any]:
-    """Everything that is said of a configured run, for JSON and for text. `forecast`: lines of the
+    """All findings on a configured run, for JSON and for text. `forecast`: lines of the
     planner's, none where it was not asked."""
     stale = course_of(config).staleness_bound
     shown: dict[str, Any] = {
@@ -364,9 +363,9 @@ def doctor(
 ) -> int:
     """Print what was found. Returns 0 if a run can start, else 1.
 
-    `config`: of the run that is meant; None: the machine alone, with the smallest run that there
-    is. `rates`: the words of a forecast. `start`: take a first step. `calibrate`: and further ones,
-    with other pages of sparse actors. Raises UserError.
+    `config`: the run to check; None: the machine alone, with the smallest run. `rates`: the words
+    of a forecast. `start`: take a first step. `calibrate`: and further ones, with other pages of
+    sparse actors. Raises UserError.
     """
     machine = {name: check() for name, check in checks().items()}
     keys = dict(lacking(this_machine()))
@@ -387,7 +386,7 @@ def doctor(
 
 
 def _started(config: RunConfig | None, rates: Mapping[str, str]) -> dict[str, Any]:
-    """A run's first step: Ray, engine, graders, learner and weights between them."""
+    """Take a run's first step: Ray, engine, graders, learner and weights between them."""
 
     if config is not None:
         # first: its words may be refused
@@ -399,7 +398,7 @@ def _started(config: RunConfig | None, rates: Mapping[str, str]) -> dict[str, An
 
 
 def smallest_run(machine: GpuMachine) -> RunConfig:
-    """The smallest run that there is: engine and learner on one GPU, where vLLM runs on GPUs."""
+    """The smallest run: engine and learner on one GPU, where vLLM runs on GPUs."""
     words = ["run_dir=.", "model=tiny", "schedule=on_policy"]
     if machine.gpus and "vllm" in machine.packages:
         engine = {"num_gpus": "0.5", "gpu_memory_utilization": "0.3", "enforce_eager": "true"}

@@ -1,4 +1,5 @@
-"""`rlcore train ... dry_run=true`: every check that precedes a start, and what would be started."""
+"""`rlcore train ... dry_run=true`: every check that precedes a start, and a description of the run
+that would start."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ MIB = 2**20
 
 
 def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
-    """Check all that `train` checks before it starts, print what it would start, start nothing.
+    """Make all checks that `train` makes before it starts, and print the processes that it would
+    start, without starting any.
 
     `words`: rates for a forecast, as of `rlcore plan`. An existing cluster is joined and left
     again, to see what it holds. Writes nothing. Returns 0; raises UserError as `train` does.
     """
-    if config.model.path is not None:  # before what else may be wrong with a model so large
+    if config.model.path is not None:  # before other checks of a model that is too large
         check_memory(config, None)
     prepared = prepare(config)
     refuse_another_run(config)
@@ -63,7 +65,7 @@ def dry_run(config: RunConfig, words: Mapping[str, str] | None = None) -> int:
 
 
 def _check_writable(key: str, value: str) -> None:
-    """By the nearest folder that exists, since nothing is to be made."""
+    """Check the nearest existing folder, since a dry run creates none."""
     folder = Path(value)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     refuse(
@@ -73,8 +75,8 @@ def _check_writable(key: str, value: str) -> None:
 
 
 def _start(config: RunConfig, prepared: Prepared) -> str:
-    """Where the run would begin; `config` as it was composed. Raises UserError for what it could
-    not continue."""
+    """The point where the run would begin; `config` as it was composed. Raises UserError for a run
+    that could not be continued."""
     folder = Path(config.run_dir)
     rows = read_rows(folder / "metrics.jsonl")
     root = folder / "checkpoints"
@@ -105,7 +107,7 @@ def _start(config: RunConfig, prepared: Prepared) -> str:
 
 
 def _check_places(config: RunConfig, prepared: Prepared) -> None:
-    """CPUs, GPUs, the object store, the ports of the metrics and of the learner."""
+    """Check CPUs, GPUs, the object store, and the ports of metrics and learner."""
     cpus, gpus = derived.needed(config)
     size = stored_bytes(config, prepared.tokenizer)
     check_cluster(config.cluster, needed_cpus=cpus, needed_gpus=gpus, store_bytes=size)
@@ -208,7 +210,7 @@ def _tasks(config: RunConfig, prepared: Prepared) -> list[str]:
 
 
 def _asked(spec: EvaluationSpec) -> str:
-    """How an evaluation samples: mean@16 at temperature 0.6, top_p 0.95 and greedy."""
+    """The sampling of an evaluation: mean@16 at temperature 0.6, top_p 0.95 and greedy."""
     given = {"top_p": spec.top_p, "top_k": spec.top_k, "max_new_tokens": spec.max_new_tokens}
     cuts = [f"{name} {value:g}" for name, value in given.items() if value is not None]
     how = ", ".join([f"at temperature {spec.temperature:g}", *cuts])
@@ -246,7 +248,7 @@ def _trained(config: RunConfig, label: str) -> str:
 
 
 def _rewards(config: RunConfig) -> list[str]:
-    """Of every task whose reward is not its own grader's alone."""
+    """The rewards of every task that has others than its own grader's."""
     lines = []
     for key, task in tasks(config).items():
         if task.weighed:

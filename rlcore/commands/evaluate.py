@@ -73,7 +73,7 @@ def evaluate(config: RunConfig, named: str | None, *, model_named: bool) -> int:
 def _results(
     config: RunConfig, prepared: Prepared, model_path: str, folder: Path | None
 ) -> dict[str, float]:
-    """The evaluation's, by processes that have ended when it returns."""
+    """Metrics of the evaluation; its processes have ended when this returns."""
     # A checkpoint holds the learner's sharded state, which only its ranks can publish from.
     learner = folder is not None
     size = stored_bytes(config, prepared.tokenizer) if learner else 0
@@ -111,7 +111,7 @@ def to_evaluate(config: RunConfig, named: str | None, model_named: bool) -> tupl
     """(starting model's folder, checkpoint of it or None).
 
     A model that the command names takes precedence over the run's checkpoints, and so does one of a
-    configuration without a run. Raises UserError rather than take another than was meant.
+    configuration without a run. Raises UserError where the choice is ambiguous.
     """
     own, run = config.model.path, Path(config.run_dir) / "config.yaml"
     if named is None and own is not None and (model_named or not run.is_file()):
@@ -186,7 +186,7 @@ def _with_drafts(config: RunConfig, prepared: Prepared, folder: Path) -> RunConf
 def model_card(config: RunConfig, base: str, step: int) -> str:
     """The card of the model after `step` steps. `base`: the model that the run started from.
 
-    It says what the run's folder says and nothing else: what is not recorded is left out.
+    It contains only facts that the run's folder records.
     """
     run_dir = Path(config.run_dir)
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if (row["step"] or 0) <= step]

@@ -1,5 +1,5 @@
 """Advice on kinds of actors, from the figures of steps with several of them: their ranking, the mix
-that gives most at the tolerated tail, and where a set-point of sparse actors begins."""
+of most effective tokens at the tolerated tail, and the start of a set-point of sparse actors."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def kinds_lines(kinds: Sequence[Mapping[str, Any]], mixes: Mapping[str, Any]) ->
 def calibrated(
     config: RunConfig, step: Callable[[RunConfig], Row]
 ) -> dict[str, dict[str, list[Any]]]:
-    """Where the set-points of sparse actors begin, by label: the least pages of each stretch whose
-    statistic reaches the target's value, and what was measured.
+    """The start of the set-points of sparse actors, by label: the least pages of each stretch whose
+    statistic reaches the target's value, and the measurements.
 
     `step`: the row of one step of a run. Raises UserError for a run without such a target.
     """
@@ -123,7 +123,7 @@ def calibrated(
 
 
 def _tried(pages: PageRange) -> list[tuple[int, ...]]:
-    """Each stretch's pages at every scale, within what there is."""
+    """Each stretch's pages at every scale, at most all of them."""
     tried = []
     for scale in SCALES:
         wanted = (max(2, round(b * scale)) for b in pages.rule.blocks)
@@ -132,7 +132,7 @@ def _tried(pages: PageRange) -> list[tuple[int, ...]]:
 
 
 def _with_pages(config: RunConfig, label: str, blocks: tuple[int, ...]) -> RunConfig:
-    """The run with these pages, which nothing moves."""
+    """The run with these pages, without set-points."""
     actor = config.actor[label]
     assert actor.sparse is not None
     rule = PageRule(0, actor.sparse.length_step, blocks)

@@ -77,7 +77,7 @@ def published_bytes(config: RunConfig, tokenizer: Any) -> int:
 
 
 def _sent(config: RunConfig, tokenizer: Any, lora: LoraSpec | None) -> int:
-    """Parameters that are sent of the policy's model: all, or those of an adapter alone."""
+    """Parameters of the policy's model that are sent: all, or those of an adapter alone."""
     if lora is None or lora.publish == "merged":
         return policy_parameters(config, tokenizer)
     adapter = adapter_shapes(_shapes(config), AdapterShape(lora.rank, lora.targets))
@@ -190,8 +190,8 @@ def _rank(config: RunConfig, sizes: ModelSizes) -> Parts:
 
 
 def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
-    """Return what a critic's own model and optimizer hold beside the policy's; its passes follow
-    the policy's and are of equal size. A head on the policy's states holds next to nothing."""
+    """Return the memory of a critic's own model and optimizer; its passes follow the policy's and
+    need no more. A head on the policy's states needs hardly any."""
     if config.critic.kind != "model":
         return {}
     trained = _adapted(config, config.critic.lora)
@@ -199,7 +199,7 @@ def _critic(config: RunConfig, sizes: ModelSizes) -> Parts:
 
 
 def _on_gpus(config: RunConfig, sizes: ModelSizes) -> Iterator[tuple[str, float, Parts]]:
-    """(role, share of a GPU that it may fill, what it holds) of every role on GPUs."""
+    """(role, share of a GPU that it may fill, its memory by purpose) of every role on GPUs."""
     learner, bucket = config.learner, config.cluster.bucket_mib << 20
     if learner.num_gpus:
         yield "learner rank", learner.num_gpus, _rank(config, sizes)
@@ -214,7 +214,7 @@ def _has_kl(config: RunConfig) -> bool:
 
 
 def _trained(config: RunConfig) -> float | None:
-    """Entries that are trained, where those are adapters; None: all."""
+    """Trained entries, where only adapters are trained; None: all."""
     return _adapted(config, config.learner.lora)
 
 
@@ -226,7 +226,7 @@ def _adapted(config: RunConfig, lora: LoraSpec | None) -> float | None:
 
 
 def _sizes(config: RunConfig, tokenizer: Any) -> ModelSizes | None:
-    """None for a config.json with other names than most have."""
+    """Sizes of a model; None for a config.json with unusual names."""
     if config.model.path is None:
         assert config.model.fresh is not None
         return _fresh(config.model.fresh, len(tokenizer))

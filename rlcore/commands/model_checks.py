@@ -29,8 +29,8 @@ EXPERTS = re.compile(r"(?:moe_)?(?:num|n)_(?:\w+_)?experts")
 
 
 def check_models(config: RunConfig, tokenizer: Any) -> int:
-    """Check the policy and every draft; the size of their vocabulary. `tokenizer`: the policy's.
-    Raises UserError."""
+    """Check the policy and every draft; returns the size of their vocabulary. `tokenizer`: the
+    policy's. Raises UserError."""
     policy = _policy(config, tokenizer)
     size = int(policy["vocab_size"])
     for label, actor in config.actor.items():
@@ -53,8 +53,7 @@ def check_models(config: RunConfig, tokenizer: Any) -> int:
 
 
 def within_vocabulary(config: RunConfig, size: int, say: Callable[[str], None]) -> RunConfig:
-    """The run with no more top log-probs than there are tokens, `size`, which is every log-prob
-    that there is."""
+    """The run with at most `size` top log-probs, the size of the vocabulary."""
     k = config.rollout.logprobs_k
     if k <= size:
         return config
@@ -118,9 +117,9 @@ def check_kind(config: RunConfig, model: Mapping[str, Any]) -> None:
 
 
 def check_experts(config: RunConfig, model: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts whose weights vLLM holds under other names than are known here,
-    which would only show at the first publication, and settings that were not tried with one.
-    `model`: the policy's config.json."""
+    """Refuse a mixture of experts whose weights vLLM holds under unknown names, which would only
+    show at the first publication, and settings that are unproven with a mixture. `model`: the
+    policy's config.json."""
     experts = _experts(model)
     count = config.learner.expert_parallel
     refuse(
@@ -171,8 +170,8 @@ def check_patches(config: RunConfig, model: Mapping[str, Any]) -> None:
 
 
 def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
-    """Refuse to replay experts that there are none of, or that an engine does not return. `model`:
-    the policy's config.json."""
+    """Refuse to replay experts of a dense model, or experts that an engine does not return.
+    `model`: the policy's config.json."""
     if not config.learner.router_replay:
         return
     key = "learner.router_replay=true"
@@ -282,7 +281,7 @@ def _draft(
 
 
 def _other_vocabulary(drafted: Any, tokenizer: Any, size: int, policy_size: int) -> str:
-    """How a draft's tokens differ from the policy's; "" if both mean the same."""
+    """How a draft's tokens differ from the policy's; "" if they are equal."""
     # Ids are what is compared, so equal words under other ids are as wrong as other words.
     differing = len(set(drafted.get_vocab().items()) ^ set(tokenizer.get_vocab().items()))
     if differing:

@@ -85,7 +85,7 @@ class Owner:
     """The ownership of a run folder by this process, renewed by a thread until `release`."""
 
     def __init__(self, folder: Path, holder: Holder, news: str = "") -> None:
-        """`news`: whose place was taken, for the run's log."""
+        """`news`: a sentence on the owner that was replaced, for the run's log."""
         self.folder = folder
         self.news = news
         self._holder = holder
@@ -198,7 +198,8 @@ def _require_silent(
 
 
 def _require_unchanged(folder: Path, found: Holder, watch_s: float, instead: str) -> None:
-    """The age is that of a file system's clock: watch the lock by our own as well."""
+    """Raise UserError if a lock was renewed within `watch_s`. Its age is by a file system's clock,
+    so it is watched by this process's clock as well."""
     path = folder / LOCK
     before, deadline = path.stat().st_mtime_ns, time.monotonic() + watch_s
     while time.monotonic() < deadline:
@@ -211,7 +212,7 @@ def _require_unchanged(folder: Path, found: Holder, watch_s: float, instead: str
 
 
 def _create(path: Path, holder: Holder) -> bool:
-    """Write a lock where there is none. Whether there was none."""
+    """Write a lock where there is none; returns whether there was none."""
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
@@ -227,8 +228,8 @@ def _create(path: Path, holder: Holder) -> bool:
 
 
 def _replace(path: Path, found: Holder, holder: Holder) -> bool:
-    """Put a lock in the place of a dead owner's. Whether that was still there: of several commands
-    that find it, one succeeds."""
+    """Replace a dead owner's lock; returns whether it was still there. If several commands find it,
+    one succeeds."""
     with _taking(path.with_name(TAKING)) as free:
         if not free or _read(path) != found:
             return False

@@ -74,8 +74,8 @@ def _picture(found: Sequence[tuple[PlannedFleet, Forecast]]) -> str:
 
 
 def expected(config: RunConfig, words: Mapping[str, str]) -> list[str]:
-    """Lines of a dry run on the pace of its run. `words`: those of `config/verbs.py: FORECAST` that
-    were given. Raises UserError."""
+    """Lines of a dry run on the pace of its run. `words`: the given keys of `config/verbs.py:
+    FORECAST`. Raises UserError."""
     if not words:
         return ["none: rates=FILE (of rlcore plan measure) or gpu=NAME gives one"]
     check_source(words, config)
@@ -102,7 +102,7 @@ def _duration(seconds: float) -> str:
 
 
 def check_source(words: Mapping[str, str], config: RunConfig) -> None:
-    """Refuse rates that are not given, or not of such a run, in a UserError."""
+    """Raise UserError for rates that are missing, or are for another kind of run."""
     if ("rates" in words) == ("gpu" in words):
         raise UserError("A forecast takes either rates=FILE or gpu=NAME, and one of them.")
     refuse(
@@ -113,7 +113,7 @@ def check_source(words: Mapping[str, str], config: RunConfig) -> None:
 
 
 def check_simulated(config: RunConfig) -> None:
-    """Refuse runs whose cost is not simulated, in a UserError."""
+    """Raise UserError for runs whose cost is not simulated."""
     refuse(
         config.mixed,
         f"task=[{','.join(config.tasks)}] cannot be planned: a forecast has one size of groups and "
@@ -165,7 +165,7 @@ def _line(fleet: PlannedFleet, f: Forecast) -> str:
 
 
 def _counts(words: Mapping[str, str], config: RunConfig) -> list[int | None]:
-    """Numbers of actors to try; None: those of the configuration."""
+    """Numbers of actors to try; None: the configured number."""
     if "actors" not in words:
         return [None]
     parts = words["actors"].split(",")
@@ -223,7 +223,7 @@ def planned(
 
 
 def _nodes(config: RunConfig, actors: Mapping[str, int]) -> int:
-    """Nodes that hold these actors, as GPUs of a node are said to be."""
+    """Nodes that hold these actors, by the given GPUs of a node."""
     each = config.cluster.launch.gpus_per_node
     if not each:
         return 1
@@ -259,7 +259,7 @@ def _rates(config: RunConfig, words: Mapping[str, str]) -> tuple[dict[str, Actor
 
 
 def engine_of(actor: ActorSpec, context: float) -> EngineShape:
-    """How an engine of this kind runs the model, with requests of `context` tokens."""
+    """The shape of an engine of this kind, with requests of `context` tokens."""
     budget = None
     if actor.sparse is not None:
         pages, size = actor.sparse.blocks, actor.sparse.block_size
@@ -289,7 +289,7 @@ def _read_rates(path: str) -> Rates:
 
 
 def shape_of(config: RunConfig, words: Mapping[str, str]) -> Shape:
-    """The policy's: named, or read from its folder. Raises UserError."""
+    """The policy's shape: named, or read from its folder. Raises UserError."""
     name = words.get("shape")
     if name is not None:
         if name not in SHAPES:
@@ -303,7 +303,7 @@ def shape_of(config: RunConfig, words: Mapping[str, str]) -> Shape:
 
 
 def lengths_of(config: RunConfig, words: Mapping[str, str]) -> LengthSpec:
-    """Lengths of prompts and answers as the words give them. Raises UserError."""
+    """Lengths of prompts and answers from the words. Raises UserError."""
     most = config.rollout.max_new_tokens
     given: dict[str, Any] = {
         "prompt": _number(words, "prompt_tokens", 256.0),
@@ -371,8 +371,8 @@ def _read_run(name: str) -> tuple[RunConfig, MeasuredRun]:
 
 
 def _grade_seconds(config: RunConfig) -> float | None:
-    """Between two answers of the task's graders, timed here; None where a model or server grades
-    too."""
+    """Seconds between two answers of the task's graders, timed here; None where a model or server
+    grades, too."""
     ((label, task),) = config.tasks.items()
     if task.weighed:
         return None
@@ -385,7 +385,7 @@ def _grade_seconds(config: RunConfig) -> float | None:
             Answer(i, 0, f"measure:{i}", f"{label}/train/0", text, tokens=len(text))
             for i in range(GRADED + 1)
         ]
-        scorer.submit(answers[:1])  # the processes start with the first answer
+        scorer.submit(answers[:1])  # the first answer starts the processes and is not timed
         scorer.drain(GRADERS_START_S)
         begun = time.monotonic()
         scorer.submit(answers[1:])

@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class _Fleets:
-    """Everything of a fleet but its division and its kind of actors."""
+    """A fleet without its division and its kind of actors."""
 
     config: RunConfig
     gpu: Gpu
@@ -57,7 +57,8 @@ class _Fleets:
     def fleet(
         self, variant: Variant, ranks: int, actors: int, *, failures: float = 0.0, times: int = 1
     ) -> PlannedFleet:
-        """The fleet of a division. `failures`: a day and actor. `times`: as many steps."""
+        """The fleet of a division. `failures`: per day and actor. `times`: a factor of the number
+        of steps."""
         context = self.lengths.prompt + self.lengths.median
         rates = Rates(
             lengths=self.lengths,
@@ -70,7 +71,7 @@ class _Fleets:
         return planned(self.config, {label: actors}, {label: its}, rates, steps=steps)
 
     def splits(self, variant: Variant, gpus: int) -> list[Split]:
-        """The divisions tried."""
+        """The simulated divisions."""
         return searched(
             gpus,
             variant.engine.gpus,
@@ -186,7 +187,8 @@ def _written(
 
 
 def _variants(config: RunConfig, words: Mapping[str, str]) -> list[Variant]:
-    """The configured actors, and those of `variants=fp8,sparse:2048,draft:qwen3-1.7b`."""
+    """The configured actors, and the kinds that `variants` names, such as
+    fp8,sparse:2048,draft:qwen3-1.7b."""
     ((label, actor),) = config.actor.items()
     refuse(
         actor.kind == "draft",

@@ -1,5 +1,5 @@
 """The checks of a run before a process starts, and the objects that they build: tasks, prompts,
-tokenizer, run directory. Whatever can be refused is refused here, in one sentence."""
+tokenizer, run directory. Errors that can be found early are raised here, in one sentence."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def check_rewards(config: RunConfig) -> None:
 def ask_lean_servers(config: RunConfig) -> None:
     """Raise UserError if a Lean server of a run does not answer.
 
-    Unlike other services it is no service that may come later: it takes minutes to load its
-    library, and without it no sample has a reward.
+    Unlike other services it must already run: it takes minutes to load its library, and without it
+    no sample has a reward.
     """
     for key, reward in rewards(config):
         if reward.lean is not None:
@@ -129,7 +129,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a task's prompts are walked."""
+    """The settings by which a task's prompts are walked."""
 
     spec: EvalTaskSpec
     run_seed: int
@@ -139,13 +139,13 @@ class Walk:
 def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -> Prepared:
     """Build tasks, tokenizer and prompt sources, and check that they fit the model.
 
-    `trains`, `evaluates`: which splits of the tasks will be read, and must hold problems that fit.
-    Raises UserError.
+    `trains`, `evaluates`: whether these splits of the tasks are read and must hold problems that
+    fit. Raises UserError.
     """
     # First: what it imports may be what the later checks need.
     load_own(config)
     _build_own(config)
-    if evaluates:  # what neither trains by rewards nor evaluates has no graders
+    if evaluates:  # a command that neither trains by rewards nor evaluates has no graders
         check_rewards(config)
     tasks = make_tasks(config)
     alphabet = _alphabet(tasks)
@@ -191,8 +191,8 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
 
 
 def _build_own(config: RunConfig) -> None:
-    """Build what runs build later and may be a user's own: the losses and advantages. Sinks write
-    as they are built: their classes are looked at. Raises UserError."""
+    """Build the losses and advantages, which may be a user's own and which runs build later. Of
+    sinks, which write files when they are built, only the classes are checked. Raises UserError."""
     make_loss(config.algorithm)
     for label in config.tasks:
         key, name = config.advantage_of(label)
@@ -360,8 +360,8 @@ def _evaluation_sources(config: RunConfig, tokenizer: Any) -> dict[str, PromptSo
 
 
 def _check_deadline(key: str, task: Task, graded_as: str, limit: float) -> None:
-    """A task that stops the programs it judges must do so within the deadline of grading, or an
-    endless program looks like a hung grader. `graded_as`: the key of that deadline's task."""
+    """Check that a task stops the programs it judges within the deadline of grading: an endless
+    program would look like a hung grader. `graded_as`: the key of that deadline's task."""
     own = getattr(task, "timeout_s", None)
     if own is not None and own >= limit:
         raise UserError(
@@ -404,8 +404,8 @@ def _check_buffer(config: RunConfig, label: str) -> None:
 def _checked_heldout(
     config: RunConfig, sources: Mapping[str, PromptSource], trains: bool
 ) -> dict[str, PromptSource]:
-    """The sources that have held-out problems. All must, except where a run trains without
-    evaluations."""
+    """The sources that have held-out problems. Every source must have some, except where a run
+    trains without evaluations."""
     spec = config.evaluation
     # The evaluation at the end is then left out as well.
     optional = trains and spec.every == 0 and not spec.at_start

@@ -58,7 +58,7 @@ def connected(
     """The cluster of a run, for the duration of a block: joined, or started and stopped.
 
     `actors`, `learner`: which roles it must hold. `store_bytes`: of one publication of weights.
-    `stderr` is given what its processes write there, as `cluster` says.
+    `stderr` receives the standard error of its processes, as in `cluster`.
     Raises UserError if it cannot hold them.
     """
     cpus, gpus = derived.needed(config, actors=actors, learner=learner)
@@ -73,8 +73,8 @@ def connected(
 
 
 def shared_places(config: RunConfig) -> SharedPlaces | None:
-    """Of engines and the learner ranks that have a GPU with them, in turns or each a share, where a
-    run has such; in turns there may be more engines than ranks."""
+    """Places of engines and learner ranks that share GPUs, where a run has such; None otherwise.
+    With turns there may be more engines than ranks."""
     if tied_by(config) is None:
         return None
     bundles: list[dict[str, float]] = []
@@ -87,7 +87,7 @@ def shared_places(config: RunConfig) -> SharedPlaces | None:
 
 class Session:
     """Clients of the roles. Construction returns when every role answers, or raises within
-    `cluster.start_timeout_s`; the end of the cluster takes down what has started by then."""
+    `cluster.start_timeout_s`; processes that have started by then end with the cluster."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Session:
         )
 
     def _actors(self) -> list[RayRolloutActor]:
-        """The fleet's processes as they are now; this session's spawners made all of them."""
+        """The fleet's present processes, all made by this session's spawners."""
         clients = [] if self.fleet is None else self.fleet.clients()
         return cast(list[RayRolloutActor], clients)
 
@@ -196,7 +196,7 @@ class Session:
                     graders.close()
             except Exception as e:  # whatever it is, the rest must be taken down as well
                 self._note(f"the graders did not close by themselves: {e}")
-        # The buffer last: what dies before it may still be writing to it.
+        # The buffer last: processes that end before it may still be writing to it.
         clients: list[Any] = [*self._actors(), self.learner, *closing, self.shards, self.buffer]
         for client in clients:
             if client is not None:
@@ -248,7 +248,7 @@ def replay_buffer(config: RunConfig) -> ReplayBuffer:
 def engine_job(
     config: RunConfig, label: str, actor: ActorSpec, model_path: str, *, sleeps: bool = False
 ) -> EngineJob:
-    """`sleeps`: the engine has its GPU in turns with a learner rank."""
+    """The job of one engine. `sleeps`: it shares its GPU in turns with a learner rank."""
     # A draft samples with its own model; the policy's folder then says what its tokens must mean.
     return EngineJob(
         actor=actor,
@@ -266,7 +266,7 @@ def engine_job(
 
 
 def _adapter(config: RunConfig, actor: ActorSpec) -> AdapterShape | None:
-    """The adapter that an actor is sent by itself, if it is."""
+    """The adapter that an actor is sent without the policy's weights, or None."""
     learner, weights = config.learner, derived.actor_weights(config, actor)
     loras = {POLICY: learner.lora, SPARSE_COPY: learner.distill.lora if learner.distill else None}
     lora = None if weights is None else loras.get(weights)

@@ -1,4 +1,4 @@
-"""`rlcore replay`: a step of a run again, from its recorded batches, as it was or with other
+"""`rlcore replay`: execute a step of a run again, from its recorded batches, with its own or other
 settings."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _require_comparable(config: RunConfig, changed: RunConfig) -> None:
 
 
 def _differing_settings(config: RunConfig, changed: RunConfig) -> list[str]:
-    """The settings that the second execution has, where they are not the run's."""
+    """The settings of the second execution that differ from the run's."""
     one, other = (flat(c.model_dump(mode="json")) for c in (config, changed))
     return [
         f"{key}={written(other.get(key))}"
@@ -169,7 +169,7 @@ def _beginning(config: RunConfig, plan: Plan, step: int) -> Beginning:
 
 
 def _batches(plan: Plan, phase: Sequence[int]) -> dict[int, int]:
-    """The first steps of what is left of a phase -> the steps that their batches were recorded at:
+    """The remaining first steps of a phase -> the steps that their batches were recorded at, since
     later epochs train on the batches of the first."""
     start, distinct = phase[0] - _offset(plan, phase[0]), plan.phases.batches
     return {step: start + (step - start) % distinct for step in phase[:distinct]}
@@ -181,7 +181,7 @@ def _offset(plan: Plan, step: int) -> int:
 
 
 def _needed(plan: Plan, begin: int, step: int) -> set[int]:
-    """The recorded steps that training from `begin` to `step` takes."""
+    """The recorded steps that training from `begin` to `step` needs."""
     found: set[int] = set()
     while begin <= step:
         phase = range(begin, plan.phase_end(begin))

@@ -71,7 +71,7 @@ def _require_running(folder: Path) -> None:
 
 
 def _answer(folder: Path, request: str, timeout_s: float, sleep: Callable[[float], None]) -> str:
-    """The sentence that a run refuses a request by, or "" where it does not."""
+    """The sentence with which a run refuses a request, or ""."""
     deadline = time.monotonic() + timeout_s
     while True:
         found = _document(folder / ANSWER)
@@ -122,8 +122,8 @@ class ScaleRequests:
                 path.unlink()
 
     def __call__(self) -> dict[str, int] | None:
-        """The counts of a request that has not been read yet, or None. Raises UserError, once of
-        each, for a request that is none."""
+        """The counts of a request that has not been read yet, or None. Raises UserError for a
+        malformed request, once each."""
         try:
             counts = self._read()
         except UserError as e:
@@ -169,19 +169,17 @@ class ScaleRequests:
         try:
             replace_file(self._answers, json.dumps({"request": request, "refused": refused}))
         except OSError:
-            return  # the run's note stands, and who asked has a deadline
+            return  # the run's note is written, and the asking command has a deadline
 
     def keep(self, sizes: Mapping[str, int]) -> None:
         """Note how many actors of each label an attempt ended with."""
         self._sizes = dict(sizes)
 
     def start_with(self, config: RunConfig) -> RunConfig:
-        """The configuration that an attempt starts with; its difference from the size kept is
-        requested again.
-
-        A fleet that had shrunk starts small. One that had grown grows again while it works: the
-        cluster may lack resources yet, and the run was checked to fit with the counts of its
-        configuration.
+        """The configuration that an attempt starts with; the difference from the kept counts is
+        requested again. A fleet that had shrunk starts small. A fleet that had grown grows again
+        while it works: the cluster may lack resources yet, and the run was checked to fit with the
+        counts of its configuration.
         """
         sizes = {label: self._sizes.get(label, a.count) for label, a in config.actor.items()}
         # At least one: a label without actors could not be published to, or grow again.

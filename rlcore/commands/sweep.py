@@ -153,7 +153,7 @@ def _submit(job: Job, words: Sequence[str]) -> State:
 
 
 def _start(command: Sequence[str]) -> int:
-    """Run one and wait for it. A signal to the sweep is passed on, so that the run ends with a
+    """Run one job and wait for it. A signal to the sweep is passed on, so that the run ends with a
     checkpoint."""
     # The environment of this command has it, its PATH perhaps not.
     words = (

@@ -73,7 +73,8 @@ class StopSignals:
         return self._first is not None
 
     def repeated(self) -> bool:
-        """Note a signal. Whether it is one with the first, which is already acted on."""
+        """Note a signal; returns whether it is a repetition of the first, which is already acted
+        on."""
         now = self._clock()
         if self._first is None:
             self._first = now
@@ -83,8 +84,8 @@ class StopSignals:
     def interrupt(self) -> None:
         """Have both signals raise KeyboardInterrupt.
 
-        For the time outside the loop, while processes start or end: they are taken down, exit code
-        130. A repeated signal must not interrupt that. Only in the main thread, elsewhere nothing.
+        For the time outside the loop, while processes start or end: they are ended, with exit code
+        130. A repeated signal must not interrupt that. Without effect outside the main thread.
         """
 
         def raise_once(number: int, frame: object) -> None:
@@ -131,7 +132,7 @@ STOPPED = 130  # exit code of a run that was stopped and left a checkpoint
 class RunContext:
     """The state that all attempts of one command share."""
 
-    given: RunConfig  # as it was composed, which a resumed run is composed from
+    given: RunConfig  # as it was composed: a resumed run is composed from it
     prepared: Prepared
     logger: MetricsLogger
     reporter: RunReporter
@@ -166,7 +167,7 @@ def train(
     config: RunConfig, callbacks: Sequence[Callback] = (), stop: StopSignals | None = None
 ) -> int:
     """Run to the end of the schedule. Returns the exit code; raises UserError before anything is
-    started. `stop`: what others than signals ask to end the run."""
+    started. `stop`: requests to end the run that come from elsewhere than signals."""
     # Every refusal comes before the run directory: a wrong command leaves nothing behind.
     prepared = prepare(config)
     ask_lean_servers(prepared.config)
@@ -195,7 +196,7 @@ def train(
                 progress = _recovering(run)
                 logger.finish({"steps": progress.step, "seconds": progress.seconds})
             finally:
-                # Also after a failure: the report is how one looks for its cause.
+                # Also after a failure, whose cause the report helps to find.
                 if config.logging.report and (owner.folder / "metrics.jsonl").exists():
                     _report(run)
     return STOPPED if progress.step < config.schedule.steps else 0
@@ -220,8 +221,8 @@ def _report(run: RunContext) -> None:
 
 
 def _recovering(run: RunContext) -> Progress:
-    """Attempts until one ends: a lost process costs the steps since the last checkpoint, not the
-    run. Raises StageError once recoveries from one checkpoint are used up."""
+    """Make attempts until one succeeds: a lost process costs the steps since the last checkpoint,
+    not the run. Raises StageError once recoveries from one checkpoint are used up."""
     spec, note = run.config.cluster, run.reporter.note
     resume, patience_s = run.config.resume == "auto", 0.0
     recoveries, recovered_at = 0, 0  # how often in a row the run went on from which step
@@ -242,7 +243,7 @@ def _recovering(run: RunContext) -> Progress:
             return _attempt(run, start, patience_s)
         except RoleLost as e:
             if run.stop.requested:
-                # Whoever stopped the run does not wait for another start of it.
+                # A user who stopped the run does not wait for another start.
                 raise StageError(
                     f"{e}, after the run was told to stop; the last checkpoint stands"
                 ) from e
@@ -252,7 +253,7 @@ def _recovering(run: RunContext) -> Progress:
             if recoveries > spec.max_recoveries:
                 raise StageError(f"{e} ({limit} are used up)") from e
             note(f"{e}: recovery {recoveries} of {limit}")
-        # What was lost may take a while to come back.
+        # Lost resources may take a while to come back.
         resume, patience_s = True, spec.start_timeout_s
         # A start without a checkpoint begins with the first prompt again.
         run.prepared.prompts.begin_anew()
@@ -275,7 +276,7 @@ def _start_point(run: RunContext) -> Start:
 
 
 def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
-    """The part of a run that needs processes; none remains when it returns or raises.
+    """The part of a run that needs processes; none of them remains when it returns or raises.
 
     `patience_s`: how long a cluster that was joined before may take to free resources.
     """
@@ -318,7 +319,7 @@ def _attempt(run: RunContext, start: Start, patience_s: float) -> Progress:
 
 
 async def _loop(run: RunContext, session: Session, model_path: str, start: Start) -> None:
-    """Train until the plan's end or a stop; `start.progress` moves with it."""
+    """Train until the plan's end or a stop; updates `start.progress`."""
     config, prepared, reporter = run.config, run.prepared, run.reporter
     clients, fleet = session.clients(), session.fleet
     assert fleet is not None

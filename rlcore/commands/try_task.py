@@ -1,4 +1,4 @@
-"""`rlcore try`: prompts as the model will see them, and what the graders say to known answers,
+"""`rlcore try`: prompts as the model will see them, and the graders' verdicts on known answers,
 before anything is trained."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlcore.tasks.scoring import Scored
 from rlcore.types import Answer, Item, Score
 
 DEFAULT_PROMPTS, MOST_PROMPTS = 3, 1000
-FURTHER = 16  # problems after those shown, among which one with another answer is looked for
+FURTHER = 16  # problems after the shown ones that are searched for a different answer
 SHOWN_IDS = 16
 SHOWN_HEAD, SHOWN_TAIL = 200, 80  # characters of a response: answers are at the end
 WAKE_S = 0.2  # between two looks at graders that may have failed
@@ -141,7 +141,8 @@ def _trials(
 
 
 def _items(source: PromptSource, count: int) -> list[Item]:
-    """The first training problems that the run would draw; held-out ones of a task without."""
+    """The first training problems that the run would draw; held-out problems for a task without
+    training problems."""
     size = source.size("train")
     if size != 0:
         return source.peek(count if size is None else min(count, size))
@@ -152,8 +153,8 @@ def _items(source: PromptSource, count: int) -> list[Item]:
 
 
 def responses(task: Task, item: Item, others: Sequence[Item]) -> list[tuple[str, str]]:
-    """(what it is, text) of the responses to try on a problem: the known answer, that of one of
-    the `others` which has another, and none at all."""
+    """(kind, text) of the responses to try on a problem: the known answer, a different answer of
+    one of the `others`, and an empty one."""
     known = _known(task, item)
     tried = [known] if known else []
     for other in others:
@@ -174,7 +175,7 @@ def _known(task: Task, item: Item) -> tuple[str, str] | None:
 def _as_sampled(
     tokenizer: Any, what: str, text: str, stop: Sequence[str], *, special: bool
 ) -> Response:
-    """A text as graders would receive it: out of tokens, and cut at the stop strings."""
+    """A text as graders would receive it: decoded from tokens, and cut at the stop strings."""
     if tokenizer is None:
         return Response(what, cut(text, stop))
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -189,7 +190,7 @@ def _prompt(source: PromptSource, tokenizer: Any, item: Item) -> tuple[list[str]
         ids = source.encode(item).tolist()
     except UserError as error:
         return ["", f"{item.prompt_id}  REFUSED: {error}", *_quoted(_as_text(item))], True
-    # Special tokens are what there is to see of a template.
+    # Special tokens show what a template adds.
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     first = " ".join(map(str, ids[:SHOWN_IDS])) + (" ..." if len(ids) > SHOWN_IDS else "")
     lines = ["", f"{item.prompt_id}  {_tokens(len(ids))}: {first}", *_quoted(text)]
@@ -321,7 +322,7 @@ def verdict(score: Score) -> str:
 
 
 def _summary(trials: Sequence[Trial], scores: Sequence[Sequence[Score]]) -> list[str]:
-    """Mean reward of each kind of response, and what is odd about them."""
+    """Mean reward of each kind of response, and remarks on unusual ones."""
     found: dict[str, list[float]] = {}
     failed = 0
     for trial, verdicts in zip(trials, scores):

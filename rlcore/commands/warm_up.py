@@ -62,7 +62,7 @@ def starting_model(config: RunConfig, prepared: Prepared, note: Note) -> str:
 
 
 def _beside(kept: Path) -> tempfile.TemporaryDirectory[str]:
-    """A folder of its own on the disk that keeps models. Raises UserError where that refuses."""
+    """A temporary folder on the disk that keeps models. Raises UserError if the disk refuses it."""
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix=f".{kept.name}-", dir=kept.parent)
@@ -73,8 +73,8 @@ def _beside(kept: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def keep(made: Path, kept: Path) -> None:
-    """Move a whole model folder to where runs look for it. One that is there stays: a run beside
-    this one, with the same settings, was first."""
+    """Move a whole model folder to the place where runs look for it. An existing one stays: another
+    run with equal settings was first."""
     try:
         made.rename(kept)
     except OSError as e:
@@ -83,13 +83,13 @@ def keep(made: Path, kept: Path) -> None:
 
 
 def kept_model(config: RunConfig) -> str | None:
-    """The fresh model that an earlier run with the same settings has made, if there is one."""
+    """The fresh model that an earlier run with equal settings has made, if any."""
     kept = kept_at(config)
     return str(kept) if kept.is_dir() else None
 
 
 def kept_at(config: RunConfig) -> Path:
-    """Where runs with the same settings keep and find their fresh model."""
+    """The folder where runs with equal settings keep and find their fresh model."""
     root = Path((config.model.warmup or WarmUpSpec()).cache_dir).absolute()
     return root / f"{'+'.join(config.tasks)}-{_fingerprint(config)}"
 
@@ -161,7 +161,8 @@ def supervise(
 def supervise_exactly(
     config: RunConfig, warmup: WarmUpSpec, prepared: Prepared, *, start: str, out: Path, note: Note
 ) -> None:
-    """As `supervise`, in float64 in this process; the fresh model's weights are drawn anew."""
+    """Train like `supervise`, in float64 in this process; the fresh model's weights are drawn
+    anew."""
     from rlcore.models.exact_warmup import ExactWarmUp
 
     spec = _supervised(config, warmup).learner
@@ -235,7 +236,7 @@ def example(
 
 
 def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
-    """The run as its warm-up sees it: the whole model, without companions or KL."""
+    """The run's configuration for its warm-up: the whole model, without companions or KL."""
     learner = {
         "lr": warmup.lr,
         "lr_warmup_steps": warmup.lr_warmup_steps,
@@ -274,7 +275,7 @@ def _denoised(config: RunConfig) -> dict[str, Any]:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """Of everything that the starting model depends on."""
+    """A digest of everything that the starting model depends on."""
     model, warmup = config.model, config.model.warmup
     assert model.fresh is not None
     weighted = mixed(config).items()
@@ -294,7 +295,7 @@ def _fingerprint(config: RunConfig) -> str:
 
 
 def _warmed(warmup: WarmUpSpec) -> dict[str, Any]:
-    # models of before there was a choice of precision stay usable
+    # models from before precision could be chosen stay usable
     default = {"precision"} if warmup.precision == "float32" else set()
     return warmup.model_dump(exclude={"cache_dir", *default})
 

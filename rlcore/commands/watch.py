@@ -31,7 +31,7 @@ def watch(
 ) -> int:
     """Show the run in `config.run_dir` until it has ended, or with `once` as it is now.
 
-    Waits for as long as the run takes; Ctrl-C ends it and does nothing to the run. Returns 1 if the
+    Waits for as long as the run takes; Ctrl-C ends the display and not the run. Returns 1 if the
     run has failed, else 0. Raises UserError if metrics.jsonl is damaged.
     """
     view = View(config, console or Console(), live=not once)
@@ -56,7 +56,7 @@ def course_of(config: RunConfig) -> Course:
 
 
 def judged(config: RunConfig, rows: Iterable[Row]) -> list[str]:
-    """Every warning that the rows of a run give cause for, by its own bounds."""
+    """Every warning about the rows of a run, by its own bounds."""
     return warnings(rows, config.logging.warnings, course_of(config))
 
 
@@ -102,8 +102,8 @@ class View:
         return str(self._status["phase"]) if self._status else "start"
 
     def update(self) -> bool:
-        """Take in what is new; returns whether the run has ended or failed."""
-        # Before the rows: once it says that the run has ended, no row is missing.
+        """Read new rows and status; returns whether the run has ended or failed."""
+        # Before the rows: once the status says that the run has ended, no row is missing.
         self._status = read_status(self.folder)
         if self._tail.rewritten():  # resumed from a checkpoint: its later rows come again
             self.sink.close()
@@ -128,7 +128,7 @@ class View:
         return self.phase in FINAL
 
     def print(self) -> None:
-        """The run as it is now, and every warning so far."""
+        """Print the present state of the run, and every warning so far."""
         self._console.print(self.sink.table())
         for text in self._warnings:
             self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """Rules that join several packages, checked before a run starts. Pure functions of a `RunConfig`.
 
-What concerns one specification alone is in its own `check`; ranges are on the settings.
+Rules on one specification alone are in its own `check`; ranges are on the settings.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _adapter_over(key: str, label: str, actor: ActorSpec) -> None:
     """Return whether an actor may have an adapter beside its weights. A draft has weights of its
     own."""
     precision = actor.kind if actor.rounding == "none" else actor.rounding
-    # Quantised actors here serve the quantised sum; quantised weights with an adapter beside them
-    # are another policy.
+    # Quantised actors serve the quantised sum here; quantised weights with a separate adapter would
+    # be another policy.
     refuse(
         actor.kind == "fp8" or actor.rounding != "none",
         f"{key} cannot be combined with actor.{label}, which quantises the sum of weights and "
@@ -155,7 +155,8 @@ def _engine_transfer(c: RunConfig, transport: str) -> None:
 
 
 def check(config: RunConfig) -> RunConfig:
-    """The same configuration, or UserError for the first combination that makes no sense."""
+    """Return the configuration, or raise UserError for the first combination that makes no
+    sense."""
     for rule in RULES:
         rule(config)
     return config

@@ -1,8 +1,8 @@
 """Completion of the `rlcore` command in bash and zsh: a script made from the table of verbs, the
 groups' files and the schema, so that a key press starts no Python.
 
-Both shells get the same function, which prints the candidates for a word; what differs is how a
-shell is given them.
+Both shells get the same function, which prints the candidates for a word; only the way to hand them
+to the shell differs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def install(shell: str, home: Path) -> str:
 
 
 def _values() -> Iterator[str]:
-    """Cases for the values of keys: of verbs' own first, since they come before settings."""
+    """Cases for the values of keys: verbs' own keys first, since they come before settings."""
     for verb in VERBS.values():
         for key in verb.keys:
             where = f"{_pattern(verb)}:{key.name.replace('LABEL', '*')}"

@@ -1,8 +1,8 @@
 """From overrides to a checked `RunConfig`: Hydra composes the groups, the schema and `checks` judge
 the result.
 
-Group selections (`task=math`, `correction=[dvp,mis]`) go to Hydra; values (`learner.lr=1e-4`) are
-laid over what it composed. A key that the schema knows needs no `+`.
+Group selections (`task=math`, `correction=[dvp,mis]`) go to Hydra; values (`learner.lr=1e-4`)
+replace those of the composed configuration. A key that the schema knows needs no `+`.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def selected_tasks(selections: Sequence[Override]) -> list[str]:
 
 
 def compose_tasks(before: Any, options: Mapping[str, Path]) -> DictConfig:
-    """`task` of a run that selects several. `before`: what the rest of the configuration, such as
-    an experiment, says of `task`; what it says of a selected label counts, what it says of a single
-    task or of other labels does not. `options`: their files."""
+    """`task` of a run that selects several. `before`: the settings of `task` in the rest of the
+    configuration, such as an experiment; the settings of a selected label apply, those of a single
+    task or of other labels do not. `options`: the options' files."""
     tasks: dict[str, Any] = {}
     for option, file in options.items():
         cfg = OmegaConf.load(file)
@@ -239,7 +239,7 @@ def name_environments(cfg: DictConfig, options: Mapping[str, Path]) -> None:
 
 
 def keep_one(task: Any) -> None:
-    """Drop what an experiment says of labels, where its user chooses a single task."""
+    """Drop an experiment's settings of labels, where the user chooses a single task."""
     if isinstance(task, DictConfig) and task_form(task) == "one":
         for key in [k for k in task if k not in TaskSpec.model_fields]:
             if isinstance(task.get(key), DictConfig):
@@ -286,12 +286,12 @@ def load(
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved configuration with every key, as config.yaml of a run directory holds it."""
+    """The resolved configuration with every key: the text of a run directory's config.yaml."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def recorded(run_dir: str | Path) -> dict[str, Any]:
-    """Every key of a run's config.yaml, such as `learner.lr`, as it was written; not checked.
+    """Every key of a run's config.yaml, such as `learner.lr`, with its value there; not checked.
 
     Raises UserError for a folder without one.
     """
@@ -299,9 +299,8 @@ def recorded(run_dir: str | Path) -> dict[str, Any]:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Raise UserError for what a run cannot change where it goes on from a checkpoint.
-
-    `config`: of a run directory with a checkpoint, as `load` gave it.
+    """Raise UserError for a setting that a run cannot change when it continues from a checkpoint.
+    `config`: of a run directory with a checkpoint, from `load`.
     """
     saved = Path(config.run_dir) / "config.yaml"
     if saved.is_file():  # a checkpoint may have been put into a folder of its own
@@ -391,11 +390,11 @@ def _keep_selected(cfg: DictConfig, group: str, files: Iterable[Path]) -> None:
 
 
 def _resumed(saved: Path, words: Overrides, config_dir: str | Path | None) -> DictConfig:
-    """The saved configuration with the words' groups and values laid over it.
+    """The saved configuration with groups and values replaced by those of the words.
 
     A scheduler that requeues a job repeats its command, so `experiment=` may be among the words
-    again. It must then mean what the run was started with: a difference that it alone makes is more
-    likely a mistake than intended.
+    again. It must then mean the experiment that the run was started with: a difference from the
+    experiment alone is more likely a mistake than intended.
     """
     cfg = OmegaConf.create(_escaped(_read(saved)))
     if not words.selections:
@@ -426,7 +425,8 @@ def _require_same(cfg: DictConfig, fresh: DictConfig, word: str, saved: Path) ->
 def _lay_over(cfg: DictConfig, values: Iterable[Override], config_dir: str | Path | None) -> None:
     environments = groups(config_dir)["environment"]
     name_environments(cfg, environments)
-    # Of the selection: a label that a word adds must not make the next word's typing error valid.
+    # Labels of the selection only: a label that a word adds must not make the next word's typing
+    # error valid.
     labels = {group: list(cfg.get(group) or {}) for group in LABELLED}
     labels |= task_labels(cfg)
     for override in values:
@@ -509,7 +509,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _escaped(node: Any) -> Any:
-    """A resolved configuration holds no interpolations: its "${" are plain text."""
+    """Escape "${" in a resolved configuration, which holds no interpolations: there it is plain
+    text."""
     if isinstance(node, dict):
         return {k: _escaped(v) for k, v in node.items()}
     if isinstance(node, list):

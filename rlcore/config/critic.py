@@ -1,4 +1,5 @@
-"""Rules of runs with a critic: who reads its values, and what it is combined with."""
+"""Rules of runs with a critic: the advantages that read its values, and the settings that it cannot
+be combined with."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from rlcore.spec import refuse
 
 
 def check_critic(c: RunConfig) -> None:
-    """A critic where an advantage needs one, and nowhere else."""
+    """Require a critic where an advantage needs one, and refuse it elsewhere."""
     kind = f"critic.kind={c.critic.kind}"
     for key, name in map(c.advantage_of, c.tasks):
         needs = advantage_class(name).needs_values
@@ -32,7 +33,7 @@ def check_critic(c: RunConfig) -> None:
 
 
 def _traces(c: RunConfig, kind: str) -> None:
-    """The tokens after a token are corrected once: by traces, or by weights of sequences."""
+    """Refuse to correct the tokens after a token twice: by traces and by weights of sequences."""
     a = c.algorithm
     refuse(
         a.turn_share > 0,
@@ -56,7 +57,7 @@ def _traces(c: RunConfig, kind: str) -> None:
 
 
 def _unproven(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, they are used) that a critic has not been shown to train under."""
+    """(settings, True if they are used) with which training of a critic is unproven."""
     learner, head = c.learner, c.critic.kind == "value_head"
     for name in ("sequence_parallel", "tensor_parallel", "expert_parallel"):
         yield f"learner.{name}={getattr(learner, name)}", getattr(learner, name) > 1

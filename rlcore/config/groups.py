@@ -30,8 +30,8 @@ Listing = tuple[tuple[Any, ...], ...]
 SETTLED_NS = 2_000_000_000  # the coarsest file times are of two seconds
 
 _QUICK, _WRONG = "experiment=quickstart", "evaluation.dense_actor=true"
-# Experiments that are a few words beside another one: their words, and what they show. A name that
-# stood for them before is refused with the words (docs/experiments.md).
+# Experiments that consist of another one and a few words: their words, and what they show. Their
+# former names are refused with these words (docs/experiments.md).
 COMMAND_LINES = {
     "async_staleness": (
         f"{_QUICK} schedule.max_staleness=8",
@@ -91,7 +91,7 @@ COMMAND_LINES = {
 
 @dataclass(frozen=True)
 class Overrides:
-    """A command line's `key=value` words, told apart."""
+    """The `key=value` words of a command line: selections of groups, and values."""
 
     selections: tuple[Override, ...]  # options of groups
     values: tuple[Override, ...]  # single keys
@@ -107,10 +107,7 @@ class Overrides:
 
 
 def parse(words: Sequence[str], config_dir: str | Path | None = None) -> Overrides:
-    """Tell group selections from values, and refuse anything else.
-
-    Raises UserError.
-    """
+    """Separate group selections from values. Raises UserError for any other word."""
     available = groups(config_dir)
     selections, values = [], []
     for word in words:
@@ -147,13 +144,14 @@ def _groups(found: Listing) -> dict[str, dict[str, Path]]:
 
 
 def listing(folders: Sequence[Path]) -> Listing:
-    """The YAML files of folders as they are now: changes when one is added, changed or removed."""
+    """The YAML files of folders with times and sizes: a value that changes when one is added,
+    changed or removed."""
     return tuple((folder, *_files(folder)) for folder in folders)
 
 
 def settled(found: Listing) -> bool:
-    """Return whether a further change would show in the listing: not within a tick of the clock
-    that stamps files."""
+    """Return whether a further change would show in the listing; it may not within a tick of the
+    clock that stamps files."""
     newest = max((time_ns for _, *files in found for _, time_ns, _ in files), default=0)
     return time.time_ns() - newest > SETTLED_NS
 
@@ -279,7 +277,7 @@ def _require_options(override: Override, options: dict[str, Path]) -> None:
     if group == "task" and isinstance(chosen, list):
         _require_tasks(chosen, shown)
     for option in chosen if isinstance(chosen, list) else [chosen]:
-        # experiment=null takes back one that a user's own config.yaml selects
+        # experiment=null cancels one that a user's own config.yaml selects
         if option is None and override.key_or_group == "experiment":
             continue
         moved = COMMAND_LINES.get(str(option)) if group == "experiment" else None

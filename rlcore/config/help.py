@@ -127,7 +127,7 @@ def _described(topic: str) -> Iterator[str]:
 
 
 def _within(key: str, topic: str) -> bool:
-    """If a key of the schema is the topic or below it; any word stands for LABEL."""
+    """Return whether a key of the schema is the topic or below it; any word stands for LABEL."""
     if topic in ("run", "all"):
         return topic == "all" or "." not in key
     parts, asked = key.split("."), topic.split(".")
@@ -135,7 +135,8 @@ def _within(key: str, topic: str) -> bool:
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of a run with its declaration; one that two forms of a section share, once."""
+    """Every key of a run with its declaration; a key that two forms of a section share is listed
+    once."""
     seen: set[str] = set()
     for key, info in _keys(RunConfig, ""):
         if key not in seen:
@@ -201,7 +202,7 @@ def _columns(names: Iterable[str]) -> list[str]:
 
 
 def about(file: Path) -> str:
-    """The first comment of an option's file that says what it is, to the end of a sentence."""
+    """The first sentence of the comment that describes an option, in its file."""
     found = ""
     for line in file.read_text(encoding="utf-8").splitlines():
         # "# @package" is Hydra's

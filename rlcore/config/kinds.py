@@ -15,7 +15,8 @@ from rlcore.weights.specs import GROUP_TRANSPORTS
 
 
 def check_kinds(c: RunConfig) -> None:
-    """Lists of corrections of kinds of actors, and those that are measured beside the run's."""
+    """Check the lists of corrections of kinds of actors, and the lists that are measured beside the
+    run's."""
     own = {key: found for key, found in c.correction_lists.items() if key != "correction"}
     refuse(
         bool(own) and len(c.actor) == 1,
@@ -34,7 +35,7 @@ def check_kinds(c: RunConfig) -> None:
 
 
 def check_shares(c: RunConfig) -> None:
-    """Shares of new groups, and groups of several kinds."""
+    """Check shares of new groups, and groups of several kinds."""
     given = {label: a.share for label, a in c.actor.items() if a.share is not None}
     refuse(
         len(c.actor) == 1 and (bool(given) or c.rollout.group_kinds == "mixed"),
@@ -54,7 +55,7 @@ def check_shares(c: RunConfig) -> None:
 
 
 def check_round_as(c: RunConfig) -> None:
-    """The learner rounds as one of the actors: it must be able to do exactly that."""
+    """Check that the learner can round exactly as the actor that it names."""
     label = c.learner.round_as
     if label is None:
         return
@@ -84,7 +85,8 @@ def check_round_as(c: RunConfig) -> None:
 
 
 def _not_rounded(c: RunConfig) -> Iterator[tuple[str, bool]]:
-    """(settings, they are used) under which a learner has not been shown to round as an actor."""
+    """(settings, True if they are used) with which the learner's rounding as an actor is
+    unproven."""
     learner = c.learner
     yield f"learner.num_gpus={learner.num_gpus:g}", learner.num_gpus > 0
     for name in PARTS:
@@ -102,7 +104,7 @@ def _not_rounded(c: RunConfig) -> Iterator[tuple[str, bool]]:
 
 
 def check_targets(c: RunConfig) -> None:
-    """Set-points: there must be something to move."""
+    """Check that each set-point has a setting to move."""
     for label, actor in c.actor.items():
         if actor.target is not None:
             moves = actor.target.moves
@@ -119,7 +121,7 @@ def _staleness(c: RunConfig, label: str, target: TargetSpec) -> None:
     refuse(
         eta <= least,
         f"actor.{label}.target moves the admitted staleness between actor.{label}.target.least="
-        f"{least:g} and schedule.max_staleness={eta}, which is no room: raise "
+        f"{least:g} and schedule.max_staleness={eta}, which leaves no range: raise "
         "schedule.max_staleness.",
     )
     refuse(
@@ -191,11 +193,12 @@ _CHECKED = {"staleness": _staleness, "pages": _pages, "layers": _layers, "share"
 
 
 def _of_the_run(spec: CorrectionSpec) -> bool:
-    """Return whether a correction is of all samples or none: it is more than weights and masks."""
+    """Return whether a correction applies to all samples or none, since it is more than weights and
+    masks."""
     whole = spec.leads_to_new or bool(spec.inner_clip_off) or bool(spec.replaces_advantage)
     return whole or isinstance(spec, DvpSpec)
 
 
 def shown(key: str, corrections: CorrectionList) -> str:
-    """A list as a user writes it."""
+    """A list in the form in which a user writes it."""
     return f"{key}=[{','.join(corrections.names)}]"

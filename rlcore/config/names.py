@@ -1,4 +1,4 @@
-"""Settings whose value names an implementation, and the registries that hold the shipped ones."""
+"""Settings whose value names an implementation, and the registries of shipped implementations."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def check_registered(found: Mapping[str, Mapping[str, Path]], folder: Path) -> N
             )
 
 
-# What a user's own inherits, by registry; by path, since some import torch. Environments need not
-# inherit anything and check their own.
+# Base class of a user's own implementation, by registry; given by path, since some import torch.
+# Environments need not inherit and check their classes themselves.
 BASES: Mapping[int, str] = {
     id(ADVANTAGES): "rlcore.objectives.protocols:Advantage",
     id(LOSSES): "rlcore.objectives.protocols:PolicyLoss",
@@ -91,7 +91,7 @@ BASES: Mapping[int, str] = {
 
 
 def registered(key: str) -> tuple[str, ...]:
-    """Names that a setting takes besides a user's own; empty for one that names nothing."""
+    """Shipped names that a setting accepts; empty for a setting that names no implementation."""
     return tuple(REGISTRIES.get(key, ()))
 
 
@@ -127,15 +127,16 @@ def check_names(config: RunConfig) -> None:
 
 
 def load_objectives(config: RunConfig) -> None:
-    """Import a loss or an advantage that the user names by path: rules on the configuration ask for
-    its traits. Raises UserError for what is no such class."""
+    """Import a loss or an advantage that the user names by path, since rules on the configuration
+    read its class attributes. Raises UserError if it is not such a class."""
     for key, name, registry in named(config):
         if registry is LOSSES or registry is ADVANTAGES:
             _load(key, name, registry)
 
 
 def load_own(config: RunConfig) -> None:
-    """Import what the user names by path, so that a mistake shows before anything starts.
+    """Import the implementations that the user names by path, so that a mistake shows before a
+    process starts.
 
     Shipped implementations are left to the processes that need them: they import torch or vLLM.
     Raises UserError.

@@ -1,5 +1,5 @@
-"""Rules on engines and learner ranks that have a GPU together: in turns (schedule.colocated), or
-each a share of it (num_gpus below 1)."""
+"""Rules on engines and learner ranks that share a GPU: in turns (schedule.colocated), or each with
+a part of it (num_gpus below 1)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The settings that a run cannot change when it goes on from a checkpoint.
 
 Every key of the schema either stands here or may change; `tests/config/test_config_resuming.py`
-holds the list of those that may, so that a new key is put on one side or the other. What a plan or
-a mixture of tasks can go on with they say themselves (`Plan.check_resume`, `Mixture.restore`).
+holds the list of those that may, so that a new key is put on one side or the other. A plan and a
+mixture of tasks check themselves what they can continue from (`Plan.check_resume`,
+`Mixture.restore`).
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ FIXED = {
     "learner.distill.lora.alpha": _WEIGHTS,
     "learner.distill.lora.targets": _WEIGHTS,
 }
-# Sections that are there or not; what they hold may change.
+# Sections whose presence cannot change; their contents may.
 PRESENT = {"learner.draft": _WEIGHTS}
 # Arguments of tasks and environments that change neither problem nor question: how an answer is
-# judged, as rewards may, and where what judges it runs.
+# judged, which may change as rewards may, and where graders run.
 FREE_ARGUMENTS = (
     "confinement",
     "credit",
@@ -88,7 +89,7 @@ FREE_ARGUMENTS = (
 def check_resume(before: RunConfig, now: RunConfig) -> None:
     """Raise UserError for a setting that a run with a checkpoint cannot go on with.
 
-    `before`: the run as its config.yaml has it.
+    `before`: the configuration in the run's config.yaml.
     """
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     for pattern, why in FIXED.items():
@@ -126,7 +127,8 @@ def _concrete(pattern: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> I
 
 
 def _value(config: Any, key: str) -> Any:
-    """None where a section is null or absent, as one that is not selected is."""
+    """The value of a key; None where a section is null or absent, such as one that is not
+    selected."""
     for name in key.split("."):
         config = config.get(name) if isinstance(config, Mapping) else None
     return config

@@ -211,18 +211,18 @@ class Section(Spec):
 
 # pydantic lists the keys of the last base first
 class AlgorithmSection(Section, SelectionSpec, ObjectiveSpec):
-    """`algorithm`: the objective, and which samples are trained on."""
+    """`algorithm`: the objective, and the selection of samples."""
 
 
 class ClusterSection(Section, TransportSpec, SupervisionSpec, RaySpec):
-    """`cluster`: processes, their supervision, and what travels between them."""
+    """`cluster`: processes, their supervision, and the transport of weights and records."""
 
     buffer_mib: int = setting(1024, "payload bytes the buffer may hold", unit="MiB", gt=0)
     launch: LaunchSpec = LaunchSpec()
 
 
 class ActorSection(Section, ActorSpec):
-    """`actor.LABEL`: engines of one kind, and what becomes of their samples."""
+    """`actor.LABEL`: engines of one kind, and the treatment of their samples."""
 
     correction: CorrectionList | None = setting(
         None, "corrections of their samples, as the section correction; null: that section"
@@ -334,7 +334,7 @@ class RunConfig(Spec):
 
     @property
     def grading(self) -> GradingSpec:
-        """How tasks that are only evaluated are graded: as the first training task."""
+        """The grading of tasks that are only evaluated: that of the first training task."""
         return next(iter(self.tasks.values()))
 
     def advantage_of(self, label: str) -> tuple[str, str]:
@@ -345,12 +345,12 @@ class RunConfig(Spec):
         return "algorithm.advantage", self.algorithm.advantage
 
     def environment_of(self, label: str) -> EnvironmentSpec:
-        """How the episodes of a training task are played."""
+        """The environment that plays the episodes of a training task."""
         own: EnvironmentSpec | None = getattr(self.tasks[label], "environment", None)
         return self.environment if own is None else own
 
     def environment_key(self, label: str) -> str:
-        """The key of those settings."""
+        """The key of a task's environment."""
         own = getattr(self.tasks[label], "environment", None) is not None
         return f"{self.task_key(label)}.environment" if own else "environment"
 
@@ -366,7 +366,7 @@ class RunConfig(Spec):
         return min(turns * self.rollout_of(label).max_new_tokens, self.model.max_len - 1)
 
     def rollout_of(self, label: str) -> RolloutSpec:
-        """`rollout` as it is for a training task."""
+        """`rollout` with the settings of a training task."""
         spec = self.tasks[label]
         if not isinstance(spec, MixedTaskSpec):
             return self.rollout

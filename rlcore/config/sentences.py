@@ -145,7 +145,7 @@ def _unknown_key(key: str, value: str) -> str:
         return f"{key}={value} is not a key any more: it is called {name} now"
     siblings = _keys_under(parent)
     hint = closest(leaf, siblings, f"{parent}." if parent else "")
-    # The same name in another section: the key is right and its place is not.
+    # The same name in another section: the key's name is right and its section is not.
     elsewhere = sorted(
         (k for k in keys() if k.rpartition(".")[2] == leaf), key=lambda k: k.count(".")
     )
@@ -178,7 +178,7 @@ def _keys_under(parent: str) -> list[str]:
 
 
 def written(value: Any) -> str:
-    """A setting's value as a command line has it."""
+    """A setting's value in the form of a command line."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)

@@ -147,7 +147,7 @@ TASK_RULES = (_labels, _weights, _lengths, _stops, _group_sizes)
 
 
 def check_environment(c: RunConfig) -> None:
-    """Raise UserError for what an environment cannot be combined with."""
+    """Raise UserError for settings that an environment cannot be combined with."""
     _turns(c)
     for label in c.tasks:
         _section(c, label)
@@ -156,7 +156,8 @@ def check_environment(c: RunConfig) -> None:
 
 
 def _section(c: RunConfig, label: str) -> None:
-    """A task's own section replaces the run's whole, so that one without a name plays nothing."""
+    """The key of a task's environment. A task's own section replaces the run's whole one, so a
+    section without a name plays nothing."""
     environment, key = c.environment_of(label), c.environment_key(label)
     if key == "environment" or environment.played:
         return
@@ -286,8 +287,8 @@ def rewards(c: RunConfig) -> Iterator[tuple[str, RewardSpec]]:
 
 
 def check_rewards(c: RunConfig) -> None:
-    """Raise UserError for a reward that outlasts those who wait for it, whose key a program might
-    read, or that another task needs."""
+    """Raise UserError for a reward that takes longer than the deadline of its callers, whose key a
+    program might read, or that another task needs."""
     for key, task in tasks(c).items():
         _lean(key, task)
     trained, evaluated = c.schedule.wait_data_timeout_s, c.evaluation.timeout_s
@@ -316,7 +317,7 @@ def check_rewards(c: RunConfig) -> None:
 
 
 def _lean(key: str, task: EvalTaskSpec) -> None:
-    """Statements and who judges their proofs belong together."""
+    """Require a Lean reward for a task of Lean statements, and the reverse."""
     found = [label for label, reward in task.rewards.items() if reward.lean is not None]
     refuse(
         task.name == "lean" and (not found or task.grade_weight is not None),

@@ -15,9 +15,8 @@ from rlcore.objectives.specs import loss_class
 
 
 def unread(c: RunConfig) -> list[str]:
-    """A sentence on each setting of a run that nothing reads under its other settings.
-
-    One at its default is not mentioned: nobody relies on it."""
+    """A sentence on each setting of a run that nothing reads under its other settings. A setting at
+    its default is not mentioned, since no user relies on it."""
     found = []
     between = _between(c)
     for key, spec in specifications(c):
@@ -35,7 +34,7 @@ def unread(c: RunConfig) -> list[str]:
 
 
 def _between(c: RunConfig) -> dict[str, dict[str, str]]:
-    """Section -> setting -> why those of another section make it dead."""
+    """Section -> setting -> why settings of another section make it dead."""
     found: dict[str, dict[str, str]] = {}
     if (off := next(_clips_off(c), None)) is not None:
         found["algorithm"] = dict.fromkeys(("eps_low", "eps_high"), off)
@@ -48,7 +47,7 @@ def _between(c: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _clips_off(c: RunConfig) -> Iterator[str]:
-    """Why the loss clips no ratio, if it does not."""
+    """The reasons why the loss clips no ratio, if it clips none."""
     for label, spec in c.correction.chosen().items():
         if spec.inner_clip_off:
             yield f"correction.{label}.{spec.inner_clip_off}=true switches the clip off"

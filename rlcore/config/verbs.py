@@ -17,7 +17,7 @@ from rlcore.errors import UserError
 from rlcore.planner.gpus import GPUS, SHAPES
 
 Kind = Literal["text", "flag", "number", "file", "folder"]
-# The run directory where none is given: it has to be; a new one under runs/; the newest run under
+# The run directory where none is given: an error; a new one under runs/; the newest run under
 # runs/; the working directory, in which nothing is written.
 RunDir = Literal["required", "new", "newest", "here"]
 FLAG = ("true", "false")
@@ -39,7 +39,7 @@ class Key:
     needs: str = ""
 
     def matches(self, name: str) -> bool:
-        """If `name` is this key."""
+        """Return whether `name` is this key."""
         return re.fullmatch(re.escape(self.name).replace("LABEL", r"[^.=]+"), name) is not None
 
     @property
@@ -348,11 +348,9 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
 
 
 def parse(words: Sequence[str], settings: Iterable[str] = ()) -> Given:
-    """Read a command line by the table.
-
-    `settings`: the groups and dotted keys of a run; below its first name a word is not read here.
-    Raises UserError, one sentence with the nearest choices, for an unknown verb or key, a value
-    that is not of a key's kind, and a missing key.
+    """Read a command line by the table. `settings`: the groups and dotted keys of a run, of which
+    only the first part is checked here. Raises UserError, one sentence with the nearest choices,
+    for an unknown verb or key, a value that is not of a key's kind, and a missing key.
     """
     verb, rest = find(words)
     known = list(settings) if verb.settings else []
@@ -419,8 +417,8 @@ def _keys_of(verb: Verb) -> str:
 
 
 def nearest(word: str, choices: Iterable[str] | Mapping[str, str]) -> str:
-    """The nearest choices as "perhaps A or B is meant; ", or nothing. A mapping's values are what
-    is shown for its keys."""
+    """The nearest choices as "perhaps A or B is meant; ", or nothing. Of a mapping, the values are
+    shown in place of its keys."""
     shown = choices if isinstance(choices, Mapping) else {choice: choice for choice in choices}
     # 0.6: one wrong or swapped letter in a short word still counts, another word does not
     near = difflib.get_close_matches(word, list(shown), n=3, cutoff=0.6)
