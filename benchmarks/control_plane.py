@@ -36,6 +36,7 @@ from typing import Any
 from harness import machine, table
 from meters import OUTSIDE, Across, Meter, in_role
 
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.buffer.store import ReplayBuffer
 from rlcore.cluster.process_tuning import keep_passes_short
@@ -284,7 +285,7 @@ def empty_buffer(batching: BatchingSpec, samples: int) -> ReplayBuffer:
         batching,
         SelectionSpec(),
         samples_per_group=samples,
-        max_bytes=1 << 50,
+        limit=ByteLimit(1 << 50),
         run_seed=0,
         keep_samples=8,
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rlcore.buffer.specs import BatchingSpec, Phases
 from rlcore.errors import UserError
-from rlcore.serialization import record_bytes
 
 # The groups that later steps may use, in the order in which they are due.
 #
@@ -305,23 +304,14 @@ MIB = 2**20
 
 
 def check_capacity(
-    max_bytes: int,
-    batching: BatchingSpec,
-    *,
-    samples_per_group: int,
-    max_len: int,
-    max_new_tokens: int,
-    logprobs_k: int,
-    expert_bytes: int = 0,
+    max_bytes: int, batching: BatchingSpec, *, samples_per_group: int, longest: int
 ) -> None:
     """Refuse a limit below the size of one update phase's groups at full length: p_ref is computed
     for all of them before the first step. With a fixed lag, the groups of that many further steps
     count, too.
 
-    max_len: tokens of an episode; max_new_tokens: how many of them are sampled; expert_bytes: bytes
-    of each token's experts (`models/routes.py`). A smaller limit would work only as long as
-    responses are short, and then end the run."""
-    longest = record_bytes(max_len, max_new_tokens, max(0, logprobs_k)) + max_len * expert_bytes
+    longest: bytes of a sample at full length. A smaller limit would work only as long as responses
+    are short, and then end the run."""
     groups = batching.groups_per_step
     batches = batching.phases.batches + (batching.lag or 0)
     needed = batches * groups * samples_per_group * longest
@@ -335,24 +325,30 @@ def check_capacity(
         )
 
 
-def groups_that_fit(
-    room: int,
-    *,
-    max_bytes: int,
-    used_bytes: int,
-    completed: tuple[int, int],
-    in_flight: int,
-    missing: int,
-) -> int:
-    """How many of `room` groups may be admitted: groups in flight are expected to take the mean
-    size so far, and at least the groups that a step lacks are admitted.
+# Back-pressure. A group in flight will take bytes that nobody has seen yet. It is expected to take
+# as much as groups had on average when they were whole, or, before the first one is, as much as
+# its samples can take by their limits on tokens, and at least a mebibyte each, since an engine of a
+# user's own may add to records. So much is reserved for it, whatever of it has arrived.
+#
+# What a phase lacks is admitted without regard to the reserve while no commit can free bytes, since
+# the run would stop otherwise: then nothing but this phase's groups is there, which fit at full
+# length (`check_capacity`).
+#
+# Why the limit holds. If all groups take S bytes and samples keep to their limits: without that
+# exception, groups are admitted while bytes + reserve <= limit, which arrivals only lower, and with
+# it, phase * S <= limit. If sizes differ, groups in flight may exceed the limit by what they are
+# larger than the mean.
 
-    completed: (groups completed so far, bytes they kept). missing: groups that a step lacks.
-    """
-    free = max_bytes - used_bytes
-    if free <= 0:
-        return 0
-    count, size = completed
-    if not size:
-        return room
-    return min(room, max(missing, int(free // (size / count)) - in_flight))
+
+@dataclass(frozen=True, slots=True)
+class ByteLimit:
+    """total: bytes of records above which nothing is admitted. sample: bytes that a sample is
+    expected to take before the first group has arrived whole."""
+
+    total: int
+    sample: int = MIB
+
+    def fitting(self, used: int, *, in_flight: int, group_bytes: float) -> int:
+        """How many groups fit beside `used` bytes of records and those in flight, of which each
+        takes `group_bytes`. Negative if too many are in flight."""
+        return int((self.total - used) // group_bytes) - in_flight

@@ -17,10 +17,10 @@ import numpy as np
 from rlcore.buffer.admission import (
     KEY,
     MIB,
+    ByteLimit,
     Candidate,
     StalenessBound,
     WaitingGroups,
-    groups_that_fit,
 )
 from rlcore.buffer.ledger import LedgerError
 from rlcore.buffer.live import LiveGroup, LiveGroups
@@ -143,12 +143,12 @@ class Batches:
         live: LiveGroups,
         batching: BatchingSpec,
         *,
-        max_bytes: int,
+        limit: ByteLimit,
         run_seed: int,
         tasks: Mapping[str, TaskShare] | None,
     ) -> None:
         self._live = live
-        self._max_bytes = max_bytes
+        self._limit = limit
         self._max_uses = batching.max_uses
         self.bound = StalenessBound.of(batching)
         self._admitting = self.bound
@@ -172,7 +172,7 @@ class Batches:
             self._admitting = replace(self.bound, max_staleness=least)
 
     def room(self) -> int:
-        """Groups that may be admitted now; 0 while the records exceed max_bytes. Raises UserError
+        """Groups that may be admitted now; 0 while the records exceed the limit. Raises UserError
         if the records of less than one phase's groups exceed it.
         """
         live, waiting = self._live, self.waiting()
@@ -181,20 +181,19 @@ class Batches:
         phases, step = self.bound.phases, self._horizon
         batches = phases.batches_before(phases.end(step)) - phases.batches_before(step)
         missing = max(0, batches * self.bound.groups_per_step - len(waiting))
-        if live.bytes >= self._max_bytes and missing and self._stuck():
+        needed = missing if self._stuck() else 0
+        if live.bytes < self._limit.total:
+            expected = live.mean_bytes() or self._limit.sample * live.most_samples
+            in_flight = len(waiting) - waiting.finished
+            fit = self._limit.fitting(live.bytes, in_flight=in_flight, group_bytes=expected)
+            return max(0, min(room, max(needed, fit)))
+        if needed:
             raise UserError(
-                f"{KEY}={self._max_bytes / MIB:g} is too small: {len(live.entries)} groups fill "
+                f"{KEY}={self._limit.total / MIB:g} is too small: {len(live.entries)} groups fill "
                 f"it, and an update phase needs {self.bound.groups_per_phase} at once "
                 "(schedule.groups_per_step for each of its batches); raise it."
             )
-        return groups_that_fit(
-            room,
-            max_bytes=self._max_bytes,
-            used_bytes=live.bytes,
-            completed=live.completed_bytes,
-            in_flight=len(waiting) - waiting.finished,
-            missing=missing,
-        )
+        return 0
 
     def admissible(self) -> int:
         """Groups that the bound lets in now, whatever the records' bytes."""

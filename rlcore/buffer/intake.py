@@ -330,6 +330,8 @@ class Intake:
             self.outcomes.append((entry.group_id, entry.prompt_id, passed))
         if verdict.failed:
             return live.fail(entry, verdict.failed)
+        count, size = live.arrived_bytes
+        live.arrived_bytes = (count + 1, size + entry.held)
         if verdict.evicted:
             return live.evict(entry, verdict.evicted)
         if len(verdict.kept) < len(usable):
@@ -339,8 +341,6 @@ class Intake:
                     live.release(sample.records)
                     entry.samples[sample.score.sample_index] = replace(sample, records=())
             live.resize(entry)
-        count, size = live.completed_bytes
-        live.completed_bytes = (count + 1, size + entry.held)
         live.finish(entry)
 
 

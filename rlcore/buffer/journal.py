@@ -211,7 +211,7 @@ def cut(buffer: ReplayBuffer) -> BufferSnapshot:
     state = {
         "published": live.published,
         "learner": live.learner,
-        "completed_bytes": list(live.completed_bytes),
+        "completed_bytes": list(live.arrived_bytes),
         "ledger": live.ledger.state(),
         "tasks": live.accounts.state(),
         "duplicates": intake.duplicates,
@@ -252,7 +252,7 @@ def restore(buffer: ReplayBuffer, saved: Snapshot) -> None:
     live, intake, batches = buffer.live, buffer.intake, buffer.batches
     live.published = state["published"]
     live.learner = state["learner"]
-    live.completed_bytes = (state["completed_bytes"][0], state["completed_bytes"][1])
+    live.arrived_bytes = (state["completed_bytes"][0], state["completed_bytes"][1])
     live.ledger = Ledger.from_state(state["ledger"])
     # one of an earlier version of this program counts by task from now on
     live.accounts.restore(state.get("tasks", {}))

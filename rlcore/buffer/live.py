@@ -220,7 +220,7 @@ class LiveGroups:
         self.accounts = TaskAccounts()
         self.entries: dict[int, LiveGroup] = {}
         self.bytes = 0
-        self.completed_bytes = (0, 0)  # groups completed so far, the bytes they kept
+        self.arrived_bytes = (0, 0)  # groups that arrived whole so far, bytes that they then had
         self.published = 0
         self.learner = 0
         # id -> nothing, by the version of their admission
@@ -282,6 +282,12 @@ class LiveGroups:
         size = entry.size
         self.bytes += size - entry.held
         entry.held = size
+
+    def mean_bytes(self) -> float:
+        """Bytes of a group that has arrived whole, before any of its samples are dropped; 0 as
+        long as none has."""
+        count, size = self.arrived_bytes
+        return size / max(1, count)
 
     def take_touched(self) -> list[int]:
         """Ids of the groups that came, finished or left since the last call."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.batches import Batches
 from rlcore.buffer.intake import Intake, batch_metrics, kind_metrics, task_metrics
 from rlcore.buffer.ledger import Ledger
@@ -41,8 +42,8 @@ class ReplayBuffer:
     """The facade of its three parts: `live` (groups and accounts), `intake` (arrival) and `batches`
     (the order of training). `reports` describes it, `journal` makes it durable.
 
-    samples_per_group n: a group is complete when n samples have arrived. max_bytes: bytes of
-    records above which nothing is admitted. keep_samples: groups of a batch that `peek` can show.
+    samples_per_group n: a group is complete when n samples have arrived. limit: bytes of records
+    above which nothing is admitted. keep_samples: groups of a batch that `peek` can show.
     tasks: group sizes and shares of several tasks, by the part of a prompt id before the first "/";
     None: a run with one. kinds: labels of actors, of a run with several.
     """
@@ -53,7 +54,7 @@ class ReplayBuffer:
         selection: SelectionSpec,
         *,
         samples_per_group: int,
-        max_bytes: int,
+        limit: ByteLimit,
         run_seed: int,
         keep_samples: int,
         tasks: Mapping[str, TaskShare] | None = None,
@@ -68,7 +69,7 @@ class ReplayBuffer:
         self.batches = Batches(
             self.live,
             batching,
-            max_bytes=max_bytes,
+            limit=limit,
             run_seed=run_seed,
             tasks=tasks,
         )
@@ -96,7 +97,7 @@ class ReplayBuffer:
 
         total: groups of the whole run. all_done: 0 while anything is in flight, since synchronous
         schedules admit in whole waves, so that which samples share an engine step never depends on
-        timing. Raises UserError if max_bytes is too small for a phase, or if dynamic sampling has
+        timing. Raises UserError if the limit is too small for a phase, or if dynamic sampling has
         filtered all of a task for too long.
         """
         if all_done and self.live.unfinished():

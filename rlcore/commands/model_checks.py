@@ -19,6 +19,7 @@ from rlcore.models.text import load_tokenizer
 from rlcore.registry import load_object
 from rlcore.rollout.checks import attention_heads, check_heads, check_length
 from rlcore.rollout.specs import ActorSpec
+from rlcore.serialization import record_bytes
 from rlcore.spec import refuse
 from rlcore.weights.experts import FAMILIES
 
@@ -207,6 +208,12 @@ def check_replay(config: RunConfig, model: Mapping[str, Any]) -> None:
             f"{key} needs vLLM's prefix cache on GPUs, which keeps the experts of prompts: leave "
             f"{its}.prefix_caching=true.",
         )
+
+
+def longest_record(config: RunConfig, label: str) -> int:
+    """Bytes of a sample of a training task at full length."""
+    length, k = config.model.max_len, max(0, config.rollout_of(label).logprobs_k)
+    return record_bytes(length, config.most_sampled(label), k) + length * expert_bytes(config)
 
 
 def expert_bytes(config: RunConfig) -> int:

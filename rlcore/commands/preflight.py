@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.buffer.admission import check_capacity
+from rlcore.buffer.admission import MIB, check_capacity
 from rlcore.commands import derived
 from rlcore.commands.derived import most_prompt_tokens
-from rlcore.commands.model_checks import check_models, expert_bytes, within_vocabulary
+from rlcore.commands.model_checks import check_models, longest_record, within_vocabulary
 from rlcore.commands.owner import Owner, own
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
@@ -389,15 +389,11 @@ def _check_train(config: RunConfig, label: str, prompts: PromptSource) -> None:
 def _check_buffer(config: RunConfig, label: str) -> None:
     """Refuse a cluster.buffer_mib that the groups of one update phase would exceed, were all of
     them of this task."""
-    rollout = config.rollout_of(label)
     check_capacity(
-        config.cluster.buffer_mib << 20,
+        config.cluster.buffer_mib * MIB,
         config.schedule,
-        samples_per_group=rollout.samples_per_prompt,
-        max_len=config.model.max_len,
-        max_new_tokens=config.most_sampled(label),
-        logprobs_k=rollout.logprobs_k,
-        expert_bytes=expert_bytes(config),
+        samples_per_group=config.rollout_of(label).samples_per_prompt,
+        longest=longest_record(config, label),
     )
 
 

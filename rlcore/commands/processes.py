@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from rlcore.buffer import ReplayBuffer
+from rlcore.buffer.admission import MIB, ByteLimit
 from rlcore.buffer.specs import TaskShare
 from rlcore.cluster.clients import RayLearner, RayRolloutActor, RayScorer
 from rlcore.cluster.clients.scorer import RayNodeScorers
@@ -26,6 +27,7 @@ from rlcore.cluster.start import (
     wait_started,
 )
 from rlcore.commands import derived
+from rlcore.commands.model_checks import longest_record
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed
@@ -237,12 +239,18 @@ def replay_buffer(config: RunConfig) -> ReplayBuffer:
         config.schedule,
         config.algorithm,
         samples_per_group=config.rollout.samples_per_prompt,
-        max_bytes=config.cluster.buffer_mib << 20,
+        limit=_byte_limit(config),
         run_seed=config.seed,
         keep_samples=max(MIN_KEPT_SAMPLES, config.logging.samples_per_step),
         tasks=task_shares(config),
         kinds=tuple(config.actor) if len(config.actor) > 1 else (),
     )
+
+
+def _byte_limit(config: RunConfig) -> ByteLimit:
+    """A sample is first expected to take what it can take by its limits on tokens."""
+    longest = max(longest_record(config, label) for label in config.tasks)
+    return ByteLimit(config.cluster.buffer_mib * MIB, max(MIB, longest))
 
 
 def engine_job(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.buffer import ReplayBuffer
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import SelectionSpec, TaskShare
 from rlcore.errors import RoleLost
 from rlcore.interfaces import Reporter, Span, Split, Task
@@ -252,7 +253,7 @@ class Simulation:
             scenario.schedule,
             scenario.selection,
             samples_per_group=scenario.samples,
-            max_bytes=scenario.max_bytes,
+            limit=ByteLimit(scenario.max_bytes),
             run_seed=0,
             keep_samples=8,
             tasks=scenario.tasks or None,

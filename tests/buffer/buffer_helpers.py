@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rlcore.buffer import ReplayBuffer, journal, store
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.serialization import dump_trajectory, load_group
 from rlcore.testing.records import make_score, make_trajectory
@@ -13,7 +14,7 @@ from rlcore.testing.records import make_score, make_trajectory
 PROMPT = "digits/train/0"
 
 
-def make_buffer(groups_per_step=1, samples_per_group=2, **settings):
+def make_buffer(groups_per_step=1, samples_per_group=2, *, max_bytes=1 << 30, **settings):
     """A buffer of these settings, each handed to the specification that declares it."""
     taken = {
         spec: {name: settings.pop(name) for name in spec.model_fields if name in settings}
@@ -23,7 +24,7 @@ def make_buffer(groups_per_step=1, samples_per_group=2, **settings):
         BatchingSpec(groups_per_step=groups_per_step, **taken[BatchingSpec]),
         SelectionSpec(**taken[SelectionSpec]),
         samples_per_group=samples_per_group,
-        **{"max_bytes": 1 << 30, "run_seed": 0, "keep_samples": 8, **settings},
+        **{"limit": ByteLimit(max_bytes), "run_seed": 0, "keep_samples": 8, **settings},
     )
 
 

@@ -21,7 +21,7 @@ from rlcore.buffer import store
 from rlcore.buffer.admission import check_capacity
 from rlcore.buffer.specs import BatchingSpec
 from rlcore.errors import UserError
-from rlcore.serialization import dump_trajectory, dump_unusable, load_trajectory
+from rlcore.serialization import dump_trajectory, dump_unusable, load_trajectory, record_bytes
 from rlcore.testing.records import make_score, make_trajectory
 from rlcore.types import MOST_REWARD
 
@@ -354,22 +354,15 @@ def test_a_limit_too_small_for_one_step_is_refused_by_its_key():
 
 
 def test_a_limit_below_one_step_at_full_length_is_refused_before_a_start():
-    def check(max_bytes, **more):
-        check_capacity(
-            max_bytes,
-            BatchingSpec(groups_per_step=4),
-            samples_per_group=8,
-            max_len=2048,
-            max_new_tokens=1024,
-            logprobs_k=20,
-            **more,
-        )
+    def check(max_bytes):
+        schedule = BatchingSpec(groups_per_step=4)
+        check_capacity(max_bytes, schedule, samples_per_group=8, longest=longest)
 
-    longest = make_trajectory(turns=((range(1024), range(1024)),), k=20)
-    needed = 4 * 8 * len(dump_trajectory(longest))
-    check(needed + 32 * 1000)
-    with pytest.raises(UserError, match=r"use 30 or more"):  # 48 layers of 8 experts
-        check(needed + 32 * 1000, expert_bytes=384)
+    longest = record_bytes(2048, 1024, 20)
+    written = dump_trajectory(make_trajectory(turns=((range(1024), range(1024)),), k=20))
+    assert len(written) <= longest < len(written) + 1000
+    needed = 4 * 8 * longest
+    check(needed)
     with pytest.raises(UserError, match=r"^cluster\.buffer_mib=5 is too small: .* use 6 or more"):
         check(5 << 20)
     assert 5 << 20 < needed < 6 << 20

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from rlcore.buffer import ReplayBuffer
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.shard import Shard, ShardReport
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.actors.buffer import BufferActor
@@ -19,7 +20,7 @@ def on_an_actor(test):
     async def main():
         actor = BufferActor()
         batching = BatchingSpec(groups_per_step=1)
-        limits = {"max_bytes": 1 << 30, "run_seed": 0, "keep_samples": 1}
+        limits = {"limit": ByteLimit(1 << 30), "run_seed": 0, "keep_samples": 1}
         await actor.start(ReplayBuffer(batching, SelectionSpec(), samples_per_group=2, **limits))
         assert await actor.admit(["digits/train/0"]) == [0]
         await test(actor)

@@ -12,6 +12,7 @@ from test_start import hosting
 from timing import deadline
 
 from rlcore.buffer import ReplayBuffer
+from rlcore.buffer.admission import ByteLimit
 from rlcore.buffer.specs import BatchingSpec, SelectionSpec
 from rlcore.cluster.process_tuning import NEVER, keep_passes_short
 from rlcore.cluster.start import start_buffer, wait_started
@@ -128,7 +129,7 @@ def test_a_run_settles_its_own_process_before_the_loop_begins(collector, monkeyp
 
 @pytest.mark.cluster
 def test_the_buffer_s_process_makes_no_full_passes():
-    limits = {"max_bytes": 1 << 30, "run_seed": 0, "keep_samples": 1}
+    limits = {"limit": ByteLimit(1 << 30), "run_seed": 0, "keep_samples": 1}
     batching = BatchingSpec(groups_per_step=1)
     empty = ReplayBuffer(batching, SelectionSpec(), samples_per_group=2, **limits)
 

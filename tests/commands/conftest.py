@@ -148,18 +148,20 @@ def finished(warm_process, tmp_path_factory):
         yield finish
 
 
-@pytest.fixture
-def group_only():
-    """Commands of this test keep what they write from all but the user's group. Returns modes of
-    files below folders, which must then be 0o640 alone."""
+@contextlib.contextmanager
+def umask(mask):
+    """Commands that are started meanwhile have this umask."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
-    def modes(*folders):
-        files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-        return {stat.S_IMODE(path.stat().st_mode) for path in files}
 
-    before = os.umask(0o027)
-    yield modes
-    os.umask(before)
+def modes(*folders):
+    """Modes of the files below folders."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {stat.S_IMODE(path.stat().st_mode) for path in files}
 
 
 @pytest.fixture(scope="session")

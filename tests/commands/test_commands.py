@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import rows
+from conftest import modes, rows, umask
 from timing import deadline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,9 +24,13 @@ RLCORE = str(Path(sys.executable).parent / "rlcore")
 @pytest.mark.ranks
 def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     warm = tmp_path / "warm"
-    sft = command("sft", *small, f"run_dir={warm}")
-    assert sft.wait() == 0, sft.text[-3000:]
-    assert "loss" in sft.text
+    for folder, mask in ((tmp_path / "private", 0o077), (warm, 0o002)):
+        with umask(mask):
+            sft = command("sft", *small, f"run_dir={folder}")
+        assert sft.wait() == 0, sft.text[-3000:]
+        assert "loss" in sft.text
+        assert modes(folder) == {0o666 & ~mask}
+    assert (warm / "model" / "model.safetensors").is_file()
 
     run_dir = tmp_path / "run"
     words = [w for w in small if not w.startswith(("model.fresh", "model.warmup"))]
@@ -52,8 +56,11 @@ def test_warm_up_train_evaluate_export_and_report(command, small, tmp_path):
     assert results["eval/digits/greedy"] == trained[-1]["eval/digits/greedy"]
 
     out = tmp_path / "exported"
-    exported = command("export", f"run_dir={run_dir}", f"out={out}")
-    assert exported.wait() == 0, exported.text[-3000:]
+    for folder, mask in ((tmp_path / "own", 0o077), (out, 0o002)):
+        with umask(mask):
+            exported = command("export", f"run_dir={run_dir}", f"out={folder}", "optimizer=true")
+        assert exported.wait() == 0, exported.text[-3000:]
+        assert list(folder.glob("learner/*.safetensors")) and modes(folder) == {0o666 & ~mask}
     folders = (out, warm / "model")
     model, before = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in folders)
     assert model.keys() == before.keys()

@@ -289,8 +289,8 @@ class Large(VllmEngine):
 def test_episodes_of_a_mebibyte_wait_for_room_in_the_buffer_and_the_run_goes_on(
     command, small, tmp_path
 ):
-    """Eight groups of four a step, 32 MiB: staleness alone admits 160 MiB, as it does at the start,
-    where no size is known yet."""
+    """Eight groups of four a step, 32 MiB: staleness alone would admit 160 MiB. Settings do not say
+    how large these records are."""
     run_dir, engine = tmp_path / "run", tmp_path / "large.py"
     engine.write_text(LARGE)
     own = (f"actor.bf16.engine={engine}:Large", "cluster.buffer_mib=72", "schedule.steps=12")
@@ -298,6 +298,6 @@ def test_episodes_of_a_mebibyte_wait_for_room_in_the_buffer_and_the_run_goes_on(
     assert run.wait() == 0, run.text[-3000:]
     found = rows(run_dir)
     assert [r["step"] for r in found] == list(range(1, 13))
-    later = [r["buffer/bytes"] for r in found[5:]]  # the first ones have left
-    assert 32 * 2**20 < max(later) <= 72 * 2**20, later
+    used = [r["buffer/bytes"] for r in found]
+    assert 32 * 2**20 < max(used) <= 76 * 2**20, used  # one group more
     assert books(run_dir)[1] == 12 * 8

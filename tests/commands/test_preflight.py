@@ -15,6 +15,7 @@ from rlcore.config.compose import load
 from rlcore.errors import UserError
 from rlcore.models.fresh import build_char_tokenizer, build_fresh_model
 from rlcore.models.specs import FreshModelSpec
+from rlcore.serialization import record_bytes
 
 ALPHABET = "0123456789= "
 LENGTHS = ("model.max_len=64", "rollout.max_new_tokens=32")
@@ -226,6 +227,20 @@ def test_weights_that_vllm_derives_others_from_are_not_patched(model):
 def test_a_buffer_too_small_for_one_step_is_refused(model):
     with pytest.raises(UserError, match=r"cluster\.buffer_mib=1 .*schedule\.groups_per_step=64"):
         prepared(model, "cluster.buffer_mib=1", "rollout.samples_per_prompt=32")
+
+
+def test_the_first_groups_are_expected_at_full_length_with_the_experts_of_their_tokens(tmp_path):
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+    experts |= {"vocab_size": 16, "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    words = ["run_dir=x", "model=path", f"model.path={tmp_path}", "model.max_len=60000"]
+    words += ["rollout.max_new_tokens=50000", "rollout.logprobs_k=20", "schedule.max_staleness=99"]
+    words += ["rollout.samples_per_prompt=4", "schedule.groups_per_step=4"]
+    words += ["cluster.buffer_mib=4096"]
+    plain = record_bytes(60000, 50000, 20)
+    for replayed, longest in (("false", plain), ("true", plain + 60000 * 48 * 8)):
+        buffer = processes.replay_buffer(load([*words, f"learner.router_replay={replayed}"]))
+        assert buffer.room() == (4096 << 20) // (4 * longest) > 20
 
 
 def test_settings_beyond_the_model_are_refused(model):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import left_over, rows, without_times
+from conftest import left_over, modes, rows, umask, without_times
 
 from rlcore.metrics.log import read_log
 
@@ -37,17 +37,13 @@ CONTRACT = [
 
 @pytest.mark.engine
 @pytest.mark.ranks
-def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path, group_only):
+def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_path):
     run_dir, cache = tmp_path / "run", tmp_path / "warm"
-    run = command(
-        "train",
-        *small,
-        f"run_dir={run_dir}",
-        "schedule.steps=5",
-        "schedule.max_staleness=2",
-        "logging.wandb=offline",
-        f"model.warmup.cache_dir={cache}",
-    )
+    words = ["schedule.steps=5", "schedule.max_staleness=2", "logging.wandb=offline"]
+    with umask(0o027):
+        run = command(
+            "train", *small, f"run_dir={run_dir}", *words, f"model.warmup.cache_dir={cache}"
+        )
     seen = []
     run.wait_for(
         lambda: bool(seen.extend(run.descendants())) or len(rows(run_dir)) >= 2, what="two steps"
@@ -80,7 +76,7 @@ def test_an_asynchronous_run_leaves_what_the_contract_names(command, small, tmp_
     )
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000005"]
     assert list(cache.rglob("model.safetensors"))
-    assert group_only(cache, run_dir / "checkpoints", run_dir / "samples") == {0o640}
+    assert modes(cache, run_dir / "checkpoints", run_dir / "samples") == {0o640}
     assert not left_over(seen)
 
 

@@ -9,6 +9,7 @@ from loop_audit import audit_uses
 from rlcore.buffer.specs import SelectionSpec
 from rlcore.errors import DeadlineExceeded, StageError, UserError
 from rlcore.loop.specs import CheckpointSpec, EvaluationSpec, ScheduleSpec, SupervisionSpec
+from rlcore.serialization import record_bytes
 from rlcore.simulate.actors import Speed
 from rlcore.simulate.loop import Scenario, simulate
 
@@ -163,7 +164,7 @@ def test_samples_that_never_come_end_the_run_in_a_sentence(tmp_path):
 def test_a_buffer_too_small_for_the_batches_between_is_refused():
     from rlcore.buffer.admission import check_capacity
 
-    limits = dict(samples_per_group=4, max_len=512, max_new_tokens=256, logprobs_k=20)
+    limits = dict(samples_per_group=4, longest=record_bytes(512, 256, 20))
     plain, fixed = ScheduleSpec(), ScheduleSpec(lag=8)
     for mib in range(1, 4096):
         try:
