@@ -5,8 +5,9 @@
     python benchmarks/mutants.py --random 20 --seed 3 --packages buffer weights
 
 Results are appended beside the table `--out`; a mutant is run again when its module or its test
-files have changed. Exit code 1 if more than 5% survive unexplained. mutmut and cosmic-ray do not
-fit: they run one set of tests for all mutants, and keep no chosen ones that outlive a moved file.
+files have changed, after those that never were. Exit code 1 if more than 5% survive unexplained.
+mutmut and cosmic-ray do not fit: they run one set of tests for all mutants, and keep no chosen ones
+that outlive a moved file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -25,10 +27,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -247,24 +251,37 @@ class Runner:
         os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests])))
 
 
-def run(mutants: Sequence[Mutant], origin: str, results: Path) -> list[dict[str, str]]:
-    """Run those without a result of this code and these tests, and append theirs; all results."""
+def due(mutants: Sequence[Mutant], rows: dict[str, dict[str, str]]) -> list[Mutant]:
+    """Those without a result of this code and these tests, first those without any."""
+    stale = [m for m in mutants if rows.get(m.name, {}).get("digest") != m.digest]
+    return sorted(stale, key=lambda m: m.name in rows)
+
+
+def run(
+    mutants: Sequence[Mutant], origin: str, results: Path, *, minutes: float = math.inf
+) -> list[dict[str, str]]:
+    """Run those that are due, and append their results; all results. Begins none after so many
+    minutes."""
     results.touch()
     rows = {r["mutant"]: r for r in map(json.loads, results.read_text().splitlines())}
+    end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(Path(folder))
-        for m in mutants:
+        for m in takewhile(lambda _: time.monotonic() < end, due(mutants, rows)):
             row = {"mutant": m.name, "package": m.path.relative_to(ROOT).parts[1], "from": origin}
-            if rows.get(m.name, {}).get("digest") != m.digest:
+            try:
                 rows[m.name] = row | {"outcome": runner.outcome(m), "digest": m.digest}
-                print(*rows[m.name].values(), flush=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(rows[m.name]) + "\n")
+            except ValueError as e:  # it has no verdict, others may have one
+                print(m.name, e, flush=True)
+                continue
+            print(*rows[m.name].values(), flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps(rows[m.name]) + "\n")
     return list(rows.values())
 
 
-def write(page: Path, rows: Sequence[dict[str, str]], unexplained: int) -> None:
-    """The table of all results."""
+def write(page: Path, rows: Sequence[dict[str, str]], unexplained: int, missing: int) -> None:
+    """The table of all results. missing: those of the list without any."""
     every = Counter(row["package"] for row in rows)
     killed = Counter(row["package"] for row in rows if row["outcome"] == "killed")
     packages = [{"package": p, "mutants": every[p], "killed": killed[p]} for p in sorted(every)]
@@ -273,7 +290,8 @@ def write(page: Path, rows: Sequence[dict[str, str]], unexplained: int) -> None:
     page.write_text(
         "# Mutants\n\nWritten by `make mutants`; `benchmarks/mutants.py` says how. "
         f"{machine()}.\n\nOf {len(rows)} wrong lines, one at a time, the tests notice "
-        f"{killed.total()}; {unexplained} survive without an explanation.\n\n{table(packages)}"
+        f"{killed.total()}; {unexplained} survive without an explanation. Of the list, {missing} "
+        f"have not run.\n\n{table(packages)}"
         f"\n\n{table(rows, ('mutant', 'from', 'outcome'))}\n"
     )
 
@@ -284,6 +302,7 @@ def main() -> int:
     parser.add_argument("--needs", choices=NEEDS, nargs="*", default=[])
     parser.add_argument("--random", type=int, help="so many random ones instead of mutants.toml's")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin none after so many")
     parser.add_argument("--packages", nargs="*", default=PACKAGES)
     args = parser.parse_args()
     package = Package()
@@ -293,7 +312,7 @@ def main() -> int:
     if args.random:
         wanted = list(package.random(args.packages, args.random, args.seed))
     origin = f"seed {args.seed}" if args.random else "list"
-    results = run(wanted, origin, args.out.with_suffix(".jsonl"))
+    results = run(wanted, origin, args.out.with_suffix(".jsonl"), minutes=args.minutes)
     why = {mutant.name: mutant.survives for mutant in chosen}
     rows = [row for row in results if row["mutant"] in why or row["from"] != "list"]
     survivors = [row for row in rows if row["outcome"] == "survived"]
@@ -301,7 +320,7 @@ def main() -> int:
         row["outcome"] += f": {why.get(row['mutant']) or 'NOT EXPLAINED'}"
         print(row["mutant"], row["outcome"])
     unexplained = sum(row["outcome"].endswith("NOT EXPLAINED") for row in survivors)
-    write(args.out, rows, unexplained)
+    write(args.out, rows, unexplained, len(why.keys() - {row["mutant"] for row in rows}))
     return int(unexplained > 0.05 * len(rows))
 
 

@@ -39,6 +39,13 @@ def test_a_mutant_that_is_not_found_once_is_refused(package, change, message):
         package.chosen(entry | change)
 
 
+def test_mutants_that_never_ran_come_before_those_whose_code_has_changed(package):
+    entries = tomllib.loads(LIST.read_text())["mutant"][:4]
+    same, changed, new, other = map(package.chosen, entries)
+    rows = {same.name: {"digest": same.digest}, changed.name: {"digest": "of before"}}
+    assert mutants.due([same, changed, new, other], rows) == [new, other, changed]
+
+
 SOURCE = """\
 LIMIT = 3
 
