@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import left_over, rows
 
+from rlcore.cli import main
 from rlcore.commands.train import TOGETHER_S, StopSignals
+from rlcore.errors import StageError
 
 
 def test_signals_that_come_together_are_one_request():
@@ -102,3 +104,17 @@ def test_two_signals_to_the_whole_group_leave_a_checkpoint(installed, small, tmp
     for _ in range(2):  # the command is the leader of its group
         os.killpg(run.process.pid, signal.SIGTERM)
     _stopped_with_a_checkpoint(run, run_dir, family)
+
+
+def test_a_run_that_fails_names_its_log_where_the_failure_is(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise StageError("the loss is nan.")
+
+    monkeypatch.setattr("rlcore.commands.train._attempt", fail)
+    monkeypatch.setattr(StopSignals, "interrupt", lambda self: None)  # no handlers in this process
+    words = ["experiment=quickstart", "logging.wandb=disabled", "logging.console=off"]
+    assert main(["train", *words, f"run_dir={tmp_path}"]) == 1
+    log = tmp_path / "log.jsonl"
+    ended = f"rlcore: the run ended: the loss is nan; {log} has the run's log\n"
+    assert capsys.readouterr().err == ended
+    assert "StageError: the loss is nan" in log.read_text()

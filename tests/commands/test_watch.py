@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from rlcore.cli import main
-from rlcore.commands.watch import course_of, watch
+from rlcore.commands.watch import course_of, watch, watch_log
 from rlcore.config.compose import load, to_yaml
 
 STEPS = 9
@@ -97,7 +97,23 @@ def test_half_a_row_waits_for_its_other_half(folder):
 def test_a_run_that_fails_ends_it_with_1(folder):
     folder.rows(1, 2)
     code, text = folder.watched(lambda: folder.status("failed", 2))
-    assert code == 1 and "the run failed after step 2" in text
+    assert code == 1
+    assert f"the run failed after step 2: see {folder.path}/log.jsonl" in text
+
+
+def test_the_log_is_shown_as_it_grows(folder, capsys):
+    def says(text):
+        with (folder.path / "log.jsonl").open("a") as file:
+            file.write(json.dumps({"role": "LearnerActor 42", "event": "stderr", "text": text}))
+            file.write("\n")
+
+    says("CUDA error")
+    assert main(["watch", f"run_dir={folder.path}", "log=true", "once=true"]) == 0
+    assert "LearnerActor 42 stderr: CUDA error\n" in capsys.readouterr().out
+    coming = [lambda: says("at line 7"), lambda: folder.status("failed", 2)]
+    assert watch_log(folder.path, once=False, sleep=lambda _: coming.pop(0)()) == 1
+    shown = capsys.readouterr().out
+    assert (shown.count("CUDA error"), shown.count("at line 7"), coming) == (1, 1, [])
 
 
 def test_it_starts_anew_with_a_run_that_lost_its_last_steps(folder):
