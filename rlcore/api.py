@@ -122,14 +122,19 @@ def evaluate(
 
 
 def export(
-    run_dir: str | Path, out: str | Path, *, checkpoint: str | None = None, optimizer: bool = False
+    run_dir: str | Path,
+    out: str | Path,
+    *,
+    checkpoint: str | None = None,
+    optimizer: bool = False,
+    form: str = "trained",
 ) -> Path:
-    """`rlcore export`: write a checkpoint's model to a new folder, and return it. Raises as
-    `train`."""
+    """`rlcore export`: write a checkpoint's model to a new folder, and return it. `form`: trained,
+    rounded or compressed-tensors. Raises as `train`."""
     config = _config("export", [], run_dir, None)
     from rlcore.commands.evaluate import export as command
 
-    _apart(lambda: command(config, checkpoint, str(out), optimizer=optimizer))
+    _apart(lambda: command(config, checkpoint, str(out), optimizer=optimizer, form=form))
     return Path(out)
 
 

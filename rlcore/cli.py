@@ -149,7 +149,13 @@ def _export(given: Given) -> int:
 
     out = given.text("out")
     assert out is not None
-    return export(config, given.text("checkpoint"), out, optimizer=given.flag("optimizer"))
+    return export(
+        config,
+        given.text("checkpoint"),
+        out,
+        optimizer=given.flag("optimizer"),
+        form=given.text("format") or "trained",
+    )
 
 
 def _scale(given: Given) -> int:

@@ -286,11 +286,17 @@ class Corrected:
     # [B, T] float32, or None: the loss gains `score * log p_new` of each token that stays, whatever
     # its weight (a penalty's gradient); the pipeline adds up what its corrections return
     score: torch.Tensor | None = None
+    # [B, T] float32 of at least 1, or None: what the upper bound of PPO's clip is multiplied by
+    # where the advantage is positive; the pipeline multiplies what its corrections return
+    widen: torch.Tensor | None = None
 
     def rows(self, chosen: torch.Tensor) -> Corrected:
-        """Weight, mask and score of some of the sequences, as `StepTensors.rows` takes them."""
-        kinds, score = (None if v is None else v[chosen] for v in (self.kinds, self.score))
-        return Corrected(self.weight[chosen], self.mask[chosen], {}, kinds=kinds, score=score)
+        """The same of some of the sequences, as `StepTensors.rows` takes them."""
+        optional = (self.kinds, self.score, self.widen)
+        kinds, score, widen = (None if v is None else v[chosen] for v in optional)
+        return Corrected(
+            self.weight[chosen], self.mask[chosen], {}, kinds=kinds, score=score, widen=widen
+        )
 
 
 class Correction(ABC):

@@ -8,6 +8,7 @@ from typing import Any
 from rlcore.attention.specs import SparseSpec
 from rlcore.config.places import tied_by
 from rlcore.config.schema import RunConfig
+from rlcore.errors import UserError
 from rlcore.learner.specs import SPARSE_COPY
 from rlcore.loop.plan import Plan
 from rlcore.loop.targets import PageRange
@@ -159,9 +160,26 @@ def actor_weights(config: RunConfig, actor: ActorSpec) -> str | None:
 def learner_rounding(config: RunConfig) -> RoundingSpec | None:
     """Return how the learner rounds the policy's weights in its passes."""
     label = config.learner.round_as
+    return None if label is None else rounding_of(config.actor[label])
+
+
+def served_rounding(config: RunConfig, wanted: str) -> RoundingSpec:
+    """How the run's actors round, in which it is served: as the learner does, or else as the only
+    actor that rounds. Raises UserError, with what was `wanted`, where that is not one."""
+    found = {label for label, actor in config.actor.items() if actor.rounding != "none"}
+    label = config.learner.round_as or (found.pop() if len(found) == 1 else None)
     if label is None:
-        return None
-    actor = config.actor[label]
+        these = f"actor=[{','.join(config.actor)}]"
+        raise UserError(
+            f"{wanted} writes weights as the run's actor rounds them, and {these} has "
+            f"{'several that round' if found else 'none that rounds'}: use format=trained, or a "
+            "run with learner.round_as."
+        )
+    return rounding_of(config.actor[label])
+
+
+def rounding_of(actor: ActorSpec) -> RoundingSpec:
+    """The part of an actor's settings that says how it rounds."""
     return RoundingSpec(**{name: getattr(actor, name) for name in RoundingSpec.model_fields})
 
 

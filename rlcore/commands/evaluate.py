@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rlcore.commands import derived
 from rlcore.commands.memory import stored_bytes
 from rlcore.commands.model_checks import check_attention
 from rlcore.commands.owner import own
@@ -27,8 +28,10 @@ from rlcore.loop import checkpoint
 from rlcore.loop.evaluation import Evaluator, evaluate_alone
 from rlcore.metrics.intervals import normal_half
 from rlcore.metrics.rows import Row, read_rows
+from rlcore.models.folder import read_shapes
 from rlcore.spec import refuse
 from rlcore.types import POLICY
+from rlcore.weights.specs import RoundingSpec
 
 
 def named_or_newest(
@@ -136,13 +139,21 @@ def _no_samples(version: int, label: str, verdicts: Sequence[Mapping[str, Any]])
     """An evaluation alone keeps no readable samples."""
 
 
-def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = False) -> int:
+def export(
+    config: RunConfig,
+    named: str | None,
+    out: str,
+    *,
+    optimizer: bool = False,
+    form: str = "trained",
+) -> int:
     """Write a checkpoint's policy and its tokenizer to `out`, in this process: no role is started,
     and no GPU is needed.
 
     Beneath it: `adapter` (LoRA), `sparse` (DistillSparse's merged sparse model and its adapter),
     `draft` (co-trained), and with `optimizer` the learner's state as whole float32 tensors in
-    `learner`. `named`: the checkpoint; None: the run's newest. Raises UserError.
+    `learner`. `named`: the checkpoint; None: the run's newest. `form`: of the policy's weights
+    (`config/verbs.py`). Raises UserError.
     """
     folder = named_or_newest(config, named, note)
     if folder is None:
@@ -151,11 +162,13 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
     prepared = prepare(config, trains=False, evaluates=False)
     progress = checkpoint.state_of(folder)
     model_path = str(progress["model_path"])
+    rounding = _rounding(config, form, model_path)
     with tempfile.TemporaryDirectory() as made:
         config = _with_drafts(config, prepared, Path(made))
         for name, job in learner_jobs(config, model_path, prepared.pad_id).items():
             state, sub = ("learner", "") if name == POLICY else (name, name)
             export_stored(job, folder / state, Path(out) / sub)
+    weights = "as trained" if rounding is None else _rounded(Path(out), rounding, form)
     # a folder is only usable with its tokenizer
     for sub in ("", "sparse", "draft"):
         if (Path(out) / sub).is_dir():
@@ -164,10 +177,30 @@ def export(config: RunConfig, named: str | None, out: str, *, optimizer: bool = 
         from rlcore.learner.state_files import join_state
 
         join_state(folder / "learner", Path(out) / "learner")
-    card = model_card(config, model_path, int(progress["progress"]["step"]))
+    card = model_card(config, model_path, int(progress["progress"]["step"]), weights)
     (Path(out) / "README.md").write_text(card, encoding="utf-8")
     note(f"{folder.name} written to {out}; to serve it: vllm serve {shlex.quote(out)}")
     return 0
+
+
+def _rounding(config: RunConfig, form: str, model_path: str) -> RoundingSpec | None:
+    """How the exported weights are rounded. Raises UserError for a form that they cannot have."""
+    if form == "trained":
+        return None
+    found = derived.served_rounding(config, f"format={form}")
+    if form == "compressed-tensors":
+        from rlcore.weights.compressed import check_layout
+
+        check_layout(read_shapes(model_path), found)
+    return found
+
+
+def _rounded(out: Path, rounding: RoundingSpec, form: str) -> str:
+    """Round the weights of an exported folder; a word on them for its card."""
+    from rlcore.weights.compressed import round_folder
+
+    count = round_folder(out, rounding, form)
+    return f"{count} matrices rounded to {rounding.rounding}, format={form}"
 
 
 def _with_drafts(config: RunConfig, prepared: Prepared, folder: Path) -> RunConfig:
@@ -183,8 +216,9 @@ def _with_drafts(config: RunConfig, prepared: Prepared, folder: Path) -> RunConf
     return config.model_copy(update={"actor": actors})
 
 
-def model_card(config: RunConfig, base: str, step: int) -> str:
+def model_card(config: RunConfig, base: str, step: int, weights: str = "as trained") -> str:
     """The card of the model after `step` steps. `base`: the model that the run started from.
+    `weights`: a word on their form.
 
     It contains only facts that the run's folder records.
     """
@@ -195,7 +229,8 @@ def model_card(config: RunConfig, base: str, step: int) -> str:
         head["base_model"] = Path(base).name
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", f"# {run_dir.name}", ""]
     lines += [f"Trained by reinforcement learning with rlcore, {step} optimizer steps.", ""]
-    lines += ["| | |", "| --- | --- |", *(f"| {n} | {v} |" for n, v in _facts(config, base)), ""]
+    lines += ["| | |", "| --- | --- |", *(f"| {n} | {v} |" for n, v in _facts(config, base))]
+    lines += [f"| weights | {weights} |", ""]
     lines += _evaluation(rows)
     about = run_dir / "about.json"
     if about.is_file():

@@ -18,6 +18,7 @@ from rlcore.config.sentences import written
 from rlcore.config.task_checks import TASK_RULES, check_environment, check_rewards
 from rlcore.corrections.covariance import KlCovSpec
 from rlcore.corrections.dvp import DvpSpec
+from rlcore.corrections.tis import TisSpec
 from rlcore.objectives.protocols import Advantage, PolicyLoss
 from rlcore.objectives.specs import ADVANTAGES, LOSSES, advantage_class, loss_class
 from rlcore.registry import load_object
@@ -237,6 +238,11 @@ def _one_list(c: RunConfig, key: str, corrections: CorrectionList) -> None:
             c.algorithm.ratio_to == "p_inf" and isinstance(spec, KlCovSpec),
             f"algorithm.ratio_to=p_inf holds no p_ref, around which {key}={label} penalises: leave "
             "the correction out, or use ratio_to=p_ref.",
+        )
+        refuse(
+            isinstance(spec, TisSpec) and spec.widen_clip and not loss.inner_clip,
+            f"{key}.{label}.widen_clip=true widens a clip of each token's ratio, which "
+            f"algorithm.loss={c.algorithm.loss} does not have: use algorithm.loss=ppo.",
         )
         refuse(
             bool(spec.inner_clip_off) and not loss.inner_clip,

@@ -143,11 +143,21 @@ VERBS: Mapping[str, Verb] = {
         Verb(
             "export",
             "write a checkpoint as a plain Hugging Face folder",
-            ("rlcore export [run_dir=DIR] out=FOLDER [checkpoint=PATH] [optimizer=true]",),
+            (
+                "rlcore export [run_dir=DIR] out=FOLDER [checkpoint=PATH] [optimizer=true] "
+                "[format=rounded|compressed-tensors]",
+            ),
             (
                 Key("out", "the folder to write, which must not exist", "folder", required=True),
                 CHECKPOINT,
                 Key("optimizer", "also the learner's state as whole float32 tensors", "flag"),
+                Key(
+                    "format",
+                    "weights as trained; rounded as the run's actor rounds them, in plain form; or "
+                    "so rounded, as codes and scales of compressed-tensors",
+                    default="trained",
+                    choices=("trained", "rounded", "compressed-tensors"),
+                ),
                 CONFIG_DIR,
             ),
             run_dir="newest",

@@ -181,18 +181,21 @@ class Pipeline:
         metrics: dict[str, float] = {}
         scale = 1.0
         scores: list[Tensor] = []
+        widen: Tensor | None = None
         for stage in self.stages:
             follows = stage.spec.weighs or (stage.spec.follows_weights and self._weighs)
             seen = weighed if follows else step
-            before_it = replace(current, metrics={}, step_scale=1.0, score=None)
+            before_it = replace(current, metrics={}, step_scale=1.0, score=None, widen=None)
             current = stage.method.correct(seen, before_it, reduce)
             scale *= current.step_scale
+            if current.widen is not None:
+                widen = current.widen if widen is None else widen * current.widen
             scores += [] if current.score is None else [current.score]
             metrics |= {f"correction/{stage.label}/{k}": v for k, v in current.metrics.items()}
         # rejected tokens carry a neutral weight, so that nothing but the mask takes them out
         weight = torch.where(current.mask, current.weight, 1.0)
         score = torch.stack(scores).sum(0) if scores else None
-        return Corrected(weight, current.mask, metrics, scale, score=score)
+        return Corrected(weight, current.mask, metrics, scale, score=score, widen=widen)
 
     @torch.no_grad()
     def penalty_weight(
@@ -310,6 +313,7 @@ class StratifiedPipeline(Pipeline):
         """Every rank goes through all lists: statistics of the global batch are collective."""
         weight, mask = torch.ones_like(at_least_float32(step.logp_inf)), step.mask.clone()
         score: Tensor | None = None
+        widen: Tensor | None = None
         tokens, scale = 0.0, 0.0
         sums: dict[str, tuple[float, float]] = {}  # sums of metrics by name, and their tokens
         by_kind: dict[str, float] = {}
@@ -320,6 +324,9 @@ class StratifiedPipeline(Pipeline):
             if found.score is not None:
                 score = torch.zeros_like(weight) if score is None else score
                 score[rows] = found.score.to(weight)
+            if found.widen is not None:
+                widen = torch.ones_like(weight) if widen is None else widen
+                widen[rows] = found.widen.to(weight)
             (own,) = total([part.mask], reduce)
             tokens, scale = tokens + own, scale + own * found.step_scale
             for name, value in found.metrics.items():
@@ -329,7 +336,7 @@ class StratifiedPipeline(Pipeline):
                 by_kind |= at_kind(found.metrics, kinds[0])
         metrics = {name: value / n for name, (value, n) in sums.items() if n}
         scale = scale / tokens if tokens else 1.0
-        whole = Corrected(weight, mask, metrics, scale, step.kinds, score)
+        whole = Corrected(weight, mask, metrics, scale, step.kinds, score, widen)
         for kind, rows in present_kinds(self.kinds, step, reduce):
             by_kind |= at_kind(_totals(whole.rows(rows), step.rows(rows), reduce), kind)
         return replace(whole, metrics=metrics | by_kind)

@@ -18,7 +18,7 @@ from rlcore.corrections.numerics import (
 from rlcore.corrections.specs import CorrectionSpec
 from rlcore.interfaces import Corrected, Correction, Needs, Reduce
 from rlcore.objectives.protocols import WIDE, Bias
-from rlcore.spec import setting
+from rlcore.spec import refuse, setting
 from rlcore.types import StepTensors
 
 if TYPE_CHECKING:
@@ -40,6 +40,20 @@ class TisSpec(CorrectionSpec):
     level: Literal["token", "sequence"] = setting("token", "of the ratio")
     normalised: bool = setting(False, "weights are divided by their mean over the batch")
     adjusted: bool = setting(False, "min(SG(p_new)/p_inf, C), inner clip off (Jackpot B.1)")
+    widen_clip: bool = setting(
+        False,
+        "PPO's upper bound is widened where the weight is truncated, by p_ref/(C p_inf) (QuRL)",
+    )
+
+    def check(self, key: str) -> None:
+        for other, used in (
+            (f"{key}.adjusted=true, which has no clip", self.adjusted),
+            (f"{key}.level=sequence, whose ratio is no token's", self.level == "sequence"),
+        ):
+            refuse(
+                self.widen_clip and used,
+                f"{key}.widen_clip=true cannot be combined with {other}: use one or the other.",
+            )
 
     @property
     def inner_clip_off(self) -> str:
@@ -97,6 +111,10 @@ class Tis(Correction):
     `rollout_is_batch_normalize`), of all tokens or of all sequences as the level says, so that a
     step's size does not follow the mismatch. `adjusted` switches PPO's clip off, so that the
     pipeline has weights lead to p_new: `min(SG(p_new)/p_inf, cap)` (Jackpot B.1, TIS-adjusted).
+    `widen_clip` has the upper bound of PPO's clip at (1 + eps_high)/r where the advantage is
+    positive, r = min(1, cap p_inf/p_ref): the truncated weight times the clipped ratio would
+    otherwise be bounded below what the whole weight times it is (QuRL, arXiv 2602.13953, eq. 7 to
+    9).
     """
 
     def __init__(self, spec: TisSpec, run_seed: int) -> None:
@@ -115,4 +133,5 @@ class Tis(Correction):
         if spec.normalised:
             mean = batch_mean(weight, step.mask, spec.level, reduce)
             metrics["batch_mean"], weight = mean, weight / mean
-        return Corrected(current.weight * weight, current.mask, metrics)
+        widen = (ratio / spec.cap).clamp(min=1.0) if spec.widen_clip else None
+        return Corrected(current.weight * weight, current.mask, metrics, widen=widen)

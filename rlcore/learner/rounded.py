@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from rlcore.errors import UserError
 from rlcore.weights.experts import single_shapes
-from rlcore.weights.rounding import is_rounded, precise_patterns, round_together, sharing
+from rlcore.weights.rounding import round_together, rounded_names, sharing
 from rlcore.weights.specs import RoundingSpec
 
 KEY = "learner.round_as"
@@ -106,17 +106,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _rounded_names(lm: nn.Module, spec: RoundingSpec) -> list[str]:
-    """Names of the parameters that the actor rounds, as it counts its last layers."""
+    """Names of the parameters that the actor rounds a part of."""
     shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in lm.named_parameters()}
-    published = {n: name for name, shape in shapes.items() for n in single_shapes(name, shape)}
-    kept = (*spec.keep_high_precision, *precise_patterns(published, spec.precise_layers))
-    found = {
-        published[n]: None
-        for name, shape in shapes.items()
-        for n, own in single_shapes(name, shape).items()
-        if is_rounded(n, torch.empty(own, device="meta"), kept)
-    }
-    return list(found)
+    parts = {name: single_shapes(name, shape) for name, shape in shapes.items()}
+    published = {n: own for of in parts.values() for n, own in of.items()}
+    rounded = set(rounded_names(published, spec))
+    return [name for name, of in parts.items() if not rounded.isdisjoint(of)]
 
 
 def _layers(lm: nn.Module, names: Sequence[str], model_path: str) -> dict[str, nn.Linear]:

@@ -515,6 +515,7 @@ class Update:
             mask=corrected.mask,
             sampled=sampled,
             score=corrected.score,
+            widen=corrected.widen,
         )
 
     def group_advantages(self, batch: StepBatch) -> Tensor:

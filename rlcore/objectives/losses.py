@@ -23,7 +23,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`-SG(weight) * objective` [B, T], and indicators [B, T] by name; 0 where the mask is 0.
 
-    A `score` adds the gradient of `SG(score) log p_new`, and nothing to the value.
+    A `score` adds the gradient of `SG(score) log p_new`, and nothing to the value. `widen` w makes
+    the upper bound of a clip h that of w h where A > 0, since `min(r, w h) A = w min(r / w, h) A`.
 
     With `short_circuit` the ratio is `p_new/SG(p_new)`: its value is 1, so no clip ever binds
     (TIS-adjusted and Jackpot B.1). Indicators are those of the loss, and `ratio`; the mean of each
@@ -39,8 +40,12 @@ def policy_loss(
     counted = (tokens.sampled != 0) & defined
     log_ratio = torch.where(counted, logp_new - anchor, 0.0).clamp(-CLAMP, CLAMP)
     advantages = torch.where(on, at_least_float32(tokens.advantages.detach()), 0.0)
-    objective, indicators = loss(log_ratio, advantages, counted)
     weight = torch.where(on, at_least_float32(tokens.weight.detach()), 0.0)
+    clipped = log_ratio
+    if tokens.widen is not None:
+        wider = torch.where(counted & (advantages > 0), tokens.widen.detach().to(weight), 1.0)
+        clipped, weight = log_ratio - wider.log(), weight * wider
+    objective, indicators = loss(clipped, advantages, counted)
     indicators["ratio"] = log_ratio.detach().exp()
     per_token = -weight * objective
     if tokens.score is not None:

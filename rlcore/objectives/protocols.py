@@ -247,3 +247,4 @@ class LossTensors:
     # loss carries p_new/p_ref, of p_ref
     sampled: Tensor
     score: Tensor | None = None  # of the corrections: coefficient of log p_new in the loss
+    widen: Tensor | None = None  # of the corrections: factor of the clip's upper bound where A > 0

@@ -124,6 +124,13 @@ def precise_patterns(names: Iterable[str], count: int) -> tuple[str, ...]:
     return tuple(f".layers.{number}." for number in sorted(found)[max(0, len(found) - count) :])
 
 
+def rounded_names(shapes: Mapping[str, tuple[int, ...]], spec: RoundingSpec) -> list[str]:
+    """Names of the weights that an actor of these settings rounds, of all that are published."""
+    kept = (*spec.keep_high_precision, *precise_patterns(shapes, spec.precise_layers))
+    empty = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
+    return [n for n, t in empty.items() if is_rounded(n, t, kept)]
+
+
 def round_weights(
     tensors: Mapping[str, torch.Tensor], spec: RoundingSpec, *, block: int = BLOCK
 ) -> dict[str, torch.Tensor]:

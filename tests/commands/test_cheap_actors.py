@@ -5,6 +5,7 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import rows
 from safetensors.numpy import load_file
@@ -75,6 +76,16 @@ def test_a_learner_that_rounds_as_its_actors_has_no_mismatch(command, small, tmp
         found[round_as] = [r["mismatch/kl_k3"] for r in rows(run_dir)]
     assert len(found["fp8"]) == 3 and all(abs(kl) < 1e-6 for kl in found["fp8"])
     assert all(kl > 1e-3 for kl in found["null"])
+    form, out = {"int3": "rounded", "nvfp4": "compressed-tensors"}[kind], tmp_path / "out"
+    _run(command, "export", f"run_dir={tmp_path / 'fp8'}", f"out={out}", f"format={form}")
+    stem = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(out / "model.safetensors") if kind == "int3" else None
+    config = json.loads((out / "config.json").read_text())
+    if tensors is not None:
+        assert len(np.unique(tensors[stem])) == 7 and "quantization_config" not in config
+    else:
+        assert config["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    assert f"14 matrices rounded to {kind}" in (out / "README.md").read_text()
 
 
 def distilling(publish):

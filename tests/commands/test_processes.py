@@ -6,6 +6,8 @@ from rlcore.buffer.specs import TaskShare
 from rlcore.commands import derived, processes
 from rlcore.config.compose import load
 from rlcore.corrections.tis import TisSpec
+from rlcore.errors import UserError
+from rlcore.weights.specs import RoundingSpec
 
 
 def run(*words):
@@ -55,6 +57,20 @@ def test_each_of_several_tasks_has_graders_and_group_size_and_stop_strings_of_it
     assert found == [("x",), ("y",), ("y",)]
     # a constant that the learner may divide by: the longest response of any task
     assert processes.policy_job(config, "model", 0).sampling.max_new_tokens == 70
+
+
+def test_weights_are_rounded_and_exported_as_one_actor_serves_them():
+    two = "actor=[fp8,bf16]", "actor.fp8.rounding=int4", "actor.fp8.precise_layers=1"
+    config = run(*two, "learner.round_as=fp8")
+    rounding = processes.policy_job(config, "model", 0).rounding
+    assert rounding == RoundingSpec(rounding="int4", precise_layers=1)
+    assert derived.served_rounding(config, "format=rounded") == rounding
+    assert derived.served_rounding(run(*two), "format=rounded") == rounding  # the only one
+    assert processes.policy_job(run(*two), "model", 0).rounding is None
+    with pytest.raises(UserError, match=r"format=rounded writes .* none that rounds"):
+        derived.served_rounding(run(), "format=rounded")
+    with pytest.raises(UserError, match="several that round"):
+        derived.served_rounding(run(*two, "actor.bf16.rounding=int8"), "format=rounded")
 
 
 def test_a_sparse_actor_whose_budget_covers_every_context_is_said_to_be_dense():

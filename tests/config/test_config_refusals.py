@@ -289,6 +289,14 @@ REFUSED = [  # words; parts that the sentence must hold
         ["actor=fp8", "actor.fp8.rounding=mxfp4", "actor.fp8.scales=block"],
         ["actor.fp8.scales=block", "rounding=mxfp4", "32 entries"],
     ),
+    (
+        ["correction.tis.widen_clip=true", "correction.tis.level=sequence"],
+        ["correction.tis.widen_clip=true", "level=sequence"],
+    ),
+    (
+        ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
+        ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
+    ),
     (["learner.round_as=bf16"], ["learner.round_as=bf16", "actor.bf16.rounding"]),
     ([ROUNDED, "learner.round_as=p"], ["learner.round_as=p", "choose one of q"]),
     (

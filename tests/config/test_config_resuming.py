@@ -52,7 +52,7 @@ FREE = {
     # how many log-probs a record stores it says itself
     "rollout": "samples_per_prompt max_new_tokens stop logprobs_k request_timeout_s group_kinds",
     "correction": "none strata shadow shadow_every",
-    "correction.tis": "cap floor level normalised adjusted",
+    "correction.tis": "cap floor level normalised adjusted widen_clip",
     "correction.mis": "low high level",
     "correction.icepop": "low high",
     "correction.veto": "threshold",

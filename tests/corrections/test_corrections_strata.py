@@ -62,6 +62,18 @@ def test_each_kind_is_corrected_and_measured_as_if_it_were_alone(chosen) -> None
     assert (found.weight[:4] == 1).all() and found.mask[:4].equal(step.mask[:4])
 
 
+def test_a_clip_is_widened_for_the_kind_whose_list_asks_for_it() -> None:
+    step, wide = half_noisy(), {"tis": {"cap": 1.1, "widen_clip": True}}
+    found = fleet([(("bf16",), {"tis": {}}), (("int3",), wide)]).correct(step, ONE_RANK)
+    on, ratio = step.mask != 0, (step.logp_ref - step.logp_inf).exp()
+    expected = (ratio / 1.1).clamp(min=1.0).where(on & (step.kinds == 1)[:, None], 1.0)
+    assert found.widen is not None and expected.max() > 1.5
+    torch.testing.assert_close(found.widen.where(on, 1.0), expected)
+    rows = found.rows(step.kinds == 1)
+    assert rows.widen is not None and torch.equal(rows.widen, found.widen[4:])
+    assert pipeline_of({"tis": {}}, 1).correct(step, ONE_RANK).widen is None
+
+
 def test_statistics_of_all_kinds_together_are_those_of_a_run_that_knows_of_none() -> None:
     """And they would weigh samples that match: that is what strata are for."""
     step, chosen = half_noisy(), {"jackpot": {}}

@@ -49,6 +49,29 @@ def test_ppo_clips_each_side_and_only_against_the_advantage() -> None:
     assert metrics["clip_low_share"].tolist() == [[0, 0, 0, 0, 1]]
 
 
+def test_a_widened_clip_binds_later_where_the_advantage_is_positive():
+    """QuRL's eq. 9, written out: cap 2, ratios of p_ref to p_inf below and above it."""
+    ratio, behind = [[1.1, 1.5, 1.5, 2.9, 1.5, 0.5]], [[1.0, 1.0, 4.0, 4.0, 4.0, 4.0]]
+    advantage = torch.tensor([[1.0, 1.0, 1.0, 1.0, -1.0, -1.0]])
+    new = torch.tensor(ratio).log().requires_grad_()
+    on, actor = torch.ones(1, 6), torch.tensor(behind)
+    weight, widen = actor.clamp(max=2.0), (actor / 2.0).clamp(min=1.0)
+    spec = ObjectiveSpec(eps_low=0.2, eps_high=0.3)
+    tokens = LossTensors(new, torch.zeros(1, 6), advantage, weight, on, on, widen=widen)
+    loss, metrics = policy_loss(make_loss(spec), tokens, short_circuit=False)
+    loss.sum().backward()
+    again = torch.tensor(ratio, requires_grad=True)
+    r = (2.0 / actor).clamp(max=1.0)
+    upper = torch.where(advantage > 0, 1.3 / r, torch.tensor(1.3))
+    clipped = torch.minimum(again.clamp(min=0.8), upper)
+    expected = -weight * torch.minimum(again * advantage, clipped * advantage)
+    expected.sum().backward()
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    torch.testing.assert_close(new.grad, again.grad * again.detach())
+    assert metrics["clip_high_share"].tolist() == [[0, 1, 0, 1, 0, 0]]
+    torch.testing.assert_close(metrics["ratio"], torch.tensor(ratio))
+
+
 def test_short_circuit_never_clips() -> None:
     loss, grad, metrics = loss_and_grad("ppo", [[0.1, 9.0]], [[2.0, -1.0]], short=True)
     assert torch.equal(loss, torch.tensor([[-2.0, 1.0]])) and torch.equal(grad, loss)
