@@ -13,7 +13,7 @@ from rlcore.metrics.run_folder import Evaluated, Run
 
 
 def changes(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
-    """The answers of each evaluation of the runs, at first and in the end: "label", "from" and "to"
+    """The first and the last answers of each evaluation of the runs: "label", "from" and "to"
     (versions), "counts" by change, "items" with "prompt_id", "prompt", "change", "before" and
     "after". Greedy answers first; items as many as fit into `budget` bytes, shared evenly."""
     found = [(run, answers) for run in runs for answers in run.answers]

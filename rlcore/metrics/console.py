@@ -64,10 +64,10 @@ class ConsoleSink(Sink):
         self.show()
 
     def catch_up(self, rows: Iterable[Row]) -> None:
-        """Take in the rows of steps that were taken before anyone watched, without showing them."""
+        """Read the rows of steps from before this console was started, without showing them."""
         for row in rows:
             self.digest.add(row)
-        # The run is as old as its rows say, not as this console.
+        # The run's age is that of its rows, not of this console.
         self.started = time.monotonic() - ((self.digest.row or {}).get("time/total_s") or 0.0)
 
     def show(self) -> None:
@@ -122,7 +122,7 @@ class ConsoleSink(Sink):
         return duration(self.digest.pace_s() * max(0, self.total_steps - step))
 
     def line(self, row: Row) -> str:
-        """One step as one line of at most `LINE` characters: what is less important is left out."""
+        """One step as one line of at most `LINE` characters, without its less important parts."""
         step = int(row["step"])  # type: ignore[arg-type]
         first, last = f"step {step}/{self.total_steps}", f"left {self.remaining(step)}"
         found = self.digest.shown(evaluations(row))
@@ -168,7 +168,7 @@ class ConsoleSink(Sink):
         return Panel(Group(bar, table), title=title, subtitle=folder, expand=False)
 
     def summary(self, extra: Mapping[str, Any]) -> RenderableType:
-        """First against last, and the means of the last steps."""
+        """The summary: first and last values, and means over the last steps."""
         title = f"run {escape(str(self.run_dir))}"
         table = Table(title=title, title_justify="left", show_edge=False)
         for heading in ("", "first", "last"):

@@ -22,7 +22,7 @@ from rlcore.metrics.run_folder import read_run
 
 Format = Literal["svg", "pdf", "csv"]
 FORMATS: tuple[Format, ...] = ("svg", "pdf", "csv")
-# Shown where no metric is named, as far as the runs have them.
+# Metrics drawn by default, if the runs have them.
 USUAL = ("reward/mean", "staleness/mean", "mismatch/kl_k3")
 GRID = 200  # points of curves whose runs share no x
 Points = list[tuple[float, float]]  # of one run, in the order of its steps
@@ -250,7 +250,7 @@ STYLES = ("-", "--", "-.", ":")
 def _panel(panel: Any, its: Sequence[Curve], arms: Sequence[str], asked: Asked) -> None:
     for curve in its:
         place = arms.index(curve.arm)
-        # Okabe and Ito's colours are told apart by readers who see fewer, and dashes in print
+        # Okabe and Ito's colours can be distinguished by colour-blind readers, and dashes in print
         color, style = COLORS[place % len(COLORS)], STYLES[place % len(STYLES)]
         x = [point.x for point in curve.points]
         panel.plot(

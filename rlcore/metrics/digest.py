@@ -1,6 +1,6 @@
-"""The digest of a run's rows that a summary is made of: the first and the newest, the last steps,
-and the evaluations with the answers that changed. Console, report, `rlcore watch` and `rlcore
-compare` share it."""
+"""The digest of a run's rows for summaries: the first and the newest row, the last steps, and the
+evaluations with the answers that changed. Console, report, `rlcore watch` and `rlcore compare`
+share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def number(value: float | int | None, digits: int = 3) -> str:
     """A short readable number; "n/a" for a value that was not finite."""
     if value is None:
         return "n/a"
-    if abs(value) >= 1e15:  # of a run that diverges: its digits say nothing
+    if abs(value) >= 1e15:  # of a diverging run, whose digits mean nothing
         return f"{value:.{digits}g}"
     # Counts arrive as floats too, and "12,345" reads better than "1.23e+04".
     if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 1000):
@@ -77,7 +77,7 @@ def by_kind(row: Row) -> dict[str, dict[str, float | int | None]]:
 
 def partial_rewards(found: Mapping[str, float | int | None]) -> set[str]:
     """Of an evaluation, the mean rewards that differ from the accuracy of the same answers: the
-    task gives part of a reward to answers that are not right."""
+    task gives partial rewards to wrong answers."""
     differing = set()
     for name, reward in found.items():
         task, _, metric = name.rpartition("/")
@@ -158,7 +158,7 @@ def _brief(name: str, text: str) -> Callable[[Row], str | None]:
     return lambda row: text.format(number(row[name])) if name in row else None
 
 
-# Parts of the line of a step, the most important first: those that do not fit are left out.
+# Parts of the line of a step, the most important first; parts that do not fit are left out.
 BRIEF = (
     _brief("reward/mean", "reward {}"),
     _brief("staleness/mean", "stale {}"),
@@ -199,7 +199,7 @@ class Figure:
 
     @property
     def label(self) -> str:
-        """The name, and what the value is a mean over."""
+        """The name, and the steps that the value is a mean over."""
         return f"{self.name}, last {self.recent} steps" if self.recent else self.name
 
     @property
@@ -211,7 +211,7 @@ class Figure:
 
 
 class Digest:
-    """Rows come in one by one, in the order of their steps."""
+    """Takes rows one by one, in the order of their steps."""
 
     def __init__(self) -> None:
         self.first: Row | None = None
@@ -222,7 +222,7 @@ class Digest:
         self._partial: set[str] = set()
 
     def add(self, row: Row) -> None:
-        """Take in the row of the next step."""
+        """Add the row of the next step."""
         self.first = self.first or row
         self.row = row
         self.recent = [*self.recent, row][-RECENT:]
@@ -234,7 +234,7 @@ class Digest:
             self._partial |= partial_rewards(found)
 
     def shown(self, found: Evaluation) -> Evaluation:
-        """An evaluation without mean rewards that always were the accuracy."""
+        """An evaluation without the mean rewards that were always equal to the accuracy."""
         return {n: v for n, v in found.items() if not n.endswith("_reward") or n in self._partial}
 
     def pace_s(self) -> float:
@@ -267,7 +267,7 @@ class Digest:
 
 Record = Mapping[str, Any]  # one line of samples/
 
-# How an answer changed, the most telling first.
+# Kinds of changes of an answer, in the order in which they are shown.
 RIGHT, WRONG, OTHER, SAME = CHANGES = ("turned right", "turned wrong", "other answer", "same")
 
 
@@ -283,7 +283,8 @@ def _key(record: Record) -> tuple[Any, Any]:
 
 
 def change(before: Record, after: Record) -> str:
-    """One of `CHANGES`. By reward where both have one, else by the text alone."""
+    """The change, one of `CHANGES`: by reward where both answers have one, else by the text
+    alone."""
     was, now = before.get("reward"), after.get("reward")
     if was is not None and now is not None and was != now:
         return RIGHT if now > was else WRONG

@@ -70,7 +70,7 @@ def _drawn(bar: Bar, lanes: Sequence[str], kinds: Sequence[str]) -> list[Any]:
 
 
 def _last(lines: Sequence[dict[str, Any]]) -> tuple[list[Bar], str]:
-    """The bars of the newest steps, and which steps those are."""
+    """The bars of the newest steps, and these steps."""
     kept: list[Bar] = []
     first = last = 0
     for line in reversed(lines[-STEPS:]):
@@ -102,7 +102,7 @@ def _place(lane: str) -> tuple[int, str]:
 
 
 def _summary(bars: Sequence[Bar], lanes: Sequence[str], seconds: float) -> list[str]:
-    """One sentence a lane: what its time went to."""
+    """One sentence a lane on the use of its time."""
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     known: dict[str, float] = defaultdict(float)
     for lane, kind, _, start, end, share in bars:
@@ -150,7 +150,7 @@ class Chart:
         pooled, kind = split_kind(name)
         if kind and self.stacked:
             return False  # parts of a whole are stacked, and those of a kind are parts of another
-        # An undeclared metric is matched as well: users log what they like.
+        # An undeclared metric is matched as well, since users may log any.
         return any(Metric(pattern, "", "").covers(pooled) for pattern in self.names)
 
 
@@ -230,8 +230,9 @@ CHARTS = (
 
 
 def figures(families: Sequence[Family]) -> list[dict[str, Any]]:
-    """Every chart that has data, and those of all other metrics, so that nothing logged is hidden
-    but most percentiles of eighths of answers. What repeats an earlier chart is a note there."""
+    """Every chart that has data, and charts of all other metrics, so that every logged metric is
+    shown except most percentiles of eighths of answers. A chart that would repeat an earlier one
+    becomes a note there."""
     names = {n for f in families for run in f.runs for r in run.rows for n in r} - NOT_CHARTED
     names -= {n for n in names if "/eighth_" in n and "/ratio_p5" not in n}  # eight of each
     rest = sorted(n for n in names if not any(c.shows(n) for c in CHARTS))
@@ -276,7 +277,7 @@ def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
     """One chart: colour distinguishes the metrics of one run, and runs where there are several;
     curves of a kind of actors have the colour of the pooled one and a dash. Runs of one family are
     a band from least to greatest, around their mean. A value that never changes is a note, in a
-    chart of such values and among what is only logged."""
+    chart of such values and among metrics that are only logged."""
     curves: list[dict[str, Any]] = []
     unit, several = "", len(families) > 1
     found = [dict(_curves(chart, family)) for family in families]
@@ -313,7 +314,7 @@ def figure(chart: Chart, families: Sequence[Family]) -> dict[str, Any]:
 
 
 def _once(curves: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Curves that are the same as one line with the names of all."""
+    """Equal curves as one line with all of their names."""
     kept: dict[str, dict[str, Any]] = {}
     for curve in curves:
         first = kept.setdefault(_points_of(curve), curve)
@@ -326,7 +327,7 @@ SAID = 8  # curves that the words for a chart describe
 
 
 def _said(title: str, unit: str, curves: Sequence[dict[str, Any]]) -> str:
-    """A chart in words, for who does not see it."""
+    """A description of a chart in words, for screen readers."""
     said = [
         f"{c['name']} from {number(c['y'][0])} to {number(c['y'][-1])}, "
         f"least {number(min(c['y']))}, most {number(max(c['y']))}"
@@ -362,7 +363,7 @@ def _shortest_first(name: str) -> tuple[int, str]:
 
 
 def _mean(curves: Sequence[Points]) -> Points:
-    """At every step that all of the runs have reached, and as far as the longest goes."""
+    """The mean at every step of the runs, up to the end of the longest."""
     steps = sorted({x for points in curves for x in points})
     return {x: math.fsum(v) / len(v) for x in steps if (v := _at(curves, x))}
 

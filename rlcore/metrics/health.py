@@ -48,7 +48,7 @@ class Window:
         return [v for row in self.rows if (v := row.get(name)) is not None]
 
     def mean(self, name: str) -> float | None:
-        """Their mean; None without any."""
+        """The mean of the finite values; None without any."""
         values = self.values(name)
         return math.fsum(values) / len(values) if values else None
 
@@ -68,7 +68,7 @@ Rule = Callable[[Window, WarningsSpec], str | None]
 
 
 class Health:
-    """Takes the rows of a run in order and says what is new to warn of."""
+    """Takes the rows of a run in order and gives the new warnings."""
 
     def __init__(self, spec: WarningsSpec, course: Course) -> None:
         self._spec = spec
@@ -77,7 +77,7 @@ class Health:
         self._rows: deque[Row] = deque(maxlen=max(spec.window, spec.flat_steps))
 
     def add(self, row: Row) -> list[str]:
-        """Warnings that this row is the first to give cause for."""
+        """Warnings that this row is the first to cause."""
         self._rows.append(row)
         if len(self._rows) < self._spec.window:
             return []
@@ -95,7 +95,7 @@ class Health:
         return list(new.values())
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Go on after these rows of the same run: what they give cause for has been said."""
+        """Continue after these rows of the same run, whose warnings have been given."""
         self._rows.clear()
         for row in rows:
             self.add(row)
@@ -114,8 +114,8 @@ WARNED = "warned.json"  # of that folder: steps, as metrics.jsonl numbers them, 
 
 
 def warned_steps(run_dir: Path) -> list[int]:
-    """The steps of a run that gave cause for a warning; none where nothing is recorded, or where
-    the file is not whole."""
+    """The steps of a run that caused a warning; none where batches are not recorded, or where the
+    file is incomplete."""
     try:
         return [int(step) for step in json.loads((run_dir / RECORDER / WARNED).read_text())]
     except (OSError, ValueError, TypeError):
@@ -123,7 +123,7 @@ def warned_steps(run_dir: Path) -> list[int]:
 
 
 def add_warned(run_dir: Path, step: int) -> None:
-    """Note such a step, in a run that records its batches. Raises OSError."""
+    """Record a step that caused a warning, in a run that records its batches. Raises OSError."""
     if (run_dir / RECORDER).is_dir():
         steps = sorted({*warned_steps(run_dir), step})
         replace_file(run_dir / RECORDER / WARNED, json.dumps(steps))
@@ -160,7 +160,7 @@ def _clip_share(window: Window, spec: WarningsSpec) -> str | None:
 
 def _staleness(window: Window, spec: WarningsSpec) -> str | None:
     mean, bound = window.mean("staleness/mean"), window.course.staleness_bound
-    # Where nothing can be older than one step, an age of one is the ordinary course.
+    # Where no token can be older than one step, an age of one is usual.
     if mean is None or bound < 2 or mean <= spec.staleness_share * bound:
         return None
     return _sentence(
@@ -234,7 +234,7 @@ def _flat(window: Window) -> str | None:
     )
 
 
-# By the setting that bounds each.
+# Rules by the setting that bounds each.
 RULES: dict[str, Rule] = {
     "ess": _below(
         "mismatch/ess",
@@ -261,7 +261,7 @@ RULES: dict[str, Rule] = {
     "failed_scores": _failed_scores,
 }
 
-# What a run without warnings is known to have held, in words, by the bound.
+# The bounds that a run without warnings has kept, in words.
 HELD = {
     "ess": "samples spoke for the learner's policy (mismatch/ess {} or more)",
     "acceptance": "actors stayed close to the learner (mismatch/acceptance {} or more)",
@@ -277,8 +277,8 @@ OFF = {"ess": 0, "acceptance": 0, "flat_steps": 0, "entropy": 0}  # the others: 
 
 
 def held(bounds: Mapping[str, float], steps: int) -> list[str]:
-    """In words, what a run of so many steps without a warning has held. `bounds`: of
-    logging.warnings; those that are off, or need more steps, say nothing."""
+    """The bounds that a run of so many steps has kept without a warning, in words. `bounds`: of
+    logging.warnings; bounds that are off, or need more steps, are left out."""
     if steps < bounds.get("window", 0):
         return []
     return [

@@ -1,4 +1,4 @@
-"""log.jsonl of a run directory: everything that a run said, one JSON object a line.
+"""log.jsonl of a run directory: all messages of a run, one JSON object a line.
 
 {"time": "2026-01-31T12:00:05.250Z", "role": "driver", "level": "info", "event": "note",
 "text": "continuing from step_000005"}
@@ -24,14 +24,15 @@ from rlcore.metrics.rows import Row
 from rlcore.metrics.sinks import Sink
 
 NAME = "log.jsonl"
-BEFORE = "log.1.jsonl"  # what the file held before it was begun anew
+BEFORE = "log.1.jsonl"  # the entries from before the file was begun anew
 MOST = 50_000_000  # bytes of a file
 DRIVER = "driver"
 Level = Literal["info", "warning", "error"]
 
 
 class LogSink(Sink):
-    """Appends to log.jsonl, and begins it anew at MOST bytes: the file before stays beside it."""
+    """Appends to log.jsonl, and begins it anew at MOST bytes; the previous file is kept beside
+    it."""
 
     title = NAME
 

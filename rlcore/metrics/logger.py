@@ -83,14 +83,14 @@ class MetricsLogger:
     """Sends rows, samples and notes to every sink. A context manager: leaving it closes them, also
     on an error.
 
-    A run needs its rows and nothing else: any other sink that fails is noted once, left alone for a
+    A run needs only its rows: any other sink that fails is noted once, left alone for a
     minute and tried again, unless it says that it cannot come back.
     """
 
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic) -> None:
         self.sinks = list(sinks)
         self._clock = clock
-        self._off: dict[Sink, float] = {}  # a sink that has failed -> when it is tried again
+        self._off: dict[Sink, float] = {}  # failed sink -> when it is tried again
 
     def log(self, row: Mapping[str, Any]) -> None:
         """One learner step; values are numbers or None. Raises ValueError for a repeated or skipped
@@ -121,7 +121,7 @@ class MetricsLogger:
         self._each(lambda sink: sink.fleet(actors))
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        """Who worked and who waited before this step's row."""
+        """The work and the waits of every process before this step's row."""
         self._each(lambda sink: sink.timeline(step, spans))
 
     def stderr(self, role: str, text: str) -> None:
@@ -135,12 +135,12 @@ class MetricsLogger:
         self._each(lambda sink: sink.resume_at(step))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run ended well: summaries, then close."""
+        """The run succeeded: write summaries, then close."""
         self._each(lambda sink: sink.finish(summary))
         self.close()
 
     def close(self) -> None:
-        """Close every sink, in reverse: what one has to say of its end comes to those before it."""
+        """Close every sink, in reverse, so that earlier sinks receive the notes of later ones."""
         for sink in reversed(self.sinks):
             # also one that is off: it may have processes that must be ended
             was_off = self._off.pop(sink, None) is not None
@@ -160,7 +160,7 @@ class MetricsLogger:
         self._off[sink] = self._clock() + (RETRY_S if sink.retried else math.inf)
         try:
             do(sink)
-        except Exception as e:  # whatever it is: a healthy run is not ended by its description
+        except Exception as e:  # any error: a failing sink does not end a healthy run
             if not was_off and not quiet:  # a sink that is off is sent nothing about itself
                 why = " ".join(f"{type(e).__name__}: {e}".split())
                 again = f", and tries again every {RETRY_S:.0f} s" if sink.retried else ""
@@ -197,10 +197,10 @@ def open_logger(
     """The sinks of a run directory, which is created if it does not exist.
 
     `config`: the resolved configuration, for W&B. `total_steps`: optimizer steps of the whole run.
-    `course`: what warnings know of the schedule; None: the run does not warn. `guard`: raises
-    OwnershipLost once the directory is another command's.
-    A live console falls back to plain where the output is no terminal. Raises UserError when W&B
-    refuses to start, the Prometheus port is taken, or metrics.jsonl is damaged.
+    `course`: the facts of the schedule that warnings need; None: the run does not warn. `guard`:
+    raises OwnershipLost once the directory is another command's. A live console falls back to plain
+    where the output is no terminal. Raises UserError when W&B refuses to start, the Prometheus port
+    is taken, or metrics.jsonl is damaged.
     """
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ def open_logger(
     if spec.console != "off":
         live = spec.console == "live"
         sinks.append(ConsoleSink(run_dir=run_dir, total_steps=total_steps, live=live))
-    # What may be refused comes last: the sinks before it must not stay open when it is.
+    # Sinks that may be refused come last: earlier ones must not stay open then.
     try:
         sinks += [own_sink(name)(run_dir, config) for name in spec.sinks]
         if spec.prometheus_port:
@@ -237,7 +237,7 @@ SINKS = {
 
 def own_sink(name: str) -> Callable[[Path, Mapping[str, Any]], Sink]:
     """The class of an entry of logging.sinks: one of `SINKS`, or a user's own by path. Raises
-    UserError for what is no sink."""
+    UserError for a class that is not a sink."""
     cls: Callable[[Path, Mapping[str, Any]], Sink] = resolve(
         SINKS, name, key="logging.sinks", like=Sink
     )

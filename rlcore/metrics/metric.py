@@ -8,7 +8,7 @@ from typing import Literal
 Reduction = Literal["mean", "sum", "max", "min", "last"]
 
 
-# Groups of metrics that are of samples, and so of the kind of actors that drew them.
+# Groups of metrics of samples, which exist by the kind of actors that drew them, too.
 BY_KIND = (
     "reward",
     "reward_parts",
@@ -42,7 +42,7 @@ class Metric:
         return self.name.partition("/")[0] in BY_KIND
 
     def covers(self, name: str) -> bool:
-        """Return whether this declaration is about `name`, segment by segment."""
+        """Return whether this declaration covers `name`, compared segment by segment."""
         mine, theirs = self.name.split("/"), name.split("/")
         return len(mine) == len(theirs) and all(_covers(m, t) for m, t in zip(mine, theirs))
 

@@ -31,7 +31,7 @@ _FAMILIES = tuple(m for m in METRICS if "<" in m.name)
 
 
 def declared(name: str) -> Metric | None:
-    """The declaration of a name, its own before a family's; None if it has none."""
+    """The declaration of a name: its own, else a family's; None if it has none."""
     pooled, kind = split_kind(name)
     if kind:
         return declared(pooled)

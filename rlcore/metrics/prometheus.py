@@ -38,7 +38,7 @@ def exported_name(name: str) -> str:
 
 
 class RunCollector(Collector):
-    """The newest row, sums over rows, what the run does at the moment, and its actors.
+    """Collects the newest row, sums over rows, the run's activity, and its actors.
 
     A metric that is declared with the reduction "sum" is a counter since the command was started,
     every other one a gauge with the newest row's value.
@@ -57,7 +57,7 @@ class RunCollector(Collector):
         self._actors: Sequence[Mapping[str, Any]] = ()
 
     def row(self, row: Row) -> None:
-        """A step was taken."""
+        """Record the row of a step."""
         with self._lock:
             for name, value in row.items():
                 if value is None:
@@ -70,23 +70,23 @@ class RunCollector(Collector):
             self._row_at = time.time()
 
     def attempt(self) -> None:
-        """The run starts, or starts again from a checkpoint."""
+        """Record that the run starts, or starts again from a checkpoint."""
         with self._lock:
             self._attempts += 1
 
     def note(self) -> None:
-        """A line was reported to the user."""
+        """Record that a line was reported to the user."""
         with self._lock:
             self._notes += 1
 
     def activity(self, name: str) -> None:
-        """The run does something else from now on."""
+        """Record the run's new activity."""
         with self._lock:
             if name != self._activity[0]:
                 self._activity = (name, time.time())
 
     def fleet(self, actors: Sequence[Mapping[str, Any]]) -> None:
-        """The rollout actors as they are now."""
+        """Record the rollout actors' present states."""
         with self._lock:
             self._actors = list(actors)
 

@@ -17,7 +17,7 @@ LEAST_SHADE = 0.15  # of a marked token, so that the smallest is still seen
 
 
 def write_replay(out: Path, run: str, step: int, found: Mapping[str, Any]) -> Path:
-    """Write what `rlcore replay` found of a run's step. Raises OSError."""
+    """Write the results of `rlcore replay` for a run's step. Raises OSError."""
     title = f"{run}, step {step}"
     parts = (_header(title, found), _tokens(found["tokens"]), _figures(found["figures"]))
     replace_file(out, framed(title, {"tokens": "Tokens", "step": "Figures"}, "".join(parts)))

@@ -1,7 +1,7 @@
 """report.html: one self-contained page of a run, or of several side by side.
 
-It opens without a network and works on a run that is still going on. Its style and its program are
-in `assets/`.
+It opens without a network, and can be made of a run that is still going on. Its style and its
+program are in `assets/`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlcore.metrics.names import is_accuracy
 from rlcore.metrics.rows import Row
 from rlcore.metrics.run_folder import MAX_POINTS, Judge, Run, read_run, thin
 
-NOT_JUDGED = "not judged"  # how a judge begins what it says of a run that it cannot judge
+NOT_JUDGED = "not judged"  # the beginning of a judge's sentence on a run that it cannot judge
 
 
 def header(run: Run) -> str:
-    """The verdict, what it is made of, the figures that tell most, and the facts of one run."""
+    """The verdict with its reasons, the main figures, and the facts of one run."""
     kind, said = verdict(run)
     listed = [w for w in run.warnings or () if kind != "unsure"]
     warned = "".join(f"<li>{escape(text)}</li>" for text in listed)
@@ -76,7 +76,7 @@ SPARK_POINTS, SPARK_WIDTH, SPARK_HEIGHT = 60, 120, 28
 
 
 def _spark(values: Sequence[float]) -> str:
-    """A line without axes; what it shows stands beside it in words."""
+    """A line without axes, beside its description in words."""
     if len(values) < 2:
         return ""
     stride = -(-len(values) // SPARK_POINTS)
@@ -272,7 +272,7 @@ def write_report(
     """Write the report of one run (default: RUN_DIR/report.html) or of several together (default:
     report.html in the working directory, since it belongs to none of their folders).
 
-    `judge` finds the warnings that the verdict is made of; None: there is no verdict. Raises
+    `judge` finds the warnings of which the verdict is made; None: no verdict. Raises
     UserError for a folder that holds no run.
     """
     folders = [Path(run_dirs)] if isinstance(run_dirs, str | Path) else [Path(d) for d in run_dirs]
@@ -360,7 +360,7 @@ def families(runs: Sequence[Run], stride: int) -> list[Family]:
 
 
 def distinct(runs: list[Run]) -> list[Run]:
-    """The runs, those of the same folder name under their paths instead."""
+    """The runs by folder name; runs with equal folder names have their paths instead."""
     names = [r.name for r in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -397,7 +397,7 @@ def _anchor(question: str) -> str:
 
 
 def _charts(shown: Sequence[dict[str, Any]]) -> str:
-    """A section for each question; what answers none is folded away."""
+    """A section for each question; charts that answer none are folded."""
     sections = []
     for question in QUESTIONS:
         mine = [(i, f) for i, f in enumerate(shown) if f["question"] == question]

@@ -70,9 +70,9 @@ class RowFile:
             raise
 
     def truncate_after(self, step: int, copy: str | Path | None = None) -> str:
-        """Keep rows up to `step`, the last one before a resumed run; those that are missing come
-        from a `copy` of the file, if it is there. Returns a sentence about missing rows, which cost
-        their curves and nothing else; "" otherwise."""
+        """Keep rows up to `step`, the last one before a resumed run; missing rows are taken from a
+        `copy` of the file, if there is one. Returns a sentence about missing rows, which cost their
+        curves and nothing else; "" otherwise."""
         self.close()
         own, copied = (
             {int(r["step"]): r for r in read_rows(path) if r["step"] <= step}  # type: ignore
@@ -101,12 +101,12 @@ class RowFile:
         if self.path.exists():
             before = self.path.read_text(encoding="utf-8", errors="replace")
         if before == text:
-            return  # the usual case: nothing was cut off
+            return  # the usual case: no line was cut off
         replace_file(self.path, text, durable=True)
 
 
 class RowTail:
-    """The rows of a file that another process writes, as they come."""
+    """Reads the rows of a file while another process writes it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

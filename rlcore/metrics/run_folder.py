@@ -58,12 +58,13 @@ class Run:
         return found if isinstance(found, dict) else {}
 
 
-# Warnings about the run in a folder, by its rows.
+# A function that gives the warnings about the run in a folder, by its rows.
 Judge = Callable[[Path, Sequence[Row]], list[str]]
 
 
 def read_run(folder: Path, judge: Judge | None = None) -> Run:
-    """Everything a report shows of a run directory. Raises UserError if it is none."""
+    """The contents of a run directory for a report. Raises UserError if it is not a run
+    directory."""
     require_run(folder)
     config = folder / "config.yaml"
     rows = read_rows(folder / "metrics.jsonl")
@@ -90,8 +91,8 @@ def require_run(folder: Path) -> None:
 
 
 def thin(rows: list[Row], stride: int) -> list[Row]:
-    """`stride` neighbours become one row, each metric by its declared reduction, others by their
-    last value."""
+    """Combine each `stride` neighbouring rows, metrics by their declared reductions, other entries
+    by their last values."""
     if stride <= 1:
         return rows
     return [_as_one(rows[i : i + stride]) for i in range(0, len(rows), stride)]
@@ -146,7 +147,7 @@ def _version(file: Path) -> int:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A JSON object that a report can do without."""
+    """A JSON object that a report does not require: empty where it is missing or broken."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):

@@ -30,8 +30,8 @@ Decoded = Mapping[str, Any]  # a readable trajectory: prompt, response, reward, 
 
 
 class Sink(ABC):
-    """One receiver. Every method is optional and ignores what it is given; a sink overrides what
-    concerns it. Rows are sanitized (`rows.sanitize`) before they come here.
+    """One receiver. Every method is optional and ignores what it is given; a sink overrides the
+    methods that it needs. Rows are sanitized (`rows.sanitize`) before they come here.
 
     A user's own is built as Class(run_dir, config), with the resolved configuration."""
 
@@ -56,13 +56,13 @@ class Sink(ABC):
         """Every rollout actor as it is now, by "name" and the keys of `Fleet.states`."""
 
     def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        """Who worked and who waited before this step's row."""
+        """The work and the waits of every process before this step's row."""
 
     def resume_at(self, step: int) -> None:
         """The run continues after `step`: forget what was logged beyond it."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The run ended well; `close` follows."""
+        """The run succeeded; `close` follows."""
 
     def failed(self, error: Exception) -> None:
         """The run was ended by an error; `close` follows."""
@@ -72,7 +72,7 @@ class Sink(ABC):
 
 
 def unguarded() -> None:
-    """The folder has no owner to ask for."""
+    """No guard: the folder has no owner."""
 
 
 METRICS = "metrics.jsonl"  # also of the copy in each checkpoint
@@ -129,8 +129,8 @@ class SamplesSink(Sink):
 
 
 class HealthSink(Sink):
-    """Notes what `metrics/health.py` finds wrong. Comes after JsonlSink, whose rows it reads when a
-    run goes on."""
+    """Notes the warnings of `metrics/health.py`. Comes after JsonlSink, whose rows it reads when a
+    run continues."""
 
     title = "the run's warnings (logging.warnings)"
 
@@ -154,9 +154,8 @@ ANSWER_S = 120.0  # for one call of W&B
 
 
 class Calls:
-    """Calls that a thread makes one after the other: what hangs in them holds up nobody else.
-
-    After an error no more are made, and it is raised by whatever is called next.
+    """Calls that a thread makes one after the other, so that one that hangs blocks no other thread.
+    After an error no further call is made, and the next `put` or `end` raises it.
     """
 
     def __init__(self, what: str) -> None:
@@ -174,7 +173,7 @@ class Calls:
         self._queue.put(call)
 
     def end(self) -> None:
-        """Return when all are made. Raises as `put` does."""
+        """Return when all calls are made. Raises as `put` does."""
         self._queue.put(None)
         self._thread.join(ANSWER_S)
         self._check(late=self._thread.is_alive())
@@ -190,7 +189,7 @@ class Calls:
             self._began = time.monotonic()
             try:
                 call()
-            except Exception as e:  # the next caller is told
+            except Exception as e:  # the next caller receives it
                 self._error = e
                 return
             self._began = None
@@ -203,7 +202,7 @@ TABLE_CHARS = 4000  # of a text
 
 
 def table_rows(name: str, decoded: Sequence[Decoded]) -> list[list[str | float | None]]:
-    """Samples as rows of TABLE_COLUMNS; texts are cut, and what a sample lacks is None."""
+    """Samples as rows of TABLE_COLUMNS; texts are cut, and missing entries are None."""
     return [
         [name, *(_cell(sample.get(column)) for column in TABLE_COLUMNS[1:])]
         for sample in decoded[:TABLE_ROWS]
@@ -282,7 +281,7 @@ class WandbSink(Sink):
         self._tables[f"samples/{kind}"] = table_rows(name, decoded)
 
     def log(self, row: Row) -> None:
-        # A null is no number to W&B: a value that is missing is.
+        # W&B takes no null as a number, but a row may lack the value.
         values: dict[str, Any] = {k: v for k, v in row.items() if v is not None}
         tables, self._tables = self._tables, {}
 
@@ -348,7 +347,7 @@ class CallbackSink(Sink):
         self._look()
 
     def _look(self) -> None:
-        """Name the checkpoints that have been written since: a folder gets its name at last."""
+        """Report the checkpoints that have been written since: a folder gets its name last."""
         for name in sorted(self._written() - self._seen):
             self._seen.add(name)
             folder = str(self._checkpoints / name)
@@ -385,7 +384,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def age_s(status: Mapping[str, Any]) -> float:
-    """Seconds since the run began what it does, by this machine's clock."""
+    """Seconds since the run began its present activity, by this machine's clock."""
     since = datetime.fromisoformat(status["since"])
     return max(0.0, time.time() - since.timestamp())
 

@@ -1,4 +1,4 @@
-"""Settings of what a run shows and records. No torch."""
+"""Settings of a run's logging, warnings and recordings. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rlcore.spec import Spec, Unread, setting
 
 
 class WarningsSpec(Spec):
-    """When a run warns, once each, that something is likely to be wrong (`metrics/health.py`).
+    """The bounds beyond which a run warns, once each, that something is likely to be wrong
+    (`metrics/health.py`).
 
     Bounds from below are off at 0, bounds from above at 1.
     """

@@ -14,7 +14,7 @@ from rlcore.metrics.sinks import Sink
 
 
 def _package(module: str, name: str) -> Any:
-    """Import a tracker. Raises UserError, with what installs it."""
+    """Import a tracker. Raises UserError, with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
