@@ -72,7 +72,7 @@ def tasks_with_tokens(specs: Mapping[str, EvalTaskSpec]) -> frozenset[str]:
 
 
 def _check_names(cls: type, name: str, args: Mapping[str, Any], key: str) -> None:
-    known: dict[str, bool] = {}  # argument -> is it required
+    known: dict[str, bool] = {}  # argument -> whether it is required
     for base in cls.__mro__:  # a constructor that takes **keywords passes them on to its base
         signature = inspect.signature(base.__init__)  # type: ignore[misc]
         parameters = list(signature.parameters.values())[1:]

@@ -47,7 +47,7 @@ def program_tests(source: str, reference: str, given: Collection[str]) -> Progra
     These are what the reference solution defines, and what neither Python nor the preamble (its
     names are `given`) nor the tests themselves define, nor an import of the reference or a module
     of the library that the tests name. Everything else in the tests, `set`, `sorted` and `np` among
-    it, means what it means in Python, whatever the program does to it.
+    it, has Python's own meaning, whatever the program does to it.
 
     Without a reference a function under test may have the name of one that is given (`gcd`): if
     there is no other candidate, it is what the tests call first. Raises BadTests for tests that
@@ -95,7 +95,7 @@ def _without_program_imports(source: str) -> tuple[str, set[str]]:
             asked |= {alias.name for alias in node.names if alias.name != "*"}
             renamed = [f"{a.asname} = {a.name}" for a in node.names if a.asname]
             tree.body[at] = ast.parse("; ".join(renamed) or "pass").body[0]
-    # as it was, with its own lines, wherever there is nothing to leave out
+    # the text unchanged, with its own lines, where nothing is left out
     return (ast.unparse(tree) if asked else source), asked
 
 
@@ -192,8 +192,8 @@ from typing import *
 from builtins import pow
 sys.setrecursionlimit(20000)
 """
-# What LeetCode's own environment imports before a Python solution, in that order; a later name
-# hides an earlier one. numpy is there too, for programs that mention it.
+# The imports of LeetCode's own environment before a Python solution, in that order; a later name
+# hides an earlier one. numpy is added for programs that mention it.
 LEETCODE = """\
 from string import *
 from re import *
@@ -275,10 +275,10 @@ class CodeTask(RecordTask):
     exceeds a limit is wrong; a sandbox that fails raises. reward = (1 - format_reward) * correct +
     format_reward * (there is a fenced block). A program has timeout_s seconds, memory_mib MiB, no
     network, no children. confinement "full" refuses a machine that cannot confine programs by every
-    layer (`sandbox.confinement`), "reduced" goes on with those that it has, and says so.
+    layer (`sandbox.confinement`), "reduced" uses the layers that the machine has, and says so.
 
     Rows are proven when the task is built (`proof`), once: proofs are kept in proof_cache, the
-    user's cache folder if None. unproven_rows="skip" leaves rows that are not proven out and counts
+    user's cache folder if None. unproven_rows="skip" leaves out rows that are not proven and counts
     them in `unproven`; "refuse" refuses the file.
     """
 
@@ -331,7 +331,7 @@ class CodeTask(RecordTask):
 
     def _proven(self, split: Split, records: list[Record], folder: Path) -> list[Record]:
         """The rows whose tests pass their reference and fail a mutant. Raises ArgumentError for
-        others, unless they are to be left out, and if none is left."""
+        unproven rows, unless they are to be left out, and if none is left."""
         claims = [self.claim(record) for record in records]
         proofs = proof.prove(self.name, claims, self._sandboxed, folder)
         numbered = [(record.row, found) for record, found in zip(records, proofs)]
@@ -350,7 +350,7 @@ class CodeTask(RecordTask):
         return proof.Claim(content, lambda sandbox: proof.proven(sandbox, reference, tests))
 
     def settled(self, record: Record, found: proof.RowProof) -> Record:
-        """A proven row, with what its proof has shown."""
+        """A proven row, with the results of its proof."""
         tests = replace(record.meta["tests"], effects=found.effects)
         return replace(record, meta={**record.meta, "tests": tests})
 
@@ -387,7 +387,7 @@ class CodeTask(RecordTask):
         return self.attempt(item, response)[0]
 
     def attempt(self, item: Item, response: str) -> tuple[Grade, str]:
-        """The grade, and what a program that has not passed failed at: "" if it passed."""
+        """The grade, and the reason why a program did not pass: "" if it passed."""
         tests = item.meta["tests"]
         program, fenced = find_program(response, tests.names)
         try:
@@ -425,8 +425,8 @@ def own_frames(output: str) -> str:
 
 
 def confining_layers(name: str, confinement: str) -> tuple[str, ...]:
-    """Layers of confinement to use on this machine, "full" or "reduced". `name`: who asks. Raises
-    ArgumentError, says what is missing."""
+    """Layers of confinement to use on this machine, "full" or "reduced". `name`: the task that
+    asks. Raises ArgumentError, which names the missing layers."""
     one_of("confinement", confinement, ("full", "reduced"))
     layers = available()
     missing = [layer for layer in LAYERS if layer not in layers]

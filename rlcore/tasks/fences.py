@@ -70,7 +70,7 @@ def _block(lines: list[str], start: int, fence: str) -> tuple[str, int]:
         head, found, rest = lines[at].partition(fence)
         if found and (not head.strip() or not rest.strip(fence[0]).strip()):
             body = "\n".join([*lines[start:at], *([head] if head.strip() else [])])
-            # what has a tag begins another block
+            # a fence with a tag begins another block
             following = at if not head.strip() and rest.strip() else at + 1
             ends.append((body, following))
             if len(ends) == 1 and not body.strip():
@@ -94,7 +94,8 @@ def _parses(source: str) -> bool:
 
 
 def _does_something(source: str) -> bool:
-    """Return whether it is Python, and more than values, as a program's output often is."""
+    """Return whether it is Python, and more than values: a program's output is often values
+    alone."""
     if not _parses(source):
         return False
     values = (ast.Constant, ast.Name, ast.List, ast.Tuple, ast.Dict, ast.UnaryOp)

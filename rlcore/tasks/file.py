@@ -35,7 +35,7 @@ class FileTask(RecordTask):
     `question_field` holds a text or the messages of a conversation; None: the column question,
     prompt or messages. `answer_field` may be None if the grader needs no reference. A list in it
     holds accepted answers: item.answer is the first, item.meta["answers"] are all. `meta_fields`
-    are columns (JSON-able values, also null) that the grader finds in `item.meta`; those that a
+    are columns (JSON-able values, also null) that the grader finds in `item.meta`; columns that a
     function of another trainer asks for need not be listed. `completions` is the form in which
     TRL's functions get responses: "text", "messages", or "auto", that of the question.
     `worked_field` is a column of full answers for supervised warm-up; without it, a conversation's
@@ -88,7 +88,8 @@ class FileTask(RecordTask):
         )
 
     def _reference(self, row: dict[str, Any]) -> tuple[list[str], Any]:
-        """(accepted answers, the value as it stands where functions of others get no text)."""
+        """(accepted answers, the row's own value where functions of other trainers are given
+        it)."""
         path, form = self._fields[1], self._functions[0].form
         if path == BY_FORM:
             path = next((p for p in form.answers if not p or _has(row, p)), "answer")
@@ -104,7 +105,7 @@ class FileTask(RecordTask):
     def _columns(
         self, row: dict[str, Any], question: str | None, known: set[str]
     ) -> dict[str, Any]:
-        """The columns that the functions take; `known`: those that they get without a column."""
+        """The columns that the functions take; `known`: parameters that need no column."""
         named = set().union(*(f.columns() for f in self._functions))
         missing = set().union(*(f.needed() for f in self._functions)) - row.keys() - known
         if missing:

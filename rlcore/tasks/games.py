@@ -71,7 +71,7 @@ class AlphabetSort(ProceduralTask):
         return ("\n" if self._words else "").join(sorted(names))
 
     def likeness(self, answer: str, names: Sequence[str]) -> float:
-        """From 0 to 1: of an answer's list with the right one (`difflib`'s ratio)."""
+        """Likeness of an answer's list to the right one, from 0 to 1 (`difflib`'s ratio)."""
         found = answer.split() if self._words else list(answer.strip())
         return SequenceMatcher(None, found, sorted(names), autojunk=False).ratio()
 

@@ -36,7 +36,7 @@ class Graders:
         on_scored: Callable[[Scored], None],
         note: Callable[[str], None],
     ) -> None:
-        """`on_scored`, `note`: as of `WeightedScorer`, but calls of different pools may overlap."""
+        """`on_scored`, `note`: see `WeightedScorer`; calls of different pools may overlap."""
         self._scorers: list[Scorer | WeightedScorer] = []
         self._by_label: dict[str, Scorer | WeightedScorer] = {}
         try:

@@ -49,8 +49,8 @@ def wants_tokens(grade: Callable[..., Any]) -> bool:
 
 
 def grade_text(task: Task, item: Item, text: str) -> Grade:
-    """A task's grade of one answer within an episode. Raises ValueError where it rewards tokens:
-    those of the answer are not those of the episode."""
+    """A task's grade of one answer within an episode. Raises ValueError where it rewards tokens,
+    since the answer's tokens are not the episode's."""
     grade = as_grade(task.grade(item, text))
     if grade.token_rewards:
         raise ValueError(
@@ -82,7 +82,7 @@ def weighted(
     correct: bool, well_formed: bool, format_reward: float, *, answer: str = "", **parts: float
 ) -> Grade:
     """(1 - format_reward) for a correct answer plus format_reward for a well-formed one; `parts`
-    are reported with it. `answer`: as that of `Grade`."""
+    are reported with it. `answer`: see `Grade`."""
     reward = (1.0 - format_reward) * correct + format_reward * well_formed
     found = {"correct": float(correct), "format": float(well_formed), **parts}
     return Grade(reward, found, answer=answer)

@@ -4,7 +4,7 @@ it with its children.
 Not multiprocessing: its children import the parent's main module again (inside a Ray worker, Ray),
 and a pool's deadline is for a whole chunk. Here a verdict arrives for every item, with the number
 that the item was asked under, so the item at fault is always known. A process that answers anything
-else has failed: it is killed, since nothing that it says later can be assigned to an item.
+else has failed: it is killed, since its later answers could not be assigned to an item.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WorkerProcess:
         self._count = 0  # items asked so far: the number of the next one
         self._owed: deque[int] = deque()  # numbers of the items that have no answer yet
         self._killed = False
-        # What is left in the temporary folder is deleted with the process, however it ends.
+        # The temporary folder is deleted with the process, however it ends.
         self._folder = tempfile.TemporaryDirectory(
             prefix="rlcore-grading-", ignore_cleanup_errors=True
         )
@@ -88,7 +88,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def ask(self, items: Sequence[Sequence[Any]], timeout_s: float) -> None:
-        """Send what a worker is asked; a verdict for each item, in order, is then read with
+        """Send items to the worker; a verdict for each item, in order, is then read with
         `receive`."""
         numbers = range(self._count, self._count + len(items))
         self._count += len(items)
@@ -112,7 +112,7 @@ class WorkerProcess:
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The verdict on the next item. Raises DeadlineExceeded after timeout_s seconds, WorkerDied
-        if there will be none, or if what came is no answer to that item."""
+        if there will be none, or if the message is no answer to that item."""
         verdict = self._message(timeout_s)
         number = self._owed.popleft()
         if verdict.get("id") != number:
@@ -144,7 +144,7 @@ class WorkerProcess:
         return message
 
     def _failed(self, how: str) -> WorkerDied:
-        """Killed for what it sent."""
+        """Kill the worker for a malformed message; returns the error to raise."""
         self.kill()
         return WorkerDied(f"{self._who} {how}, and was killed")
 
@@ -197,7 +197,8 @@ class GradingProcess(WorkerProcess):
         )
 
     def _end(self) -> None:
-        """The process that watches ends all that graders have started, in whatever session."""
+        """End the worker: the watching process ends all processes that graders have started, in any
+        session."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(REAP_S)

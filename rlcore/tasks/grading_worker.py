@@ -5,8 +5,8 @@ by {"ready": true} or {"fatal": sentence}; then a line with a list of [number of
 id, response, number of its tokens, their texts], answered by one line for every item as it is done,
 with the item's number as "id". It dies with its parent, and loads neither models nor tensors.
 
-Its first process only watches the one that grades: it becomes the parent of whatever a grader
-starts and leaves behind, in whatever session, and ends it."""
+Its first process only watches the one that grades: it becomes the parent of the processes that
+graders leave behind, in any session, and ends them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def die_with_parent(sign: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what this process's children leave behind, in whatever session it is."""
+    """Become the parent of processes that this process's children leave behind, in any session."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -56,7 +56,7 @@ def children() -> set[int]:
 
 
 def end(pids: Iterable[int]) -> None:
-    """End children; their own become children of this process, if it adopts orphans."""
+    """End children; their children become children of this process, if it adopts orphans."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -64,7 +64,7 @@ def end(pids: Iterable[int]) -> None:
 
 
 def end_descendants() -> None:
-    """End everything that this process has started, in a process that adopts orphans."""
+    """End all processes that this one has started, in a process that adopts orphans."""
     deadline = time.monotonic() + END_S
     while (left := children()) and time.monotonic() < deadline:
         end(left)
@@ -72,8 +72,9 @@ def end_descendants() -> None:
 
 
 def watched(fd: int) -> None:
-    """Go on in a child. This process stays, ends what the child leaves behind, and at last all that
-    it started; it ends as the child does, or on SIGTERM. `fd`: the child's alone."""
+    """Go on in a child. This process stays, ends the processes that the child leaves behind, and at
+    last all that it started; it ends with the child's exit code, or on SIGTERM. `fd`: used by the
+    child alone."""
     told = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, told)
     die_with_parent(signal.SIGTERM)

@@ -44,8 +44,8 @@ MAX_RESPONSE = 200_000  # characters from the end that are searched
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer found in a response. `texts`: the answer, of several joined boxes each. `marked`:
-    whether it stands in a box or behind ####, and `boxed` in a box."""
+    """The answer found in a response. `texts`: the answer, or the answers of several joined boxes.
+    `marked`: whether it stands in a box or behind ####, and `boxed` in a box."""
 
     texts: tuple[str, ...]
     marked: bool
@@ -273,13 +273,14 @@ def _vulgar(match: re.Match[str]) -> str:
 
 
 def _style(match: re.Match[str]) -> str:
-    """Nothing, but the dot of `\\left.` goes only with \\left and \\right."""
+    """The replacement of a command of style: nothing. A dot behind it stays, except that of
+    `\\left.` and `\\right.`, which is part of the command."""
     dot = match[0].endswith(".") and not match[0].startswith(("\\left", "\\right"))
     return ". " if dot else " " if match[0].endswith(" ") else ""
 
 
 def _undelimited(text: str) -> str:
-    """Without what encloses a formula, and bold of Markdown."""
+    """The text without the delimiters of a formula and Markdown's bold."""
     before = None
     while text != before:
         before = text
@@ -495,8 +496,8 @@ def number_text(text: str) -> str | None:
 
 
 def is_number(reference: str, found: Found) -> bool:
-    """Return whether a response's answer is the reference's number. In prose that is no answer by
-    itself, its one number counts, or the first of several that no "or" joins."""
+    """Return whether a response's answer is the reference's number. In prose, its only number
+    counts, or the first of several that no "or" joins."""
     if not found.texts:
         return False
     text = found.texts[-1].rstrip(" !")

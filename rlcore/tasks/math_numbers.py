@@ -1,8 +1,8 @@
 """Values of expressions, and when two of them are equal: `equal_expressions`.
 
 Rational arithmetic is exact; the rest is computed to 60 digits and compared relative to its size,
-so that 2^-99 and 2^-98 differ. Expressions with variables are compared at fixed points. What is too
-large to be computed raises `Unreadable`."""
+so that 2^-99 and 2^-98 differ. Expressions with variables are compared at fixed points. Values that
+are too large to compute raise `Unreadable`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Mathematical answers as trees: `parse`.
 
-Nesting is bounded; what the grammar refuses raises `Unreadable`."""
+Nesting is bounded; text outside of the grammar raises `Unreadable`."""
 
 from __future__ import annotations
 

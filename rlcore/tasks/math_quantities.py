@@ -86,7 +86,8 @@ def same_quantity(a: Node, b: Node) -> bool:
 
 
 def _same_percentage(x: Quantity, y: Quantity) -> bool:
-    """28% is 0.28; and it is 28 too, where the number is above 1 and the sign was left out."""
+    """Return whether a percentage equals a number: 28% is 0.28, and also 28, where the number is
+    above 1 and the sign was left out."""
     if (x.worded and not x.percent) or (y.worded and not y.percent) or x.powers or y.powers:
         return False
     if x.percent and y.percent:
@@ -106,7 +107,8 @@ def _hundredth(x: Quantity) -> Node:
 
 
 def _same_angle(x: Quantity, y: Quantity) -> bool:
-    """Degrees are the number of them, as a reference may leave their sign out, or radians."""
+    """Return whether an angle in degrees equals a number: of degrees, since a reference may leave
+    their sign out, or of radians."""
     if x.degrees == y.degrees:
         return equal_expressions(x.node, y.node)
     degrees, other = (x, y) if x.degrees else (y, x)

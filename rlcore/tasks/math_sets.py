@@ -112,8 +112,8 @@ def _built(variable: Node, conditions: Node) -> list[Interval]:
 
 
 def _conditions(items: tuple[Node, ...], joints: frozenset[str]) -> list[Interval]:
-    """Inequalities joined by "or" or "and"; by commas: all of them hold, or where they exclude one
-    another, one of them."""
+    """Inequalities joined by "or" or "and"; by commas: all of them, or where they exclude one
+    another, any of them."""
     if any(item.kind not in ("rel", "tuple", "union", "reals") for item in items):
         raise Unreadable("no conditions")
     parts = [intervals(item) for item in items]
@@ -136,7 +136,7 @@ def _solved(operators: tuple[str, ...], sides: tuple[Node, ...]) -> list[Interva
 
 
 def _half_line(operator: str, left: Node, right: Node) -> list[Interval]:
-    """Where a relation that is linear in its one variable holds."""
+    """The set where a relation that is linear in its one variable holds."""
     if operator not in FLIPPED or operator == "=":
         raise Unreadable("no inequality")
     infinite = [side for side in (left, right) if "infty" in symbols(side)]

@@ -1,7 +1,7 @@
 """Tokens of mathematical answers in LaTeX or plain text: `tokens_of`.
 
-Characters, tokens, digits and nesting are bounded; what is beyond raises `Unreadable`, as does a
-word that changes what a number beside it means."""
+Characters, tokens, digits and nesting are bounded; text beyond the bounds raises `Unreadable`, as
+does a word that changes the meaning of a number beside it."""
 
 from __future__ import annotations
 
@@ -266,7 +266,8 @@ def closing(text: str, start: int) -> int:
 
 
 def _without_phrase(tokens: list[Lexeme]) -> list[Lexeme]:
-    """Without what introduces an answer, such as "The answer is", and the marks behind it."""
+    """The text without a phrase that introduces an answer, such as "The answer is", and the marks
+    behind it."""
     while tokens and tokens[-1].text in (".", ",", ";", "\\."):
         tokens = tokens[:-1]
     start = 0

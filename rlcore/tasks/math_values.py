@@ -1,4 +1,4 @@
-"""When two answers mean the same: `same`."""
+"""Equality of answers in meaning: `same`."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _same_ratios(a: Node, b: Node) -> bool:
 
 
 def _is_time(node: Node) -> bool:
-    """10:30 and the like: two digits after a colon are minutes."""
+    """Return whether a ratio is a time such as 10:30: two digits after a colon are minutes."""
     numbers = [Quantity(part).node for part in node.args[1:]]
     return any(part.kind == "num" and len(part.args[1]) == 2 for part in numbers)
 
@@ -283,7 +283,7 @@ def _same_relations(a: Node, b: Node) -> bool:
 
 
 def _constant_ratio(one: Node, two: Node) -> Number:
-    """How often `two` is `one` wherever both are real; 0 if that varies."""
+    """The constant factor from `one` to `two` wherever both are real; 0 if it varies."""
     names = sorted((symbols(one) | symbols(two)) - CONSTANTS)
     ratios = []
     for point in points(names):

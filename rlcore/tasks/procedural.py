@@ -1,5 +1,5 @@
-"""The base of tasks whose problems are computed from an index, so that nothing has to be stored or
-downloaded."""
+"""The base of tasks whose problems are computed from an index, without stored or downloaded
+data."""
 
 from __future__ import annotations
 

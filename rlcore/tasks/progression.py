@@ -15,8 +15,8 @@ class Progression(ProceduralTask):
     """Every pair of a start and a step, answered by the next `length` digits.
 
     Each token is rewarded by itself: 1/length for a digit that continues the digit before it, the
-    model's own. What follows a wrong digit can be right again, so the reward of an answer says
-    little about any one of its digits.
+    model's own. Digits after a wrong one can be right again, so the reward of an answer says little
+    about a single digit.
     """
 
     name = "progression"

@@ -53,7 +53,7 @@ def prove(
     name: str, claims: Sequence[Claim], start: Callable[[], Sandbox], folder: Path
 ) -> list[RowProof]:
     """Check rows that no earlier call has, in parallel, each thread in a sandbox of its own that
-    `start` starts. `name`: of the task, for progress. Raises SandboxError."""
+    `start` starts. `name`: the task's, for messages on progress. Raises SandboxError."""
     digest = hashlib.sha256(_version().encode())
     for claim in claims:
         digest.update(hashlib.sha256(claim.content.encode(errors="surrogatepass")).digest())
@@ -122,13 +122,14 @@ def proven(sandbox: Sandbox, reference: str | None, tests: ProgramTests) -> RowP
 
 
 def _patiently(sandbox: Sandbox, program: str, tests: ProgramTests) -> Outcome:
-    """Run a reference; once more if it was too slow, as on a machine that was busy."""
+    """Run a reference, and once more if it was too slow, which may be due to a busy machine."""
     outcome = sandbox.run(program, tests)
     return sandbox.run(program, tests) if outcome.why.startswith("time limit") else outcome
 
 
 def mutant(reference: str | None, tests: ProgramTests) -> str:
-    """The reference with functions that return None; without one, what defines the names tested."""
+    """The reference with functions that return None; without a reference, definitions of the tested
+    names."""
     if reference is not None:
         tree = _ReturnsNone().visit(ast.parse(reference))
         return ast.unparse(ast.fix_missing_locations(tree))

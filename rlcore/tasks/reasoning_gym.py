@@ -24,10 +24,10 @@ INSTRUCTION = "Write the answer, and nothing else, between <answer> and </answer
 class ReasoningGym(Task):
     """`name` is one of its datasets, and `settings` are those of the dataset's configuration.
 
-    `answer`: what is judged, "tags" for what is inside the last <answer> and </answer>, which
-    `instruction` asks for, or "whole" for the response. The scorer's partial credit is the reward;
-    the part "correct" is 1 for full credit alone. The splits are generated from seeds of their own,
-    so that a problem may be in both where a dataset has few.
+    `answer`: the text to judge: "tags", inside the last <answer> and </answer>, which `instruction`
+    asks for, or "whole", the response. The scorer's partial credit is the reward; the part
+    "correct" is 1 for full credit alone. The splits are generated from seeds of their own, so that
+    a problem may be in both where a dataset has few.
     """
 
     name = "reasoning_gym"
@@ -51,7 +51,7 @@ class ReasoningGym(Task):
             return _dataset(name, chosen, derive_seed(seed, "reasoning_gym", split, number) % SEEDS)
 
         self._chunk = chunk
-        chunk("train", 0)  # so that what does not suit is refused
+        chunk("train", 0)  # so that unsuitable settings are refused
 
     def size(self, split: Split) -> int | None:
         return None
@@ -64,7 +64,7 @@ class ReasoningGym(Task):
         return Item(prompt_id, asked, "" if answer is None else str(answer))
 
     def grade(self, item: Item, response: str) -> Grade:
-        # What the scorer reads besides the answer need not be JSON: it is generated again.
+        # The entry that the scorer reads need not be JSON, so it is generated again.
         _, split, index = parse_prompt_id(item.prompt_id)
         answer = tagged_answer(response) if self._tagged else response.strip()
         found = float(answer is not None)

@@ -285,7 +285,7 @@ def _said(message: Message) -> bool:
 
 def _answer(message: Message, field: str) -> str:
     """The text of a last turn of the assistant, which is a whole answer. Raises RowError for one
-    that is only begun: every answer is sampled from its beginning."""
+    that is only begun, since every answer is sampled from its beginning."""
     text = str(message["content"])
     begun = next((f"the key {key}" for key in _BEGUN if message.get(key) is True), None)
     opened = re.search(r"<[A-Za-z_]+>\s*$", text)
@@ -306,7 +306,8 @@ def _answer(message: Message, field: str) -> str:
 
 
 def _unpacked(value: Any, field: str) -> Any:
-    """A conversation that is stored as JSON text, read. Raises RowError for one in another form."""
+    """The messages of a conversation, decoded where it is stored as JSON text. Raises RowError for
+    another form."""
     listed = field == "messages" and isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
     if not isinstance(value, str) or not (listed or _STORED.match(value)):
         return value

@@ -18,7 +18,7 @@ from rlcore.types import Grade, Item
 
 VARIABLE = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 GROUND_TRUTH = "ground_truth"  # in an item's meta: a reference answer that is no text
-# What trainers hand to such functions and the processes that grade do not have.
+# Arguments that trainers pass to such functions and that grading processes lack.
 ABSENT = (
     "completion_ids",
     "trainer_state",
@@ -131,8 +131,8 @@ class RewardFunction:
     def grade(
         self, item: Item, response: str, tokens: Sequence[str], messages: bool
     ) -> Grade | None:
-        """Return None where it leaves a response unrewarded, as TRL's functions may. Raises what
-        it raises, and ValueError for a result that is no reward."""
+        """The reward of a response; None where the function leaves it unrewarded, as TRL's may.
+        Raises the function's own errors, and ValueError for a result that is no reward."""
         if self.form.given is None or self.form.read is None:
             further = {"tokens": tokens} if wants_tokens(self.function) else {}
             return as_grade(_awaited(self.function(item, response, **further)))

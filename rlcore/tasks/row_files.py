@@ -19,7 +19,7 @@ from rlcore.files import hub_folders, prepared_set
 from rlcore.tasks.arguments import ArgumentError
 
 Row = dict[str, Any]
-# What `datasets.save_to_disk` writes: beside the files of one split, and above those of several.
+# Files of `datasets.save_to_disk`: beside the data of one split, and above the folders of several.
 STATE, SPLITS = "state.json", "dataset_dict.json"
 CACHED = "hf:"  # before the name of a data set in the local cache
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -30,7 +30,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 @dataclass(frozen=True, slots=True)
 class Meaningless:
-    """Takes the place of a JSON value that has no meaning; `why` completes "field x ..."."""
+    """Replaces a JSON value that has no meaning; `why` completes "field x ..."."""
 
     why: str
 
@@ -208,7 +208,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
 
 
 def _deep(text: str) -> str:
-    """The last key before the brackets of a JSON text are nested too deeply."""
+    """The last key before the point where a JSON text is nested too deeply."""
     depth, key = 0, "?"
     for piece in _PIECE.finditer(text):
         if piece[0][0] == '"':
@@ -267,7 +267,7 @@ def _parquet(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _arrow(argument: str, file: Path) -> Iterator[tuple[int, Row]]:
-    """Of Arrow's stream format, which `datasets` writes, or its file format."""
+    """Rows of Arrow's stream format, which `datasets` writes, or its file format."""
     import pyarrow
     import pyarrow.ipc
 
@@ -323,8 +323,8 @@ def _chosen(argument: str, place: object, found: Sequence[str], split: str | Non
 
 
 def _cached(argument: str, given: str, split: str | None) -> list[Path]:
-    """Files of a split of a set in the local cache: as `datasets` prepared it, or as its repository
-    was downloaded. Nothing is downloaded."""
+    """Files of a split of a set in the local cache: from the folder that `datasets` prepared, or
+    from its downloaded repository. Nothing is downloaded."""
     owner, _, rest = given.removeprefix(CACHED).partition("/")
     name, _, configuration = rest.partition("/")
     prepared = prepared_set(f"{owner}/{name}")

@@ -1,9 +1,9 @@
 """Grading in separate processes, with a deadline for every answer.
 
-One thread serves each grading process. What goes wrong with a grader becomes the status of the
-sample it happened to, never a reward: it raised, or returned no finite number ("error"); it passed
-its deadline ("timeout", by an alarm in the process, or by killing a process that ignores it); its
-process died (tried once more, alone, in a fresh one, then "error").
+One thread serves each grading process. A failure of a grader becomes the status of the sample that
+it judged, never a reward: "error" if it raised, or returned no finite number; "timeout" if it
+passed its deadline (by an alarm in the process, or by killing a process that ignores it); "error"
+if its process died twice (the second time alone, in a fresh one).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Scorer:
             self.check()
 
     def close(self) -> None:
-        """Stop at once: kill the grading processes; what was not graded is dropped."""
+        """Stop at once: kill the grading processes; answers that were not graded are dropped."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -161,8 +161,8 @@ class Scorer:
         return worker
 
     def _next_chunk(self) -> list[_PendingAnswer]:
-        """This process's share of what waits; an answer that a process died on goes alone. Empty
-        when closing."""
+        """This process's share of the waiting answers; an answer on which a process died goes
+        alone. Empty when closing."""
         with self._state:
             self._state.wait_for(lambda: self._closing or self._pending)
             if self._closing:
@@ -174,8 +174,8 @@ class Scorer:
             return chunk
 
     def _grade(self, worker: GradingProcess, chunk: list[_PendingAnswer]) -> None:
-        """Have a process grade a chunk and hand the scores over; what it left goes back in the
-        queue."""
+        """Have a process grade a chunk and pass the scores on; answers without a score go back in
+        the queue."""
         timeout_s = self._grading.grade_timeout_s
         done: Scored = []
         handed_over = started = time.monotonic()

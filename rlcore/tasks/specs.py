@@ -7,7 +7,7 @@ from typing import Any, Literal
 from rlcore.spec import Spec, refuse, setting
 from rlcore.tasks.rewards.specs import RewardSpec, check_labels
 
-# What becomes of rows whose prompt is longer than the model can hold before an answer.
+# The treatment of rows whose prompt is longer than the model can hold before an answer.
 OverlongRows = Literal["refuse", "skip", "truncate_left"]
 
 
@@ -70,10 +70,10 @@ class GradingSpec(Spec):
 
 
 class DifficultySpec(Spec):
-    """Problems are remembered by their pass rate, and what is solved or hopeless is drawn less.
+    """The pass rates of problems are remembered, and solved or hopeless problems are drawn less.
 
     A pass is a response whose part "correct" of the grade, or whose reward where the grader has no
-    such part, is 1 or more, as in evaluations. The rate is that of the newest group.
+    such part, is 1 or more, as in evaluations. A problem's rate is that of its newest group.
     """
 
     resample_rate: float = setting(

@@ -253,7 +253,7 @@ def _unpacked(value: Any) -> Any:
     return json.loads(text)
 
 
-# The operations of a pickle that is one text. Nothing is executed: the text is read off.
+# The operations of a pickle that is one text. Nothing is executed: only the text is read.
 _TEXT = frozenset(("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"))
 _AROUND = frozenset(("PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"))
 
@@ -307,7 +307,8 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _accepted(output: Any) -> list[Any]:
-    """A returned value, and where it is a list of one, as APPS writes it, what is in it."""
+    """The accepted values: a returned value, and where it is a list of one, as APPS writes it, its
+    element."""
     return [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
 
 

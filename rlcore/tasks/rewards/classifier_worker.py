@@ -46,7 +46,7 @@ class Classifier:
         self._longest = min(spec.max_tokens, positions or spec.max_tokens)
 
     def judge(self, batch: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Return the answer on each (question, response)."""
+        """Return the answer for each (question, response)."""
         encoded = [self._encoded(question, response) for question, response in batch]
         lengths = [len(inputs["input_ids"]) for inputs in encoded]
         answers: list[dict[str, Any]] = [
@@ -70,7 +70,8 @@ class Classifier:
         return answers
 
     def _encoded(self, question: str, response: str) -> dict[str, list[int]]:
-        """By the tokenizer's chat template if it has one, else as a pair of texts."""
+        """Token ids of a question and a response: by the tokenizer's chat template if it has one,
+        else as a pair of texts."""
         if not getattr(self._tokenizer, "chat_template", None):
             return dict(self._tokenizer(question, response))
         conversation = [

@@ -63,8 +63,8 @@ def _one(value: Any, index: int, logs: dict[str, list[Any]]) -> Unjudged | Rewar
 
 def _logs(data: dict[str, Any], count: int) -> dict[str, list[Any]]:
     """`scores` and `extra_logs` by name, a value a sample; a single number stands for all of
-    them. They are shown and nothing else, so names that no metric can have are left out, and so are
-    values that are no numbers up to MOST_REWARD."""
+    them. They are only shown, so names that no metric can have are left out, and so are values that
+    are not numbers up to MOST_REWARD."""
     extra = data.get("extra_logs") or {}
     if not isinstance(extra, dict):
         raise ValueError('has "extra_logs" that are not an object')

@@ -25,7 +25,7 @@ class RewardQuery:
 
 @dataclass(frozen=True, slots=True)
 class RewardVerdict:
-    """Of one sample by one reward. Example: RewardVerdict("ok", 0.5, {"score": 1.0})"""
+    """The verdict of one reward on one sample. Example: RewardVerdict("ok", 0.5, {"score": 1.0})"""
 
     status: ScoreStatus
     value: float | None = None  # None unless status == "ok"
@@ -57,7 +57,7 @@ class Reward(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop at once; what was not judged is dropped."""
+        """Stop at once; samples that were not judged are dropped."""
 
 
 class Unjudged(Exception):
@@ -80,7 +80,7 @@ def finite(value: Any, what: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of what it looks like; a deep or long value may have no text."""
+    """The beginning of a value's text; a deep or long value may have none."""
     try:
         return f"{value!r:.80}"
     except Exception as error:  # of any kind: a class of another's may raise what it likes

@@ -1,4 +1,4 @@
-"""The thread that all requests of a scorer are made in, and the queue of one reward in it."""
+"""The thread in which all requests of a scorer are made, and the queue of one reward in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlcore.tasks.rewards.specs import BatchedSpec, EndpointSpec
 
 
 class CircuitOpen(Exception):
-    """The service is left alone; the message says why and for how long."""
+    """The service is not asked for a while; the message says why and for how long."""
 
 
 class Breaker:
@@ -80,7 +80,7 @@ class Breaker:
         self._end_trial()
 
     def failed(self, why: str) -> None:
-        """A request failed with all its retries. Those that were under way as the breaker opened
+        """A request failed with all its retries. Requests that were under way as the breaker opened
         count, and change nothing else."""
         self._in_a_row += 1
         self._last = why
@@ -113,7 +113,8 @@ T = TypeVar("T")
 
 
 class _Again(Exception):
-    """An attempt failed in a way that another one may not. `wait_s`: what the server asked for."""
+    """An attempt failed in a way that another one may not. `wait_s`: seconds that the server asked
+    to wait."""
 
     def __init__(self, why: str, wait_s: float = 0.0) -> None:
         super().__init__(why)
@@ -143,8 +144,8 @@ class RewardEndpoint:
         payload: Mapping[str, Any],
         read: Callable[[Any], T],
     ) -> T:
-        """Post `payload` and return the result of `read` on the reply's JSON. Whatever `read`
-        raises is about the reply; a ValueError says itself what is wrong with it.
+        """Post `payload` and return the result of `read` on the reply's JSON. Errors of `read` are
+        about the reply; the text of a ValueError is reported.
 
         Raises Unjudged: "timeout" past the deadlines, "error" for everything else.
         """
@@ -184,7 +185,8 @@ class RewardEndpoint:
             raise Unjudged(f"no answer of {self._shown} within {limit}{so_far}", "timeout") from e
 
     async def _attempts(self, session: aiohttp.ClientSession, body: bytes, last: list[str]) -> Any:
-        """The reply's JSON after as many attempts as it takes; `last` collects why they failed."""
+        """The reply's JSON after as many attempts as it takes; `last` collects the reasons of
+        failures."""
         spec = self._spec
         for attempt in range(spec.retries + 1):
             late = False
@@ -280,7 +282,7 @@ def _proxy(url: str) -> str | None:
 
 
 def _retry_after(reply: aiohttp.ClientResponse) -> float:
-    """Seconds; 0 without one, or with a date."""
+    """Seconds of the header Retry-After; 0 without it, or with a date."""
     value = reply.headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else 0.0
 
@@ -312,7 +314,7 @@ class RequestThread:
         self._loop.call_soon_threadsafe(function, *args)
 
     def close(self) -> None:
-        """Drop what is under way and end the thread."""
+        """Drop pending requests and end the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
@@ -359,7 +361,7 @@ class RequestReward(Reward, ABC, Generic[S]):
         if isinstance(spec, BatchedSpec):
             self._batch_size, self._batch_wait_s = spec.batch_size, spec.batch_wait_s
         self._queue: asyncio.Queue[tuple[RewardQuery, Tell]] = asyncio.Queue()
-        # Idle workers would otherwise share what comes, one sample each.
+        # Idle workers would otherwise share arriving samples, one each.
         self._collecting = asyncio.Lock()
         thread.start(self._serve(spec.concurrency))
 
@@ -367,8 +369,8 @@ class RequestReward(Reward, ABC, Generic[S]):
     async def ask(
         self, session: aiohttp.ClientSession, batch: Sequence[RewardQuery]
     ) -> list[float | Unjudged | RewardVerdict]:
-        """One request: a verdict for each sample, or what kept one from being judged. Raises
-        Unjudged if it is about all of them."""
+        """Make one request; returns for each sample a verdict, or the error that prevented it.
+        Raises Unjudged if the error concerns all of them."""
 
     def submit(self, asked: RewardQuery, tell: Tell) -> None:
         self._thread.call(self._queue.put_nowait, (asked, tell))
@@ -378,7 +380,7 @@ class RequestReward(Reward, ABC, Generic[S]):
             raise StageError(f"scoring failed: {self._thread.error!r}") from self._thread.error
 
     def close(self) -> None:
-        """Nothing of its own: the thread is closed once for all."""
+        """Close nothing: the thread is closed once, for all rewards."""
 
     async def _serve(self, concurrency: int) -> None:
         session = aiohttp.ClientSession(

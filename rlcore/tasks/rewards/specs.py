@@ -18,7 +18,7 @@ SECRET = re.compile(r"key|token|secret|password|^sig$", re.IGNORECASE)
 
 
 class EndpointSpec(Spec):
-    """Where requests go, and what happens to those that fail."""
+    """The address of requests, and the treatment of failed ones."""
 
     url: str = setting(meaning="http:// or https:// address that requests are sent to")
     api_key_env: str | None = setting(
@@ -46,8 +46,8 @@ class EndpointSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _holds_no_secret(cls, data: Any) -> Any:
-        """Refuse what looks like a secret. A validator and not `check`, so that no other message
-        can show the value."""
+        """Refuse a text that looks like a secret. This is a validator, not `check`, so that no
+        other message can show the value."""
         if not isinstance(data, dict):
             return data
         name, url = data.get("api_key_env"), data.get("url")
@@ -87,7 +87,7 @@ def _holds_credentials(url: str) -> bool:
 
 
 class BatchedSpec(EndpointSpec):
-    """One whose requests hold several samples."""
+    """An endpoint whose requests hold several samples."""
 
     batch_size: int = setting(32, "samples of one request, at most", gt=0)
     batch_wait_s: float = setting(
@@ -199,7 +199,7 @@ class RewardSpec(Spec):
 
     @property
     def deadline_s(self) -> float:
-        """The longest that one sample is waited for once its turn has come."""
+        """The longest wait for one sample once its turn has come, in seconds."""
         if self.classifier is not None:
             return self.classifier.timeout_s
         asked = self.endpoint or self.own

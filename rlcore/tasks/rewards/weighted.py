@@ -1,4 +1,5 @@
-"""Scores that are weighted sums of rewards: that of the task's own grader, and those beside it."""
+"""Scores that are weighted sums of rewards: the reward of the task's own grader, and further
+ones."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class _Open:
 class WeightedScorer:
     """A `Scorer` of tasks of which some have rewards beside their own grader, with its methods.
 
-    A sample whose reward cannot be had has a failed score: a sum without one of its parts would be
-    another reward. keys: label of a task -> config key of its settings. note: called from any
-    thread with a sentence for the user. Raises UserError if a reward cannot be set up.
+    A sample of which one reward fails has a failed score, since a sum without one of its parts
+    would be another reward. keys: label of a task -> config key of its settings. note: called from
+    any thread with a sentence for the user. Raises UserError if a reward cannot be set up.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class WeightedScorer:
             self.check()
 
     def close(self) -> None:
-        """Stop at once; what was not graded is dropped."""
+        """Stop at once; answers that were not graded are dropped."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -265,7 +266,7 @@ def own_reward(key: str, spec: OwnSpec) -> Reward:
 
 
 def _total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:
-    """`total`, or a failed score for verdicts that it cannot add up."""
+    """`total`, or a failed score for verdicts that cannot be added up."""
     try:
         return total(answer, spec, verdicts).checked()
     except Exception as e:  # of any kind: verdicts may be of a user's own reward
@@ -274,8 +275,8 @@ def _total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerd
 
 
 def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict]) -> Score:
-    """The score of an answer from all its verdicts: the weighted sum, with each reward before its
-    weight among the parts; failed if one of them failed."""
+    """The score of an answer from all its verdicts: the weighted sum, with each unweighted reward
+    among the parts; failed if one of them failed."""
     weights = {name: reward.weight for name, reward in spec.rewards.items()}
     if spec.grade_weight is not None:
         weights = {OWN: spec.grade_weight, **weights}
@@ -300,7 +301,7 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdi
         if name != OWN:
             parts |= {f"{name}.{part}": x for part, x in verdicts[name].parts.items()}
     if OWN in weights:
-        # What an evaluation calls correct is the task's verdict, not the sum.
+        # "Correct" in an evaluation is the task's verdict, not the sum.
         parts.setdefault("correct", parts[OWN])
     by_token = _by_token(spec, verdicts, reward)
     vote = verdicts[OWN].answer if OWN in weights else ""
@@ -310,8 +311,8 @@ def total(answer: Answer, spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdi
 def _by_token(
     spec: EvalTaskSpec, verdicts: Mapping[str, RewardVerdict], reward: float
 ) -> tuple[float, ...]:
-    """Token rewards of the task's own grader, weighted; the last token has the other rewards
-    besides, so that the sum is `reward`."""
+    """Token rewards of the task's own grader, weighted; the last token has the other rewards, too,
+    so that the sum is `reward`."""
     if spec.grade_weight is None or not verdicts[OWN].token_rewards:
         return ()
     own = [spec.grade_weight * r for r in verdicts[OWN].token_rewards]

@@ -56,7 +56,7 @@ class NoAnswer(SandboxError):
 
 
 class Helper:
-    """One such process. `greeting`: what it said when it was ready.
+    """One helper process. `greeting`: its message when it was ready.
 
     module: "server" or "judge". settings: its first line. Raises SandboxError if it cannot start.
     """
@@ -242,7 +242,7 @@ class Sandbox:
         try:
             judge = self._ready_judge()
             judge.send(job, [channel])
-        except NoAnswer:  # it ended after its last program, which says nothing about this one
+        except NoAnswer:  # it ended after its last program, not because of this one
             self._end_judge()
             judge = self._ready_judge()
             judge.send(job, [channel])
@@ -268,7 +268,7 @@ class Sandbox:
 
 
 def _installed(names: Sequence[str]) -> dict[str, str]:
-    """Folders of those packages that are installed."""
+    """Folders of the installed ones among these packages."""
     found = {}
     for name in names:
         spec = importlib.util.find_spec(name)

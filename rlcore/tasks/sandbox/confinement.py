@@ -1,4 +1,4 @@
-"""How a process of the sandbox is confined. Linux only, standard library only.
+"""Confinement of the sandbox's processes. Linux only, standard library only.
 
 Layers, all of them required unless `task.args.confinement=reduced`:
 
@@ -145,7 +145,7 @@ def make_root(folder: str, packages: Iterable[str]) -> str:
 
 
 def unmount(folder: str) -> None:
-    """Take it away again, with all that is in it. Raises OSError."""
+    """Unmount it, with all of its content. Raises OSError."""
     _check(LIBC.umount2(folder.encode(), MNT_DETACH), f"unmounting {folder}")
 
 

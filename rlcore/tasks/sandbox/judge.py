@@ -1,9 +1,8 @@
 """The process that runs the tests: with its own builtins, apart from the program that they test.
 
-The names under test are proxies. A call crosses to the program as plain data, and what comes back
-is plain data of exact types, compared here. What cannot cross stays an opaque object of the
-program, which is equal to nothing and neither true nor false. Expected values never leave this
-process.
+The names under test are proxies. A call is sent to the program as plain data, and its result comes
+back as plain data of exact types, compared here. Other values stay opaque objects of the program,
+which are equal to nothing and neither true nor false. Expected values never leave this process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CONTROL = (StopIteration, StopAsyncIteration)
 
 
 class NotConfined(Exception):
-    """The program's process failed before it ran anything: that says nothing about the program."""
+    """The program's process failed before it ran anything, which is not the program's fault."""
 
 
 class Remote:
@@ -238,8 +237,8 @@ class Judge:
         self.clean = True  # whether this process may run further tests
 
     def run(self, job: dict[str, Any]) -> str:
-        """Why the program did not pass; "" if it did. Raises Closed if it ended, NotConfined if it
-        never began."""
+        """The reason why the program did not pass; "" if it did. Raises Closed if it ended,
+        NotConfined if it never began."""
         try:
             self._program.receive()  # "confined", before any code of the program's
         except Closed as error:
@@ -254,7 +253,7 @@ class Judge:
         except Closed:
             raise
         except MemoryError:
-            self.clean = False  # what holds the memory is unknown
+            self.clean = False  # it is unknown which object holds the memory
             return "MemoryError"
         except BaseException as error:  # whatever the tests raise is a failure of the program
             return f"{type(error).__name__}: {error}"[:300]
@@ -277,11 +276,11 @@ class Judge:
         layouts.run(code, self._names, affect=self._affect, settle=self._effects.settle)
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Have the program do something; raises what it raised."""
+        """Have the program carry out a request; raises the program's exception."""
         return self._decode(self._reply(verb, *(self._encode(a) for a in arguments))["value"])
 
     def call(self, function: Remote, args: Any, keywords: Any, *, at_once: bool = False) -> Any:
-        """Call a function of the program. What it does to mutable arguments happens here after the
+        """Call a function of the program. Its changes to mutable arguments are made here after the
         comparison that the call is part of, or `at_once`."""
         self.calls += 1
         keeps = at_once or self._keeps
@@ -313,7 +312,7 @@ class Judge:
         return False
 
     def _affect(self, function: Any, /, *args: Any, **keywords: Any) -> Any:
-        """A call whose value is discarded: what counts is what it does to its arguments."""
+        """A call whose value is discarded: only its changes to its arguments count."""
         if type(function) is not Remote:
             return function(*args, **keywords)
         return self.call(function, args, keywords, at_once=True)
@@ -335,7 +334,8 @@ class Judge:
             return ["raised", type(error).__name__, str(error)[:300]]
 
     def _exception(self, kind: Any, text: str, args: list[Any], own: dict[str, Any]) -> Exception:
-        """Return what the program raised; closes the program for what is no error of a program."""
+        """Return the program's exception; closes the program for one that is no error of a
+        program."""
         raised = self._decode(kind)
         if not issubclass(raised, Exception) or issubclass(raised, CONTROL):
             raise self._close(f"the program raised {raised.__name__}")
@@ -441,8 +441,8 @@ class Effects:
             self._waiting.append((frame, old, new))
 
     def settle(self, value: Any = None) -> Any:
-        """Have all effects but those of calls that a caller's comparison still needs; returns the
-        value."""
+        """Apply all effects except those of calls that a caller's comparison still needs; returns
+        the value."""
         if self._waiting:
             callers = []
             frame = sys._getframe(1).f_back

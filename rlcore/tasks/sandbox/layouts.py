@@ -1,9 +1,10 @@
 """Layouts of published tests, each of which is run so that it can fail.
 
-Tests run as a script (`__name__` is "__main__"), then what a test runner would collect: functions
-and classes of pytest's naming that have not run, and classes of unittest. A comparison that stands
-alone, is printed, or is returned by a function of the tests whose value is discarded counts as an
-assertion. Standard library only: `pytest` is a stand-in here, with what tests of functions use.
+Tests run as a script (`__name__` is "__main__"), then the tests that a test runner would collect:
+functions and classes of pytest's naming that have not run, and classes of unittest. A comparison
+that stands alone, is printed, or is returned by a function of the tests whose value is discarded
+counts as an assertion. Standard library only: `pytest` is a stand-in here, with what tests of
+functions use.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def run(
     affect: Callable[..., Any],
     settle: Callable[..., Any],
 ) -> None:
-    """Run tests in `names`. affect: makes a call whose value is discarded. settle: given the value
-    of a comparison or statement when it is over, returns it. Raises what the tests raise."""
+    """Run tests in `names`. affect: makes a call whose value is discarded. settle: is given the
+    value of a comparison or statement when it is over, and returns it. Raises the tests' own
+    exceptions."""
     ran: set[str] = set()
     pytest, unittest = _pytest(), _unittest(code)
     names |= {AFFECT: affect, SETTLE: settle, CHECK: _check, RAN: ran.add, "__name__": "__main__"}
@@ -69,8 +71,8 @@ def _check(value: Any) -> Any:
 
 
 class _Rewritten(ast.NodeTransformer):
-    """Calls whose value is discarded go through AFFECT, comparisons through SETTLE, and those that
-    nothing else would read through CHECK."""
+    """Rewrites tests: calls whose value is discarded go through AFFECT, comparisons through SETTLE,
+    and comparisons that nothing else would read through CHECK."""
 
     def __init__(self, verdicts: set[str]) -> None:
         self._verdicts = verdicts
@@ -156,7 +158,8 @@ def _run_class(kind: type, names: dict[str, Any]) -> None:
 
 
 def _run_function(function: Any, names: dict[str, Any]) -> None:
-    """With every set of its parameters. Raises TypeError for an argument that nothing gives."""
+    """Run a function with every set of its parameters. Raises TypeError for an argument without a
+    value."""
     for given in _parameter_sets(function):
         needed = [
             p.name
@@ -184,7 +187,7 @@ def _fixture(name: str, names: dict[str, Any]) -> Any:
 
 
 def _pytest() -> types.ModuleType:
-    """The stand-in for pytest, in its place."""
+    """Put the stand-in in the place of pytest."""
     found = sys.modules.get("pytest")
     if found is None:
         found = types.ModuleType("pytest")
@@ -206,7 +209,7 @@ def _make_fixture(function: Any = None, **_: Any) -> Any:
 
 
 class _Mark:
-    """`pytest.mark`: `parametrize`, and any other name, which says nothing here."""
+    """`pytest.mark`: `parametrize`, and any other name, which has no effect here."""
 
     def __getattr__(self, name: str) -> Any:
         def mark(*args: Any, **_: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The process of an untrusted program: runs it, then answers calls to what it defined.
+"""The process of an untrusted program: runs it, then answers calls of the functions that it
+defined.
 
 Nothing here is trusted by the judge: once the program runs it may change any of this. It only
 decides which values reach the judge, as any program does.
@@ -64,7 +65,7 @@ class Program:
         source, names, numpy = self._channel.receive()
         if numpy:
             import_numpy(self._names)
-        for name in names:  # the preamble must not stand in for what is to be tested
+        for name in names:  # the preamble must not define the names that are tested
             self._names.pop(name, None)
         exec(compile(source, "<program>", "exec", dont_inherit=True), self._names)
         self._reply("ready")
@@ -88,7 +89,7 @@ class Program:
             return {"value": self._encode(self._verbs[verb](*values))}
         except Closed:
             raise
-        except BaseException as error:  # whatever the program raises is its answer
+        except BaseException as error:  # any exception of the program is its answer
             if not self._told:
                 traceback.print_exc()
             self._told = True
@@ -155,7 +156,7 @@ class Program:
         return Borrowed(self, content) if tag == "k" else self._objects[content]
 
     def borrow(self, number: int, args: Any, keywords: Any) -> Any:
-        """Have the judge call a function of the tests, and serve what that asks meanwhile."""
+        """Have the judge call a function of the tests, and serve its requests meanwhile."""
         self._reply({"borrowed": [number, self._encode(args), self._encode(keywords)]})
         while True:
             verb, *content = self._channel.receive()
@@ -213,7 +214,7 @@ def import_numpy(names: dict[str, Any]) -> None:
 
 
 def main(channel: Channel, names: dict[str, Any], nodes: tuple[str, ...]) -> None:
-    """The whole life of a program's process. Never returns."""
+    """Run a program's process from start to end. Never returns."""
     try:
         Program(channel, names, nodes).run()
     except Closed:

@@ -2,13 +2,12 @@
 
 Standard library only, isolated (-I -S): no secrets, no environment, no third-party package unless a
 program needs one. Every program is a fork of it, confined. It never sees a program or its tests:
-those go from the parent to the judge, and from there the program to its process. So nothing of them
-is in the memory that a program starts with.
-
-The server watches the time, the output and the threads, and kills what exceeds them. A program is
-charged for the seconds of the clock, less those in which it or its judge was ready to run and had
-no CPU, so that a verdict does not depend on what else the machine does; and for CPU seconds, if
-they are more. What is not over after WALL_TIMES as long has no verdict.
+the parent sends both to the judge, which sends the program to its process. So neither is in the
+memory that a program starts with. The server watches time, output and threads, and kills a program
+that exceeds a limit. A program is charged for the seconds of the clock, less those in which it or
+its judge was ready to run and had no CPU, so that a verdict does not depend on other loads of the
+machine; and for CPU seconds, if they are more. A program that has not ended after WALL_TIMES its
+limit has no verdict.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ EXIT_S = 0.5  # for a program that ends by itself to say how
 
 
 class SandboxServer:
-    """Settings of the parent, and what every fork finds prepared."""
+    """The parent's settings, and the resources prepared for every fork."""
 
     def __init__(self, settings: dict[str, Any], link: socket.socket) -> None:
         self._link = link
@@ -79,7 +78,7 @@ class SandboxServer:
         )
         os.environ.update(HOME=self._folder, TMPDIR=self._folder)
         tempfile.tempdir = self._folder
-        # What is frozen is left alone by a collection in a fork, so that its pages stay shared.
+        # A collection in a fork leaves frozen objects alone, so that their pages stay shared.
         gc.collect()
         gc.freeze()
 
@@ -124,7 +123,7 @@ class SandboxServer:
             if self._mounts:
                 unmount(self._inside)
         shown = text.decode(errors="replace")[-SHOWN:]
-        # a program also ends because its judge has: that says nothing about it
+        # a program also ends when its judge has ended, which is not its fault
         return {"limit": limit, "ended": how if judged_end else "", "output": shown}
 
     def _fork(self, output: int, channel: int) -> int:
@@ -203,8 +202,8 @@ class Clock:
         return time.monotonic() - self._began
 
     def charged(self) -> float:
-        """Seconds that count. Only the main thread's wait for a CPU is taken off: other threads of
-        the program may be what it waits for, and their CPU seconds count."""
+        """Seconds that count. Only the main thread's wait for a CPU is taken off: it may wait for
+        other threads of the program, whose CPU seconds count."""
         cpu_s = 0.0
         with contextlib.suppress(OSError):  # it has ended
             cpu_s = time.clock_gettime((~self._pid << 3) | PROCESS_CLOCK)
@@ -232,7 +231,7 @@ def _readable(link: socket.socket, timeout_s: float) -> bool:
 
 
 def _keep(wanted: dict[int, int]) -> None:
-    """Give this process these descriptors, by target, and no others."""
+    """Give this process exactly these descriptors, by target."""
     # they are moved above all of them first, so that none is overwritten on its way
     above = 1 + max(*wanted, *wanted.values())
     for place, fd in enumerate(wanted.values(), above):
@@ -262,7 +261,7 @@ def _end(pid: int, patience_s: float) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> int:
-    """Of a child that has not been waited for, which may have ended."""
+    """Threads of a child that has not been waited for, which may have ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):

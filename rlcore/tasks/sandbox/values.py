@@ -1,5 +1,5 @@
-"""Plain data between a program and its tests, as JSON: what one process encodes, the other rebuilds
-of its own exact types. Standard library only.
+"""Plain data between a program and its tests, as JSON: one process encodes values, the other
+rebuilds them of its own exact types. Standard library only.
 
     None, bool, int, float, str, list    as themselves
     {"t": [...]}                         tuple; "s" set, "f" frozenset, "q" deque
@@ -87,7 +87,7 @@ Resolve = Callable[[str, Any], Any]
 
 
 class Closed(BaseException):
-    """The other side has ended. Not an Exception, so that tests that catch those go no further."""
+    """The other side has ended. Not an Exception, so that tests that catch exceptions end, too."""
 
 
 class Channel:
