@@ -12,7 +12,7 @@ from rlcore.types import Grade, Item
 
 
 class OneTurn(Environment):
-    """Any task, without a line of code: the first turn is the response."""
+    """Any task as an environment of one turn: the first turn is the response."""
 
     asks_task = True
 

@@ -120,7 +120,7 @@ class Endpoint(Environment):
         self._server: SessionServer | None = None
 
     def told(self, sampling: Mapping[str, Any]) -> None:
-        """How the run samples the episode."""
+        """Take the run's sampling settings of the episode."""
         self._sampling = Sampling(**sampling)
 
     def reset(self, item: Item, seed: int) -> Opening:
@@ -211,7 +211,7 @@ class Endpoint(Environment):
         return Reply(over=True) if call is None else self._reply(call)
 
     def limited(self, limit: str) -> None:
-        """No further turn: the pending call and all later ones are refused."""
+        """Refuse the pending call and all later ones: no further turn."""
         code = "context_length_exceeded" if limit == "model.max_len" else "turn_limit"
         self._refuse(
             Refused(f"The episode has no further turn: it has reached {limit}.", 400, code)

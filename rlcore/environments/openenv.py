@@ -1,4 +1,4 @@
-"""Environments of OpenEnv, each a server of its own that is spoken to over loopback.
+"""Environments of OpenEnv, each a separate server, reached over loopback.
 
 The protocol is that of openenv-core 0.3 (openenv/core/env_server/http_server.py): a WebSocket at
 /ws is a session with an instance of its own, and every message is answered by an observation or an

@@ -275,7 +275,8 @@ class Play:
         return shown
 
     def _told(self, more: int) -> str:
-        """That an observation was cut; a plain alphabet has no words for it."""
+        """The note that an observation was cut; none with a plain alphabet, which lacks the
+        characters."""
         note = CUT.format(more)
         unknown = self._tokenizer.unk_token_id
         ids = self._tokenizer.encode(note, add_special_tokens=False)
@@ -313,7 +314,8 @@ class Play:
         self._release(episode, reuse=status == "ok" and not episode.hosts_program)
 
     def _release(self, episode: EpisodeState, *, reuse: bool) -> None:
-        """Give its process up. Only one whose instance has ended well serves another episode."""
+        """Release the episode's process. Only one whose instance ended without an error serves
+        another episode."""
         link, episode.link = episode.link, None
         if link is None:
             return

@@ -98,7 +98,7 @@ class Link:
         return not poll.poll(0)
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self.socket.close()  # which ends one that waits for a call
         if self._pid:
             self._server.kill(self._pid)

@@ -4,7 +4,7 @@
 
 One instance plays one episode and is then closed. Meanwhile it is alone in its process, so that one
 that hangs or dies costs its own episode alone. Messages have OpenAI's form; everything must be
-JSON-able. A user's class needs not inherit anything, and has at least reset, step and grade.
+JSON-able. A user's class need not inherit, and has at least reset, step and grade.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Reply:
 
 
 class Environment(ABC):
-    """Built as Class(**environment.args). What raises, passes its deadline or ends its process
-    gives a failed score."""
+    """Built as Class(**environment.args). An instance that raises, passes its deadline or ends its
+    process gives a failed score."""
 
     # Whether it runs a program of a user's that calls the model (`environments/endpoint`). It then
     # has `told` and `limited` too, is given turns that cannot be read, as text, and what is left
@@ -177,8 +177,8 @@ def answer_calls(
     tools: Mapping[str, Tool], calls: Sequence[ToolCall], *, shown: Callable[[Any], str] = as_json
 ) -> list[Message]:
     """One message of role "tool" for every call, in order. A tool that raises, or is called in a
-    way that it does not accept, answers with its error. `shown`: a tool's answer as text; what it
-    raises is the environment's fault, not the model's."""
+    way that it does not accept, answers with its error. `shown`: a tool's answer as text; an
+    exception of it is the environment's fault, not the model's."""
     return [{"role": "tool", "name": c.name, "content": _answer(tools, c, shown)} for c in calls]
 
 
