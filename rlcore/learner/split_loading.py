@@ -83,18 +83,3 @@ def _whole(
         for row, single in zip(rows, singles, strict=True):
             row.copy_(read(single))
     return out
-
-
-def meta_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every weight of the causal LM of a transformers configuration,
-    tied ones once, as a model folder names them."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
-    lm.tie_weights()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, p in lm.named_parameters():
-        shapes |= single_shapes(name, tuple(p.shape))
-    return shapes

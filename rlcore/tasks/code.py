@@ -81,11 +81,6 @@ def program_tests(source: str, reference: str, given: Collection[str]) -> Progra
     )
 
 
-def names_under_test(tests: str, reference: str, given: Collection[str]) -> list[str]:
-    """The names of `program_tests`."""
-    return list(program_tests(tests, reference, given).names)
-
-
 def _without_program_imports(source: str) -> tuple[str, set[str]]:
     """Tests without imports of the program, and the names that these gave them."""
     tree = ast.parse(source)

@@ -10,6 +10,7 @@ import pytest
 from rlcore.cli import main
 from rlcore.commands import dry_run
 from rlcore.models.fresh import build_char_tokenizer
+from rlcore.weights.experts import single_shapes
 
 QWEN3_32B = {
     "hidden_size": 5120,
@@ -57,15 +58,20 @@ QWEN3_235B = {
 
 def hollow_folder(folder, kind, settings):
     """A model folder of these sizes that takes no space."""
+    import torch
     import transformers
-
-    from rlcore.learner.split_loading import meta_shapes
 
     config = getattr(transformers, kind)(max_position_embeddings=131072, **settings)
     config.save_pretrained(folder)
     build_char_tokenizer(string.printable).save_pretrained(folder)
+    with torch.device("meta"):
+        lm = transformers.AutoModelForCausalLM.from_config(config)
+    lm.tie_weights()
+    shapes = {}
+    for name, p in lm.named_parameters():
+        shapes |= single_shapes(name, tuple(p.shape))
     header, at = {}, 0
-    for name, shape in meta_shapes(config).items():
+    for name, shape in shapes.items():
         size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
         at += size
