@@ -50,6 +50,11 @@ LITERARY = (
     "hands out",
     "is told",
     "sicken",
+    "as it stands",
+    "does not go with",
+    "goes beside",
+    "goes with",
+    "of no account",
 )
 # of each page of docs/corrections, in this order; others may stand between them
 SECTIONS = ("When to use it", "Formula", "Keys", "What to watch", "When it does not help", "Source")

@@ -34,7 +34,7 @@ class OpsmSpec(CorrectionSpec):
     delta: float = setting(
         meaning="sequences with A < 0 and a mean log p_inf - log p_new above weigh 0", ge=0
     )
-    target: Literal["ref", "new"] = setting("new", "ref: log p_ref in the place of log p_new")
+    target: Literal["ref", "new"] = setting("new", "ref: log p_ref instead of log p_new")
 
     @property
     def biases(self) -> tuple[Bias, ...]:
@@ -71,7 +71,7 @@ def opsm(
 
 class Opsm(Correction):
     """Weight 0 for a sequence of negative advantage whose mean `log p_inf - log p_new` exceeds
-    delta (DeepSeek-V3.2, arXiv 2512.02556, eq. 9; p_ref in the place of p_new with target=ref).
+    delta (DeepSeek-V3.2, arXiv 2512.02556, eq. 9; p_ref instead of p_new with target=ref).
 
     It weighs by no ratio and can be combined with a correction that does. A masked token stays in
     the denominators. Biased by the mask alone: a masked sequence is not made less likely. Under

@@ -31,7 +31,7 @@ class VcpoSpec(CorrectionSpec):
     cap: float | None = setting(
         None, "sequence ratios count as at most this; null: as they are", ge=1
     )
-    target: Literal["ref", "new"] = setting("new", "ref: p_ref in the place of p_new")
+    target: Literal["ref", "new"] = setting("new", "ref: p_ref instead of p_new")
 
 
 Rule = Literal["sqrt", "linear"]
@@ -103,7 +103,7 @@ def vcpo_scale(ess: float, *, rule: Rule = "sqrt", base: float = 1.0) -> float:
 class Vcpo(Correction):
     """Multiplies the step's learning rate by `sqrt(ESS / (base n))`, at most 1, with `ESS = (sum
     w)^2 / sum w^2` over the n sequences of the global batch and `w = prod_t p_new/p_inf` (VCPO,
-    arXiv 2602.17616, section 4.1; p_ref in the place of p_new with target=ref).
+    arXiv 2602.17616, section 4.1; p_ref instead of p_new with target=ref).
 
     Weights and mask stay as they are: the expected gradient does not change, and a step of few
     effective samples is short. It can be combined with any correction; the sequences are those that

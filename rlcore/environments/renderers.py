@@ -59,7 +59,7 @@ class PlainRenderer(Renderer):
 
     def open(self, opening: Opening) -> list[int]:
         if opening.tools:
-            raise ValueError("tools need a tokenizer with a chat template, which tells of them")
+            raise ValueError("tools need a tokenizer with a chat template, which describes them")
         text = plain_text(with_system(opening.messages, self._system_prompt))
         return encode_opening(self._tokenizer, text, self._control_tokens)
 

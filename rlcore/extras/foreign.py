@@ -39,8 +39,8 @@ class Left(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """Our keys with their values, the options of groups, and what is left: settings that change
-    nothing that is learned, and those that the user must act on."""
+    """Our keys with their values, the options of groups, and the rest: settings that do not change
+    what is learned, and settings that the user must act on."""
 
     values: dict[str, Any]
     options: dict[str, Any]  # group -> option
@@ -250,7 +250,7 @@ def _entropy(t: _Translator) -> None:
 
 
 def _loss(t: _Translator) -> None:
-    """prime-rl's own loss masks by a difference of probabilities."""
+    """Translate prime-rl's own loss, which masks by a difference of probabilities."""
     if t.source != "prime_rl":
         return
     key = t.name("algorithm.loss")
@@ -330,7 +330,7 @@ def _data(t: _Translator) -> None:
 
 
 def _reward(t: _Translator) -> None:
-    """A function of the user's works as it is: docs/rewards.md."""
+    """A user's function works unchanged: docs/rewards.md."""
     where, name = t.given.get("custom_reward_function.path"), "compute_score"
     if t.source == "verl" and where:
         name = str(t.given.get("custom_reward_function.name", name))
@@ -399,8 +399,9 @@ NAMES: dict[Source, str] = {
 
 
 def import_config(path: str, out: str) -> int:
-    """Write `out`/experiment/<name of the file>.yaml and print, in three classes, what is the same,
-    what is harmless to lose and what the user must act on. Returns 3 if something is, else 0.
+    """Write `out`/experiment/<name of the file>.yaml and print, in three classes, the settings that
+    are translated, those that are harmless to lose and those that the user must act on. Returns 3
+    if there are any of the last class, else 0.
 
     Raises UserError for a file that is of none of the trainers, or an experiment that exists.
     """

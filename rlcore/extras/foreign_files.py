@@ -25,8 +25,8 @@ PACKAGES = {"openrlhf": "openrlhf", "skyrl": "skyrl", "prime_rl": "prime_rl", "v
 
 
 def read(path: str) -> tuple[Source, Given]:
-    """Whose settings a file holds, and the settings by dotted key, under their newest names; those
-    that are null, left out.
+    """The trainer of a file, and its settings by dotted key, under their newest names, without null
+    ones.
 
     Raises UserError for a file that cannot be read, or that is of none of the trainers.
     """

@@ -51,7 +51,7 @@ SCHEDULES = {name: name for name in ("constant", "linear", "cosine")} | {
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """One of our keys and what it is called elsewhere; `|` stands before an older name.
+    """One of our keys and its names elsewhere; `|` stands before an older name.
 
     Example: ForeignKey("rollout.temperature", "actor_rollout_ref.rollout.temperature", "temp")
     """
@@ -69,11 +69,11 @@ class ForeignKey:
     note: str = ""
 
     def of(self, source: Source) -> str:
-        """Its name there, or ""."""
+        """The key's name in a trainer, or ""."""
         return self.names(source)[0]
 
     def names(self, source: Source) -> list[str]:
-        """Its names there, the newest first."""
+        """The key's names in a trainer, the newest first."""
         return str(getattr(self, source)).split("|")
 
 

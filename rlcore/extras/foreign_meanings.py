@@ -1,5 +1,5 @@
-"""Meanings of the other trainers' settings beside the table of keys: switches, defaults, what is
-harmless to lose, and what to do about the rest. No torch."""
+"""Meanings of the other trainers' settings beside the table of keys: switches, defaults, settings
+that are harmless to lose, and advice on the rest. No torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The task `lean`: statements to prove in Lean 4, the source that is checked for an answer, and the
 server that checks it.
 
-The source is built here, never taken over: the statement is the task's own, character for
-character, and only what follows it is the model's. Lean reads a file from the top, so nothing that
-comes after the statement can change what it says; what could change how it is checked (commands,
-options, metaprograms) is refused by `forbidden`.
+The source is built here, never taken from the answer: the statement is the task's own, character
+for character, and only what follows it is the model's. Lean reads a file from the top, so nothing
+that comes after the statement can change what it says; what could change how it is checked
+(commands, options, metaprograms) is refused by `forbidden`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Statement:
 
     @classmethod
     def of(cls, source: str) -> Statement:
-        """From a Lean source that ends with a theorem whose proof is absent: `:=`, `:= by`, or
-        either with sorry. Raises NoStatement."""
+        """The statement of a Lean source that ends with a theorem whose proof is absent: `:=`, `:=
+        by`, or either with sorry. Raises NoStatement."""
         found = list(DECLARED.finditer(source))
         if not found:
             raise NoStatement("declares no theorem")
@@ -74,7 +74,7 @@ class Statement:
 
     @property
     def source(self) -> str:
-        """The whole of it, as `of` reads it."""
+        """The whole source, in the form that `of` reads."""
         return f"{self.before}{self.text} by\n"
 
 
@@ -228,7 +228,8 @@ class LeanReward(RequestReward[LeanSpec]):
     """1 for a proof of exactly the statement in `Asked.reference`, 0 for any other answer.
 
     Parts: `checked` (Lean was asked), `refused` (there is a proof, with a word that no proof
-    needs), `late` (Lean's time ran out). What the server could not judge is a failed score.
+    needs), `late` (Lean's time ran out). A proof that the server could not judge has a failed
+    score.
     """
 
     path = "/verify"

@@ -180,7 +180,7 @@ class Metamath(ProceduralTask):
         return Grade(float(proved), {"correct": float(proved), "whole": float(whole)})
 
     def _checked(self, says: str, answer: str) -> tuple[bool, bool]:
-        """(is it proved, was it worth asking)."""
+        """(whether the theorem is proved, whether the checker was asked)."""
         if not answer or any(letter not in LABELS for letter in answer):
             return False, False
         labels = tuple(LABELS[letter] for letter in answer)
@@ -254,7 +254,7 @@ class MetamathFile(Task):
         }
 
     def _may_use(self, theorem: Assertion, assertion: Assertion) -> bool:
-        """Return whether an assertion stands before the theorem."""
+        """Return whether an assertion precedes the theorem in the database."""
         own = self._database.assertions.get(theorem.label)
         return own is None or assertion.place < own.place
 

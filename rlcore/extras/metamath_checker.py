@@ -55,7 +55,7 @@ class Assertion:
 
     @property
     def symbols(self) -> set[str]:
-        """All that its text and its hypotheses hold."""
+        """All symbols of its statement and hypotheses."""
         return {s for text in (self.text, *(h.text for h in self.hypotheses)) for s in text.split()}
 
 
@@ -115,10 +115,10 @@ class Database:
         return len(variables) + len(assertion.hypotheses)
 
     def needed(self, theorem: Assertion, labels: Iterable[str], proof: str) -> str:
-        """The small database: what the labels of a proof name, and the theorem GOAL with it.
+        """The small database: the statements that the labels of a proof name, and the theorem GOAL.
 
         Variables of the proof that the theorem does not have are disjoint from all others: they are
-        no part of what is proved.
+        no part of the theorem.
         """
         used = [
             self.assertions[label] for label in dict.fromkeys(labels) if label in self.assertions
@@ -180,7 +180,7 @@ MIB = 2**20
 
 
 class CheckerError(RuntimeError):
-    """The checker itself failed: not a verdict on a proof."""
+    """A failure of the checker itself, not a verdict on a proof."""
 
 
 @dataclass(frozen=True, slots=True)

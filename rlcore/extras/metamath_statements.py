@@ -32,7 +32,7 @@ class BadStatement(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A theorem of a file; proof: as it stands there, None without one."""
+    """A theorem of a file; proof: its text there, None without one."""
 
     theorem: Assertion
     proof: str | None = None

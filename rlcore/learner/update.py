@@ -156,7 +156,7 @@ class TaskAdvantages:
         return self._by_rows(batch, torch.zeros_like(sent.rewards), of)
 
     def of_turns(self, batch: StepBatch, reduce: Reduce) -> Tensor:
-        """[B, K] float32: the advantage of each turn, or of each token in the place of a turn, from
+        """[B, K] float32: the advantage of each turn, or of each token instead of a turn, from
         its reward to go."""
         turns, mask = self._turns(batch), batch.sent.mask
         to_go = rewards_to_go(turns.rewards, self._discount)

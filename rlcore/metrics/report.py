@@ -98,7 +98,7 @@ def verdict(run: Run) -> tuple[str, str]:
     if not steps:
         return "unsure", "No learner step is finished yet."
     if warnings is None:
-        return "unsure", f"{steps} steps; nobody judged them."
+        return "unsure", f"{steps} steps, without a verdict on warnings."
     if warnings and warnings[0].startswith(NOT_JUDGED):
         return "unsure", f"{steps} steps, {warnings[0]}"
     if not warnings:

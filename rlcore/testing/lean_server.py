@@ -1,8 +1,7 @@
 """A stand-in for a Lean server: the protocol of kimina-lean-server, and no Lean.
 
-`python -m rlcore.testing.lean_server PORT` serves it. A proof is right to it if its last tactic is
-`norm_num`; to what else a proof may hold it answers as the Lean REPL does (`answer`). It says
-nothing about whether a proof is one.
+`python -m rlcore.testing.lean_server PORT` serves it. It accepts a proof if its last tactic is
+`norm_num`, and answers other contents as the Lean REPL does (`answer`). It checks no proof.
 """
 
 from __future__ import annotations

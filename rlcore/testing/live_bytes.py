@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, notes the storage of every tensor that an operation returns."""
+    """A context that notes the storage of every tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Builders of records: every argument has a harmless default, so that a test names what it is
-about."""
+"""Builders of records: every argument has a harmless default, so that a test names only the values
+that it is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward service on loopback: what graders by HTTP and judges are tested against."""
+"""A reward service on loopback, for tests of graders by HTTP and judges."""
 
 from __future__ import annotations
 

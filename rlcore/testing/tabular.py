@@ -21,7 +21,7 @@ from rlcore.types import TokenScores
 
 
 class TabularPolicy(nn.Module):
-    """Stands for `learner.policy.Policy`: the next token's logits depend on the last token alone.
+    """Replaces `learner.policy.Policy`: the next token's logits depend on the last token alone.
 
     `logits` [S, V] float64: row i follows input token i. Ids of V and above are observations only.
     """
@@ -67,7 +67,7 @@ class TabularPolicy(nn.Module):
 
 
 class StepEngine(TrainEngine):
-    """A training engine for tests of a step: what such a test does not need raises."""
+    """A training engine for tests of a step; methods that such tests do not need raise."""
 
     def as_base(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("as_base")
@@ -128,7 +128,7 @@ class TabularEngine(StepEngine):
 
     @torch.no_grad()
     def move(self, logits: Tensor) -> None:
-        """Other weights in the place of these, as after an optimizer step."""
+        """Replace the weights, as an optimizer step does."""
         self.policy.logits.copy_(logits)
 
     def gradient(self) -> Tensor:

@@ -75,7 +75,7 @@ def test_the_environment_s_cluster_is_joined_unless_one_is_named(monkeypatch):
 
 
 def test_a_heartbeat_of_the_head_that_is_answered_as_it_is_cancelled_ends(monkeypatch):
-    """Else the watch of the roles goes on, and the run that has ended waits for it for ever."""
+    """Else the watch of the roles goes on, and the run that has ended waits for it endlessly."""
     connect = asyncio.open_connection
 
     async def cancelled(server):
@@ -125,7 +125,7 @@ def test_a_signal_inside_ray_s_start_interrupts_the_run(monkeypatch):
 
 @pytest.mark.cluster
 def test_every_engine_has_the_gpu_of_its_rank_also_one_in_the_place_of_another():
-    """Two GPUs that Ray is told of. Fractions alone would put both ranks on one of them."""
+    """Ray is given two GPUs. Fractions alone would put both ranks on one of them."""
 
     class Place:  # workers could not import a module of tests
         def gpus(self):

@@ -85,7 +85,7 @@ def test_tokens_outside_the_safe_set_are_in_no_statistic(order) -> None:
 def test_each_correction_looks_at_the_safe_set_of_the_policy_that_it_compares(
     chosen: dict[str, dict[str, Any]],
 ) -> None:
-    """Another policy's set is of no account."""
+    """Another policy's set does not matter."""
     loss = "reinforce" if chosen.keys() & {"dppo", "rapid"} else "ppo"
     pipeline = pipeline_of({"dvp": {}, **chosen}, loss=loss)
     step = pruned_step()

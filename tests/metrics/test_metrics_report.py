@@ -205,7 +205,7 @@ def test_warnings_of_each_run_stand_above_the_curves(tmp_path):
     assert "<b>ESS" not in text and page.count("<b>ESS</b> of 6 rows") == 1
     assert page.index("Healthy") < page.index("1 warning in 6 steps")
     assert text.index("1 warning in 6 steps") < text.index('id="chart0"')
-    assert "6 steps; nobody judged them" in write_report(runs[0]).read_text()
+    assert "6 steps, without a verdict on warnings" in write_report(runs[0]).read_text()
 
 
 def test_samples_of_several_turns_are_shown_by_turn(tmp_path):

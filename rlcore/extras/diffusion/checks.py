@@ -1,5 +1,5 @@
-"""Rules on masked-diffusion models, by which what is for causal ones alone is refused: pure
-functions of a `RunConfig`."""
+"""Rules on masked-diffusion models, which refuse settings for causal models alone: pure functions
+of a `RunConfig`."""
 
 from __future__ import annotations
 

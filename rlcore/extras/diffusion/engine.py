@@ -201,8 +201,8 @@ class Denoising:
         return self._start + np.flatnonzero(self._hidden[self._start : self._end])
 
     def uniforms(self) -> np.ndarray:
-        """[n] float64 in [0, 1): what this step's candidates are drawn by, one for each of
-        `places`. To be asked for once a step."""
+        """[n] float64 in [0, 1): the uniforms of this step's draws, one for each of `places`. To be
+        called once a step."""
         block = self._rng.random(self._end - self._start)
         return block[self._hidden[self._start : self._end]]
 
@@ -233,13 +233,13 @@ class Denoising:
         return canvas[: ends[0] + 1] if len(ends) else canvas
 
     def estimate(self) -> Estimate:
-        """How the response's log-probs are estimated."""
+        """The estimate of the response's log-probs."""
         request = self.request
         share = self._spec.prompt_masking
         return Estimate.of_request(request.seed, request.prompt_len, request.max_tokens, share)
 
     def estimated_inputs(self) -> np.ndarray:
-        """[P + canvas] what the model reads for that."""
+        """[P + canvas]: the model's inputs for the estimate."""
         prompt = self.ids[: self.request.prompt_len]
         return self.estimate().inputs(prompt, self._mask_id)
 
@@ -269,7 +269,7 @@ class DiffusionCore(DecodeCore):
         self._running: dict[str, Denoising] = {}
 
     def add(self, request: CoreRequest) -> None:
-        """Queue a request. Raises ValueError for what a masked-diffusion model does not do."""
+        """Queue a request. Raises ValueError for one that a masked-diffusion model cannot serve."""
         s = request.sampling
         if len(request.token_ids) != request.prompt_len:
             raise ValueError(
@@ -299,7 +299,7 @@ class DiffusionCore(DecodeCore):
         return ()
 
     def step(self) -> Iterator[Output]:
-        """One denoising step of every running request; those that it finishes."""
+        """One denoising step of every running request; returns the requests that it finishes."""
         yield from self._begin()
         running = list(self._running.values())
         for batch in _batches(running, [len(d.ids) for d in running], self._positions):
@@ -428,4 +428,4 @@ class DiffusionEngine(BookedEngine):
         return self._weights.checksums(names)
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Nothing to free: the model ends with the process."""

@@ -34,8 +34,8 @@ MEASURED = 4  # records of a rank whose estimate is drawn twice: two short passe
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How one response's log-probs are estimated: what a record carries of it, so that every pass
-    over it is the same estimate.
+    """The estimate of one response's log-probs, as a record carries it, so that every pass over the
+    record makes the same estimate.
 
     Example: Estimate(seed=7, prompt_mask=np.array([False, True]), canvas=16)
     """
@@ -46,12 +46,12 @@ class Estimate:
 
     @classmethod
     def drawn(cls, seed: int, prompt: int, canvas: int, share: float) -> Estimate:
-        """Of a prompt of that many tokens, each hidden with probability `share`."""
+        """An estimate for a prompt of `prompt` tokens, each hidden with probability `share`."""
         return cls(seed, np.random.default_rng(seed).random(prompt) < share, canvas)
 
     @classmethod
     def of_request(cls, seed: int, prompt: int, canvas: int, share: float) -> Estimate:
-        """The one that a request's seed stands for."""
+        """The estimate that a request's seed determines."""
         return cls.drawn(derive_seed(seed, "prompt-mask"), prompt, canvas, share)
 
     @classmethod
@@ -98,7 +98,7 @@ class MaskedSequence:
     predicting: np.ndarray  # [S] int64: the positions that are scored, in order
     targets: np.ndarray  # [S]: their tokens
     prompt_len: int
-    sharper: float = 1.0  # as of `TokenSequence`
+    sharper: float = 1.0  # see `TokenSequence`
 
     bidirectional: ClassVar[bool] = True
 
@@ -106,7 +106,7 @@ class MaskedSequence:
     def of_record(
         cls, t: Trajectory, sharper: float, estimate: Estimate, mask_id: int
     ) -> MaskedSequence:
-        """A record as its log-probs are estimated (`Estimate`)."""
+        """The sequence by which a record's log-probs are estimated (`Estimate`)."""
         prompt, targets = t.prompt_ids, t.sampled_ids
         predicting = len(prompt) + np.arange(len(targets))
         return cls(estimate.inputs(prompt, mask_id), predicting, targets, len(prompt), sharper)
@@ -115,7 +115,8 @@ class MaskedSequence:
     def of_answer(
         cls, inputs: np.ndarray, masked: np.ndarray, tokens: np.ndarray, mask_id: int
     ) -> MaskedSequence:
-        """A prompt as it is read, and an answer [n] whose `masked` tokens [n] bool are scored."""
+        """The sequence of a prompt, whose masks are set, and of an answer [n] whose `masked` tokens
+        [n] bool are scored."""
         read = np.concatenate([inputs, np.where(masked, mask_id, tokens)]).astype(np.int64)
         places = np.flatnonzero(masked)
         return cls(read, len(inputs) + places, tokens[places], len(inputs))
@@ -175,7 +176,7 @@ def masked_answer(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tokens [n], masked [n] bool) of an answer as it is trained on: filled up to the canvas with
     the end of sequence, and with a number of masks that is uniform on 1..n (LLaDA's masked
-    cross-entropy, arXiv 2502.09992 eq. 5, with a count in the place of a ratio)."""
+    cross-entropy, arXiv 2502.09992 eq. 5, with a count instead of a ratio)."""
     tokens = np.full(max(canvas, len(answer) + 1), end, np.int64)
     tokens[: len(answer)] = answer
     masked = np.zeros(len(tokens), bool)
@@ -184,8 +185,8 @@ def masked_answer(
 
 
 class MaskedAnswers:
-    """Makes worked answers what a masked-diffusion model learns from in its warm-up: on a whole
-    canvas, partly hidden."""
+    """Makes worked answers into examples of a masked-diffusion model's warm-up: on a whole canvas,
+    partly hidden."""
 
     def __init__(self, config: RunConfig, model_path: str, end: int) -> None:
         """`end`: the end of sequence."""

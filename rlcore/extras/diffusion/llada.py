@@ -87,7 +87,7 @@ class LladaBlock(GradientCheckpointingLayer):
 
 
 def _turned(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions, in float32 as LLaDA has them (rope_full_precision)."""
+    """Apply rotary positions, in float32 like LLaDA (rope_full_precision)."""
     cos, sin = turns
     whole = x.float()
     a, b = whole.chunk(2, dim=-1)
