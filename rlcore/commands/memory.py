@@ -126,7 +126,13 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
     lines = [f"{role}: {in_words(parts)}" for role, _, parts in _on_gpus(config, sizes)]
     if config.schedule.colocated and config.learner.num_gpus:
         lines.append(f"learner rank while engines sample: {in_words(_waiting(config, sizes))}")
-    host = learner_host(
+    if not config.learner.num_gpus:
+        lines.append(f"learner rank: {in_words(_rank(config, sizes))}")
+    return [*lines, f"learner rank's host: {in_words(_host(config, sizes))}"]
+
+
+def _host(config: RunConfig, sizes: ModelSizes) -> Parts:
+    return learner_host(
         sizes,
         config.learner,
         bucket_bytes=config.cluster.bucket_mib << 20,
@@ -134,17 +140,17 @@ def memory_lines(config: RunConfig, tokenizer: Any) -> list[str]:
         trained=_trained(config),
         kept_width=BYTES[wire_dtype(config)] if config.cluster.full_weights_every > 1 else 0,
     )
-    if not config.learner.num_gpus:
-        lines.append(f"learner rank: {in_words(_rank(config, sizes))}")
-    return [*lines, f"learner rank's host: {in_words(host)}"]
 
 
 def check_memory(config: RunConfig, tokenizer: Any) -> None:
-    """Raise UserError for a role that needs more than the GPUs of `cluster.launch` have.
-    `tokenizer`: read where the model is fresh."""
+    """Raise UserError for a role that needs more than the GPUs of `cluster.launch` have, or than
+    the learner's own nodes. `tokenizer`: read where the model is fresh."""
     room = config.cluster.launch.gpu_memory_gib
     sizes = _sizes(config, tokenizer)
-    if room is None or sizes is None:
+    if sizes is None:
+        return
+    _check_nodes(config, sizes)
+    if room is None:
         return
     for role, share, parts in _on_gpus(config, sizes):
         own = share * room
@@ -163,6 +169,23 @@ def check_memory(config: RunConfig, tokenizer: Any) -> None:
 
     if config.schedule.colocated and config.learner.num_gpus:
         _check_turns(config, sizes, room)
+
+
+def _check_nodes(config: RunConfig, sizes: ModelSizes) -> None:
+    """Check that the learner's ranks fit on nodes of their own, whose memory Kubernetes limits."""
+    launch, learner = config.cluster.launch, config.learner
+    if launch.kind != "kubernetes" or not launch.learner_nodes:
+        return
+    if launch.memory_gib_per_node is None:
+        return  # the launcher says that it is missing
+    node, ranks = launch.node(of_learner=True), -(-learner.ranks // launch.learner_nodes)
+    parts = _host(config, sizes) | ({} if learner.num_gpus else _rank(config, sizes))
+    refuse(
+        ranks * total(parts) > node.memory_gib * GIB,
+        f"cluster.launch.learner_memory_gib_per_node={node.memory_gib} is less than what {ranks} "
+        f"learner ranks need on a node, {in_words(parts)} each: raise it or "
+        "cluster.launch.learner_nodes.",
+    )
 
 
 def _check_turns(config: RunConfig, sizes: ModelSizes, room: float) -> None:

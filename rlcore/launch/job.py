@@ -18,7 +18,13 @@ import yaml
 
 from rlcore.errors import StageError, UserError
 from rlcore.files import shipped
-from rlcore.launch.specs import ACTOR_RESOURCE, LEARNER_RESOURCE, RESOURCE_AMOUNT, LaunchSpec
+from rlcore.launch.specs import (
+    ACTOR_RESOURCE,
+    LEARNER_RESOURCE,
+    RESOURCE_AMOUNT,
+    LaunchSpec,
+    NodeSize,
+)
 from rlcore.spec import refuse
 
 TEMPLATES = shipped("launchers")
@@ -123,17 +129,12 @@ def _container_words(spec: LaunchSpec) -> tuple[str, str]:
     return f"{step} {words}", words
 
 
-# Of the head's pod, which holds the controller, the buffer and the graders.
-HEAD_CPUS = 4
-HEAD_MEMORY_GIB = 16
-
-
 def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> Rendered:
     """`kubectl apply` and its manifest, from launchers/rayjob.yaml.
 
     Raises UserError for a setting that is missing or does not fit.
     """
-    memory = _check(spec, run_dir)
+    _check(spec, run_dir)
     manifest = yaml.safe_load((TEMPLATES / "rayjob.yaml").read_text())
     manifest["metadata"] |= {"name": job_name(run_dir), "namespace": spec.namespace}
     manifest["metadata"]["labels"] |= spec.labels
@@ -142,8 +143,10 @@ def render_kubernetes(spec: LaunchSpec, words: Sequence[str], run_dir: str) -> R
     job["backoffLimit"] = spec.retries
     cluster = job["rayClusterSpec"]
     cluster["rayVersion"] = version("ray")
-    cluster["headGroupSpec"]["template"] = _pod(spec, HEAD_CPUS, HEAD_MEMORY_GIB, gpus=0)
-    cluster["workerGroupSpecs"] = [_workers(spec, memory, *group) for group in _groups(spec)]
+    cluster["headGroupSpec"]["template"] = _pod(
+        spec, NodeSize(spec.head_cpus, spec.head_memory_gib, gpus=0)
+    )
+    cluster["workerGroupSpecs"] = [_workers(spec, *group) for group in _groups(spec)]
     # Below the working directory, not in run_dir: that is on the volume, which this machine may not
     # see.
     path = f"launch/{job_name(run_dir)}.yaml"
@@ -159,8 +162,8 @@ def job_name(run_dir: str) -> str:
     return f"rlcore-{name or 'run'}"[:47].rstrip("-")
 
 
-def _check(spec: LaunchSpec, run_dir: str) -> int:
-    """Refuse missing or unsuitable settings. Returns the memory of a node in GiB."""
+def _check(spec: LaunchSpec, run_dir: str) -> None:
+    """Refuse missing or unsuitable settings."""
     needed = {key: getattr(spec, key) for key in ("image", "claim", "memory_gib_per_node")}
     for key, value in needed.items():
         if value is None:
@@ -172,7 +175,6 @@ def _check(spec: LaunchSpec, run_dir: str) -> int:
         f"run_dir={run_dir} lies outside cluster.launch.mount={spec.mount}, where the volume is: "
         f"it would be lost with its pod; choose a run_dir under {spec.mount}.",
     )
-    return int(needed["memory_gib_per_node"])
 
 
 def _groups(spec: LaunchSpec) -> list[tuple[str, int, str | None]]:
@@ -185,9 +187,7 @@ def _groups(spec: LaunchSpec) -> list[tuple[str, int, str | None]]:
     ]
 
 
-def _workers(
-    spec: LaunchSpec, memory_gib: int, name: str, replicas: int, resource: str | None
-) -> dict[str, Any]:
+def _workers(spec: LaunchSpec, name: str, replicas: int, resource: str | None) -> dict[str, Any]:
     params = {"disable-usage-stats": "true"}
     if resource is not None:
         # KubeRay puts the value into a shell command: JSON, quoted twice.
@@ -198,15 +198,15 @@ def _workers(
         "minReplicas": replicas,
         "maxReplicas": replicas,
         "rayStartParams": params,
-        "template": _pod(spec, spec.cpus_per_node, memory_gib, spec.gpus_per_node),
+        "template": _pod(spec, spec.node(of_learner=resource == LEARNER_RESOURCE)),
     }
 
 
-def _pod(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:
+def _pod(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:
     # Ray's object store lives in shared memory, of which a container has 64 MiB by default.
-    shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, memory_gib // 3)}Gi"}
+    shared_memory = {"medium": "Memory", "sizeLimit": f"{max(1, node.memory_gib // 3)}Gi"}
     pod: dict[str, Any] = {
-        "containers": [_container(spec, cpus, memory_gib, gpus)],
+        "containers": [_container(spec, node)],
         "nodeSelector": dict(spec.node_selector),
         "terminationGracePeriodSeconds": spec.grace_s,
         "volumes": [
@@ -223,10 +223,10 @@ def _pod(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, A
     return {"spec": pod}
 
 
-def _container(spec: LaunchSpec, cpus: int, memory_gib: int, gpus: int) -> dict[str, Any]:
-    amounts: dict[str, Any] = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
-    if gpus:
-        amounts["nvidia.com/gpu"] = gpus
+def _container(spec: LaunchSpec, node: NodeSize) -> dict[str, Any]:
+    amounts: dict[str, Any] = {"cpu": str(node.cpus), "memory": f"{node.memory_gib}Gi"}
+    if node.gpus:
+        amounts["nvidia.com/gpu"] = node.gpus
     container: dict[str, Any] = {
         "name": "rlcore",
         "image": spec.image,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -16,9 +16,19 @@ LEARNER_RESOURCE = "rlcore_learner"
 ACTOR_RESOURCE = "rlcore_actor"
 RESOURCE_AMOUNT = 1000
 
+# what nodes of the learner's own may have other amounts of
+LEARNER_NODE = ("learner_cpus_per_node", "learner_gpus_per_node", "learner_memory_gib_per_node")
 TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 MOUNT = re.compile(r"/[^:,]*:/[^:,]*(:ro)?")
 SECRET_NAME = re.compile(r"(?:^|_)(?:API)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_|$)", re.IGNORECASE)
+
+
+class NodeSize(NamedTuple):
+    """Amounts of one machine. Example: NodeSize(64, 512, 8)"""
+
+    cpus: int
+    memory_gib: int
+    gpus: int
 
 
 class LaunchSpec(Spec):
@@ -40,9 +50,15 @@ class LaunchSpec(Spec):
             (
                 *("image", "namespace", "claim", "mount", "secret", "node_selector"),
                 *("fs_group", "tolerations", "image_pull_secrets", "labels"),
+                *("head_cpus", "head_memory_gib", *LEARNER_NODE),
             ),
             lambda spec: spec.kind != "kubernetes",
             "kind is not kubernetes",
+        ),
+        Unread(
+            LEARNER_NODE,
+            lambda spec: not spec.learner_nodes,
+            "learner_nodes=0 gives the learner no nodes of its own",
         ),
         Unread(
             ("container_mounts",),
@@ -67,6 +83,17 @@ class LaunchSpec(Spec):
         None, "required by kubernetes; null: slurm's default", unit="GiB", gt=0
     )
     learner_nodes: int = setting(0, "nodes for the learner alone; 0: roles go anywhere", ge=0)
+    learner_cpus_per_node: int | None = setting(
+        None, "kubernetes: CPUs of each of learner_nodes; null: as other nodes", gt=0
+    )
+    learner_gpus_per_node: int | None = setting(
+        None, "kubernetes: GPUs of each of learner_nodes; null: as other nodes", ge=0
+    )
+    learner_memory_gib_per_node: int | None = setting(
+        None, "kubernetes: of each of learner_nodes; null: as other nodes", unit="GiB", gt=0
+    )
+    head_cpus: int = setting(4, "kubernetes: of the pod of controller, buffer and graders", gt=0)
+    head_memory_gib: int = setting(16, "kubernetes: of that pod", unit="GiB", gt=0)
     env: dict[str, str] = setting(
         default_factory=dict, meaning="environment of every node; no secrets"
     )
@@ -130,6 +157,19 @@ class LaunchSpec(Spec):
             bool(unknown),
             f"{key}.tolerations.{min(unknown, default='')} is no field of a toleration: choose "
             f"among {', '.join(TOLERATION)}.",
+        )
+
+    def node(self, *, of_learner: bool) -> NodeSize:
+        """Amounts of each node of a worker group on Kubernetes. The memory must be set."""
+        assert self.memory_gib_per_node is not None
+        common = NodeSize(self.cpus_per_node, self.memory_gib_per_node, self.gpus_per_node)
+        if not (of_learner and self.learner_nodes):
+            return common
+        cpus, gpus, memory_gib = (getattr(self, name) for name in LEARNER_NODE)
+        return NodeSize(
+            common.cpus if cpus is None else cpus,
+            common.memory_gib if memory_gib is None else memory_gib,
+            common.gpus if gpus is None else gpus,
         )
 
     @model_validator(mode="before")

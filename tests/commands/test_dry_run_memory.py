@@ -182,3 +182,16 @@ def test_a_critic_with_a_model_of_its_own_is_counted(tmp_path, capsys, no_cluste
     assert "gpu_memory_gib=79" in said and "critic " in said and "raise learner.ranks" in said
     assert main([*ppo, "critic=model", "critic.lora={}"]) == 0, capsys.readouterr().err
     assert "critic " in capsys.readouterr().out
+
+
+def test_the_learners_own_nodes_hold_what_its_ranks_keep_on_the_host(tmp_path, capsys, no_cluster):
+    hollow_folder(tmp_path / "m", "Qwen3Config", QWEN3_32B)
+    launch = ("cluster.launch.kind=kubernetes", "cluster.launch.nodes=3")
+    nodes = ("cluster.launch.learner_nodes=1", "cluster.launch.memory_gib_per_node=64")
+    run = words(tmp_path, "dense_32b_16gpus", *launch, *nodes)
+    assert main(run) == 2
+    said = capsys.readouterr().err
+    assert "learner_memory_gib_per_node=64 is less than what 12 learner ranks need" in said, said
+    assert "checkpoint 30.5" in said
+    larger = "cluster.launch.learner_memory_gib_per_node=900"
+    assert main([*run, larger]) == 0, capsys.readouterr().err

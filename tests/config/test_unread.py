@@ -41,6 +41,7 @@ SHARED = {  # of slurm and kubernetes
     "retries": "1",
 }
 SLURM_IMAGE = "cluster.launch.kind=slurm cluster.launch.container_image=i"
+OWN_NODES = "cluster.launch.kind=kubernetes cluster.launch.learner_nodes=1"
 LAUNCH = {
     "slurm": {
         "start_timeout_s": "9",
@@ -61,6 +62,8 @@ LAUNCH = {
         "tolerations": "[{key:a}]",
         "image_pull_secrets": "[a]",
         "labels": "{a:b}",
+        "head_cpus": "9",
+        "head_memory_gib": "9",
     },
 }
 # Settings whose meaning names a condition, and which are refused without it or read anyway.
@@ -159,6 +162,13 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
             ("container_mounts", "['/a:/b']"),
             ("container_runtime", "apptainer"),
         )
+    },
+    **{
+        f"cluster.launch.learner_{name}_per_node": [
+            ("9", f"cluster.launch.kind={kind} cluster.launch.learner_nodes={nodes}", OWN_NODES)
+            for kind, nodes in (("slurm", 1), ("kubernetes", 0))
+        ]
+        for name in ("cpus", "gpus", "memory_gib")
     },
     "logging.project": [("mine", "logging.wandb=disabled", "logging.wandb=offline")],
     "logging.prometheus_host": [("0.0.0.0", "", "logging.prometheus_port=9090")],

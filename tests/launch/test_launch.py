@@ -136,6 +136,19 @@ def test_the_ray_job_holds_the_command_the_roles_and_the_volume():
     assert "nvidia.com/gpu" not in head["resources"]["limits"]
 
 
+def test_the_head_and_the_learner_have_amounts_of_their_own():
+    own = {"learner_memory_gib_per_node": 512, "learner_cpus_per_node": 64, "head_cpus": 6}
+    spec = KUBERNETES.model_copy(update=own | {"learner_gpus_per_node": 0, "head_memory_gib": 24})
+    cluster = manifest(spec)["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    found = [group["template"]["spec"]["containers"][0]["resources"]["limits"] for group in groups]
+    assert found == [
+        {"cpu": "6", "memory": "24Gi"},
+        {"cpu": "64", "memory": "512Gi"},
+        {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 8},
+    ]
+
+
 SCHEMA = yaml.safe_load((Path(__file__).parent / "rayjob_schema.yaml").read_text())
 PLAIN = {"kind": "kubernetes", "memory_gib_per_node": 8, "image": "i", "claim": "c"}
 
