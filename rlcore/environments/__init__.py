@@ -18,6 +18,7 @@ from rlcore.registry import load_object, missing_methods, resolve, signature_of
 ENVIRONMENTS: dict[str, str] = {
     "alphabet_sort": "rlcore.environments.games:AlphabetSortGame",
     "attempts": "rlcore.environments.attempts:Attempts",
+    "calculator": "rlcore.environments.python_tool:Calculator",
     "endpoint": "rlcore.environments.endpoint:Endpoint",
     "higher_lower": "rlcore.environments.games:HigherLower",
     "openenv": "rlcore.environments.openenv:OpenEnv",

@@ -7,16 +7,9 @@ record stay those that were sampled from.
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import json
-import secrets
-import select
-import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rlcore.environments.protocol import Action, Message
@@ -32,11 +25,38 @@ ONLY: dict[str, list[Any]] = {
     "tool_choice": ["auto", "none"],
     "parallel_tool_calls": [True],
     "logprobs": [False],
+    "top_logprobs": [0],
+    "response_format": [{"type": "text"}],
+    "functions": [[]],
+    "modalities": [["text"]],
+    "service_tier": ["auto", "default", "standard_only"],
+    "ignore_eos": [False],
+    "min_tokens": [0],
+    "skip_special_tokens": [True],
+    "use_beam_search": [False],
+}
+# Of these, what a request says may be overridden, too: `sampling="override"`.
+SAMPLED: dict[str, list[Any]] = {
     "frequency_penalty": [0],
     "presence_penalty": [0],
-    "response_format": [{"type": "text"}],
+    "repetition_penalty": [1],
+    "length_penalty": [1],
+    "logit_bias": [{}],
+    "top_k": [-1, 0],
+    "min_p": [0],
+    "seed": [],
 }
+CONSTRAINED = {"tool_choice", "response_format"}  # what would constrain the tokens
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+# Fields of messages that would change what the model reads, and that templates have no place for.
+NO_PLACE = {
+    "name": "write it into the content",
+    "function_call": "use tool_calls and messages of role tool",
+    "audio": "rlcore trains on text alone",
+    "refusal": "write it into the content",
+}
 
 
 class Refused(Exception):
@@ -57,13 +77,15 @@ class Refused(Exception):
 class Sampling:
     """How the run samples, which a request may repeat but not change.
 
-    Example: Sampling(False, 1.0, 1.0, [])
+    Example: Sampling(False, 1.0, 1.0, [], 4096)
     """
 
     evaluates: bool  # by settings of its own, that a program cannot know
     temperature: float
     top_p: float
     stop: Sequence[str]
+    max_len: int  # tokens of a conversation
+    overrides: bool = False  # the run's sampling holds whatever a request says
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +95,26 @@ class ChatRequest:
     messages: list[Message]
     tools: list[Any]
     max_tokens: int | None
-    stream: bool
-    usage: bool  # whether a stream ends with the usage
+    overridden: bool  # it asked for other sampling than the run's
 
 
-def read_request(body: bytes, sampling: Sampling) -> ChatRequest:
-    """Raises Refused."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"The body is not JSON: {error}.") from error
-    if not isinstance(asked, dict):
-        raise Refused("The body is not a JSON object.")
+def read_request(asked: Mapping[str, Any], sampling: Sampling) -> ChatRequest:
+    """A request for a chat completion. Raises Refused."""
     asked = {field: value for field, value in asked.items() if value is not None}
     _check_fields(asked)
-    _check_sampling(asked, sampling)
+    other = _other_sampling(asked, sampling)
+    if other and not sampling.overrides:
+        raise Refused(other)
     messages = _list(asked, "messages")
     if not messages:
         raise Refused("messages is empty.")
     tools = _list(asked, "tools") if asked.get("tool_choice") != "none" else []
-    options = asked.get("stream_options", {})
     names: dict[str, str] = {}  # of the functions that were called, by id of the call
     return ChatRequest(
         [cleaned(message, names) for message in messages],
         tools,
         _max_tokens(asked),
-        bool(asked.get("stream", False)),
-        isinstance(options, dict) and bool(options.get("include_usage")),
+        bool(other),
     )
 
 
@@ -108,27 +123,38 @@ def _check_fields(asked: Mapping[str, Any]) -> None:
         if field in ONLY and value not in ONLY[field]:
             choices = ", ".join(json.dumps(v) for v in ONLY[field])
             shown = json.dumps(value)
-            raise Refused(f"{field}={shown:.80} is not supported: choose {choices}.")
-        if field not in {*ONLY, *UNREAD, *READ, "temperature", "top_p", "stop"}:
+            why = " (it would constrain the tokens)" if field in CONSTRAINED else ""
+            raise Refused(f"{field}={shown:.80} is not supported{why}: choose {choices}.")
+        if field not in {*ONLY, *SAMPLED, *UNREAD, *READ, "temperature", "top_p", "stop"}:
             raise Refused(f"{field} is not supported: leave it out.")
 
 
-def _check_sampling(asked: Mapping[str, Any], sampling: Sampling) -> None:
+OVERRIDE = "environment.args.sampling=override samples as the run does, whatever a request says"
+
+
+def _other_sampling(asked: Mapping[str, Any], sampling: Sampling) -> str:
+    """Return a sentence on the first field that asks for other sampling than the run's; "": there
+    is none."""
+    for field, neutral in SAMPLED.items():
+        if field in asked and asked[field] not in neutral:
+            shown = json.dumps(asked[field])
+            return f"{field}={shown:.80} is not what the run samples by: leave it out; {OVERRIDE}."
     if sampling.evaluates:
-        return
+        return ""
     for field, own in (("temperature", sampling.temperature), ("top_p", sampling.top_p)):
         if field in asked and asked[field] != own:
-            raise Refused(
+            return (
                 f"{field}={asked[field]} is not what the run samples at: leave it out, or set "
-                f"rollout.{field}, which is {own:g}."
+                f"rollout.{field}, which is {own:g}; {OVERRIDE}."
             )
     stop = asked.get("stop", [])
     for string in stop if isinstance(stop, list) else [stop]:
         if string not in sampling.stop:
-            raise Refused(
+            return (
                 f"stop={json.dumps(string)} is not one of the run's rollout.stop="
-                f"{json.dumps(list(sampling.stop))}: leave it out, or add it there."
+                f"{json.dumps(list(sampling.stop))}: leave it out, or add it there; {OVERRIDE}."
             )
+    return ""
 
 
 def _max_tokens(asked: Mapping[str, Any]) -> int | None:
@@ -150,18 +176,24 @@ def cleaned(message: Mapping[str, Any], names: dict[str, str]) -> Message:
     """A message as a chat template reads it: text alone, with tool calls as the model writes them.
 
     Clients send an answer back with fields that it had not, so nothing else is kept. `names`
-    collects the names of called functions, and gives an answer of a tool its name. Raises Refused.
+    collects the names of called functions, and gives an answer of a tool its name. Raises Refused,
+    also for what would change the conversation and has no place in it.
     """
     role = message.get("role")
     if role not in ROLES:
         raise Refused(f"role={role!r} is not one of {', '.join(ROLES)}.")
+    for field, advice in NO_PLACE.items():
+        if message.get(field) and (field, role) != ("name", "tool"):
+            raise Refused(f"{field} of a message of role {role} is not supported: {advice}.")
     text = _text(message.get("content"))
     if role == "tool":
         name = names.get(str(message.get("tool_call_id")), message.get("name"))
         return {"role": role, "content": text, **({"name": name} if name else {})}
     calls = _list(message, "tool_calls") if message.get("tool_calls") else []
     written = [_call(call, names) for call in calls]
-    return {"role": role, "content": "\n".join([*([text] if text else []), *written])}
+    thought = message.get("reasoning_content") if role == "assistant" else None
+    kept = {"reasoning_content": str(thought)} if thought else {}
+    return {"role": role, "content": "\n".join([*([text] if text else []), *written]), **kept}
 
 
 def _text(content: Any) -> str:
@@ -236,128 +268,3 @@ def chunks(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]
     if usage:
         events.append({**head, "choices": [], "usage": completion["usage"]})
     return events
-
-
-MAX_BODY = 16 << 20  # bytes
-STREAMED = "text/event-stream"
-# Given a body and whether its client still waits: (the completion, whether to stream it and its
-# usage). Called from many threads at once; raises Refused.
-Complete = Callable[[bytes, Callable[[], bool]], tuple[dict[str, Any], bool, bool]]
-
-
-# The endpoint of one session: chat completions over HTTP on loopback, behind a bearer token.
-#
-# It lives in the process of its episode and ends with it, so reads and answers have no deadline of
-# their own: the environment's deadlines end the process.
-
-
-class SessionServer(ThreadingHTTPServer):
-    """Serves from its construction until `close`."""
-
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, complete: Complete) -> None:
-        super().__init__(("127.0.0.1", 0), _EndpointHandler)
-        self.complete = complete
-        self.api_key = f"rlcore-{secrets.token_urlsafe(24)}"
-        self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
-        threading.Thread(target=self.serve_forever, name="endpoint", daemon=True).start()
-
-    def close(self) -> None:
-        """Accept no further connections."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
-        self.shutdown()
-        self.server_close()
-
-
-class _EndpointHandler(BaseHTTPRequestHandler):
-    server: SessionServer
-    protocol_version = "HTTP/1.1"  # clients keep their connection
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what the environment's process prints is read by nobody."""
-
-    def do_GET(self) -> None:
-        self._guarded(self._models)
-
-    def do_POST(self) -> None:
-        self._guarded(self._completion)
-
-    def _guarded(self, serve: Callable[[], None]) -> None:
-        try:
-            serve()
-        except Refused as refused:
-            with contextlib.suppress(OSError):
-                self._send(refused.body(), refused.status)
-        except OSError:  # the client has left
-            self.close_connection = True
-        except Exception as error:  # of any kind: a request is answered, whatever it holds
-            unread = Refused(f"The request cannot be read: {type(error).__name__}: {error}.")
-            with contextlib.suppress(OSError):
-                self._send(unread.body(), unread.status)
-
-    def _models(self) -> None:
-        self._authorise()
-        if self.path != "/v1/models":
-            raise self._unknown()
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rlcore"}
-        self._send({"object": "list", "data": [model]})
-
-    def _completion(self) -> None:
-        # what is left of a body that was not read must not be taken for the next request
-        self.close_connection = True
-        self._authorise()
-        if self.path != "/v1/chat/completions":
-            raise self._unknown()
-        body = self._body()
-        self.close_connection = False
-        completion, stream, usage = self.server.complete(body, self._waits)
-        if stream:
-            lines = [*map(json.dumps, chunks(completion, usage=usage)), "[DONE]"]
-            self._reply("".join(f"data: {line}\n\n" for line in lines).encode(), STREAMED, 200)
-        else:
-            self._send(completion)
-
-    def _authorise(self) -> None:
-        given = self.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self.server.api_key}".encode()):
-            raise Refused("The API key is not this session's.", 401, "invalid_api_key")
-
-    def _unknown(self) -> Refused:
-        served = "POST /v1/chat/completions and GET /v1/models"
-        return Refused(f"{self.command} {self.path} is not served, only {served}.", 404)
-
-    def _body(self) -> bytes:
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
-            raise Refused("The request has no Content-Length.", 411)
-        if int(length) > MAX_BODY:
-            raise Refused(f"The body is larger than {MAX_BODY >> 20} MiB.", 413)
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
-            raise ConnectionError("the client has left")
-        return body
-
-    def _waits(self) -> bool:
-        """Return whether the client still keeps its connection open."""
-        poll = select.poll()  # `select` takes no descriptor above 1023
-        try:
-            poll.register(self.connection, select.POLLIN)
-            return not poll.poll(0) or bool(self.connection.recv(1, socket.MSG_PEEK))
-        except (OSError, ValueError):  # ValueError: it is closed
-            return False
-
-    def _send(self, answer: dict[str, Any], status: int = 200) -> None:
-        self._reply(json.dumps(answer).encode(), "application/json", status)
-
-    def _reply(self, data: bytes, kind: str, status: int) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(data)

@@ -52,6 +52,7 @@ class Conversation:
     """One of an episode's conversations with the model; most episodes have one."""
 
     renderer: Renderer
+    number: int = 0  # its number in the episode
     part: int = 0  # of the episode, that its next turn belongs to
     ids: list[int] = field(default_factory=list)  # of this part so far, the next turn's prompt
 
@@ -63,11 +64,15 @@ class EpisodeState:
     request: Request
     draw_id: str
     number: int  # unique within the actor's process
-    conversations: list[Conversation]
-    now: Conversation = field(init=False)  # the one of the last turn, or of the next
+    now: Conversation  # the one of the last turn, or of the next
+    conversations: dict[int, Conversation] = field(default_factory=dict)  # by their numbers
     link: Link | None = None
     # turns of every part, each a record of one turn after all that came before
     turns: list[list[Trajectory]] = field(default_factory=lambda: [[]])
+    asked: int = 0  # turns that the engine was asked for
+    # conversations whose next turn is being sampled, by its request's purpose; only a program has
+    # several at once
+    sampling: dict[str, Conversation] = field(default_factory=dict)
     max_tokens: int | None = None  # of the next turn, where its environment allows fewer
     hosts_program: bool = False  # as its environment says (`protocol.Environment`)
     step_parts: dict[str, float] = field(default_factory=dict)  # sums over the steps
@@ -81,7 +86,7 @@ class EpisodeState:
     out_of_room: bool = False  # model.max_len has ended it
 
     def __post_init__(self) -> None:
-        self.now = self.conversations[0]
+        self.conversations[self.now.number] = self.now
 
     @property
     def count(self) -> int:
@@ -94,21 +99,22 @@ class EpisodeState:
         return sum(len(turn.sampled_ids) for turns in self.turns for turn in turns)
 
     @property
-    def purpose_of_turns(self) -> str:
-        """Under which the engine knows its turns: one that comes late is never taken for a turn of
-        another drawing of the same sample."""
-        return f"{self.request.purpose}{TURN}{self.number}"
-
-    @property
-    def turn_id(self) -> str:
-        """The request id of its turns."""
-        return request_id(self.purpose_of_turns, self.request.group_id, self.request.sample_index)
+    def turn_ids(self) -> dict[str, str]:
+        """The request ids of the turns that are being sampled, by their purposes."""
+        key = self.request.group_id, self.request.sample_index
+        return {purpose: request_id(purpose, *key) for purpose in self.sampling}
 
     def next_request(self) -> Request:
-        """Of the next turn. The first has the sample's own seed, as a request of one turn has."""
+        """Of the next turn of `now`. The first has the sample's own seed, as a request of one turn
+        has. A turn that comes late is never taken for one of another drawing of the same sample,
+        nor of another conversation: `purpose` tells them apart."""
         seed = self.request.seed
-        if self.count:
-            seed = derive_seed(seed, "turn", self.count)
+        if self.asked:
+            seed = derive_seed(seed, "turn", self.asked)
+        self.asked += 1
+        beside = f".{self.now.number}" if self.now.number else ""
+        purpose = f"{self.request.purpose}{TURN}{self.number}{beside}"
+        self.sampling[purpose] = self.now
         sampling = self.request.sampling
         if self.max_tokens is not None:
             most = min(self.max_tokens, sampling.max_new_tokens)
@@ -118,7 +124,7 @@ class EpisodeState:
             prompt_ids=np.array(self.now.ids, np.int32),
             sampling=sampling,
             seed=seed,
-            purpose=self.purpose_of_turns,
+            purpose=purpose,
         )
 
     def add(self, turn: Trajectory) -> list[int]:
@@ -141,10 +147,21 @@ class EpisodeState:
         self.turns.append([])
         self.now.ids = ids
 
-    def begin_conversation(self, renderer: Renderer) -> None:
+    def begin_conversation(self, renderer: Renderer, number: int) -> None:
         """The next part is the first of a further conversation."""
-        self.now = Conversation(renderer)
-        self.conversations.append(self.now)
+        self.now = self.conversations[number] = Conversation(renderer, number)
+
+    def forget(self, conversations: Sequence[int]) -> None:
+        """Take the last turns of these conversations off: nobody has read them.
+
+        Raises ValueError if no turn is left.
+        """
+        for number in conversations:
+            turns = self.turns[self.conversations[number].part]
+            if turns:
+                turns.pop()
+        if conversations and not self.count:
+            raise ValueError("no answer of the model was read: its client had left each time")
 
     def graded(self, grade: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the score that an environment's grade gives: reward, parts, rewards

@@ -68,14 +68,15 @@ class Play:
         for request_id in ids:
             episode = self.open.pop(request_id, None)
             if episode is not None:
-                self._abort_turn(episode)
+                self._abort_turns(episode)
                 self._release(episode, reuse=False)
 
     def sampled(self, turn: Trajectory) -> None:
         """A turn that the engine has sampled."""
         name = turn.purpose
-        episode = next((e for e in self.open.values() if e.purpose_of_turns == name), None)
-        if episode is not None and not episode.waits_for:
+        episode = next((e for e in self.open.values() if name in e.sampling), None)
+        if episode is not None:
+            episode.now = episode.sampling.pop(name)
             self.counters["turns"] += 1
             self._guarded(episode, lambda e: self._act(e, turn))
 
@@ -89,12 +90,14 @@ class Play:
         readable, when a call passes its deadline, or after `limit_s`."""
         now = time.monotonic()
         calls = {e.link.fileno(): e for e in self.open.values() if e.waits_for and e.link}
-        first = min([e.deadline for e in calls.values()], default=np.inf)
+        first = min([e.deadline for e in calls.values() if not e.sampling], default=np.inf)
         poll = select.poll()
         for fd in (*calls, *(() if other is None else (other,))):
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(1000 * max(0.0, min(limit_s, first - now))):
             if fd in calls:
+                self._guarded(calls[fd], self._receive)
+            while fd in calls and (link := calls[fd].link) is not None and link.has_more:
                 self._guarded(calls[fd], self._receive)
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class Play:
         if request.request_id in self.open:  # it is asked for again while it is still played
             self.drop({request.request_id})
         number, first = next(self._count), Conversation(self._renderer())
-        episode = EpisodeState(request, f"{self._names}{number}", number, [first])
+        episode = EpisodeState(request, f"{self._names}{number}", number, first)
         episode.ends_at = time.monotonic() + self._job.environment.episode_timeout_s
         self.open[request.request_id] = episode
         self.counters["episodes"] += 1
@@ -126,6 +129,7 @@ class Play:
             "temperature": r.sampling.temperature,
             "top_p": r.sampling.top_p,
             "stop": list(r.sampling.stop),
+            "max_len": self._job.max_len,
         }
         self._call(episode, "reset", prompt_id=r.prompt_id, seed=seed, sampling=sampling)
 
@@ -149,7 +153,7 @@ class Play:
     def _call(self, episode: EpisodeState, name: str, **arguments: Any) -> None:
         assert episode.link is not None
         episode.link.call(name, **arguments)
-        episode.waits_for = name
+        episode.waits_for = "step" if name in ("listen", "refuse") else name
         episode.begun = time.monotonic()
         limit = episode.begun + self._job.environment.step_timeout_s
         episode.deadline = min(limit, episode.ends_at)
@@ -171,19 +175,74 @@ class Play:
         answer = episode.link.receive()
         if answer is None:
             return
-        episode.environment_s += time.monotonic() - episode.begun
-        call, episode.waits_for = episode.waits_for, ""
+        now = time.monotonic()
+        episode.environment_s += now - episode.begun
+        episode.begun = now
+        call = answer["call"]
+        episode.waits_for = episode.waits_for if episode.link.owes else ""
         if "error" in answer:
             self._fail(episode, "error", str(answer["error"]))
         elif call == "reset":
-            episode.hosts_program = answer["hosts_program"]
-            episode.max_tokens = answer["max_tokens"]
-            episode.now.ids = self._opening(episode, answer)
-            self._sample(episode)
-        elif call == "step":
-            self._answer(episode, answer)
-        else:
+            self._begun(episode, answer)
+        elif call == "grade":
+            episode.forget(answer["unread"])
             self._finish(episode, "ok", **episode.graded(answer))
+        elif episode.hosts_program:
+            self._serve(episode, answer)
+        else:
+            self._answer(episode, answer)
+
+    def _begun(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
+        episode.hosts_program = answer["hosts_program"]
+        if episode.hosts_program:
+            self._serve(episode, answer)
+            return
+        episode.max_tokens = answer["max_tokens"]
+        episode.now.ids = self._opening(episode, answer)
+        self._sample(episode)
+
+    def _serve(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
+        """The calls that a program has made: each is a turn, beside those that are sampled."""
+        assert episode.link is not None
+        if answer["over"]:
+            self._abort_turns(episode)
+            if episode.waits_for != "grade":
+                self._call(episode, "grade")
+            return
+        for call in answer["calls"]:
+            episode.max_tokens = call["max_tokens"]
+            self._turn_of_program(episode, call)
+        if not episode.link.owes:  # it listens for further calls while turns are sampled
+            self._call(episode, "listen")
+
+    def _turn_of_program(self, episode: EpisodeState, call: dict[str, Any]) -> None:
+        """Have the engine answer a call of a program, or refuse it where a limit is reached; the
+        others go on."""
+        number, ids, kept = call["conversation"], None, False
+        limit = TURNS if episode.asked >= self._job.environment.max_turns else ""
+        if limit:
+            pass
+        elif call["opening"] is not None:
+            renderer = self._renderer()
+            ids = renderer.open(Opening(call["opening"]["messages"], call["opening"]["tools"]))
+            if number:
+                episode.begin_conversation(renderer, number)
+            else:
+                episode.now.renderer = renderer
+        else:
+            episode.now = episode.conversations[number]
+            ids, kept = self._extended(episode, call["messages"])
+        if ids is not None and len(ids) >= self._job.max_len:
+            limit, episode.out_of_room = LENGTH, True
+        if limit or ids is None:
+            self._call(episode, "refuse", conversation=number, limit=limit)
+            return
+        if kept or (not number and not episode.turns[0]):
+            episode.now.ids = ids
+        else:
+            episode.begin_part(ids)
+        episode.out_of_room = False
+        self._sample(episode)
 
     def _opening(self, episode: EpisodeState, answer: dict[str, Any]) -> list[int]:
         ids = episode.now.renderer.open(Opening(answer["messages"], answer["tools"]))
@@ -206,7 +265,7 @@ class Play:
         episode.stepped.append(episode.count - 1)
         said = {"text": action.text, "tool_calls": calls, "finish_reason": turn.finish_reason}
         tokens = [len(turn.prompt_ids), len(turn.sampled_ids)]
-        self._call(episode, "step", **said, tokens=tokens)
+        self._call(episode, "step", **said, tokens=tokens, conversation=episode.now.number)
 
     def _answer(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
         for name, value in answer["parts"].items():
@@ -234,7 +293,7 @@ class Play:
             episode.out_of_room = True
             self._call(episode, "grade", limit=LENGTH)
             return
-        episode.begin_conversation(renderer)
+        episode.begin_conversation(renderer, len(episode.conversations))
         episode.begin_part(ids)
         self._sample(episode)
 
@@ -243,23 +302,29 @@ class Play:
         if episode.count >= self._job.environment.max_turns:
             self._call(episode, "grade", limit=TURNS)
             return
-        now = episode.now
-        before = now.ids
-        ids = now.renderer.extend(before, self._shortened(messages))
-        kept = ids is not None
-        if ids is None:
-            ids = now.renderer.reopen()
-        elif ids[: len(before)] != before:
-            raise ValueError("the renderer has changed the tokens of an earlier turn")
+        ids, kept = self._extended(episode, messages)
         if len(ids) >= self._job.max_len:
             episode.out_of_room = True
             self._call(episode, "grade", limit=LENGTH)
             return
         if kept:
-            now.ids = ids
+            episode.now.ids = ids
         else:
             episode.begin_part(ids)
         self._sample(episode)
+
+    def _extended(
+        self, episode: EpisodeState, messages: list[dict[str, Any]]
+    ) -> tuple[list[int], bool]:
+        """(the next turn's prompt, whether it keeps the tokens so far)."""
+        now = episode.now
+        before = now.ids
+        ids = now.renderer.extend(before, self._shortened(messages))
+        if ids is None:
+            return now.renderer.reopen(), False
+        if ids[: len(before)] != before:
+            raise ValueError("the renderer has changed the tokens of an earlier turn")
+        return ids, True
 
     def _shortened(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages with at most `max_observation_tokens` tokens of text together."""
@@ -289,20 +354,21 @@ class Play:
         now, spec = time.monotonic(), self._job.environment
         for episode in list(self.open.values()):
             if now > episode.ends_at:
-                self._abort_turn(episode)
+                self._abort_turns(episode)
                 what = f"environment.episode_timeout_s={spec.episode_timeout_s:g}"
                 self._fail(episode, "timeout", f"the episode passed {what}")
-            elif episode.waits_for and now > episode.deadline:
+            elif episode.waits_for and not episode.sampling and now > episode.deadline:
                 what = f"environment.step_timeout_s={spec.step_timeout_s:g}"
                 self._fail(episode, "timeout", f"{episode.waits_for} passed {what}")
 
-    def _abort_turn(self, episode: EpisodeState) -> None:
-        name = episode.turn_id
-        self.to_sample = [r for r in self.to_sample if r.request_id != name]
-        if not episode.waits_for:
-            self.to_abort.append(name)
+    def _abort_turns(self, episode: EpisodeState) -> None:
+        names = set(episode.turn_ids.values())
+        self.to_sample = [r for r in self.to_sample if r.request_id not in names]
+        self.to_abort += sorted(names)
+        episode.sampling.clear()
 
     def _fail(self, episode: EpisodeState, status: ScoreStatus, error: str) -> None:
+        self._abort_turns(episode)
         self.counters["failed_episodes"] += 1
         self._finish(episode, status, error=error)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from typing import Any
 
 from rlcore.environments.server import MAX_DATAGRAM
@@ -35,7 +36,8 @@ class Link:
         self._server = server
         self._rest = b""
         self._pid = 0
-        self._calls = 0  # the number of the last one
+        self._asked: deque[str] = deque()  # names of the calls without an answer
+        self._answered = 0  # calls
         self.episodes = 0  # that it has served
         with theirs:
             server.fork(theirs)
@@ -47,23 +49,23 @@ class Link:
     def call(self, name: str, **arguments: Any) -> None:
         """Send a call. Raises EnvironmentDied."""
         try:
-            self._calls += 1
-            call = {"call": name, "id": self._calls, **arguments}
+            self._asked.append(name)
+            call = {"call": name, "id": self._answered + len(self._asked), **arguments}
             self.socket.sendall(json.dumps(call).encode() + b"\n")
         except OSError as error:
             raise EnvironmentDied("the environment's process died") from error
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the answer to the last call, once there is something to read; None if it is not
-        yet whole.
+        """Return the answer to the first call that has none, with the call's name as `call`, once
+        there is something to read; None if it is not yet whole.
 
         Raises EnvironmentDied.
         """
         try:
-            data = self.socket.recv(1 << 20)
+            data = b"" if self.has_more else self.socket.recv(1 << 20)
         except OSError as error:
             raise EnvironmentDied("the environment's process died") from error
-        if not data:
+        if not data and not self.has_more:
             raise EnvironmentDied("the environment's process died")
         self._rest += data
         if len(self._rest) > MAX_LINE:
@@ -72,9 +74,22 @@ class Link:
         if message is not None and not self._pid:  # what a process says first
             self._pid = int(message["pid"])
             message = self._next()
-        if message is not None and message.get("id") != self._calls:
+        if message is None:
+            return None
+        self._answered += 1
+        if message.get("id") != self._answered or not self._asked:
             raise EnvironmentDied("the environment's process answered what it was not asked")
-        return message
+        return {**message, "call": self._asked.popleft()}
+
+    @property
+    def owes(self) -> int:
+        """Calls without an answer."""
+        return len(self._asked)
+
+    @property
+    def has_more(self) -> bool:
+        """True if a further answer has been read already."""
+        return b"\n" in self._rest
 
     def _next(self) -> dict[str, Any] | None:
         line, found, rest = self._rest.partition(b"\n")

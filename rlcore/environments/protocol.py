@@ -77,9 +77,10 @@ class Environment(ABC):
     """Built as Class(**environment.args). An instance that raises, passes its deadline or ends its
     process gives a failed score."""
 
-    # Whether it runs a program of a user's that calls the model (`environments/endpoint`). It then
-    # has `told` and `limited` too, is given turns that cannot be read, as text, and what is left
-    # of the program ends with its process, which plays no other episode.
+    # Whether it runs a program of a user's that calls the model, several times at once if it likes
+    # (`environments/endpoint`). It then has the methods of `Endpoint` in place of `step`, is given
+    # turns that cannot be read, as text, and what is left of the program ends with its process,
+    # which plays no other episode.
     hosts_program: ClassVar[bool] = False
     # Whether `grade` asks the grader of the run's task, which is then given texts alone: a task
     # whose grader asks for tokens is refused.

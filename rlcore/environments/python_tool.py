@@ -1,6 +1,9 @@
-"""A task's problem with a Python tool: programs run in the sandbox of the code graders."""
+"""A task's problem with a tool: Python programs in the sandbox of the graders, or a calculator."""
 
 from __future__ import annotations
+
+import random
+import re
 
 from rlcore.environments.protocol import (
     Action,
@@ -112,3 +115,72 @@ class PythonTool(Environment):
         if self._sandbox is not None:
             self._sandbox.close()
             self._sandbox = None
+
+
+FORMULA = re.compile(r"(-?[0-9]{1,15})([-+*])(-?[0-9]{1,15})")
+UNREADABLE = "="  # what a fresh model is told of a formula that cannot be read
+
+
+def calculate(expression: str) -> str:
+    """Compute a sum, a difference or a product of two whole numbers, such as 17*25."""
+    found = FORMULA.fullmatch(expression.replace(" ", ""))
+    if found is None:
+        raise ValueError(f"{expression[:40]!r} is not two whole numbers with + - or * between them")
+    a, op, b = int(found[1]), found[2], int(found[3])
+    return str(a + b if op == "+" else a - b if op == "-" else a * b)
+
+
+class Calculator(Environment):
+    """Any task whose answers may be computed, with the tool `calculate`; the first turn that does
+    not call it is the answer, which the task grades.
+
+    `plain`: for fresh models, which have no form of tool calls. A turn that begins with `=` is then
+    the call, as in a spreadsheet: `12*34=` may be answered by `=12*34`, and this by `408=`. Of the
+    worked episodes the share `taught` calls the tool; the others answer at once.
+    """
+
+    asks_task = True
+
+    def __init__(self, task: Task, *, plain: bool = False, taught: float = 1.0) -> None:
+        if not 0 <= taught <= 1:
+            raise ValueError("taught must be a share from 0 to 1")
+        self._task = task
+        self._plain = plain
+        self._taught = taught
+
+    def reset(self, item: Item, seed: int) -> Opening:
+        self._item = item
+        self._answer = ""
+        self._calls = self._failed = 0
+        self._shows = random.Random(seed).random() < self._taught
+        return Opening(item.opening(), [] if self._plain else [tool_schema(calculate)])
+
+    def step(self, action: Action) -> Reply:
+        if self._plain and action.text.startswith("="):
+            return Reply([{"role": "user", "content": self._computed(action.text[1:])}])
+        if action.tool_calls:
+            self._calls += len(action.tool_calls)
+            return Reply(answer_calls({"calculate": calculate}, action.tool_calls))
+        self._answer = action.text
+        return Reply(over=True)
+
+    def _computed(self, formula: str) -> str:
+        self._calls += 1
+        try:
+            return f"{calculate(formula)}="
+        except ValueError:
+            self._failed += 1
+            return UNREADABLE
+
+    def grade(self) -> Grade:
+        verdict = grade_text(self._task, self._item, self._answer)
+        counts = {"calls": float(self._calls)}
+        if self._plain:
+            counts["failed_calls"] = float(self._failed)
+        return Grade(verdict.reward, {**verdict.parts, **counts})
+
+    def worked(self) -> str | None:
+        answer = self._task.worked_answer(self._item)
+        if self._plain and self._shows and not self._calls:
+            return f"={self._item.question.removesuffix('=')}"
+        return answer

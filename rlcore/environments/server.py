@@ -17,9 +17,11 @@ import select
 import signal
 import socket
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rlcore.environments import environment_maker
 from rlcore.environments.protocol import Action, Environment, Opening, Reply, ToolCall
@@ -36,6 +38,9 @@ from rlcore.tasks.grading_worker import (
     end,
     end_descendants,
 )
+
+if TYPE_CHECKING:
+    from rlcore.environments.endpoint import Endpoint, ProgramCalls
 
 MAX_ERROR = 300  # characters
 MAX_TEXT = 1 << 16  # characters of a message that leave the process; tokens are counted later
@@ -143,11 +148,12 @@ class ForkServer:
         environment: Environment | None = None
         own = os.getpid()
         link.sendall(_line({"pid": os.getpid()}))
-        for line in link.makefile("rb"):
-            call = json.loads(line)
+        calls = AskedCalls(link)
+        while (call := calls.next()) is not None:
             try:
                 if environment is None or call["call"] == "reset":
                     environment = self._make()
+                    calls.overlap(environment)
                 answer = _line({**self._answer(environment, call), "id": call["id"]})
             except BaseException as error:  # sys.exit() in an environment is a failed score too
                 text = " ".join(str(error).split())
@@ -163,21 +169,80 @@ class ForkServer:
         if call["call"] == "reset":
             _, split, index = parse_prompt_id(call["prompt_id"])
             hosts = getattr(environment, "hosts_program", False)
+            item = self._task.item(split, index)
             if hosts:
-                environment.told(call["sampling"])  # type: ignore[attr-defined]
-            opening = environment.reset(self._task.item(split, index), call["seed"])
-            limit = {"max_tokens": opening.max_tokens, "hosts_program": hosts}
+                program = cast("Endpoint", environment)
+                program.told(call["sampling"])
+                return {**_calls(program.reset(item, call["seed"])), "hosts_program": True}
+            opening = environment.reset(item, call["seed"])
+            limit = {"max_tokens": opening.max_tokens, "hosts_program": False}
             return {**_opening(opening), **limit}
         if call["call"] == "step":
             calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
             told = {"finish_reason": call["finish_reason"], "tokens": tuple(call["tokens"])}
-            return _reply(environment.step(Action(call["text"], calls, **told)))
-        if "limit" in call and hasattr(environment, "limited"):
-            environment.limited(call["limit"])
+            action = Action(call["text"], calls, **told)
+            if getattr(environment, "hosts_program", False):
+                return _calls(cast("Endpoint", environment).step(action, call["conversation"]))
+            return _reply(environment.step(action))
+        if call["call"] == "refuse":
+            refused = cast("Endpoint", environment).limited(call["conversation"], call["limit"])
+            return _calls(refused)
+        if call["call"] == "listen":
+            return _calls(cast("Endpoint", environment).listen())
         grade = as_grade(environment.grade(), by_turn=True)
+        unread = getattr(environment, "unread", ())
         if hasattr(environment, "close"):
             environment.close()
-        return asdict(grade)
+        return {**asdict(grade), "unread": list(unread)}
+
+
+class AskedCalls:
+    """The calls that a child is asked for, in order."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._lines = link.makefile("rb")
+        self._waiting: deque[dict[str, Any]] = deque()  # read ahead, while one is being answered
+        self._arrived = threading.Condition()
+        self._ahead = False
+
+    def overlap(self, environment: Environment) -> None:
+        """From now on tell an environment that hosts a program of calls that arrive while it still
+        answers one."""
+        if not getattr(environment, "hosts_program", False):
+            return
+        program = cast("Endpoint", environment)
+        program.listens(lambda: bool(self._waiting))
+        if not self._ahead:
+            self._ahead = True
+            reader = threading.Thread(
+                target=self._read, args=(program.interrupt,), name="calls", daemon=True
+            )
+            reader.start()
+
+    def _read(self, interrupt: Callable[[], None]) -> None:
+        for line in self._lines:
+            with self._arrived:
+                self._waiting.append(json.loads(line))
+                self._arrived.notify()
+            interrupt()
+        os._exit(0)  # nobody waits for an answer any more
+
+    def next(self) -> dict[str, Any] | None:
+        """The next call; None: there is none to come."""
+        if not self._ahead:
+            line = self._lines.readline()
+            return json.loads(line) if line else None
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._waiting)
+            return self._waiting.popleft()
+
+
+def _calls(made: ProgramCalls) -> dict[str, Any]:
+    calls = []
+    for reply in made.calls:
+        asked = _reply(reply)
+        calls.append({n: asked[n] for n in ("messages", "opening", "conversation", "max_tokens")})
+    return {"calls": calls, "over": made.over}
 
 
 def _opening(opening: Opening) -> dict[str, Any]:

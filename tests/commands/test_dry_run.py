@@ -260,7 +260,8 @@ def test_the_held_out_prompts_that_an_evaluation_uses_are_counted(tmp_path, caps
 # With a model of their own; `test_config_compose.py` has the settings of all.
 FRESH = (
     "agent_quickstart diffusion diffusion_sudoku distill_sparse draft_cotrain draft_frozen "
-    "dvp_mis_veto large_batch_jackpot mixed_fleet quickstart rapid sparse_training_free"
+    "dvp_mis_veto large_batch_jackpot mixed_fleet quickstart rapid sparse_training_free "
+    "tools_quickstart"
 )
 
 

@@ -115,6 +115,41 @@ async def at_once(base_url, api_key):
     return 1.0
 
 
+def one_beside(base_url, api_key):
+    """A long conversation while another call is still sampled."""
+    beside = threading.Thread(target=post, args=(base_url, api_key, {"messages": [user("9")]}))
+    beside.start()
+    messages = [user("1")]
+    for _ in range(3):
+        status, answer = post(base_url, api_key, {"messages": messages})
+        assert status == 200, answer
+        messages += [answer["choices"][0]["message"], user("6")]
+    beside.join()
+    return 1.0
+
+
+def unread(base_url, api_key):
+    """A call whose client leaves while its turn is sampled."""
+    port, asked = port_and_request(base_url, api_key, "9")
+    with socket.create_connection(("127.0.0.1", int(port))) as client:
+        client.sendall(asked.encode())
+        post(base_url, api_key, {"messages": [user("1")]})
+    post(base_url, api_key, {"messages": [user("2")]})
+    return 1.0
+
+
+def too_long(base_url, api_key):
+    """A call without room, alone and as a continuation, between others."""
+    messages = [user("1")]
+    messages.append(post(base_url, api_key, {"messages": messages})[1]["choices"][0]["message"])
+    found = []
+    for longer in ([user("1" * 100)], [*messages, user("2" * 100)], [*messages, user("3")]):
+        status, answer = post(base_url, api_key, {"messages": longer})
+        found.append((status, answer.get("error", {}).get("code")))
+    assert found == [(400, "context_length_exceeded")] * 2 + [(200, None)], found
+    return 1.0
+
+
 def nothing(base_url, api_key, item):
     """The task grades the last answer."""
     post(base_url, api_key, {"messages": [user(item.question)]})

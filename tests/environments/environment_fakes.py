@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import time
-from collections import deque
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -141,6 +140,11 @@ def ask(count, *, group=0, purpose="train", **sampling):
     ]
 
 
+def _episode(request):
+    """Its name, which the turns of all conversations share."""
+    return request.purpose.partition(".")[0], request.group_id, request.sample_index
+
+
 class ScriptedSampler:
     """Answers every turn with the next of these token lists, then again from the first."""
 
@@ -153,7 +157,7 @@ class ScriptedSampler:
 
     def run(self, timeout_s=60.0):
         """Play until no episode is left; those played, by sample."""
-        end, answers = time.monotonic() + deadline(timeout_s), deque()
+        end, waiting = time.monotonic() + deadline(timeout_s), []
         while self.play.busy:
             assert time.monotonic() < end, "the episodes did not end"
             self.play.begin_waiting()
@@ -163,15 +167,21 @@ class ScriptedSampler:
             self.play.to_abort = []
             asked, self.play.to_sample = self.play.to_sample, []
             self.asked += asked
-            answers.extend(asked)
-            while answers:
-                self.play.sampled(self.turn(answers.popleft()))
+            waiting += asked
+            answered = self.ready(waiting)
+            waiting = [r for r in waiting if not any(r is a for a in answered)]
+            for request in answered:
+                self.play.sampled(self.turn(request))
         done, self.play.done = self.play.done, []
         return sorted(done, key=lambda p: (p.score.group_id, p.score.sample_index))
 
+    def ready(self, waiting):
+        """Which of the turns that wait are answered now."""
+        return list(waiting)
+
     def turn(self, request):
         """What an engine makes of a request."""
-        count = sum(r.request_id == request.request_id for r in self.asked)
+        count = sum(_episode(r) == _episode(request) for r in self.asked)
         drawn = self.turns[(count - 1) % len(self.turns)]
         return make_trajectory(
             request.group_id,

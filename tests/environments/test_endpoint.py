@@ -22,10 +22,10 @@ from rlcore.environments import environment_maker
 from rlcore.environments.endpoint_http import (
     ROLES,
     Sampling,
-    SessionServer,
     answered,
     read_request,
 )
+from rlcore.environments.endpoint_server import Answered, SessionServer
 from rlcore.environments.play import Play
 from rlcore.environments.protocol import Action
 from rlcore.environments.renderers import check_template
@@ -70,8 +70,9 @@ def play():
     def run(program, *, count=1, turns=TURNS, **settings):
         tokenizer = settings.pop("tokenizer", None) or chars()
         asked = settings.pop("asked", None) or ask(count)
+        sampler = settings.pop("sampler", ScriptedSampler)
         plays.append(Play(endpoint_job(program, **settings), tokenizer, ("bf16-0", "bf16")))
-        sampler = ScriptedSampler(plays[-1], [list(t) for t in turns])
+        sampler = sampler(plays[-1], [list(t) for t in turns])
         plays[-1].add(asked)
         return sampler.run(), sampler
 
@@ -109,6 +110,55 @@ def test_conversations_at_once_are_parts_of_one_episode(play):
     assert texts == [f"+{i}-4<eos>+6-4<eos>" for i in "123"]
     assert [(r.part, r.parts) for r in played.parts] == [(0, 3), (1, 3), (2, 3)]
     assert {r.draw_id for r in played.parts} == {played.score.draw_id}
+
+
+class SlowFor9(ScriptedSampler):
+    """Answers the question 9 after `others` further calls."""
+
+    others = 3
+
+    def ready(self, waiting):
+        if len(self.asked) > self.others:
+            return waiting
+        return [r for r in waiting if chars().decode(r.prompt_ids) != "+9-"]
+
+
+class SlowUntilLast(SlowFor9):
+    others = 2
+
+
+@pytest.mark.processes
+def test_a_conversation_goes_on_while_another_call_is_sampled(play):
+    (played,), sampler = play("one_beside", turns=[(*ids("4"), EOS)], sampler=SlowFor9)
+    assert played.score.status == "ok", played.score.error
+    texts = sorted(chars().decode(r.token_ids) for r in played.parts)
+    assert texts == ["+1-4<eos>+6-4<eos>+6-4<eos>", "+9-4<eos>"]
+    assert len({r.seed for r in sampler.asked}) == 4
+
+
+@pytest.mark.processes
+def test_an_answer_that_nobody_read_is_counted_and_not_in_the_record(play):
+    (played,), sampler = play("unread", turns=[(*ids("4"), EOS)], sampler=SlowUntilLast)
+    assert played.score.status == "ok", played.score.error
+    assert sorted(chars().decode(r.token_ids) for r in played.parts) == ["+1-4<eos>", "+2-4<eos>"]
+    assert played.score.parts["unread_answers"] == 1 and played.score.parts["turns"] == 2
+    assert len(sampler.asked) == 3
+
+
+@pytest.mark.processes
+def test_a_call_without_room_is_refused_alone(play):
+    (played,), _ = play("too_long", max_len=60)
+    assert played.score.status == "ok", played.score.error
+    assert played.answer.finish_reason == "stop"
+    assert played.score.parts["turns"] == 2 and played.score.parts["refused_calls"] == 2
+
+
+def test_the_models_state_their_length(session):
+    link = http.client.HTTPConnection("127.0.0.1", session.server_port, timeout=deadline(60))
+    with contextlib.closing(link):
+        link.request("GET", "/v1/models", headers={"Authorization": f"Bearer {session.api_key}"})
+        with link.getresponse() as reply:
+            assert json.loads(reply.read())["data"][0]["max_model_len"] == SAMPLING.max_len
 
 
 @pytest.mark.processes
@@ -271,7 +321,7 @@ def test_a_tokenizer_without_a_template_is_refused_in_a_sentence():
     check_template(EnvironmentSpec(name="task"), build_char_tokenizer("01"), TemplateSpec())
 
 
-SAMPLING = Sampling(evaluates=False, temperature=1.0, top_p=1.0, stop=["x"])
+SAMPLING = Sampling(evaluates=False, temperature=1.0, top_p=1.0, stop=["x"], max_len=512)
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
@@ -306,12 +356,12 @@ BODIES = st.one_of(
 
 @pytest.fixture(scope="module")
 def session():
-    def complete(body, waits):
-        request = read_request(body, SAMPLING)
+    def complete(asked, waits):
+        read_request(asked, SAMPLING)
         action = Action("3", (), finish_reason="stop", tokens=(1, 1))
-        return answered(action, 0), request.stream, request.usage
+        return Answered(answered(action, 0), lambda read: None)
 
-    server = SessionServer(complete)
+    server = SessionServer(complete, SAMPLING.max_len)
     yield server
     server.close()
 

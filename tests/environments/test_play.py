@@ -352,7 +352,7 @@ class OddServer:
         pass
 
 
-GRADE = {"reward": 1.0, "parts": {}, "turn_rewards": [], "token_rewards": []}
+GRADE = {"reward": 1.0, "parts": {}, "turn_rewards": [], "token_rewards": [], "unread": []}
 ANSWERS = {
     "reset": {
         "messages": [{"role": "user", "content": "12="}],
