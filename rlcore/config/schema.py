@@ -78,9 +78,11 @@ class CorrectionList(Spec):
         "are equal",
     )
     shadow: tuple[CorrectionList, ...] = setting(
-        (), "further lists, whose weights are measured and take no part: [[tis],[jackpot]]"
+        (), "further lists, whose weights are measured and not applied: [[tis],[jackpot]]"
     )
-    shadow_every: int = setting(10, "from one batch measured so to the next", unit="steps", ge=1)
+    shadow_every: int = setting(
+        10, "batches from one measurement of these lists to the next", unit="steps", ge=1
+    )
     unread: ClassVar[tuple[Unread, ...]] = (
         Unread(("shadow_every",), lambda c: not c.shadow, "correction.shadow is empty"),
     )
@@ -266,7 +268,7 @@ class RunConfig(Spec):
         min_length=1,
         meaning="folder of this run: configuration, metrics, checkpoints, samples, report",
     )
-    seed: int = setting(0, "of everything random")
+    seed: int = setting(0, "of all random numbers")
     resume: Literal["never", "auto"] = setting(
         "never", "auto: continue from the newest valid checkpoint in run_dir"
     )

@@ -40,7 +40,7 @@ class EnvironmentSpec(Spec):
     max_turns: int = setting(8, "turns of the model, after which the episode is graded", gt=0)
     max_observation_tokens: int = setting(
         1024,
-        "what follows a turn is cut to so many, and the model is so informed",
+        "longest messages after a turn; more is cut, and a note in them says so",
         unit="tokens",
         gt=0,
     )
@@ -53,7 +53,7 @@ class EnvironmentSpec(Spec):
     concurrency: int = setting(
         64, "episodes that one actor plays at once, each in a process of its own", gt=0
     )
-    memory_mib: int = setting(4096, "address space of each of these", unit="MiB", ge=256)
+    memory_mib: int = setting(4096, "address space of an environment's process", unit="MiB", ge=256)
 
     @property
     def played(self) -> bool:

@@ -233,7 +233,7 @@ class EvaluationSpec(Spec):
         "drafts",
     )
     actors: tuple[str, ...] = setting(
-        (), "labels of actors on which the policy is evaluated besides, as eval/TASK@LABEL"
+        (), "labels of actors that are evaluated, too, as eval/TASK@LABEL"
     )
     tasks: dict[str, EvaluatedTaskSpec] = setting(
         default_factory=dict, meaning="further held-out tasks, by label"

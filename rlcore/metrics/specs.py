@@ -14,7 +14,7 @@ class WarningsSpec(Spec):
     Bounds from below are off at 0, bounds from above at 1.
     """
 
-    window: int = setting(20, "steps that a warning looks at", unit="steps", gt=0)
+    window: int = setting(20, "steps that a warning is judged by", unit="steps", gt=0)
     ess: float = setting(0.5, "warn of a mean mismatch/ess below", ge=0, le=1)
     acceptance: float = setting(0.8, "warn of a mean mismatch/acceptance below", ge=0, le=1)
     clip_share: float = setting(
@@ -94,7 +94,7 @@ class LoggingSpec(Spec):
         "(rlcore.metrics.sinks.Sink)",
     )
     samples_per_step: int = setting(
-        4, "groups of each step of which samples/ has one sample, of the first one all", ge=0
+        4, "groups of each step in samples/: one sample of each, of the first one all", ge=0
     )
     report: bool = setting(True, "write report.html at the end")
     warnings: WarningsSpec = WarningsSpec()

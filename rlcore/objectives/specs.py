@@ -121,7 +121,7 @@ class ObjectiveSpec(Spec):
         0.0, "DAPO's soft overlong penalty: over this share of max_new_tokens; 0: off", ge=0, lt=1
     )
     overlong_filter: bool = setting(
-        False, "DAPO's overlong filtering: what the length limit cut off stays out of the loss"
+        False, "DAPO's overlong filtering: responses cut off at the limit leave the loss"
     )
     overlong_penalty: float = setting(1.0, "its largest value", ge=0)
 

@@ -41,8 +41,8 @@ class RolloutSpec(Spec):
     )
     request_timeout_s: float = setting(
         600.0,
-        "what decoding 1024 tokens may take, and more in proportion: then another actor goes on "
-        "with the request; a sample that vanished is reissued after as long",
+        "deadline of decoding 1024 tokens, more in proportion: after it another actor continues "
+        "the request; a sample that vanished is requested again after the same time",
         unit="s",
         gt=0,
     )

@@ -66,7 +66,9 @@ class GradingSpec(Spec):
 
     grade_timeout_s: float = setting(10.0, "deadline of one grading", unit="s", gt=0)
     grader_processes: int = setting(1, "processes that grade", gt=0)
-    grader_memory_mib: int = setting(4096, "address space of each of them", unit="MiB", ge=256)
+    grader_memory_mib: int = setting(
+        4096, "address space of each grading process", unit="MiB", ge=256
+    )
 
 
 class DifficultySpec(Spec):
