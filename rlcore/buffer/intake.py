@@ -8,6 +8,7 @@ drawing counts, the others are dropped. A drawing that comes too late is counted
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,6 +178,8 @@ class Intake:
         self.unreadable = 0  # records that do not say whose they are
         # (group id, prompt id, pass rate) of groups that arrived, until they are asked for
         self.outcomes: list[tuple[int, str, float]] = []
+        self.alike = 0  # samples from the run's first on that failed for one reason
+        self._reason = ""  # this one, without its numbers
         self.failed_score = ""  # prompt id and reason of the newest sample that was not scored
 
     def add_records(self, records: Sequence[bytes]) -> None:
@@ -291,6 +294,9 @@ class Intake:
         self._live.ledger.score_timeouts += status == "timeout"
         if not sample.usable:
             reason = sample.score.error or status
+            said = re.sub(r"\d+", "0", reason)
+            if self.alike == self.totals.samples - 1 and self._reason in ("", said):
+                self.alike, self._reason = self.alike + 1, said
             self.failed_score = f"{prompt_id}: {reason}"[:REASON_CHARS]
 
     def take_outcomes(self) -> list[tuple[str, float]]:

@@ -297,18 +297,20 @@ def waiting_for(buffer: ReplayBuffer, step: int) -> str:
             f"; the oldest in flight is group {group_id} ({prompt_id}), with {len(missing)} of "
             f"{buffer.live.samples(buffer.live.entries[group_id])} samples missing"
         )
-    failed, sentence = failed_scores(buffer)
+    failed, _, sentence = failed_scores(buffer)
     return f"{line}; {sentence}" if failed else line
 
 
-def failed_scores(buffer: ReplayBuffer) -> tuple[int, str]:
-    """Samples that could not be scored so far, and a clause that says so with the last reason."""
+def failed_scores(buffer: ReplayBuffer) -> tuple[int, int, str]:
+    """Samples that could not be scored so far; how many these are if no sample ever was and all
+    failed for one reason, else 0; and a clause that says so with the last reason."""
     errors, timeouts = buffer.ledger.score_errors, buffer.ledger.score_timeouts
     sentence = (
         f"{errors + timeouts} of {buffer.intake.totals.samples} samples so far could not be scored "
         f"({errors} errors, {timeouts} timeouts), the last: {buffer.intake.failed_score}"
     )
-    return errors + timeouts, sentence
+    alike = buffer.intake.alike if buffer.intake.alike == buffer.intake.totals.samples else 0
+    return errors + timeouts, alike, sentence
 
 
 # (group id, sample index, draw id) -> the records of that drawing, if they are written somewhere

@@ -213,8 +213,9 @@ def _check_environment(config: RunConfig, label: str, task: Task, tokenizer: Any
         f"{config.environment_key(label)}=none for answers of one turn.",
     )
     try:
-        environment_maker(environment, task)
-        check_template(environment, tokenizer, config.model)
+        made = environment_maker(environment, task)()
+        tools = bool(getattr(made, "offers_tools", False))
+        check_template(environment, tokenizer, config.model, tools=tools)
     except UserError as error:
         # An environment knows the section `environment` alone, not that of a label.
         key = config.environment_key(label)

@@ -70,7 +70,13 @@ def absolute(config: RunConfig) -> RunConfig:
     names = {key: _code(getattr(algorithm, key)) for key in ("advantage", "loss")}
     update: dict[str, Any] = {
         "run_dir": os.path.abspath(config.run_dir),
-        "model": model.model_copy(update={"path": _model(model.path), "warmup": warmup}),
+        "model": model.model_copy(
+            update={
+                "path": _model(model.path),
+                "warmup": warmup,
+                "chat_template": _template(model.chat_template),
+            }
+        ),
         "actor": {label: _actor(actor) for label, actor in config.actor.items()},
         "correction": _corrections(config.correction),
         "algorithm": algorithm.model_copy(update=names),
@@ -153,6 +159,10 @@ def _model(path: str | None) -> str | None:
         return _path(path)
     snapshot = hub_folders("models", path)[1]
     return str(snapshot) if snapshot.is_dir() else _path(path)
+
+
+def _template(name: str) -> str:
+    return name if name in ("auto", "off") else os.path.abspath(name)
 
 
 def _data(path: str) -> str:

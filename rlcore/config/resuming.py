@@ -35,6 +35,8 @@ FIXED = {
     "model.warmup.lr_warmup_steps": _MODEL,
     "model.warmup.lr_schedule": _MODEL,
     "model.chat_template": _ASKED,
+    "model.chat_template_args": _ASKED,
+    "model.tool_parser": _ASKED,
     "model.system_prompt": _ASKED,
     "model.control_tokens": _ASKED,
     "task.name": _PROBLEMS,

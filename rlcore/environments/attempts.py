@@ -25,7 +25,7 @@ class OneTurn(Environment):
         return Opening(item.opening())
 
     def step(self, action: Action) -> Reply:
-        self._response = action.text
+        self._response = action.whole or action.text  # as a task without turns is given it
         return Reply(over=True)
 
     def grade(self) -> Grade:
@@ -73,7 +73,7 @@ class Attempts(Environment):
 
     def step(self, action: Action) -> Reply:
         self._count += 1
-        self._verdict, why = self._judged(action.text)
+        self._verdict, why = self._judged(action.whole or action.text)
         solved = self._verdict.parts.get("correct", self._verdict.reward) >= SOLVED
         if solved or self._count >= self._attempts:
             return Reply(over=True)

@@ -83,9 +83,11 @@ class ProgramCalls:
     over: bool  # the program has ended
 
 
-def _compared(message: Message) -> tuple[str, str]:
-    """Clients strip white space from the ends of an answer, as templates do."""
-    return message["role"], message["content"].strip()
+def _compared(message: Message) -> tuple[str, str, list[Any]]:
+    """Clients strip white space from the ends of an answer, as templates do, and give calls ids of
+    their own."""
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["role"], message["content"].strip(), calls
 
 
 @cache  # it is imported once, before processes are forked

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlcore.environments.protocol import Action, Message
-from rlcore.environments.renderers import written_call
 
 MODEL = "policy"  # the only model of the endpoint; a request may name any
 # Fields that change nothing of what is sampled.
@@ -173,7 +172,8 @@ def _list(asked: Mapping[str, Any], field: str) -> list[Any]:
 
 
 def cleaned(message: Mapping[str, Any], names: dict[str, str]) -> Message:
-    """A message as a chat template reads it: text alone, with tool calls as the model writes them.
+    """A message as a chat template reads it: text, tool calls in OpenAI's form with their arguments
+    as an object, and the id of the call that a tool answers.
 
     Clients send an answer back with fields that it had not, so nothing else is kept. `names`
     collects the names of called functions, and gives an answer of a tool its name. Raises Refused,
@@ -187,13 +187,19 @@ def cleaned(message: Mapping[str, Any], names: dict[str, str]) -> Message:
             raise Refused(f"{field} of a message of role {role} is not supported: {advice}.")
     text = _text(message.get("content"))
     if role == "tool":
-        name = names.get(str(message.get("tool_call_id")), message.get("name"))
-        return {"role": role, "content": text, **({"name": name} if name else {})}
+        number = str(message.get("tool_call_id") or "")
+        name = names.get(number, message.get("name"))
+        told = {"name": name, "tool_call_id": number}
+        return {
+            "role": role,
+            "content": text,
+            **{key: value for key, value in told.items() if value},
+        }
     calls = _list(message, "tool_calls") if message.get("tool_calls") else []
     written = [_call(call, names) for call in calls]
     thought = message.get("reasoning_content") if role == "assistant" else None
     kept = {"reasoning_content": str(thought)} if thought else {}
-    return {"role": role, "content": "\n".join([*([text] if text else []), *written]), **kept}
+    return {"role": role, "content": text, **({"tool_calls": written} if written else {}), **kept}
 
 
 def _text(content: Any) -> str:
@@ -208,16 +214,20 @@ def _text(content: Any) -> str:
     return "".join(block["text"] for block in content)
 
 
-def _call(call: Mapping[str, Any], names: dict[str, str]) -> str:
+def _call(call: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = str(function["name"]), function["arguments"]
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"A tool call cannot be read: {type(error).__name__}: {error}.") from error
-    names[str(call.get("id"))] = name
-    return written_call(name, arguments)
+    if not isinstance(arguments, dict):
+        raise Refused(f"The arguments of the tool call {name} are no object.")
+    number = str(call.get("id") or "")
+    names[number] = name
+    made = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": number, **made} if number else made
 
 
 def answered(action: Action, number: int) -> dict[str, Any]:
@@ -235,6 +245,8 @@ def answered(action: Action, number: int) -> dict[str, Any]:
         for i, call in enumerate(action.tool_calls)
     ]
     message: dict[str, Any] = {"role": "assistant", "content": action.text, "refusal": None}
+    if action.reasoning:
+        message["reasoning_content"] = action.reasoning
     if calls:
         message |= {"content": action.text or None, "tool_calls": calls}
     prompt, sampled = action.tokens
@@ -257,7 +269,8 @@ def chunks(completion: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]
     """A completion as the events of a stream: all of it at once, then why it ended."""
     (choice,) = completion["choices"]
     message = choice["message"]
-    delta = {name: message[name] for name in ("role", "content", "refusal")}
+    told = ("role", "content", "refusal", "reasoning_content")
+    delta = {name: message[name] for name in told if name in message}
     if "tool_calls" in message:
         delta["tool_calls"] = [{"index": i, **c} for i, c in enumerate(message["tool_calls"])]
     head = {name: completion[name] for name in ("id", "created", "model")}

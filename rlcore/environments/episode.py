@@ -180,13 +180,18 @@ class EpisodeState:
             raise ValueError(f"grade rewards {len(own)} turns, of {len(self.stepped)} that it saw")
         for turn, reward in zip(self.stepped, own):
             self.rewards[turn] = self.rewards.get(turn, 0.0) + reward
-        parts = {**grade["parts"], **self.step_parts, "turns": float(self.count)}
+        parts = {**grade["parts"], **self.step_parts, **self._counts()}
         if not self.rewards:
             return {"reward": grade["reward"], "parts": parts}
         parts["turn_rewards"] = math.fsum(self.rewards.values())
         turns = [self.rewards.get(i, 0.0) for i in range(self.count)]
         turns[-1] += grade["reward"]
         return {"reward": math.fsum(turns), "parts": parts, "turn_rewards": tuple(turns)}
+
+    def _counts(self) -> dict[str, float]:
+        """Turns of the episode, and the parts that they are in: one, unless the template rewrites
+        earlier turns or there were several conversations."""
+        return {"turns": float(self.count), "parts": float(sum(map(bool, self.turns)))}
 
     def _graded_by_token(self, grade: Mapping[str, Any], tokens: Sequence[float]) -> dict[str, Any]:
         """The verdict of a grade that rewards every token; rewards of replies go to the last tokens
@@ -202,7 +207,7 @@ class EpisodeState:
             end += len(turn.sampled_ids)
             rewards[end - 1] += self.rewards.get(number, 0.0) + own.get(number, 0.0)
         rewards[-1] += grade["reward"]
-        parts = {**grade["parts"], **self.step_parts, "turns": float(self.count)}
+        parts = {**grade["parts"], **self.step_parts, **self._counts()}
         return {"reward": math.fsum(rewards), "parts": parts, "token_rewards": tuple(rewards)}
 
     def played(

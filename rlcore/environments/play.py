@@ -263,9 +263,11 @@ class Play:
             return
         calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in action.tool_calls]
         episode.stepped.append(episode.count - 1)
-        said = {"text": action.text, "tool_calls": calls, "finish_reason": turn.finish_reason}
+        said = {"text": action.text, "reasoning": action.reasoning, "whole": action.whole}
+        told = {"finish_reason": turn.finish_reason, "tool_calls": calls}
         tokens = [len(turn.prompt_ids), len(turn.sampled_ids)]
-        self._call(episode, "step", **said, tokens=tokens, conversation=episode.now.number)
+        number = episode.now.number
+        self._call(episode, "step", **said, **told, tokens=tokens, conversation=number)
 
     def _answer(self, episode: EpisodeState, answer: dict[str, Any]) -> None:
         for name, value in answer["parts"].items():

@@ -47,11 +47,13 @@ class Action:
     Example: Action("Let me compute.", (ToolCall("add", {"a": 1, "b": 2}),))
     """
 
-    text: str  # cut before the first stop string, without special tokens
+    text: str  # cut before the first stop string, without special tokens, calls and reasoning
     tool_calls: tuple[ToolCall, ...] = ()
     error: str = ""  # why the turn could not be read; the model receives this sentence
     finish_reason: FinishReason = "stop"
     tokens: tuple[int, int] = (0, 0)  # of the turn's prompt, and sampled in it
+    reasoning: str = ""  # the thought before `text`, where the chat template knows thoughts
+    whole: str = ""  # all of the turn as text, with its thought and its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Environment(ABC):
     # turns that cannot be read, as text, and what is left of the program ends with its process,
     # which plays no other episode.
     hosts_program: ClassVar[bool] = False
+    # Whether it opens with tools: a chat template that shows them in an unknown form is refused.
+    offers_tools: bool = False
     # Whether `grade` asks the grader of the run's task, which is then given texts alone: a task
     # whose grader asks for tokens is refused.
     asks_task: ClassVar[bool] = False

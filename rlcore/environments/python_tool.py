@@ -61,6 +61,8 @@ class PythonTool(Environment):
 
     asks_task = True
 
+    offers_tools = True
+
     def __init__(
         self,
         task: Task,

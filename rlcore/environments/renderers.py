@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rlcore.environments.protocol import Action, Environment, Message, Opening, Renderer, ToolCall
+from rlcore.environments.families import HERMES, Said, read_turn
+from rlcore.environments.protocol import Action, Environment, Message, Opening, Renderer
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
+from rlcore.environments.templates import probed
 from rlcore.errors import UserError
 from rlcore.models.specs import TemplateSpec
 from rlcore.models.text import (
@@ -20,14 +22,17 @@ from rlcore.models.text import (
     encode_opening,
     encode_text,
     plain_text,
+    rendered,
     uses_template,
     with_system,
 )
 from rlcore.seeding import derive_seed
 from rlcore.types import Item
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_FORM = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+UNKNOWN = (
+    "model.tool_parser=auto does not know the form in which the chat template shows tools: name a "
+    "family, or a tool parser of vLLM."
+)
 
 
 def make_renderer(tokenizer: Any, template: TemplateSpec, stop: Sequence[str] = ()) -> Renderer:
@@ -38,13 +43,32 @@ def make_renderer(tokenizer: Any, template: TemplateSpec, stop: Sequence[str] = 
     return renderer(tokenizer, template, tuple(stop))
 
 
-def check_template(spec: EnvironmentSpec, tokenizer: Any, template: TemplateSpec) -> None:
-    """Raise UserError for an environment whose messages need a chat template, without one."""
-    if spec.name == "endpoint" and not uses_template(tokenizer, template):
+def check_template(
+    spec: EnvironmentSpec, tokenizer: Any, template: TemplateSpec, *, tools: bool = False
+) -> None:
+    """Raise UserError for an environment whose messages need a chat template, without one, and for
+    a template that cannot carry them. `tools`: the environment opens with some."""
+    chat = uses_template(tokenizer, template)
+    if chat and probed(tokenizer, template).family is None and tools:
+        raise UserError(UNKNOWN)
+    if spec.name == "endpoint" and not chat:
         raise UserError(
             "environment.name=endpoint needs a tokenizer with a chat template, and that of "
             "model.path has none: choose a chat model."
         )
+
+
+def conversation_lines(tokenizer: Any, template: TemplateSpec) -> list[str]:
+    """How conversations with an environment are written, for a dry run: the form of tool calls and
+    thoughts, and the roles that the chat template does not carry."""
+    if not uses_template(tokenizer, template):
+        return ["plain text, without tools"]
+    found = probed(tokenizer, template)
+    form = found.family.name if found.family else "of an unknown form: tools are refused"
+    thoughts = f"thoughts kept apart ({found.thoughts[0]})" if found.thoughts else "no thoughts"
+    line = f"model.chat_template={template.chat_template}: tool calls {form}; {thoughts}"
+    remarks = found.remarks()
+    return [line, *([f"not carried by the template: {', '.join(remarks)}"] if remarks else [])]
 
 
 class PlainRenderer(Renderer):
@@ -77,86 +101,195 @@ class PlainRenderer(Renderer):
 
 
 class ChatRenderer(Renderer):
-    """A tokenizer's own chat template, whatever it is.
+    """A tokenizer's own chat template, or that of a file, whatever it is.
 
     After a turn the whole conversation is rendered as text. Where it begins with the text that the
     model has seen, followed by what it said, the rest is tokenised and appended: the tokens so far
     stay. Where the template has rewritten any of it (dropped an earlier `<think>`, say), a new part
-    begins with the conversation as the template now gives it. White space that a template strips
-    from the ends of an answer is no rewriting.
+    begins with the conversation as the template now gives it. A turn that the template writes with
+    other white space, or with its calls in the template's own form, is not rewritten: it reads the
+    same, and the sampled tokens stay in its place.
     """
 
     def __init__(self, tokenizer: Any, template: TemplateSpec, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
+        self._settings = template
+        self._template = probed(tokenizer, template)
         self._spelled = Spelled(tokenizer, template.control_tokens)
-        self._system_prompt = template.system_prompt
         self._stop = stop
         self._messages: list[Message] = []
-        self._tools: list[Any] | None = None
+        self._tools: list[Any] = []  # as the environment gives them
+        self._shown: list[Any] | None = None  # as the template is given them
         self._text = ""  # of the conversation up to the last answer, as the template renders it
         self._answer: Sequence[int] = ()  # the last turn of the model
+        self._control = set(control_ids(tokenizer).values())
+        self._dropped = self._control - self._marks()  # special tokens that are no part of a text
+
+    def _marks(self) -> set[int]:
+        """Special tokens that are part of a call or a thought."""
+        control, family = control_ids(self._tokenizer), self._template.family
+        if family is not None and family.special is None:
+            ends = (self._tokenizer.eos_token_id, self._tokenizer.bos_token_id)
+            return {i for i in self._control if i not in ends}
+        marks = [*((family and family.special) or ()), *(self._template.thoughts or ())]
+        return {control[mark] for mark in marks if mark in control}
 
     def open(self, opening: Opening) -> list[int]:
-        messages = with_system(opening.messages, self._system_prompt)
-        self._messages = self._spelled.hidden(messages)
-        self._tools = list(opening.tools) or None
-        if self._tools and not self._template_shows_tools():
-            self._messages.insert(0, {"role": "system", "content": _described(self._tools)})
+        messages = self._template.mapped(
+            with_system(opening.messages, self._settings.system_prompt)
+        )
+        self._tools = list(opening.tools)
+        if self._tools and self._template.family is None:
+            raise UserError(UNKNOWN)
+        if self._tools and not self._template.tools:
+            told = {"role": "system", "content": _described(self._tools)}
+            messages = self._template.mapped([told, *messages])
+        self._shown = self._spelled.hidden(self._tools) if self._template.tools else None
+        self._messages = self._prepared(messages)
         return self.reopen()
 
-    def _template_shows_tools(self) -> bool:
-        shown = self._rendered()
-        tools, self._tools = self._tools, None
-        without = self._rendered()
-        self._tools = tools
-        return shown != without
+    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of others as the template takes them: control tokens hidden, calls in its
+        form."""
+        return [self._with_calls(message) for message in self._spelled.hidden(list(messages))]
+
+    def _with_calls(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        template = self._template
+        if template.calls and (len(calls) == 1 or template.several):
+            return {**message, "tool_calls": [self._in_form(call) for call in calls]}
+        if template.family is None or template.family.write is None:
+            raise ValueError("the chat template has no form for the tool calls of a message")
+        functions = [call["function"] for call in calls]
+        written = [template.family.write(f["name"], f["arguments"]) for f in functions]
+        texts = [*([message["content"]] if message["content"] else []), *written]
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**kept, "content": "\n".join(texts)}
+
+    def _in_form(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if self._template.calls == "text":
+            function = {**function, "arguments": json.dumps(function["arguments"])}
+        return {**call, "function": function}
 
     def reopen(self) -> list[int]:
-        self._text = self._rendered()
+        self._text = self._rendered(self._messages)
         return self._spelled.encode(self._text)
 
-    def _rendered(self) -> str:
-        text = self._tokenizer.apply_chat_template(
-            self._messages, tools=self._tools, add_generation_prompt=True, tokenize=False
-        )
-        return str(text)
+    def _rendered(self, messages: Sequence[Message], *, opens: bool = True) -> str:
+        shown = self._shown or None
+        return rendered(self._tokenizer, messages, self._settings, tools=shown, opens=opens)
 
     def parse(self, ids: Sequence[int]) -> Action:
         self._answer = ids
-        text = _cut(decode_response(self._tokenizer, ids), self._stop)
-        calls, error = _tool_calls(text) if self._tools else ((), "")
-        return Action(_CALL.sub("", text).strip() if calls else text, calls, error)
+        kept = [i for i in ids if i not in self._dropped]
+        text = _cut(self._tokenizer.decode(kept), self._stop)
+        said = self._read(text)
+        return Action(said.content, said.calls, said.error, reasoning=said.reasoning, whole=text)
+
+    def _read(self, text: str) -> Said:
+        family, marks = self._template.family or HERMES, self._template.thoughts
+        opened = marks is not None and self._text.rstrip().endswith(marks[0])
+        return read_turn(family, text, tools=self._tools, marks=marks, opened=opened)
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         said, last = self._answer, int(self._answer[-1])
         # the special token that the last turn ended with; None: it was cut off
-        closed = last if last in control_ids(self._tokenizer).values() else None
+        closed = last if last in self._dropped else None
         if closed is not None:
             said = said[:-1]
-        # as it was sampled: tool calls stay in the text
-        content = self._tokenizer.decode(list(said), clean_up_tokenization_spaces=False)
-        self._messages += [{"role": "assistant", "content": content}]
-        self._messages += self._spelled.hidden(list(messages))
-        before, now = self._text, self._rendered()
-        if not now.startswith(before):
+        turn = self._own_turn(self._as_shown(said))
+        added = self._template.mapped(messages, begins=False)
+        self._messages += [turn]
+        before = list(self._messages)
+        self._messages += _answering(turn, self._prepared(added))
+        now = self._rendered(self._messages)
+        rest = self._behind(now, before, self._as_shown(said), closed)
+        if rest is None:
             return None
-        rest = _after(now[len(before) :], content)
-        suffix = None if rest is None else self._spelled.encode(rest)
+        suffix = self._spelled.encode(rest)
         if not suffix or (closed is not None and suffix[0] != closed):
             return None
         self._text = now
         return [*ids, *(suffix if closed is None else suffix[1:])]
 
+    def _as_shown(self, said: Sequence[int]) -> str:
+        """The text of a turn as it was sampled; special tokens that its other tokens spell are
+        hidden, as those of messages."""
+        control = self._control
 
-def written_call(name: str, arguments: Any) -> str:
-    """A tool call as the model writes it: `_FORM`."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+        def decode(run: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(list(run), clean_up_tokenization_spaces=False))
+
+        text = decode(said)
+        if len(self._spelled.names_in(text)) == sum(i in control for i in said):
+            return text
+        runs = itertools.groupby(said, lambda i: i in control)
+        texts = [(special, decode(list(run))) for special, run in runs]
+        return "".join(text if special else self._spelled.hidden(text) for special, text in texts)
+
+    def _own_turn(self, text: str) -> Message:
+        """The last turn as a message: as it was sampled, or with its calls in `tool_calls` where
+        the template would not take an answer of a tool otherwise."""
+        if not self._tools or self._template.verbatim:
+            return {"role": "assistant", "content": text}
+        said = self._read(text)
+        if not said.calls:
+            return {"role": "assistant", "content": text}
+        calls = [
+            {
+                "id": f"c{len(self._messages):04d}{at:04d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for at, call in enumerate(said.calls)
+        ]
+        message = {"role": "assistant", "content": said.content, "tool_calls": calls}
+        return self._with_calls(message)
+
+    def _behind(
+        self, now: str, until: Sequence[Message], said: str, closed: int | None
+    ) -> str | None:
+        """The text of a conversation behind the model's last turn, with which the messages `until`
+        end; None if the template has rewritten what was before it, or the turn."""
+        before = self._text
+        if not now.startswith(before):
+            return None
+        rest = _after(now[len(before) :], said)
+        if rest is not None or closed is None:
+            return rest
+        end = str(self._tokenizer.decode([closed]))
+        shown = self._rendered(until, opens=False)
+        at = shown.rfind(end)
+        same = at >= len(before) and now.startswith(shown[:at])
+        if not same or not _same(self._read(shown[len(before) : at]), self._read(said)):
+            return None
+        return now[at:]
+
+
+def _same(one: Said, other: Said) -> bool:
+    """Return whether two turns read the same, whatever white space is at their ends."""
+    texts = [(said.reasoning.strip(), said.content.strip()) for said in (one, other)]
+    return texts[0] == texts[1] and (one.calls, one.error) == (other.calls, other.error)
+
+
+def _answering(turn: Message, messages: Sequence[Message]) -> list[Message]:
+    """Messages, with the ids of a turn's calls in the answers that have none."""
+    ids = iter([call["id"] for call in turn.get("tool_calls", [])])
+    return [
+        {**m, "tool_call_id": next(ids, "")}
+        if m["role"] == "tool" and "tool_call_id" not in m
+        else m
+        for m in messages
+    ]
 
 
 def _described(tools: Sequence[Any]) -> str:
     """For a template that has no place for tools."""
     listed = "\n".join(json.dumps(tool) for tool in tools)
-    return f"You may call these functions:\n{listed}\nTo call one, write {_FORM}"
+    return f"You may call these functions:\n{listed}\nTo call one, write {HERMES.form}"
 
 
 def _after(text: str, answer: str) -> str | None:
@@ -171,24 +304,6 @@ def _after(text: str, answer: str) -> str | None:
 def _cut(text: str, stop: Sequence[str]) -> str:
     found = [at for at in (text.find(s) for s in stop) if at >= 0]
     return text[: min(found)] if found else text
-
-
-def _tool_calls(text: str) -> tuple[tuple[ToolCall, ...], str]:
-    """(calls, what is wrong with them), written as Hermes does: `_FORM`."""
-    calls = []
-    for body in _CALL.findall(text):
-        try:
-            call = json.loads(body)
-            arguments = call.get("arguments", {})
-            calls.append(ToolCall(str(call["name"]), dict(arguments)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return (), (
-                f"Error: this tool call cannot be read ({type(error).__name__}: {error}): write "
-                f"{_FORM}"
-            )
-    if not calls and "<tool_call>" in text:
-        return (), "Error: the tool call has no </tool_call>."
-    return tuple(calls), ""
 
 
 def worked_episode(

@@ -179,8 +179,8 @@ class ForkServer:
             return {**_opening(opening), **limit}
         if call["call"] == "step":
             calls = tuple(ToolCall(c["name"], c["arguments"]) for c in call["tool_calls"])
-            told = {"finish_reason": call["finish_reason"], "tokens": tuple(call["tokens"])}
-            action = Action(call["text"], calls, **told)
+            told = {name: call[name] for name in ("finish_reason", "reasoning", "whole")}
+            action = Action(call["text"], calls, tokens=tuple(call["tokens"]), **told)
             if getattr(environment, "hosts_program", False):
                 return _calls(cast("Endpoint", environment).step(action, call["conversation"]))
             return _reply(environment.step(action))

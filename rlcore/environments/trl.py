@@ -179,6 +179,7 @@ class TrlEnvironment(Environment):
     ) -> None:
         self._build = build
         self._tools = tools
+        self.offers_tools = bool(tools)
         self._functions = functions
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlcore.errors import UserError
+from rlcore.errors import StageError, UserError
 from rlcore.interfaces import Reporter
 from rlcore.loop.members import Held
 from rlcore.loop.plan import Plan, Progress
@@ -306,8 +306,13 @@ class Dispatcher:
 
     async def note_failed_scores(self) -> None:
         """Note the first sample that could not be scored, and then each tenfold number of them,
-        with the last reason."""
-        failed, sentence = await self._buffer.failed_scores()
+        with the last reason. Raises StageError where the run's first samples all fail alike."""
+        failed, alike, sentence = await self._buffer.failed_scores()
+        if 0 < self._plan.supervision.first_failures <= alike:
+            raise StageError(
+                f"no sample could be scored, and the first {alike} failed alike: {sentence}; "
+                "correct this, or set supervision.first_failures=0 to go on all the same"
+            )
         if failed >= self._note_failures_at:
             self._note(sentence)
             while self._note_failures_at <= failed:

@@ -75,8 +75,9 @@ class BufferClient(Protocol):
         """(prompt id, pass rate) of the groups that have arrived since the last call, of tasks
         whose pass rates are remembered."""
 
-    async def failed_scores(self) -> tuple[int, str]:
-        """Samples that could not be scored so far, and the reason of the last one."""
+    async def failed_scores(self) -> tuple[int, int, str]:
+        """Samples that could not be scored so far; how many these are if they are all and failed
+        for one reason, else 0; and the reason of the last one."""
 
     async def set_versions(self, published: int, learner: int) -> None:
         """The version that every actor serves, and the learner's."""

@@ -167,6 +167,14 @@ class SupervisionSpec(Spec):
         ge=0,
     )
 
+    first_failures: int = setting(
+        128,
+        "a run whose first so many samples all fail to be scored, for one reason, ends with it; 0: "
+        "it goes on",
+        unit="samples",
+        ge=0,
+    )
+
     @property
     def suspect_after_s(self) -> float:
         """An actor that leaves a heartbeat unanswered for longer is given no more work, and others

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from rlcore.errors import UserError
-from rlcore.spec import Spec, refuse, setting
+from rlcore.spec import Spec, Unread, refuse, setting
 
 
 class FreshModelSpec(Spec):
@@ -61,14 +61,57 @@ class DiffusionSpec(Spec):
     )
 
 
+# what `models.text.rendered` gives a template itself
+RENDERED = {
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+}
+
+
 class TemplateSpec(Spec):
     """How conversations become text."""
 
-    chat_template: Literal["auto", "off"] = setting("auto", "auto: the tokenizer's, if it has one")
+    unread: ClassVar[tuple[Unread, ...]] = (
+        Unread(
+            ("chat_template_args", "tool_parser"),
+            lambda spec: spec.chat_template == "off",
+            "chat_template=off reads no template",
+        ),
+    )
+
+    chat_template: str = setting(
+        "auto",
+        "auto: the tokenizer's, if it has one; off: none; else a file with a Jinja template of "
+        "your own",
+    )
+    chat_template_args: dict[str, Any] = setting(
+        default_factory=dict,
+        meaning="what the chat template is given besides, such as {enable_thinking: false}",
+    )
+    tool_parser: str = setting(
+        "auto",
+        "the form of tool calls: auto, as the chat template shows it, hermes, qwen3_xml, glm45, "
+        "llama3_json, mistral, lfm2, or the name of a tool parser of vLLM",
+    )
     system_prompt: str | None = setting(None, "put before every question")
     control_tokens: Literal["text", "tokens"] = setting(
         "text", "special tokens that rows and tools' answers spell: text, or these tokens"
     )
+
+    def check(self, key: str) -> None:
+        taken = sorted(RENDERED & set(self.chat_template_args))
+        refuse(
+            bool(taken),
+            f"{key}.chat_template_args={self.chat_template_args} sets {', '.join(taken)}, which "
+            "rlcore gives the template itself: leave it out.",
+        )
 
 
 class ModelSpec(TemplateSpec):
@@ -86,6 +129,7 @@ class ModelSpec(TemplateSpec):
     warmup: WarmUpSpec | None = setting(None, "supervised warm-up of a fresh model")
 
     def check(self, key: str) -> None:
+        TemplateSpec.check(self, key)
         if self.path is None and self.fresh is None:
             raise UserError(
                 f"{key}.path=null needs {key}.fresh: choose model=tiny or give {key}.path=FOLDER."

@@ -82,9 +82,55 @@ def split_stops(tokenizer: Any, stop: Sequence[str]) -> tuple[list[int], tuple[s
 
 
 def uses_template(tokenizer: Any, template: TemplateSpec) -> bool:
-    """Return whether prompts go through the tokenizer's chat template: it has one, and
-    `chat_template` is not "off"."""
-    return template.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+    """Return whether prompts go through a chat template: a file's, or, with "auto", that of a
+    tokenizer that has one."""
+    own = bool(getattr(tokenizer, "chat_template", None))
+    return template.chat_template != "off" and (template.chat_template != "auto" or own)
+
+
+def template_text(tokenizer: Any, settings: TemplateSpec, *, tools: bool = False) -> str:
+    """The Jinja text of the chat template; a tokenizer may have another one for tools.
+
+    Raises UserError for a file that cannot be read.
+    """
+    if settings.chat_template != "auto":
+        return _template_of(settings.chat_template)
+    shown = [{}] if tools else None
+    return str(tokenizer.get_chat_template(tools=shown))
+
+
+@lru_cache(maxsize=16)
+def _template_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.chat_template={file} cannot be read ({error}): name a file with a Jinja "
+            "template, auto or off."
+        ) from error
+
+
+def rendered(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    settings: TemplateSpec,
+    *,
+    tools: Sequence[Any] | None = None,
+    opens: bool = True,
+) -> str:
+    """The text of a conversation by the chat template. `opens`: it ends where the model's next turn
+    begins. Raises what the template raises."""
+    auto = settings.chat_template == "auto"
+    own = {} if auto else {"chat_template": template_text(tokenizer, settings)}
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        tools=tools,
+        add_generation_prompt=opens,
+        tokenize=False,
+        **own,
+        **settings.chat_template_args,
+    )
+    return str(text)
 
 
 def encode_prompt(
@@ -105,17 +151,15 @@ def encode_prompt(
         return encode_opening(tokenizer, plain_text(messages), settings.control_tokens)
     spelled = Spelled(tokenizer, settings.control_tokens)
     try:
-        text = tokenizer.apply_chat_template(
-            spelled.hidden(messages), add_generation_prompt=True, tokenize=False
-        )
+        text = rendered(tokenizer, spelled.hidden(messages), settings)
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise UserError(
-            f"model.chat_template=auto: the tokenizer's template does not take a conversation of "
-            f"{roles} ({error}): change the data or model.system_prompt, or set "
+            f"model.chat_template={settings.chat_template}: the template does not take a "
+            f"conversation of {roles} ({error}): change the data or model.system_prompt, or set "
             "model.chat_template=off."
         ) from error
-    return spelled.encode(str(text))
+    return spelled.encode(text)
 
 
 def encode_text(tokenizer: Any, text: str, control_tokens: str) -> list[int]:
@@ -171,6 +215,10 @@ class Spelled:
         if isinstance(value, list | tuple):
             return [self.hidden(inner) for inner in value]
         return value
+
+    def names_in(self, text: str) -> list[str]:
+        """The special tokens that a text spells, one after the other."""
+        return [name for name in self._spelled.findall(text) if name in self._ids]
 
     def _shown(self, text: str) -> str:
         pattern = f"{_OPEN}([0-9]+){_CLOSE}"

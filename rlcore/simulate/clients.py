@@ -91,7 +91,7 @@ class FakeBuffer(BufferClient):
     async def outcomes(self) -> list[tuple[str, float]]:
         return await self.actor.outcomes()
 
-    async def failed_scores(self) -> tuple[int, str]:
+    async def failed_scores(self) -> tuple[int, int, str]:
         return await self.actor.failed_scores()
 
     async def set_versions(self, published: int, learner: int) -> None:

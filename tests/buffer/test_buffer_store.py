@@ -117,11 +117,26 @@ def test_a_failed_score_keeps_no_record():
     metrics = store.metrics(buffer)
     assert metrics["buffer/bytes"] == 0 and metrics["ledger/score_timeouts"] == 1
     assert metrics["buffer/arrived_tokens"] == 2
-    failed, sentence = store.failed_scores(buffer)
-    assert failed == 1 and sentence == (
+    failed, alike, sentence = store.failed_scores(buffer)
+    assert failed == alike == 1 and sentence == (
         "1 of 1 samples so far could not be scored (0 errors, 1 timeouts), the last: "
         "digits/train/0: the grader passed its deadline of 10 s"
     )
+
+
+def test_samples_that_all_fail_alike_from_the_first_on_are_told_apart_from_others():
+    def alike(*errors):
+        buffer = make_buffer(1, 4)
+        buffer.admit([PROMPT])
+        for i, error in enumerate(errors):
+            status = {"status": "error", "error": error} if error else {}
+            deliver(buffer, sample(0, i, **status))
+        return store.failed_scores(buffer)[1]
+
+    raised = "reset raised TemplateError: no role tool at {}"
+    assert alike(*map(raised.format, (1, 22, 3))) == 3
+    assert alike(raised, raised, "reset passed its deadline") == 0
+    assert alike(raised, None, raised) == alike(None, raised) == 0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +219,7 @@ def test_a_record_that_nothing_can_be_trained_on_fails_its_sample(change):
     deliver(buffer, (bad, score), *good)
     (group,) = groups_of(buffer, 0, buffer.take(0))
     assert [e.sample_index for e in group.episodes] == [1, 2]
-    failed, sentence = store.failed_scores(buffer)
+    failed, _, sentence = store.failed_scores(buffer)
     assert failed == 1 and ("nonsense" in sentence or "of shape [4]" in sentence)
 
 

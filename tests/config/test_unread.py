@@ -104,6 +104,8 @@ PAIRS: dict[str, list[tuple[str, str, str]]] = {
         ("3.0", KL_IN_REWARD, KL),
         ("3.0", "algorithm.kl_coef=0.1 algorithm.kl_estimator=full", "algorithm.kl_coef=0.1"),
     ],
+    "model.tool_parser": [("hermes", "model.chat_template=off", "")],
+    "model.chat_template_args": [("{enable_thinking:false}", "model.chat_template=off", "")],
     "algorithm.overlong_penalty": [("0.5", "", "algorithm.overlong_share=0.2")],
     "algorithm.filter_limit": [("9", "", "algorithm.dynamic_sampling=true")],
     "algorithm.eps_low": [

@@ -209,6 +209,7 @@ def test_stripped_thoughts_give_two_parts_and_nothing_corrupted(tokenizer):
     played = play(make_job(max_len=512), tokenizer, turns)
     assert played.score.status == "ok" and played.score.reward == 3.0
     first, second = played.parts
+    assert (played.score.parts["turns"], played.score.parts["parts"]) == (3, 2)
     assert (first.part, first.parts, second.part, second.parts) == (0, 2, 1, 2)
     assert first.draw_id == second.draw_id == played.score.draw_id
     assert [len(t.turn_starts) for t in (first, second)] == [1, 2]

@@ -181,6 +181,18 @@ FAILURES = {
 }
 
 
+def test_a_run_whose_first_samples_all_fail_alike_ends_with_their_error(tmp_path):
+    async def fail(run):
+        async def failed_scores():
+            return 128, 128, "128 of 128 samples: reset raised TemplateError: no role tool"
+
+        run.buffer.failed_scores = failed_scores
+
+    _, ended_by = _run(next(iter(SCHEDULES.values())), tmp_path, fail)
+    assert isinstance(ended_by, StageError) and "no role tool" in str(ended_by)
+    assert "supervision.first_failures=0" in str(ended_by)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("why", FAILURES)
 def test_a_failure_beside_training_leaves_a_last_checkpoint(tmp_path, schedule, why):

@@ -140,7 +140,7 @@ class BufferActor:
     async def outcomes(self) -> list[tuple[str, float]]:
         return self.buffer.intake.take_outcomes()
 
-    async def failed_scores(self) -> tuple[int, str]:
+    async def failed_scores(self) -> tuple[int, int, str]:
         return store.failed_scores(self.buffer)
 
     async def metrics(self) -> dict[str, float]:

@@ -57,7 +57,7 @@ class RayBuffer(BufferClient):
     async def outcomes(self) -> list[tuple[str, float]]:
         return list(await self._call(self.handle.outcomes.remote(), "the pass rates of groups"))
 
-    async def failed_scores(self) -> tuple[int, str]:
+    async def failed_scores(self) -> tuple[int, int, str]:
         ref = self.handle.failed_scores.remote()
         count, sentence = await self._call(ref, "the number of failed scores")
         return count, sentence

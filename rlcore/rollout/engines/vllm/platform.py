@@ -1,6 +1,10 @@
-"""The hardware that vLLM runs on here."""
+"""Queries of the installed vLLM: its hardware, and its parsers of tool calls by the names that its
+server takes as --tool-call-parser."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -20,3 +24,32 @@ def check_platform(actor: ActorSpec, key: str) -> None:
         f"{key}.num_gpus={actor.num_gpus:g} does not fit this machine, where vLLM runs on "
         f"{'the CPU: use 0' if on_cpu() else 'GPUs: use 1'}.",
     )
+
+
+def tool_parsers() -> tuple[str, ...]:
+    """The parsers that the installed vLLM brings."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return tuple(ToolParserManager.list_registered())
+
+
+def read_tool_calls(
+    name: str, tokenizer: Any, text: str, tools: Sequence[Mapping[str, Any]]
+) -> tuple[str, list[tuple[str, str]]]:
+    """(the text around the calls, [(name, arguments as JSON)]) of one turn.
+
+    A parser that cannot read a call takes it for text. Raises KeyError for an unknown `name`, and
+    RuntimeError for a tokenizer without the special tokens of the form.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(
+        model="policy", messages=[{"role": "user", "content": ""}], tools=list(tools)
+    )
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    found = parser.extract_tool_calls(text, request)
+    if not found.tools_called:
+        return text, []
+    calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]
+    return (found.content or "").strip(), calls
