@@ -177,7 +177,8 @@ def _read_llama(text: str, tools: Tools) -> Found:
     body = (after if tagged else text).replace(PYTHON_TAG, ";").strip()
     if not tagged and not re.match(r'\{\s*"(name|type|parameters)"', body):
         return text, []  # a sentence, or JSON that is the answer itself
-    calls, at = [], 0
+    calls: list[ToolCall] = []
+    at = 0
     while at < len(body):
         try:
             call, end = _DECODER.raw_decode(body, at)

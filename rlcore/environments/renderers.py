@@ -135,23 +135,23 @@ class ChatRenderer(Renderer):
         return {control[mark] for mark in marks if mark in control}
 
     def open(self, opening: Opening) -> list[int]:
-        messages = self._template.mapped(
-            with_system(opening.messages, self._settings.system_prompt)
-        )
+        messages = with_system(opening.messages, self._settings.system_prompt)
         self._tools = list(opening.tools)
         if self._tools and self._template.family is None:
             raise UserError(UNKNOWN)
         if self._tools and not self._template.tools:
-            told = {"role": "system", "content": _described(self._tools)}
-            messages = self._template.mapped([told, *messages])
-        self._shown = self._spelled.hidden(self._tools) if self._template.tools else None
+            messages.insert(0, {"role": "system", "content": _described(self._tools)})
+        self._shown = (
+            self._spelled.hidden(self._tools, foreign=True) if self._template.tools else None
+        )
         self._messages = self._prepared(messages)
         return self.reopen()
 
-    def _prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages of others as the template takes them: control tokens hidden, calls in its
-        form."""
-        return [self._with_calls(message) for message in self._spelled.hidden(list(messages))]
+    def _prepared(self, messages: Sequence[Message], *, begins: bool = True) -> list[Message]:
+        """Messages of others as the template takes them: control tokens hidden, in roles that it
+        carries, calls in its form. `begins`: they open the conversation."""
+        hidden = self._spelled.hidden_in(messages)
+        return [self._with_calls(m) for m in self._template.mapped(hidden, begins=begins)]
 
     def _with_calls(self, message: Message) -> Message:
         calls = message.get("tool_calls")
@@ -201,10 +201,9 @@ class ChatRenderer(Renderer):
         if closed is not None:
             said = said[:-1]
         turn = self._own_turn(self._as_shown(said))
-        added = self._template.mapped(messages, begins=False)
         self._messages += [turn]
         before = list(self._messages)
-        self._messages += _answering(turn, self._prepared(added))
+        self._messages += _answering(turn, self._prepared(messages, begins=False))
         now = self._rendered(self._messages)
         rest = self._behind(now, before, self._as_shown(said), closed)
         if rest is None:

@@ -165,12 +165,11 @@ class Probes:
 
     def _carries(self, *roles: str, tools: bool = False) -> bool:
         """Return whether every message is in the text, in order."""
-        messages = [
-            {"role": role, "content": f"marker{at}{role}", "name": "toolmarker"}
-            if role == "tool"
-            else {"role": role, "content": f"marker{at}{role}"}
-            for at, role in enumerate(roles)
+        messages: list[Message] = [
+            {"role": role, "content": f"marker{at}{role}"} for at, role in enumerate(roles)
         ]
+        for message in messages:
+            message |= {"name": "toolmarker"} if message["role"] == "tool" else {}
         return self._in_order(messages, [m["content"] for m in messages], tools=tools)
 
     def _called(self, form: str, count: int) -> bool:
@@ -187,19 +186,21 @@ class Probes:
             answers.append({**answer, "tool_call_id": name})
             markers.append(f"value{at}marker")
         said = {"role": "assistant", "content": "", "tool_calls": calls}
-        messages = [{"role": "user", "content": "marker"}, said, *answers]
+        messages: list[Message] = [{"role": "user", "content": "marker"}, said, *answers]
         markers += [answer["content"] for answer in answers]
         return self._in_order(messages, ["marker", *markers], tools=True)
 
     def _in_order(self, messages: list[Message], markers: list[str], *, tools: bool) -> bool:
         text, at = self._text(messages, tools=tools), 0
-        for marker in markers if text is not None else ():
+        if text is None:
+            return False
+        for marker in markers:
             at = text.find(marker, at)
             if at < 0:
                 self._fault = f"the text of {marker} is lost"
                 return False
             at += len(marker)
-        return text is not None
+        return True
 
     def _shows_tools(self) -> bool:
         text = self._text([{"role": "user", "content": "marker"}], tools=True)

@@ -51,6 +51,15 @@ def control_ids(tokenizer: Any) -> dict[str, int]:
     return {token.content: i for i, token in added.items() if token.special and token.content}
 
 
+@lru_cache(maxsize=16)
+def markup(tokenizer: Any) -> tuple[str, ...]:
+    """Texts of a tokenizer's added tokens in brackets that it does not call special, such as
+    <tool_response> or <think>: they frame what the model reads all the same."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    texts = [token.content for token in added.values() if not token.special]
+    return tuple(text for text in texts if re.fullmatch(r"<.+>|\[.+\]", text))
+
+
 def end_ids(tokenizer: Any, folder: str | Path | None) -> list[int]:
     """Token ids that end an answer without a stop string: the tokenizer's end of sequence and those
     that `generation_config.json` of a model folder lists."""
@@ -95,7 +104,7 @@ def template_text(tokenizer: Any, settings: TemplateSpec, *, tools: bool = False
     """
     if settings.chat_template != "auto":
         return _template_of(settings.chat_template)
-    shown = [{}] if tools else None
+    shown: list[Any] | None = [{}] if tools else None
     return str(tokenizer.get_chat_template(tools=shown))
 
 
@@ -151,7 +160,7 @@ def encode_prompt(
         return encode_opening(tokenizer, plain_text(messages), settings.control_tokens)
     spelled = Spelled(tokenizer, settings.control_tokens)
     try:
-        text = rendered(tokenizer, spelled.hidden(messages), settings)
+        text = rendered(tokenizer, spelled.hidden_in(messages), settings)
     except TemplateError as error:
         roles = ", ".join(str(message["role"]) for message in messages)
         raise UserError(
@@ -198,31 +207,48 @@ class Spelled:
         self._tokenizer = tokenizer
         self._keeps = control_tokens == "text"
         self._ids = control_ids(tokenizer)
-        self._names = [_OPEN, _CLOSE, *self._ids]
+        control = [_OPEN, _CLOSE, *self._ids]
+        self._names = [*control, *markup(tokenizer)]
         longest = sorted(self._names, key=len, reverse=True)
+        self._foreign = re.compile("|".join(map(re.escape, longest)))
+        longest = sorted(control, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest)))
         own = "|".join(re.escape(name) for name in longest if name in self._ids)
         self._own = re.compile(f"({own})" if own else "(?!)()")
 
-    def hidden(self, value: Any) -> Any:
-        """The value with the special tokens of its texts replaced, as they are rendered."""
+    def hidden(self, value: Any, *, foreign: bool = False) -> Any:
+        """The value with the special tokens of its texts replaced, as they are rendered. `foreign`:
+        the text is of neither model nor user, and markup such as <tool_response> is, too."""
         if not self._keeps:
             return value
         if isinstance(value, str):
-            return self._spelled.sub(lambda m: f"{_OPEN}{self._names.index(m[0])}{_CLOSE}", value)
+            spelled = self._foreign if foreign else self._spelled
+            return spelled.sub(lambda m: f"{_OPEN}{self._names.index(m[0])}{_CLOSE}", value)
         if isinstance(value, Mapping):
-            return {key: self.hidden(inner) for key, inner in value.items()}
+            return {key: self.hidden(inner, foreign=foreign) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hidden(inner) for inner in value]
+            return [self.hidden(inner, foreign=foreign) for inner in value]
         return value
+
+    def hidden_in(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a conversation, as `hidden` leaves them; answers of tools are foreign."""
+        return [self.hidden(m, foreign=m.get("role") == "tool") for m in messages]
 
     def names_in(self, text: str) -> list[str]:
         """The special tokens that a text spells, one after the other."""
         return [name for name in self._spelled.findall(text) if name in self._ids]
 
-    def _shown(self, text: str) -> str:
-        pattern = f"{_OPEN}([0-9]+){_CLOSE}"
-        return re.sub(pattern, lambda m: self._names[int(m[1])], text)
+    def _shown(self, text: str) -> list[str]:
+        """The text with its numbers replaced back, cut inside the markup that was replaced: a
+        tokenizer takes markup for a token wherever it stands whole."""
+        parts, at = [""], 0
+        for found in re.finditer(f"{_OPEN}([0-9]+){_CLOSE}", text):
+            name = self._names[int(found[1])]
+            whole = name in self._ids or name in (_OPEN, _CLOSE)
+            parts[-1] += text[at : found.start()] + (name if whole else name[0])
+            parts += [] if whole else [name[1:]]
+            at = found.end()
+        return [*parts[:-1], parts[-1] + text[at:]]
 
     def encode(self, rendered: str) -> list[int]:
         """Token ids of a rendered text."""
@@ -242,17 +268,24 @@ class Spelled:
             ids += self._inside(self._shown(piece), before, after)
         return ids + (_encoded(self._tokenizer, usual, split=False) if usual else [])
 
-    def _inside(self, text: str, before: str, after: str) -> list[int]:
-        """A text between two special tokens, "" at the ends, as the tokenizer reads it there."""
-        added = self._tokenizer.added_tokens_decoder
+    def _inside(self, texts: Sequence[str], before: str, after: str) -> list[int]:
+        """Pieces of a text between two special tokens, "" at the ends, as the tokenizer reads it
+        there."""
+        texts, added = list(texts), self._tokenizer.added_tokens_decoder
         if before and added[self._ids[before]].rstrip:
-            text = text.lstrip()
+            texts[0] = texts[0].lstrip()
         if after and added[self._ids[after]].lstrip:
-            text = text.rstrip()
+            texts[-1] = texts[-1].rstrip()
+        first, *others = texts
         probe = _encoded(self._tokenizer, f"{before}a", split=False)
         if not before or probe[1:] == _encoded(self._tokenizer, "a", split=False):
-            return _encoded(self._tokenizer, text, split=True)
-        # The tokenizer puts a space before the first text of a sequence, and this is a later one.
+            ids = _encoded(self._tokenizer, first, split=True)
+        else:
+            ids = self._later(first)
+        return ids + [i for text in others for i in self._later(text)]
+
+    def _later(self, text: str) -> list[int]:
+        """A text inside a sequence: some tokenizers put a space before one that begins it."""
         line = _encoded(self._tokenizer, "\n", split=False)
         return _encoded(self._tokenizer, f"\n{text}", split=True)[len(line) :]
 

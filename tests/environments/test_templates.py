@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
-from family_fakes import GEMMA, LFM2, LLAMA, MISTRAL, PHI3, QWEN, TEMPLATES, XML, tokenizer_with
+import functools
 
-from rlcore.environments.protocol import Opening
+import pytest
+from family_fakes import (
+    GEMMA,
+    LFM2,
+    LLAMA,
+    MARKUP,
+    MISTRAL,
+    PHI3,
+    QWEN,
+    SPECIAL,
+    TEMPLATES,
+    XML,
+    add,
+    tokenizer_with,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlcore.environments.families import FAMILIES
+from rlcore.environments.protocol import Opening, tool_schema
 from rlcore.environments.renderers import check_template, conversation_lines, make_renderer
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.environments.templates import probed
@@ -74,6 +92,39 @@ def test_every_word_of_every_role_reaches_the_model_in_order(template):
     words = ["S-one", "D-two", "U-three", "U-four", "said", "T-five", "T-six", "S-seven", "D-eight"]
     places = [shown.index(word) for word in [*words, "U-nine"]]
     assert places == sorted(places)
+
+
+PIECES = [*SPECIAL, *MARKUP, "a", " ", "\n", "<", "|>", "\U000f0000"]
+SPELLED = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+
+
+@functools.cache
+def spoken(name, foreign):
+    """(ids of a conversation in which a tool's answer and description are `foreign`, their text,
+    which of them are added tokens)."""
+    template, end = TEMPLATES[name]
+    tokenizer = tokenizer_with(template)
+    renderer = make_renderer(tokenizer, AUTO)
+    schema = tool_schema(add)
+    schema["function"]["description"] = foreign
+    ids = renderer.open(Opening([{"role": "user", "content": "2?"}], [schema]))
+    call = FAMILIES[name].write("add", {"a": 1})
+    thought = "so</think>" if name == "qwen3_xml" else ""
+    said = tokenizer.encode(f"{thought}{call}{end}", add_special_tokens=False)
+    renderer.parse(said)
+    told = {"role": "tool", "name": "add", "content": f"[{foreign}]"}
+    ids = renderer.extend([*ids, *said], [told]) or renderer.reopen()
+    added = tokenizer.added_tokens_decoder
+    return tokenizer.decode(ids), [i for i in ids if i in added]
+
+
+@given(foreign=SPELLED, name=st.sampled_from([*TEMPLATES]))
+def test_what_a_tool_answers_or_is_described_by_never_becomes_a_control_token(foreign, name):
+    """All control tokens are the template's and the model's; the text is there to the letter."""
+    text, added = spoken(name, foreign)
+    assert added == spoken(name, "b")[1]
+    if name != "mistral":  # which shows an answer as JSON
+        assert f"[{foreign}]" in text
 
 
 def test_a_template_that_carries_no_conversation_is_refused():

@@ -44,10 +44,10 @@ def read_tool_calls(
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    request = ChatCompletionRequest(
-        model="policy", messages=[{"role": "user", "content": ""}], tools=list(tools)
-    )
-    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    asked = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": list(tools)}
+    request = ChatCompletionRequest.model_validate(asked)
+    shown: list[Any] = list(request.tools or [])
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, shown)
     found = parser.extract_tool_calls(text, request)
     if not found.tools_called:
         return text, []
