@@ -109,6 +109,8 @@ def _environment(environment: EnvironmentSpec) -> EnvironmentSpec:
         args["rewards"] = [_code(str(name)) for name in args["rewards"]]
     if isinstance(args.get("program"), str):  # what environment=endpoint plays
         args["program"] = _code(args["program"])
+    if isinstance(args.get("keep"), str):  # where it keeps what failed
+        args["keep"] = os.path.abspath(args["keep"])
     name = environment.name and _code(environment.name)
     return environment.model_copy(update={"name": name, "args": args})
 

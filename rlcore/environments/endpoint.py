@@ -28,6 +28,7 @@ from rlcore.environments.endpoint_http import (
 )
 from rlcore.environments.endpoint_server import Address, Answered, SessionServer
 from rlcore.environments.protocol import Action, Environment, Message, Opening, Reply
+from rlcore.environments.shell_program import shell_program
 from rlcore.environments.trl import accepted
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
@@ -109,6 +110,22 @@ def _program(name: str) -> Callable[..., Any]:
     return run
 
 
+def _chosen(program: str | None, command: str | None, keep: str | None) -> Callable[..., Any]:
+    """The program, or the command in its place."""
+    if program is None and command is None:
+        raise UserError(
+            f"{KEY} is missing: environment.name=endpoint plays a program of yours, "
+            "path/to/file.py:function, or a line for sh, environment.args.command."
+        )
+    if program is None:
+        return shell_program(command, keep)
+    if command is not None:
+        raise UserError(
+            f"{KEY}={program} and environment.args.command are two programs: give one of them."
+        )
+    return _program(program)
+
+
 class Endpoint(Environment):
     """One run of a program. It returns the reward: a number, (number, parts) or a Grade; or a text
     that the task's grader judges; or None, for which this grader judges the model's last answer.
@@ -125,23 +142,23 @@ class Endpoint(Environment):
         task: Task,
         *,
         program: str | None = None,
+        command: str | None = None,
+        keep: str | None = None,
         sampling: str = "refuse",
         bind: str = LOOPBACK,
         advertise: str | None = None,
     ) -> None:
-        """`sampling`: what becomes of a request that asks for other sampling than the run's:
+        """`program`: path/to/file.py:function; `command`: in its place, a line for sh. `keep`: a
+        folder that takes the working folders of commands that failed.
+
+        `sampling`: what becomes of a request that asks for other sampling than the run's:
         "refuse", or "override" it. `bind`: the address that the endpoint listens at; `advertise`:
         the name or address of it that the program is told, where that is another.
 
         Raises UserError for a program that cannot be loaded or called, or another argument.
         """
-        if program is None:
-            raise UserError(
-                f"{KEY} is missing: environment.name=endpoint plays a program of yours, "
-                "path/to/file.py:function."
-            )
         self._task = task
-        self._program = _program(program)
+        self._program = _chosen(program, command, keep)
         self._overrides = _overrides(sampling)
         self._address = _address(bind, advertise)
         self._outcome: Future[Any] = Future()  # what the program returns

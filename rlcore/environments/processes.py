@@ -64,9 +64,9 @@ class Link:
         try:
             data = b"" if self.has_more else self.socket.recv(1 << 20)
         except OSError as error:
-            raise EnvironmentDied("the environment's process died") from error
+            raise EnvironmentDied(self._server.why(self._pid)) from error
         if not data and not self.has_more:
-            raise EnvironmentDied("the environment's process died")
+            raise EnvironmentDied(self._server.why(self._pid))
         self._rest += data
         if len(self._rest) > MAX_LINE:
             raise EnvironmentDied(f"an environment answered with more than {MAX_LINE >> 20} MiB")
@@ -123,6 +123,7 @@ class EnvironmentServer:
     """The process that environments are forked from. Raises StageError if it does not start."""
 
     def __init__(self, job: EnvironmentJob) -> None:
+        self._reasons: dict[int, str] = {}  # why children were ended, by their process ids
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
@@ -166,6 +167,14 @@ class EnvironmentServer:
             socket.send_fds(self._control, [b"new"], [theirs.fileno()])
         except OSError as error:
             raise StageError(f"the environments' process has ended: {error!r}") from error
+
+    def why(self, pid: int) -> str:
+        """Say why a child has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            while said := self._control.recv(MAX_DATAGRAM, socket.MSG_DONTWAIT):
+                told = json.loads(said)
+                self._reasons[int(told["pid"])] = str(told["why"])
+        return self._reasons.pop(pid, "the environment's process died")
 
     def kill(self, pid: int) -> None:
         """End a child. A server that has ended has taken its children with it."""

@@ -17,13 +17,15 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
-from rlcore.environments import environment_maker
+from rlcore.environments import environment_maker, shell_program
 from rlcore.environments.protocol import Action, Environment, Opening, Reply, ToolCall
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.errors import UserError
@@ -37,6 +39,7 @@ from rlcore.tasks.grading_worker import (
     die_with_parent,
     end,
     end_descendants,
+    resident,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ MAX_ERROR = 300  # characters
 MAX_TEXT = 1 << 16  # characters of a message that leave the process; tokens are counted later
 CUT = " [cut: {} more characters]"
 MAX_DATAGRAM = 1 << 16
+MEMORY_S = 1.0  # between two looks at the memory of children
 
 
 def main(fd: int) -> None:
@@ -86,6 +90,10 @@ class ForkServer:
         self._make = make
         self._spec = spec
         self._children: set[int] = set()  # process ids
+        self._looked = 0.0  # at their memory; monotonic seconds
+        # folders of theirs, which go when they end
+        self._folders = tempfile.TemporaryDirectory(prefix="rlcore-environments-")
+        os.environ[shell_program.ROOT] = self._folders.name
 
     def run(self) -> None:
         """Until the other end of the control socket is closed; then every child is killed, with
@@ -93,10 +101,30 @@ class ForkServer:
         adopt_orphans()
         while self._take():
             self._reap()
+            self._check_memory()
             end(children() - self._children)  # started by a child that has ended
         for pid in self._children:
             _kill(pid)
         end_descendants()
+        self._folders.cleanup()
+
+    def _check_memory(self) -> None:
+        """End children that hold, with all that they have started, more than
+        `environment.memory_mib`, and say so before their links close."""
+        now = time.monotonic()
+        if now - self._looked < MEMORY_S or not self._children:
+            return
+        self._looked, most = now, self._spec.memory_mib
+        for pid, size in resident(self._children).items():
+            if size >> 20 > most:
+                why = (
+                    f"the environment's processes held {size >> 20} MiB, more than "
+                    f"environment.memory_mib={most}"
+                )
+                with contextlib.suppress(BlockingIOError):  # nobody reads: the episode is over
+                    said = json.dumps({"pid": pid, "why": why}).encode()
+                    self._control.send(said, socket.MSG_DONTWAIT)
+                _kill(pid)
 
     def _take(self) -> bool:
         poll = select.poll()  # `select` takes no descriptor above 1023
@@ -137,13 +165,16 @@ class ForkServer:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # what it has started and left behind
                 self._children.discard(pid)
+                shell_program.put_away_of(pid, self._spec.args.get("keep"))
 
     def _serve(self, link: socket.socket) -> None:
         """In the child: one episode after the other, each with an instance of its own."""
         limit = self._spec.memory_mib << 20
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        # Of each process, what it may write to: an allocation that is too large fails at once.
+        # Address space that is only reserved, as JavaScript and Go do, is not counted.
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         environment: Environment | None = None
         own = os.getpid()

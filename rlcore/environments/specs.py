@@ -53,7 +53,12 @@ class EnvironmentSpec(Spec):
     concurrency: int = setting(
         64, "episodes that one actor plays at once, each in a process of its own", gt=0
     )
-    memory_mib: int = setting(4096, "address space of an environment's process", unit="MiB", ge=256)
+    memory_mib: int = setting(
+        4096,
+        "resident memory of an environment's process, with all that it starts",
+        unit="MiB",
+        ge=256,
+    )
 
     @property
     def played(self) -> bool:

@@ -55,6 +55,27 @@ def children() -> set[int]:
     return found
 
 
+def resident(roots: Iterable[int]) -> dict[int, int]:
+    """Resident bytes of processes, each with all that it has started; pages that several of them
+    share count in each."""
+    parents, sizes = {}, {}
+    page = os.sysconf("SC_PAGE_SIZE")
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()
+            parents[int(entry)], sizes[int(entry)] = int(fields[1]), int(fields[21]) * page
+    totals = dict.fromkeys(roots, 0)
+    for pid, size in sizes.items():
+        above, steps = pid, 0
+        while above not in totals and above in parents and steps < len(parents):
+            above, steps = parents[above], steps + 1
+        if above in totals:
+            totals[above] += size
+    return totals
+
+
 def end(pids: Iterable[int]) -> None:
     """End children; their children become children of this process, if it adopts orphans."""
     for pid in pids:

@@ -1,0 +1,141 @@
+"""Shell commands that call the model as an endpoint, and the memory of what they start."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from agent_fakes import TEMPLATE
+from environment_fakes import ScriptedSampler, ask
+from timing import deadline
+
+from rlcore.environments import environment_maker
+from rlcore.environments.play import Play
+from rlcore.environments.shell_program import shell_program
+from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
+from rlcore.errors import UserError
+from rlcore.models.fresh import build_char_tokenizer
+from rlcore.tasks import make_task
+from rlcore.tasks.specs import EvalTaskSpec
+
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+AGENT = """
+import json, os, sys, urllib.request
+item = json.load(sys.stdin)
+print("asked", item["question"], flush=True)
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": item["question"]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+open("mark", "x").close()  # fails in a folder that another episode has
+def result(value):
+    open(os.environ["RLCORE_RESULT"], "w").write(json.dumps(value))
+"""
+
+
+def tokenizer():
+    made = build_char_tokenizer("0123456789=+-")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def play(tmp_path):
+    plays = []
+
+    def run(ends, *, count=1, command=None, said=None, **settings):
+        script = tmp_path / "agent.py"
+        script.write_text(AGENT + ends)
+        args = {"command": command or f"{sys.executable} -S {script}", "keep": f"{tmp_path}/kept"}
+        settings = {"step_timeout_s": deadline(60), **settings}
+        spec = EnvironmentSpec(name="endpoint", args=args, **settings)
+        job = EnvironmentJob(spec, EvalTaskSpec(name="digits"), "digits", max_len=512, run_seed=3)
+        plays.append(Play(job, tokenizer(), ("bf16-0", "bf16")))
+        turn = [*tokenizer().encode(said or "12"), 1]
+        plays[-1].add(ask(count))
+        return ScriptedSampler(plays[-1], [turn]).run(120.0)
+
+    yield run
+    for made in plays:
+        made.close()
+
+
+ENDS = {
+    "reward": ("result(0.5)", 0.5),
+    "parts": ("result({'reward': 2, 'parts': {'said': len(said)}})", 2.0),
+    "answer": ("result({'answer': item['answer']})", 1.0),
+    "nothing": ("", 1.0),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_command_s_result_is_what_it_writes(play, tmp_path, kind):
+    ends, reward = ENDS[kind]
+    answer = make_task("digits", {}).item("train", 0).answer
+    two = play(ends, count=2 if kind == "reward" else 1, said=answer)
+    for played in two:
+        assert played.score.status == "ok", played.score.error
+        assert played.score.reward == reward and len(played.parts) == 1
+    assert two[0].score.parts.get("said", len(answer)) == len(answer)
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.processes
+def test_a_command_that_fails_shows_its_output_and_keeps_its_folder(play, tmp_path):
+    (played,) = play("print('no such thing'); sys.exit(3)")
+    assert (played.score.status, played.score.reward) == ("error", None)
+    assert "status 3" in played.score.error and "no such thing" in played.score.error
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert "no such thing" in (kept / "output.txt").read_text() and (kept / "mark").exists()
+
+
+@pytest.mark.processes
+def test_a_command_that_hangs_is_ended_and_keeps_its_folder(play, tmp_path):
+    (played,) = play(
+        "print('waits', flush=True)\nimport time\ntime.sleep(1000)", step_timeout_s=deadline(2)
+    )
+    assert played.score.status == "timeout"
+    # the server puts the folder away as it ends
+    ends = time.monotonic() + deadline(20)
+    while not list(tmp_path.glob("kept/*/output.txt")) and time.monotonic() < ends:
+        time.sleep(0.05)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert "waits" in (kept / "output.txt").read_text()
+
+
+@pytest.mark.processes
+def test_processes_that_hold_more_than_they_may_together_are_ended(play):
+    hold = "import subprocess\nhold = [sys.executable, '-S', '-c', "
+    hold += "'b = bytearray(b\"1\") * (250 << 20); import time; time.sleep(1000)']\n"
+    hold += "for one in [subprocess.Popen(hold) for _ in range(3)]: one.wait()"
+    (played,) = play(hold, memory_mib=600)
+    assert played.score.status == "error"
+    assert re.search(r"held \d+ MiB, more than environment.memory_mib=600", played.score.error)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not shutil.which("node"), reason="Node is not installed")
+def test_the_documented_agent_of_node_plays(play, tmp_path):
+    (script,) = re.findall(r"```js\n(.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "agent.mjs").write_text(script)
+    answer = make_task("digits", {}).item("train", 0).answer
+    (played,) = play("", command=f"node {tmp_path}/agent.mjs", said=answer, memory_mib=1024)
+    assert played.score.reward == 1.0, played.score.error
+
+
+def test_commands_that_cannot_be_run_are_refused():
+    for args, words in (
+        ({"command": ""}, "is no command"),
+        ({"command": "true", "program": "a.py:run"}, "two programs"),
+    ):
+        with pytest.raises(UserError, match=words):
+            environment_maker(EnvironmentSpec(name="endpoint", args=args), make_task("digits", {}))
+    with pytest.raises(UserError, match="is no command"):
+        shell_program(None)
