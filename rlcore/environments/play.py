@@ -27,7 +27,8 @@ from rlcore.models.text import decode_response, encode_text
 from rlcore.seeding import derive_seed
 from rlcore.types import ActorKind, Request, ScoreStatus, Trajectory
 
-SERVER_RESTARTS = 3
+SERVER_RESTARTS = 3  # of the environments' process
+RESTARTS_S = 3600.0  # within so long
 EPISODES_A_PROCESS = 500  # one after the other, in case an environment leaks memory
 CUT = " [cut: {} more tokens]"
 TURNS, LENGTH = "environment.max_turns", "model.max_len"  # limits that end an episode
@@ -36,8 +37,15 @@ TURNS, LENGTH = "environment.max_turns", "model.max_len"  # limits that end an e
 class Play:
     """The open episodes of one actor, and those that wait for a place."""
 
-    def __init__(self, job: EnvironmentJob, tokenizer: Any, actor: tuple[str, ActorKind]) -> None:
-        """`actor`: id and kind. Starts the environments' process; raises StageError."""
+    def __init__(
+        self,
+        job: EnvironmentJob,
+        tokenizer: Any,
+        actor: tuple[str, ActorKind],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`actor`: id and kind; `clock`: seconds, by which restarts are counted. Starts the
+        environments' process; raises StageError."""
         self.counters = {"episodes": 0, "turns": 0, "failed_episodes": 0}
         self.open: dict[str, EpisodeState] = {}  # by request id
         self.to_sample: list[Request] = []  # turns
@@ -48,7 +56,8 @@ class Play:
         self._tokenizer = tokenizer
         self._actor = actor
         self._server = EnvironmentServer(job)
-        self._restarts = 0
+        self._clock = clock
+        self._restarts: deque[float] = deque()  # when; those of the last RESTARTS_S
         self._idle: list[Link] = []  # to processes without an episode
         self._names = f"{actor[0]}:{os.getpid()}-{secrets.token_hex(4)}:e"
         self._count = itertools.count()
@@ -142,8 +151,11 @@ class Play:
         try:
             return self._server.open()
         except StageError:
-            self._restarts += 1
-            if self._restarts > SERVER_RESTARTS:
+            now = self._clock()
+            self._restarts.append(now)
+            while now - self._restarts[0] > RESTARTS_S:
+                self._restarts.popleft()
+            if len(self._restarts) > SERVER_RESTARTS:
                 raise
             self._server.close()
             self._server = EnvironmentServer(self._job)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,6 +20,7 @@ from timing import deadline, wait_until
 
 from rlcore.environments.play import Play
 from rlcore.environments.processes import Link
+from rlcore.errors import StageError
 from rlcore.models.fresh import build_char_tokenizer
 from rlcore.seeding import derive_seed
 
@@ -275,6 +278,36 @@ def test_the_server_is_started_again(start):
     wait_until(lambda: not any(link.alive for link in sampler.play._idle), 10, "their end")
     sampler.play.add(ask(1))
     assert [p.score.status for p in sampler.run()] == ["ok"]
+
+
+class DyingServer:
+    """In the place of the environments' process: it ends after one episode."""
+
+    def __init__(self, job):
+        self.lives = True
+
+    def open(self):
+        if not self.lives:
+            raise StageError("the environments' process has ended")
+        self.lives = False
+        return SimpleNamespace(call=lambda *args, **named: None, episodes=0, kill=lambda: None)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("apart_s", "most"), [(1.0, 4), (1201.0, 20), (1199.0, 4)])
+def test_three_restarts_an_hour_are_allowed(monkeypatch, apart_s, most):
+    monkeypatch.setattr("rlcore.environments.play.EnvironmentServer", DyingServer)
+    now = itertools.count(0.0, apart_s)
+    play = Play(make_job(), build_char_tokenizer(ALPHABET), ("bf16-0", "bf16"), lambda: next(now))
+    begun = 0
+    with contextlib.suppress(StageError):
+        for request in ask(20):
+            play.add([request])
+            play.begin_waiting()
+            begun += 1
+    assert begun == most
 
 
 def test_a_process_serves_another_episode_only_after_one_that_ended_well(start):
