@@ -11,8 +11,11 @@ import pytest
 from engine_helpers import model_logp
 from timing import deadline
 
+from rlcore.environments.families import family_of, read_turn
 from rlcore.environments.player import EpisodePlayer, Exits
+from rlcore.environments.protocol import ToolCall, tool_schema
 from rlcore.environments.specs import EnvironmentJob, EnvironmentSpec
+from rlcore.errors import UserError
 from rlcore.models.text import load_tokenizer
 from rlcore.rollout.worker import RolloutWorker
 from rlcore.tasks.specs import EvalTaskSpec
@@ -117,3 +120,28 @@ def test_programs_that_fail_hold_up_nobody(begin, engine):
     assert all((s.reward is None) == (s.status != "ok") for s in done.values())
     assert player.status()["failed_episodes"] == 6
     assert engine.unfinished() == 0 and played.empty()
+
+
+def test_parsers_of_vllm_read_calls_by_name(monkeypatch):
+    monkeypatch.syspath_prepend(str(FAKES.parent))
+    fakes = importlib.import_module("family_fakes")
+    tokenizer = fakes.tokenizer_with(fakes.QWEN)
+    schema = tool_schema(fakes.add)
+    missing = family_of(fakes.UNKNOWN, tokenizer, "deepseek_v31")
+    with pytest.raises(RuntimeError):  # no mistake of the model's, who would be told of it
+        read_turn(missing, "4", tools=[schema])
+    marks = ["calls▁begin", "call▁begin", "call▁end", "calls▁end"]
+    marks = [f"<｜tool▁{mark}｜>" for mark in marks]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    texts = {  # a call as DeepSeek V3.1 and Llama 4 write it
+        "deepseek_v31": "So:<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+        '{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "pythonic": "[add(a=2)]",
+    }
+    for name, text in texts.items():
+        family = family_of(fakes.UNKNOWN, tokenizer, name)
+        said = read_turn(family, text, tools=[schema])
+        assert said.calls == (ToolCall("add", {"a": 2}),), (name, said)
+        assert read_turn(family, "It is 4.", tools=[schema]).content == "It is 4."
+    with pytest.raises(UserError, match=r"model\.tool_parser=mine is no form"):
+        family_of(fakes.UNKNOWN, tokenizer, "mine")
