@@ -106,6 +106,11 @@ def check_source(words: Mapping[str, str], config: RunConfig) -> None:
     if ("rates" in words) == ("gpu" in words):
         raise UserError("A forecast takes either rates=FILE or gpu=NAME, and one of them.")
     refuse(
+        "gpu" in words and config.bitwise,
+        "bitwise=true cannot be planned by gpu=, which knows no time of its operations: give "
+        "rates=FILE, of such a run, or plan with bitwise=false.",
+    )
+    refuse(
         "gpu" in words and config.learner.round_as is not None,
         f"learner.round_as={config.learner.round_as} cannot be planned by gpu=, which knows no "
         "time of rounding: give rates=FILE, of a run that rounds, or plan with round_as=null.",

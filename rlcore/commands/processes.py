@@ -270,6 +270,7 @@ def engine_job(
         diffusion=config.model.diffusion,
         routes=config.learner.router_replay,
         sleeps=sleeps,
+        bitwise=config.bitwise,
     )
 
 
@@ -340,6 +341,7 @@ def policy_job(config: RunConfig, model_path: str, pad_id: int) -> LearnerJob:
         diffusion=config.model.diffusion,
         critic=config.critic,
         rounding=derived.learner_rounding(config),
+        bitwise_positions=config.model.max_len if config.bitwise else 0,
         strata=config.strata,
         by_position=bool(derived.page_ranges(config)),
         shadow=config.correction.shadows,

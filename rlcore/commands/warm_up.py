@@ -254,6 +254,7 @@ def _supervised(config: RunConfig, warmup: WarmUpSpec) -> RunConfig:
             "schedule": config.schedule.model_copy(update={"steps": warmup.steps}),
             "algorithm": config.algorithm.model_copy(update={"kl_coef": 0.0}),
             "critic": CriticSpec(),
+            "bitwise": False,  # a kept model is that of any run
         }
     )
 

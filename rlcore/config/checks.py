@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import isclose
 from typing import Literal
 
+from rlcore.config.bitwise import check_bitwise
 from rlcore.config.critic import check_critic
 from rlcore.config.kinds import check_kinds, check_round_as, check_shares, check_targets, shown
 from rlcore.config.names import check_names, load_objectives
@@ -480,6 +481,7 @@ RULES = (
     check_shares,
     check_targets,
     check_round_as,
+    check_bitwise,
     check_critic,
     _epochs,
     _losses,

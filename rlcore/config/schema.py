@@ -279,6 +279,10 @@ class RunConfig(Spec):
         unit="s",
         ge=60,
     )
+    bitwise: bool = setting(
+        False,
+        "CPU, synchronous: actors and learner compute log-probs that are equal to the bit, slower",
+    )
     model: ModelSpec
     task: TaskSection = setting(meaning="one task, or several by label")
     environment: EnvironmentSpec = EnvironmentSpec()

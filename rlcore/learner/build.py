@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlcore.attention.bitwise import WIDTHS, hold, machine_reason
 from rlcore.attention.shared_prefix import UnsharedAttentionError, accept
 from rlcore.attention.specs import SparseSpec
 from rlcore.corrections.pipeline import build as build_pipeline
@@ -375,6 +376,7 @@ class _Models:
             # unproven on GPUs, whose kernels for long masked rows differ
             and spec.device == "cpu"
             and self.attention == "sdpa"
+            and not self._job.bitwise_positions
             and self._job.diffusion is None  # positions see what follows them
             # the samples of a group may have had other experts for their prompt
             and not spec.router_replay
@@ -405,9 +407,22 @@ class _Models:
         )
         if self._spec.device == "cpu" and self._spec.compute_dtype == "float32":
             own_norms(lm)
+        if self._job.bitwise_positions:
+            _hold_bitwise(lm, self._job.bitwise_positions)
         if self._spare is not None:
             self._spare.attach(lm)
         return lm
+
+
+def _hold_bitwise(lm: Any, positions: int) -> None:
+    """Raises UserError for a model or a machine that cannot compute so."""
+    reason = machine_reason() or odd_attention(lm)
+    width = getattr(lm.config.get_text_config(), "intermediate_size", 0)
+    if reason is None and width % WIDTHS:
+        reason = f"the width of its MLP, {width}, is no multiple of {WIDTHS}"
+    if reason is not None:
+        raise UserError(f"bitwise=true cannot be had of this model: {reason}; leave it false.")
+    hold(lm, positions)
 
 
 def _spare_cores(spec: LearnerSpec) -> SpareCores | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rlcore.attention.bitwise import LEAST, linear
 from rlcore.corrections.dvp import OUTSIDE_LOGP
 from rlcore.models.largest import largest_columns, row_maxima
 from rlcore.objectives.kl import distill_topk, full_kl
@@ -38,6 +39,7 @@ class HeadSpec:
     # (UNPROVEN there); the gradient at the logits is rounded to bfloat16 there, as that of every
     # other layer is
     fp32: bool = False
+    invariant: bool = False  # logits of a position are the same to the bit in any company
 
     def slices(self, n: int) -> list[slice]:
         """The chunks of n positions: `chunk` at most, and an eighth of n, but never fewer than
@@ -140,8 +142,9 @@ class _Buffers:
     """Scratch of one pass, reused by its chunks: `z` holds logits, `e` exponentials, both [chunk,
     V] float32; `weight` is [V, D] as the products take it, a float32 copy where asked for."""
 
-    def __init__(self, rows: int, weight: Tensor, *, both: bool, fp32: bool) -> None:
-        shape, device = (rows, weight.shape[0]), weight.device
+    def __init__(self, rows: int, weight: Tensor, spec: HeadSpec, *, both: bool) -> None:
+        shape, device, fp32 = (rows, weight.shape[0]), weight.device, spec.fp32
+        self.invariant = spec.invariant
         self.sums = fp32 and _sums_in_float32(weight)
         self.weight = weight = weight.float() if fp32 and not self.sums else weight
         self.z = torch.empty(shape, dtype=torch.float32, device=device)
@@ -160,6 +163,8 @@ class _Buffers:
         if self.sums:
             return torch.mm(hidden, w, out_dtype=torch.float32, out=z).mul_(1.0 / temperature)
         if self.low is None:
+            if self.invariant and len(z) < LEAST:  # few rows would take another kernel
+                return z.copy_(linear(hidden, self.weight)).mul_(1.0 / temperature)
             return torch.addmm(z, hidden, w, beta=0.0, alpha=1.0 / temperature, out=z)
         low = torch.mm(hidden, w, out=self.low[: hidden.shape[0]])
         return torch.mul(low, 1.0 / temperature, out=z)
@@ -300,7 +305,7 @@ class _HeadFunction(torch.autograd.Function):
         conditioned = spec.safe_set_rho is not None or spec.kept_sets
         out = _Outputs.empty(n, k, ids, conditioned, hidden.device)
         chunks = spec.slices(n)
-        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, both=True, fp32=spec.fp32)
+        buffers = _Buffers(chunks[0].stop if chunks else 0, weight, spec, both=True)
         for s in chunks:
             z = buffers.logits(hidden[s], spec.temperature)
             its_ids = None if ids is None else ids[s]
@@ -333,7 +338,7 @@ class _HeadFunction(torch.autograd.Function):
         # logits are computed again, chunk by chunk, instead of having been kept
         chunks = spec.slices(hidden.shape[0])
         rows = chunks[0].stop if chunks else 0
-        buffers = _Buffers(rows, weight, both=g_entropy is not None, fp32=spec.fp32)
+        buffers = _Buffers(rows, weight, spec, both=g_entropy is not None)
         for s in chunks:
             z = buffers.logits(hidden[s], spec.temperature).sub_(top[s])
             e = torch.exp(z, out=buffers.e[: len(z)])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlcore.attention.bitwise import linear
 from rlcore.errors import UserError
 from rlcore.weights.experts import single_shapes
 from rlcore.weights.rounding import round_together, rounded_names, sharing
@@ -45,7 +46,7 @@ class RoundedLayers:
             for own, layer in enumerate(group):
                 layer.forward = partial(self._forward, group, own)  # type: ignore[method-assign]
 
-    def neighbours(self) -> Iterator[tuple[nn.Linear, nn.Parameter]]:
+    def neighbours(self) -> Iterator[tuple[nn.Linear, Tensor]]:
         """Each layer with every weight of another layer that its own scales depend on."""
         for group in self._groups:
             for layer in group:
@@ -92,7 +93,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.place = layers, group, own
         del weight
-        return nn.functional.linear(x, layers.rounded(group, own))
+        return linear(x, layers.rounded(group, own))
 
     @staticmethod
     @once_differentiable

@@ -565,6 +565,8 @@ class LearnerJob:
     diffusion: DiffusionSpec | None = None  # the model is a masked-diffusion one
     critic: CriticSpec = field(default_factory=CriticSpec)
     rounding: RoundingSpec | None = None  # of the policy's forward passes
+    # most positions of a sequence, where log-probs are to the bit the engines'; 0: they are not
+    bitwise_positions: int = 0
     # of a run whose actors are of several kinds, each in one stratum; empty: they are of one
     strata: tuple[Stratum, ...] = ()
     # some actors keep pages by position, whose mismatch is measured by these stretches

@@ -269,6 +269,7 @@ class Update:
             kept_sets=job.sampling.truncates and pipeline.needs.safe_set_rho is None,
             entropy_grad=job.objective.entropy_coef != 0.0,
             fp32=job.learner.exact_head,
+            invariant=job.bitwise_positions > 0,
         )
         #: own top entries of p_ref, for the mismatch metrics and for corrections; 0: none
         self.topk = max(job.sampling.logprobs_k, 0)

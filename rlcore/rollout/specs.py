@@ -319,6 +319,7 @@ class EngineJob:
     routes: bool = False  # records carry the experts that a mixture chose (`models/routes.py`)
     # it has its GPU in turns with a learner rank (schedule.colocated), and sleeps as it starts
     sleeps: bool = False
+    bitwise: bool = False  # log-probs are to the bit the learner's
 
     @property
     def key(self) -> str:

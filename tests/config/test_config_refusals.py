@@ -17,6 +17,7 @@ LENGTHS = "actor.sparse.sparse={{blocks:null,blocks_by_length:{}}}"
 BY_LENGTH = ["actor=sparse", "actor.sparse.sparse={blocks:null,blocks_by_length:[4]}"]
 ROUNDED = "+actor.q={kind: fp8, rounding: int3}"
 SHARES = [*GPUS, "learner.num_gpus=0.5", "actor.bf16.num_gpus=0.5", "cluster.transport=ipc"]
+BITWISE = ("bitwise=true", "schedule=on_policy")
 ROUND_AS = (ROUNDED, "learner.round_as=q")
 ROUNDED_TO = "+actor.q={{kind: fp8, rounding: int3, target: {{{}}}}}"
 REFUSED = [  # words; parts that the sentence must hold
@@ -297,6 +298,16 @@ REFUSED = [  # words; parts that the sentence must hold
         ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
         ["correction.tis.widen_clip=true", "algorithm.loss=gspo"],
     ),
+    (["bitwise=true"], ["bitwise=true", "schedule.max_staleness", "schedule=on_policy"]),
+    ([*BITWISE, "rollout.temperature=0.8"], ["bitwise=true", "temperature of 0.8 of task"]),
+    ([*BITWISE, "rollout.top_p=0.9"], ["bitwise=true", "rollout.top_p=0.9"]),
+    ([*BITWISE, "learner.num_cpus=2"], ["bitwise=true", "learner.num_cpus=2", "one core"]),
+    ([*BITWISE, "learner.lora={}"], ["bitwise=true", "learner.lora"]),
+    ([*BITWISE, "actor=sparse"], ["bitwise=true", "actor.sparse.kind=sparse"]),
+    ([*BITWISE, "actor=fp8"], ["bitwise=true", "actor.fp8.rounding=fp8", "round_as=fp8"]),
+    ([*BITWISE, "actor.bf16.dtype=bfloat16"], ["bitwise=true", "actor.bf16.dtype=bfloat16"]),
+    ([*BITWISE, "actor.bf16.logit_noise=1"], ["bitwise=true", "actor.bf16.logit_noise=1"]),
+    ([*BITWISE, "actor.bf16.cpu_fast_path=false"], ["bitwise=true", "cpu_fast_path=false"]),
     (["learner.round_as=bf16"], ["learner.round_as=bf16", "actor.bf16.rounding"]),
     ([ROUNDED, "learner.round_as=p"], ["learner.round_as=p", "choose one of q"]),
     (

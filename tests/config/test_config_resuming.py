@@ -25,7 +25,7 @@ GRADED = (
 )
 PLAYED = "max_turns max_observation_tokens step_timeout_s episode_timeout_s concurrency memory_mib"
 FREE = {
-    "": "run_dir resume takeover_after_s",
+    "": "run_dir resume takeover_after_s bitwise",
     "model": "max_len trust_remote_code warmup.cache_dir",
     "task": GRADED,
     "task.LABEL": f"{GRADED} weight samples_per_prompt max_new_tokens stop advantage",

@@ -64,6 +64,7 @@ def make_job(
     max_len: int = 256,
     logprobs_k: int = 20,
     adapter: AdapterShape | None = None,
+    bitwise: bool = False,
     **actor: Any,
 ) -> EngineJob:
     """The job of a small engine; `actor`: settings of `ActorSpec`."""
@@ -75,6 +76,7 @@ def make_job(
         max_len=max_len,
         logprobs_k=logprobs_k,
         adapter=adapter,
+        bitwise=bitwise,
     )
 
 

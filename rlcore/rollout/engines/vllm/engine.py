@@ -68,7 +68,9 @@ class VllmCore(DecodeCore):
         self.by_modules: str | None = "cpu_fast_path is false"
         #: why the common positions of requests are not computed once; None: they are
         self.unshared: str | None = "cpu_fast_path is false"
-        if job.actor.cpu_fast_path:
+        if job.bitwise:
+            self.by_modules, self.unshared = self.rpc("rl_run_bitwise"), "bitwise is true"
+        elif job.actor.cpu_fast_path:
             self._use_fast_path()
         if job.routes and on_cpu():
             scheduler: Any = self._core.engine_core.scheduler  # type: ignore[attr-defined]

@@ -37,6 +37,11 @@ CACHE_UPDATE = _patch(_ATTENTION, "do_kv_cache_update", _ONCE)
 LOGPROBS = _patch(
     "v1.sample.sampler:Sampler", "gather_logprobs", "to leave out ranks, which nothing reads"
 )
+LOGITS = _patch(
+    "model_executor.layers.logits_processor:LogitsProcessor",
+    "forward",
+    "to compute logits to the bit as a learner does",
+)
 DRAWS = _patch(
     "v1.sample.ops.topk_topp_sampler:TopKTopPSampler",
     "forward",
@@ -58,6 +63,7 @@ PATCHES = (
     ATTENTION,
     CACHE_UPDATE,
     LOGPROBS,
+    LOGITS,
     DRAWS,
     ROUTES,
     SECOND_RUNNER_REQUESTS,

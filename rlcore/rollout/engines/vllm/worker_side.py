@@ -213,6 +213,13 @@ class WorkerSide(WeightExtension):
         self.model_runner.rl_decoder = PlainDecoder(self.model_runner)
         return self.model_runner.rl_decoder.reason
 
+    def rl_run_bitwise(self) -> None:
+        """Compute to the bit as a learner does, on the CPU. Raises UserError where that cannot
+        be."""
+        from rlcore.rollout.engines.vllm.bitwise_cpu import install
+
+        install(self.model_runner)
+
     def rl_share_prompts(self) -> str | None:
         """Compute the common prefixes of a step's requests once, on the CPU. Returns why not, None
         if it does."""
