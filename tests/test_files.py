@@ -5,9 +5,11 @@ import stat
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rlcore.cli import main
 from rlcore.files import replace_file
+from rlcore.learner.exporting import write_model
 from rlcore.learner.lora import save_adapter
 from rlcore.learner.specs import LoraSpec
 from rlcore.learner.state_files import Part, StateWriter
@@ -36,6 +38,22 @@ def test_models_adapters_states_and_files_follow_the_umask(tmp_path, mask):
     assert sum(path.suffix == ".safetensors" for path in files) >= 4
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in files}
     assert set(modes.values()) == {0o666 & ~mask}, modes
+
+
+def test_files_of_another_model_do_not_bring_their_modes_along(tmp_path):
+    build_fresh_model(tmp_path / "fresh", "01", SMALL, seed=0, max_len=8)
+    for path in (tmp_path / "fresh").iterdir():
+        path.chmod(0o400)
+    before = os.umask(0o002)
+    try:
+        cut_model(tmp_path / "fresh", tmp_path / "thin", 1)
+        config = AutoConfig.from_pretrained(tmp_path / "fresh")
+        write_model(tmp_path / "out", {"w": torch.ones(1)}, config, str(tmp_path / "fresh"))
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "thin", tmp_path / "out"):
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+        assert "tokenizer.json" in modes and set(modes.values()) == {0o664}, modes
 
 
 @pytest.mark.parametrize("name", ["about.json", "config.yaml"])

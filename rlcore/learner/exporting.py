@@ -115,4 +115,4 @@ def write_model(folder: Path, weights: dict[str, Tensor], config: Any, model_pat
     for name in TOKENIZER_FILES:
         source = Path(model_path) / name
         if source.is_file():
-            shutil.copy(source, folder / name)
+            shutil.copyfile(source, folder / name)

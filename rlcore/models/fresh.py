@@ -147,7 +147,7 @@ def cut_model(model_path: str | Path, folder: str | Path, layers: int) -> Path:
     with new_folder(folder) as out:
         for file in Path(model_path).iterdir():
             if file.is_file() and file.name not in others:
-                shutil.copy(file, out / file.name)
+                shutil.copyfile(file, out / file.name)
         (out / "config.json").write_text(json.dumps(config, indent=1))
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
         follow_umask(out / "model.safetensors")
