@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -209,6 +210,8 @@ class Runner:
         (folder / "configs").symlink_to(ROOT / "configs")
         for name in ("hypothesis", "torch", "transformers"):
             __import__(name)
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        runpy.run_path(str(ROOT / "tests/timing.py"))["slowness"]()  # once, the forks inherit it
         self._sound: set[str] = set()  # tests that pass without a mutant
 
     def outcome(self, mutant: Mutant) -> str:
@@ -248,7 +251,8 @@ class Runner:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         marks = " and ".join(["not slow", *(f"not {m}" for m in NEEDS if m != needs)])
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests])))
+        words = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
+        os._exit(int(pytest.main([*words, "-m", marks, *tests])))
 
 
 def due(mutants: Sequence[Mutant], rows: dict[str, dict[str, str]]) -> list[Mutant]:
