@@ -125,7 +125,7 @@ def _try(given: Given) -> int:
     config = config_of(given)
     from rlcore.commands.try_task import prompts_asked, try_task
 
-    return try_task(config, prompts_asked(given.text("n")))
+    return try_task(config, prompts_asked(given.text("n")), given.text("say"))
 
 
 def _sft(given: Given) -> int:

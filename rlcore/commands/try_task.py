@@ -20,8 +20,11 @@ from rlcore.commands.preflight import (
     tokenizer_of,
     training_sources,
 )
+from rlcore.commands.processes import environment_jobs
+from rlcore.commands.try_environment import try_episodes
 from rlcore.config.names import load_own
 from rlcore.config.schema import RunConfig
+from rlcore.environments.renderers import check_template
 from rlcore.errors import DeadlineExceeded, UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import PromptSource
@@ -76,28 +79,45 @@ def prompts_asked(word: str | None) -> int:
     return int(word)
 
 
-def try_task(config: RunConfig, n: int) -> int:
-    """Print the first n prompts of every training task and the verdicts on known answers.
+def try_task(config: RunConfig, n: int, say: str | None = None) -> int:
+    """Print the first n prompts of every training task and the verdicts on known answers; of a task
+    with an environment, n episodes with a scripted model, which says `say`.
 
-    Starts graders as a run does, and no engine or learner. Returns 1 if a run would refuse one of
-    the prompts or a score failed, else 0. Raises UserError.
+    Starts graders and environments as a run does, and no engine or learner. Returns 1 if a run
+    would refuse one of the prompts or a score failed, else 0. Raises UserError.
     """
-    for label, environment in config.played.items():
-        key = config.environment_key(label)
-        refuse(
-            True,
-            f"{key}.name={environment.name} asks its questions while an episode is played, which "
-            f"rlcore try does not do: {key}=none tries the task alone.",
-        )
+    refuse(
+        say is not None and not config.played,
+        f"say={say} is what a model says in an environment, and there is none: add "
+        "environment=NAME.",
+    )
     load_own(config)
     check_rewards(config)
     ask_lean_servers(config)
     tasks = make_tasks(config)
     natural = any(task.alphabet() is None for task in tasks.values())
-    tokenizer = None if config.model.path is None and natural else tokenizer_of(config, tasks)
+    none = config.model.path is None and natural and not config.played
+    tokenizer = None if none else tokenizer_of(config, tasks)
     sources = training_sources(config, tasks, tokenizer)
+    faults = 0
+    for label, job in environment_jobs(config).items():
+        check_template(job.environment, tokenizer, job.template)
+        asked = config.rollout_of(label).sampling(), say
+        items = _items(sources.pop(label), n)
+        faults += try_episodes(job, tokenizer, tasks[label], items, asked)
+    return 1 if faults + _try_prompts(config, tasks, sources, tokenizer, n) else 0
+
+
+def _try_prompts(
+    config: RunConfig,
+    tasks: Mapping[str, Task],
+    sources: Mapping[str, PromptSource],
+    tokenizer: Any,
+    n: int,
+) -> int:
+    """Of tasks without an environment; the number of faults."""
     trials = {label: _trials(config, label, s, tokenizer, n) for label, s in sources.items()}
-    scores = _graded(config, trials)
+    scores = _graded(config, trials) if trials else {}
     faults = 0
     for label, its in trials.items():
         note(_title(config, label, tasks[label], len(its)))
@@ -113,7 +133,7 @@ def try_task(config: RunConfig, n: int) -> int:
             note(line)
         faults += sum(trial.refused for trial in its)
         faults += sum(s.status != "ok" for verdicts in scores[label] for s in verdicts)
-    return 1 if faults else 0
+    return faults
 
 
 def _trials(

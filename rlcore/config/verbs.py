@@ -113,8 +113,15 @@ VERBS: Mapping[str, Verb] = {
         Verb(
             "try",
             "show prompts as the model will see them, and the grader's verdicts on known answers",
-            ("rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]",),
-            (Key("n", "prompts of each task", "number", "3"), CONFIG_DIR),
+            (
+                "rlcore try task=NAME [n=5] [model.path=FOLDER] [key=value ...]",
+                "rlcore try task=NAME environment=NAME [say=TEXT] [n=5] [key=value ...]",
+            ),
+            (
+                Key("n", "prompts of each task", "number", "3"),
+                Key("say", "what a scripted model says at every turn of an environment", "text"),
+                CONFIG_DIR,
+            ),
             run_dir="here",
         ),
         Verb(

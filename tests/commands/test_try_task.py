@@ -166,7 +166,6 @@ def test_every_task_of_a_mixture_is_shown_with_its_own_settings(capsys):
     [
         (["n=0"], "n=0 is not accepted"),
         (["n=some"], "n=some is not accepted"),
-        (["environment=attempts"], "environment.name=attempts asks its questions while"),
         (["task=none.py:Task"], "task.name="),
         (["task=file"], "task.args.grader has no default"),
         (["model.path=nowhere"], "model.path="),
