@@ -162,3 +162,13 @@ def test_a_base_that_is_unknown_runs_the_share_alone(capsys):
     words = tiers._selection(asked)
     assert words[words.index("--shard") + 1] == "3/6" and words[-1] == ""
     assert "f00f00 is not a commit of this checkout" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("left", ["0", "-31"])
+def test_a_budget_that_is_spent_starts_nothing_says_so_and_is_no_failure(left):
+    words = ["make", "-o", "venv", "test-rest", f"BUDGET_S={left}", "BASE=HEAD"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=deadline(60))
+    assert done.returncode == 0, done.stderr
+    assert f"no slow test is started: {left} s are left" in done.stdout
+    assert "tests: slow" not in done.stdout  # pytest was not started
