@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # moments tell of the clip, which Adam's steps of one size do not
 CLIPPED = {"grad_clip": 0.05, "weight_decay": 0.1, "corrections": JACKPOT}
 VARIANTS |= {f"clipped {n}": {"zero_stage": n, **CLIPPED} for n in (0, 1, 2)}
+#: whose sums keep eight bits
+ROUNDED = ["bfloat16 1", "bfloat16 2"]
 VARIANTS |= {f"bfloat16 {n}": {**VARIANTS[f"clipped {n}"], "dtype": "bfloat16"} for n in (1, 2)}
 
 #: with parts of the experts: no ZeRO-3, no adapters
