@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from rlcore.attention.varlen import no_mask
 from rlcore.errors import UserError
@@ -312,10 +314,6 @@ Attend = Callable[..., tuple[Tensor, Any]]
 def split_attention(lm: Any, shards: Shards) -> None:
     """Let a model's attention exchange positions for heads, in place; each forward is then given
     this rank's part. Raises UserError where heads cannot be divided."""
-    # not at the top: transformers imports DeepSpeed, which reads its environment then
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-
     config = lm.config.get_text_config()
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
