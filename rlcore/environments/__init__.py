@@ -21,6 +21,7 @@ ENVIRONMENTS: dict[str, str] = {
     "calculator": "rlcore.environments.python_tool:Calculator",
     "endpoint": "rlcore.environments.endpoint:Endpoint",
     "higher_lower": "rlcore.environments.games:HigherLower",
+    "mcp": "rlcore.environments.mcp:McpTools",
     "openenv": "rlcore.environments.openenv:OpenEnv",
     "python_tool": "rlcore.environments.python_tool:PythonTool",
     "rooms": "rlcore.environments.games:Rooms",
