@@ -46,7 +46,10 @@ class Play:
     ) -> None:
         """`actor`: id and kind; `clock`: seconds, by which restarts are counted. Starts the
         environments' process; raises StageError."""
+        # since the start
         self.counters = {"episodes": 0, "turns": 0, "failed_episodes": 0}
+        self.counters |= {"errors": 0, "timeouts": 0, "unreadable_turns": 0, "calls": 0}
+        self.environment_s = 0.0  # of all calls that were answered
         self.open: dict[str, EpisodeState] = {}  # by request id
         self.to_sample: list[Request] = []  # turns
         self.to_abort: list[str] = []  # request ids of turns
@@ -88,6 +91,12 @@ class Play:
             episode.now = episode.sampling.pop(name)
             self.counters["turns"] += 1
             self._guarded(episode, lambda e: self._act(e, turn))
+
+    def figures(self) -> dict[str, float]:
+        """Counts since the start, seconds of environments, and the episodes that are open or wait
+        for a place."""
+        now = {"open": len(self.open), "waiting": len(self._waiting)}
+        return {**self.counters, **now, "environment_s": self.environment_s}
 
     @property
     def busy(self) -> bool:
@@ -189,6 +198,8 @@ class Play:
             return
         now = time.monotonic()
         episode.environment_s += now - episode.begun
+        self.environment_s += now - episode.begun
+        self.counters["calls"] += 1
         episode.begun = now
         call = answer["call"]
         episode.waits_for = episode.waits_for if episode.link.owes else ""
@@ -270,6 +281,7 @@ class Play:
 
     def _act(self, episode: EpisodeState, turn: Trajectory) -> None:
         action = episode.now.renderer.parse(episode.add(turn))
+        self.counters["unreadable_turns"] += bool(action.error)
         if action.error and not episode.hosts_program:
             self._go_on(episode, [{"role": "user", "content": action.error}])
             return
@@ -384,6 +396,7 @@ class Play:
     def _fail(self, episode: EpisodeState, status: ScoreStatus, error: str) -> None:
         self._abort_turns(episode)
         self.counters["failed_episodes"] += 1
+        self.counters["timeouts" if status == "timeout" else "errors"] += 1
         self._finish(episode, status, error=error)
 
     def _finish(self, episode: EpisodeState, status: ScoreStatus, **score: Any) -> None:

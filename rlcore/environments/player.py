@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -84,9 +83,9 @@ class EpisodePlayer:
         """Turns, from the engine's thread."""
         self._put("turns", turns)
 
-    def status(self) -> dict[str, int]:
-        """Counts since the start."""
-        return dict(self._play.counters)
+    def status(self) -> dict[str, float]:
+        """Figures of `Play.figures`."""
+        return self._play.figures()
 
     def _put(self, what: str, value: Any) -> None:
         with self._lock:
@@ -216,12 +215,13 @@ class Players:
         if others := [t for t in trajectories if not is_turn(t)]:
             self._exits.others(others)
 
-    def status(self) -> dict[str, int]:
-        """Counts since the start, of all."""
-        total: Counter[str] = Counter()
+    def status(self) -> dict[str, float]:
+        """Figures of `Play.figures`, summed over all."""
+        total: dict[str, float] = {}
         for player in self._players.values():
-            total.update(player.status())
-        return dict(total)
+            for name, value in player.status().items():
+                total[name] = total.get(name, 0) + value
+        return total
 
     def close(self) -> None:
         """End the threads and every environment; open episodes are lost."""

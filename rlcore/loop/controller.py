@@ -152,6 +152,7 @@ class RowWriter:
             "time/rollout_s": self._fleet.take_busy_s(),
             "time/publish_s": 0.0,
             **self._fleet.step_costs(),
+            **self._fleet.environment_figures(),
             **others,
             "time/step_s": step_s,
             "time/wait_data_s": clocks.parts.get("wait_data", 0.0),

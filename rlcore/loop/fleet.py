@@ -215,6 +215,23 @@ class Fleet:
                 said.setdefault(f"engine/{member.pool.label}/{name}", []).append(seconds)
         return {name: sum(values) / len(values) for name, values in said.items()}
 
+    def environment_figures(self) -> dict[str, float]:
+        """Return metrics of the environments by the newest heartbeats; none without episodes."""
+        total: dict[str, float] = {}
+        for member in self._roster.healthy():
+            for name, value in member.process.status.get("playing", {}).items():
+                total[name] = total.get(name, 0.0) + value
+        if not total:
+            return {}
+        return {
+            "environment/open": total["open"],
+            "environment/waiting": total["waiting"],
+            "environment/call_s": total["environment_s"] / max(total["calls"], 1.0),
+            "environment/errors": total["errors"],
+            "environment/timeouts": total["timeouts"],
+            "environment/unreadable_turns": total["unreadable_turns"],
+        }
+
     def _busy_s(self, member: Member) -> float:
         status = member.process.status
         if not status:  # no heartbeat of this process yet

@@ -180,9 +180,17 @@ def _learner_idle(window: Window, spec: WarningsSpec) -> str | None:
         f"the learner waits for data {share:.0%} of the time",
         window,
         f"learner_idle={spec.learner_idle}",
-        "raise actor.LABEL.count (rlcore scale does so while the run goes on) or "
+        f"{_places(window)}raise actor.LABEL.count (rlcore scale does so while the run goes on) or "
         "actor.LABEL.max_num_seqs",
     )
+
+
+def _places(window: Window) -> str:
+    """Advice that comes first where episodes wait for a place."""
+    waiting = window.mean("environment/waiting")
+    if not waiting:
+        return ""
+    return f"{number(waiting)} episodes wait for a place: raise environment.concurrency; else "
 
 
 def _engine_idle(window: Window, spec: WarningsSpec) -> str | None:
@@ -193,8 +201,8 @@ def _engine_idle(window: Window, spec: WarningsSpec) -> str | None:
         f"engines do not decode {1 - busy:.0%} of the time",
         window,
         f"engine_idle={spec.engine_idle}",
-        "lower actor.LABEL.count, give the learner more (learner.ranks), or raise "
-        "schedule.max_staleness",
+        f"{_places(window)}lower actor.LABEL.count, give the learner more (learner.ranks), or "
+        "raise schedule.max_staleness",
     )
 
 

@@ -85,7 +85,10 @@ def test_each_task_s_episodes_are_played_in_its_own_environment(start):
     turns = {(p.answer.prompt_id, p.score.parts["turns"]) for p in found}
     assert turns == {("digits/train/0", 1.0), ("long/train/1", 3.0)}
     assert all(p.score.status == "ok" for p in found)
-    assert players.status() == {"episodes": 8, "turns": 16, "failed_episodes": 0}
+    figures = players.status()
+    assert (figures["episodes"], figures["turns"], figures["failed_episodes"]) == (8, 16, 0)
+    assert figures["open"] == figures["waiting"] == figures["errors"] == figures["timeouts"] == 0
+    assert figures["calls"] >= 16 and figures["environment_s"] > 0
     plain = [replace(r, prompt_ids=np.array([5], np.int32)) for r in requests[8:]]
     engine.submit(plain)
     assert [t.prompt_id for t in others.get(timeout=deadline(5))] == ["plain/train/2"] * 2

@@ -312,3 +312,21 @@ def test_costs_of_steps_are_the_mean_over_the_actors_of_a_label_that_say():
         assert world.fleet.step_costs() == {"engine/bf16/step_s": 0.4}
 
     play(scenario)
+
+
+def test_figures_of_environments_are_summed_over_the_actors_that_play():
+    playing = {"open": 3, "waiting": 2, "environment_s": 1.0, "calls": 4}
+    playing |= {"errors": 1, "timeouts": 0, "unreadable_turns": 5}
+
+    async def scenario(world):
+        first, second = (m.process for m in world.fleet.members)
+        first.status, second.status = {"pid": 1}, {"pid": 2}
+        assert world.fleet.environment_figures() == {}
+        first.status = {"pid": 1, "playing": playing}
+        second.status = {"pid": 2, "playing": {**playing, "environment_s": 3.0}}
+        found = world.fleet.environment_figures()
+        assert (found["environment/open"], found["environment/waiting"]) == (6, 4)
+        assert found["environment/call_s"] == 0.5  # 4 s over 8 calls
+        assert (found["environment/errors"], found["environment/unreadable_turns"]) == (2, 10)
+
+    play(scenario)

@@ -54,6 +54,14 @@ def bad(name, steps=10):
     return rows(steps, failing=1.0 if name == "failed_scores" else 0.0, **BAD[name][0])
 
 
+@pytest.mark.parametrize("name", ["learner_idle", "engine_idle"])
+def test_advice_names_the_places_where_episodes_wait_for_one(name):
+    (sentence,) = warnings(rows(10, **BAD[name][0], **{"environment/waiting": 7.0}), SPEC, ASYNC)
+    assert "7 episodes wait for a place: raise environment.concurrency" in sentence
+    (without,) = warnings(rows(10, **BAD[name][0], **{"environment/waiting": 0.0}), SPEC, ASYNC)
+    assert "environment.concurrency" not in without
+
+
 def test_a_healthy_run_does_not_warn():
     assert warnings(rows(60), SPEC, ASYNC) == []
 

@@ -219,7 +219,7 @@ class RolloutActor:
                 status["error"] = status["error"] or f"playing failed: {self.players.error!r}"
             # episodes have a deadline of their own, and cannot move to another actor
             decoding = {i: s for i, s in status["decoding_s"].items() if not is_turn_id(i)}
-            status = {**status, **self.players.status(), "decoding_s": decoding}
+            status = {**status, "playing": self.players.status(), "decoding_s": decoding}
         return {**status, "pid": os.getpid(), "rss": psutil.Process().memory_info().rss}
 
     def close(self) -> None:
