@@ -234,12 +234,23 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 
 def _read_lfm2(text: str, tools: Tools) -> Found:
-    """As LFM2 writes calls: a Python list of calls between two special tokens."""
-    calls = [call for body in _LFM.findall(text) for call in _python_calls(body.strip())]
+    """As LFM2 writes calls: a Python list of calls between two special tokens, or a JSON list where
+    a template shows one."""
+    calls = [call for body in _LFM.findall(text) for call in _listed_calls(body.strip())]
     rest = _LFM.sub("", text)
     if LFM_OPEN in rest:
         raise UnreadableCall(f"the tool call has no {LFM_CLOSE}")
     return (rest.strip() if calls else text), calls
+
+
+def _listed_calls(text: str) -> list[ToolCall]:
+    if not re.match(r"\[?\s*\{", text):
+        return _python_calls(text)
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableCall(f"{type(error).__name__}: {error}") from error
+    return [_json_call(json.dumps(c)) for c in (listed if isinstance(listed, list) else [listed])]
 
 
 def _python_calls(text: str) -> list[ToolCall]:

@@ -262,8 +262,11 @@ class ChatRenderer(Renderer):
         end = str(self._tokenizer.decode([closed]))
         shown = self._rendered(until, opens=False)
         at = shown.rfind(end)
-        same = at >= len(before) and now.startswith(shown[:at])
-        if not same or not _same(self._read(shown[len(before) : at]), self._read(said)):
+        if at < len(before):  # GLM: it is the next message's first token
+            at = len(shown)
+        if not now.startswith(shown[:at]) or not _same(
+            self._read(shown[len(before) : at]), self._read(said)
+        ):
             return None
         return now[at:]
 

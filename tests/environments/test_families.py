@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from family_fakes import LLAMA, TEMPLATES, UNKNOWN, XML, add, tokenizer_with
+from family_fakes import GLM, LLAMA, TEMPLATES, UNKNOWN, XML, add, tokenizer_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -155,6 +155,30 @@ def test_a_call_that_is_only_considered_is_none_and_a_mention_loses_no_answer():
 )
 def test_a_thought_is_split_off(text, opened, expected):
     assert split_thought(text, THOUGHTS[0], opened=opened) == expected
+
+
+def test_a_turn_with_other_white_space_than_the_template_s_stays():
+    """GLM's history ends a turn with the token that begins the next message."""
+    template = GLM.replace(
+        "<|assistant|>\n{{ m.content }}", "<|assistant|>\n{{ m.content | trim }}"
+    )
+    tokenizer = tokenizer_with(template.replace("\n<tool_call>", "<tool_call>"))
+    renderer = make_renderer(tokenizer, TemplateSpec())
+    ids = renderer.open(Opening([USER], [SCHEMA]))
+    call = FAMILIES["glm45"].write("add", {"a": 2}).replace("add\n", "add\n ")
+    for text, kept in ((f"So.\n\n{call}", True), (f"So.\n\n{call} <think>", True)):
+        said = tokenizer.encode(f"{text}<|observation|>", add_special_tokens=False)
+        assert renderer.parse(said).tool_calls == (ToolCall("add", {"a": 2}),)
+        longer = renderer.extend([*ids, *said], [{"role": "tool", "content": "4"}])
+        assert (longer is not None and longer[: len(ids) + len(said)] == [*ids, *said]) == kept
+        ids = longer
+
+
+def test_calls_of_lfm2_may_be_json():
+    text = '<|tool_call_start|>[{"name": "add", "arguments": {"a": 2}}]<|tool_call_end|>'
+    assert read_turn(FAMILIES["lfm2"], text, tools=[SCHEMA]).calls == (ToolCall("add", {"a": 2}),)
+    broken = text.replace("]<", "<")
+    assert "cannot be read" in read_turn(FAMILIES["lfm2"], broken, tools=[SCHEMA]).error
 
 
 def test_a_thought_that_the_prompt_opens_is_kept_apart_and_its_tokens_stay():
