@@ -27,6 +27,12 @@ class EnvironmentDied(Exception):
     """An environment's process ended, or sent what it must not; the message says which."""
 
 
+def _readable(connection: socket.socket) -> bool:
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class Link:
     """The connection to one environment. Calls are answered one at a time, in order and under their
     numbers."""
@@ -108,9 +114,7 @@ class Link:
     def alive(self) -> bool:
         """True if a process that owes no answer is still there: otherwise its link would be
         readable."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return not poll.poll(0)
+        return not _readable(self.socket)
 
     def kill(self) -> None:
         """Kill the process."""
@@ -171,7 +175,8 @@ class EnvironmentServer:
     def why(self, pid: int) -> str:
         """Say why a child has ended."""
         with contextlib.suppress(OSError, ValueError):
-            while said := self._control.recv(MAX_DATAGRAM, socket.MSG_DONTWAIT):
+            # asked first: a socket with a timeout waits for it even with MSG_DONTWAIT
+            while _readable(self._control) and (said := self._control.recv(MAX_DATAGRAM)):
                 told = json.loads(said)
                 self._reasons[int(told["pid"])] = str(told["why"])
         return self._reasons.pop(pid, "the environment's process died")
