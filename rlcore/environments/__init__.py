@@ -20,6 +20,7 @@ ENVIRONMENTS: dict[str, str] = {
     "attempts": "rlcore.environments.attempts:Attempts",
     "calculator": "rlcore.environments.python_tool:Calculator",
     "endpoint": "rlcore.environments.endpoint:Endpoint",
+    "gymnasium": "rlcore.environments.gymnasium_text:GymnasiumText",
     "higher_lower": "rlcore.environments.games:HigherLower",
     "mcp": "rlcore.environments.mcp:McpTools",
     "openenv": "rlcore.environments.openenv:OpenEnv",
