@@ -24,7 +24,7 @@ from rlcore.config.compose import check_resume
 from rlcore.config.schema import RunConfig
 from rlcore.config.task_checks import mixed, tasks
 from rlcore.config.unread import unread
-from rlcore.environments.renderers import conversation_lines
+from rlcore.environments.renderers import conversation_form
 from rlcore.loop import checkpoint
 from rlcore.loop.plan import Progress
 from rlcore.loop.prompts import HeldOutRequests
@@ -124,7 +124,7 @@ def _sections(config: RunConfig, prepared: Prepared, start: str) -> Iterator[tup
     yield "model", [_model(config, prepared)]
     yield "tasks", _tasks(config, prepared)
     if config.played:
-        yield "episodes", conversation_lines(prepared.tokenizer, config.model)
+        yield "episodes", [conversation_form(prepared.tokenizer, config.model)]
     yield "actors", _actors(config)
     yield "sampling", [_settings(config.rollout)]
     yield "corrections", list(_corrections(config))

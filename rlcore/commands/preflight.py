@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rlcore.config.task_checks import mixed, rewards
 from rlcore.corrections.pipeline import Pipeline, build
 from rlcore.corrections.shadow import build_shadows, refuse_further_needs
 from rlcore.environments import ENVIRONMENTS, environment_maker
-from rlcore.environments.renderers import check_template
+from rlcore.environments.renderers import check_template, lost_roles
 from rlcore.errors import UserError
 from rlcore.interfaces import Task
 from rlcore.loop.prompts import (
@@ -119,7 +119,8 @@ class Prepared:
     heldout: HeldOutRequests
     tokenizer: Any
     alphabet: str | None  # characters of the training tasks; None: natural text
-    remarks: tuple[str, ...] = ()  # lines on problems that are left out or changed
+    # lines on problems that are left out or changed, and on roles that go by others
+    remarks: tuple[str, ...] = ()
 
     @property
     def pad_id(self) -> int:
@@ -182,12 +183,18 @@ def prepare(config: RunConfig, *, trains: bool = True, evaluates: bool = True) -
         HeldOutRequests(heldout, sampling=usual.sampling, run_seed=seed, tasks=asked),
         tokenizer,
         alphabet,
-        tuple(
-            f"{label}: {line}"
-            for label, source in {**train, **heldout}.items()
-            for line in [*remarks_of(source.task), *source.remarks()]
-        ),
+        tuple(_remarks(config, {**train, **heldout}, tokenizer)),
     )
+
+
+def _remarks(
+    config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Any
+) -> Iterator[str]:
+    for label, source in sources.items():
+        yield from (f"{label}: {line}" for line in remarks_of(source.task))
+        yield from (f"{label}: {line}" for line in source.remarks())
+    for label in config.played:
+        yield from (f"{label}: {line}" for line in lost_roles(tokenizer, config.model))
 
 
 def _build_own(config: RunConfig) -> None:

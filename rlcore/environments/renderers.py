@@ -58,17 +58,22 @@ def check_template(
         )
 
 
-def conversation_lines(tokenizer: Any, template: TemplateSpec) -> list[str]:
+def conversation_form(tokenizer: Any, template: TemplateSpec) -> str:
     """How conversations with an environment are written, for a dry run: the form of tool calls and
-    thoughts, and the roles that the chat template does not carry."""
+    of thoughts."""
     if not uses_template(tokenizer, template):
-        return ["plain text, without tools"]
+        return "plain text, without tools"
     found = probed(tokenizer, template)
     form = found.family.name if found.family else "of an unknown form: tools are refused"
     thoughts = f"thoughts kept apart ({found.thoughts[0]})" if found.thoughts else "no thoughts"
-    line = f"model.chat_template={template.chat_template}: tool calls {form}; {thoughts}"
-    remarks = found.remarks()
-    return [line, *([f"not carried by the template: {', '.join(remarks)}"] if remarks else [])]
+    return f"model.chat_template={template.chat_template}: tool calls {form}; {thoughts}"
+
+
+def lost_roles(tokenizer: Any, template: TemplateSpec) -> list[str]:
+    """A line on the roles that the chat template does not carry and that go by others; none if it
+    carries all."""
+    remarks = probed(tokenizer, template).remarks() if uses_template(tokenizer, template) else []
+    return [f"not carried by the chat template: {', '.join(remarks)}"] if remarks else []
 
 
 class PlainRenderer(Renderer):

@@ -60,6 +60,11 @@ def test_what_would_be_started_is_printed_and_nothing_is_written(tmp_path, capsy
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
 
 
+def test_the_form_of_episodes_is_said(capsys):
+    words = ("run_dir=runs/x", "task=higher_lower", "environment=higher_lower")
+    assert "episodes     plain text, without tools" in printed(capsys, *words)
+
+
 def test_phases_are_shown_and_a_clip_that_cannot_bind_is_said(tmp_path, capsys):
     assert "the clip of algorithm.loss=ppo never binds" in printed(
         capsys, "run_dir=x", "algorithm.eps_high=0.3"

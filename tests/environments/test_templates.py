@@ -24,7 +24,12 @@ from hypothesis import strategies as st
 
 from rlcore.environments.families import FAMILIES
 from rlcore.environments.protocol import Opening, tool_schema
-from rlcore.environments.renderers import check_template, conversation_lines, make_renderer
+from rlcore.environments.renderers import (
+    check_template,
+    conversation_form,
+    lost_roles,
+    make_renderer,
+)
 from rlcore.environments.specs import EnvironmentSpec
 from rlcore.environments.templates import probed
 from rlcore.errors import UserError
@@ -59,8 +64,8 @@ def test_a_template_is_known_by_what_it_loses(template):
     assert len(found) == len(REMARKS[template])
     for remark, expected in zip(found, REMARKS[template], strict=True):
         assert remark.startswith(expected)
-    lines = conversation_lines(tokenizer_with(template), AUTO)
-    assert all(remark in lines[-1] for remark in found)
+    lines = lost_roles(tokenizer_with(template), AUTO)
+    assert len(lines) == bool(found) and all(remark in lines[0] for remark in found)
 
 
 CONVERSATION = [
@@ -141,7 +146,9 @@ def test_an_unknown_form_of_calls_is_refused_where_an_environment_has_tools():
     check_template(spec, tokenizer, AUTO)
     with pytest.raises(UserError, match=r"model\.tool_parser=auto"):
         check_template(spec, tokenizer, AUTO, tools=True)
-    assert "unknown form" in conversation_lines(tokenizer, AUTO)[0]
+    assert "unknown form" in conversation_form(tokenizer, AUTO)
+    known = conversation_form(tokenizer_with(XML), AUTO)
+    assert known == "model.chat_template=auto: tool calls qwen3_xml; thoughts kept apart (<think>)"
 
 
 def test_a_template_of_one_s_own_and_its_arguments_are_used(tmp_path):
