@@ -88,10 +88,11 @@ def measured(model: str) -> Iterator[dict[str, Any]]:
 
 
 def sample(engine: RolloutEngine) -> list[Trajectory]:
-    """Answers of 48 tokens at most, in steps of 64 requests."""
-    sampling = RolloutSpec(max_new_tokens=48, logprobs_k=4).sampling()
+    """Answers of 4 to 67 tokens, so that steps have 64 requests at first and one in the end."""
+    sampling = [RolloutSpec(max_new_tokens=4 + i, logprobs_k=4).sampling() for i in range(64)]
     prompts = [np.array([3 + i % 8, 7, 11, 5, 9 + i % 3], np.int32)[: 2 + i % 4] for i in range(64)]
-    asked = [Request(0, i, f"x/train/{i}", p, sampling, i) for i, p in enumerate(prompts)]
+    pairs = enumerate(zip(prompts, sampling, strict=True))
+    asked = [Request(0, i, f"x/train/{i}", prompt, spec, i) for i, (prompt, spec) in pairs]
     engine.add(asked)
     found: list[Trajectory] = []
     while len(found) < len(asked):
@@ -178,6 +179,7 @@ def attended(self: Any, q: Tensor, step: Any, part: slice) -> Tensor:
 #: operation -> what makes it vLLM's; an embedding is a row that is read
 SWAPS: dict[str, Callable[[], Any]] = {
     "RMS norm": lambda: replaced("_Norm.__call__", norm),
+    "products of fewer than 8 rows": lambda: replaced("linear", torch.nn.functional.linear),
     "rotation": lambda: replaced("rotated", rotated),
     "attention": lambda: replaced("_Layer._rows", attended),
     "SiLU of the MLP": lambda: replaced("F.silu", silu),
@@ -195,9 +197,8 @@ embedding is a row that is read, and is the same everywhere.
 
 {table(rows)}
 
-Steps have 64 requests here: products of eight rows and more are equal to the bit whatever else is
-in the step, and those of fewer, which take other kernels, are not in the table. The SiLU is the
-same where the MLP's width is a multiple of 32; `bitwise=true` refuses others.
+Products of eight rows and more are equal to the bit whatever else is in the step. The SiLU is the
+same where the MLP's width is a multiple of 32, and `bitwise=true` refuses others.
 """
 
 
