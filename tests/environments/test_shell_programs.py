@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -53,6 +54,7 @@ def play(tmp_path):
         script = tmp_path / "agent.py"
         script.write_text(AGENT + ends)
         args = {"command": command or f"{sys.executable} -S {script}", "keep": f"{tmp_path}/kept"}
+        args |= settings.pop("args", {})
         settings = {"step_timeout_s": deadline(60), **settings}
         spec = EnvironmentSpec(name="endpoint", args=args, **settings)
         job = EnvironmentJob(spec, EvalTaskSpec(name="digits"), "digits", max_len=512, run_seed=3)
@@ -139,3 +141,40 @@ def test_commands_that_cannot_be_run_are_refused():
             environment_maker(EnvironmentSpec(name="endpoint", args=args), make_task("digits", {}))
     with pytest.raises(UserError, match="is no command"):
         shell_program(None)
+
+
+# `docker run` as far as the page uses it: the image is a folder with a program, which is given the
+# named variables, the mounted folder and the standard input, and nothing else.
+DOCKER = """
+import argparse, os, subprocess, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("run")
+for flag in ("--rm", "-i"):
+    parser.add_argument(flag, action="store_true")
+for option in ("-e", "-v", "--add-host"):
+    parser.add_argument(option, action="append", default=[])
+parser.add_argument("-w")
+parser.add_argument("image")
+given = parser.parse_args()
+assert given.run == "run" and f"{given.w}:{given.w}" in given.v and given.add_host
+names = {name: os.environ[name] for name in given.e}
+program = [sys.executable, "-S", given.image + "/agent.py"]
+sys.exit(subprocess.run(program, env=names, cwd=given.w).returncode)
+"""
+
+
+@pytest.mark.processes
+def test_the_documented_container_plays_with_a_stand_in_for_docker(play, tmp_path, monkeypatch):
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(f"#!{sys.executable} -S\n{DOCKER}")
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{docker.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SECRET", "of the host")
+    ends = "result({'reward': len(said), 'parts': {'names': len(os.environ)}})"
+    command = re.search(r"^docker run .*$", PAGE.read_text(), re.M)[0]
+    command = command.replace("my-agent", str(tmp_path))
+    where = {"bind": "0.0.0.0", "advertise": "localhost"}
+    (played,) = play(ends, command=command, args=where)
+    assert played.score.status == "ok", played.score.error
+    assert played.score.reward == 2.0 and played.score.parts["names"] <= 5
